@@ -168,10 +168,15 @@ def test_packed_sequences(family, target, head_dim, launches):
     check(family, target, operands, dout, launches, causal=True, deterministic=True)
 
 
-def test_segment_ids(launches):
+@pytest.mark.parametrize(
+    ("family", "target"), [(TORCH_TRITON, "sm80"), (GLUON, "sm80"), (GLUON_SM90, "sm90")]
+)
+def test_segment_ids_in_a_tree(family, target, launches):
     ids = jnp.arange(70, dtype=jnp.int32)[None] // 30
-    operands, dout = dense(32, "float16", q_segment_ids=ids, kv_segment_ids=ids)
-    check(TORCH_TRITON, "sm80", operands, dout, launches, deterministic=True)
+    operands, dout = dense(
+        32, "float16", q_segment_ids=ids, kv_segment_ids=ids, kv_ends=jnp.minimum(ids * 30 + 25, 70)
+    )
+    check(family, target, operands, dout, launches, causal=True, deterministic=True)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

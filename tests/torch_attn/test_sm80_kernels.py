@@ -8,6 +8,7 @@ import pytest
 
 from interop.parity.cases import FlashCase, VarlenCase
 from tests.torch_attn.explicit_kernels import (
+    LISTED,
     MODES,
     check_backward,
     check_forward,
@@ -83,3 +84,16 @@ def test_races_make_wrong_results(mode, check, kernel, old, new):
     case = FlashCase("race", 1, 128, 192, 1, 1, deterministic=True)
     with pytest.raises(AssertionError, match="Agreement"):
         check(case, mode, BACKEND, {kernel: edited(kernel, old, new)})
+
+
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
+def test_listed_tiles(case):
+    mode = MODES["random"]
+    assert check_forward(case, mode, BACKEND) == ["tile_lists", "flash_fwd"]
+    assert check_backward(case, mode, BACKEND) == [SUMMED[0], "tile_lists", *SUMMED[1:]]
+
+
+def test_deterministic_backward_of_listed_tiles():
+    case = replace(LISTED[1], deterministic=True)
+    kernels = [SUMMED[0], "tile_lists", "flash_bwd_dq", "tile_lists", "flash_bwd_dkdv"]
+    assert check_backward(case, MODES["writes first"], BACKEND) == kernels

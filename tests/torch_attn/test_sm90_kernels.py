@@ -13,6 +13,7 @@ from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase, paged_c
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
 from tests.torch_attn.explicit_kernels import (
+    LISTED,
     MODES,
     check_backward,
     check_forward,
@@ -111,6 +112,21 @@ LARGE = [
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_backward_of_large_heads(case, mode):
     kernels = ["flash_bwd_dq", "flash_bwd_dkdv", "flash_bwd_dkdv"]
+    assert check_backward(case, mode, BACKEND) == kernels
+
+
+@pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
+def test_listed_tiles(case):
+    assert check_forward(case, Mode(), BACKEND) == ["tile_lists", "flash_fwd"]
+    launched = check_backward(case, Mode(), BACKEND)
+    assert launched.count("tile_lists") == (1 if launched[0] == SUMMED[0] else 2)
+
+
+@pytest.mark.parametrize("mode", [WRITES_FIRST, MODES["reads first"]])
+def test_deterministic_backward_of_listed_tiles(mode):
+    case = replace(LISTED[1], deterministic=True)
+    assert check_forward(case, mode, BACKEND) == ["tile_lists", "flash_fwd"]
+    kernels = ["tile_lists", "flash_bwd_dq", "tile_lists", "flash_bwd_dkdv"]
     assert check_backward(case, mode, BACKEND) == kernels
 
 

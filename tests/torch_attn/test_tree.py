@@ -92,16 +92,19 @@ def test_compile_with_another_tree_is_one_graph(operands):
             torch.testing.assert_close(dq, want_dq)
 
 
-def test_explain_says_that_explicit_kernels_take_none(operands, monkeypatch):
-    q, k, v, ends, *_ = operands
-    half = [x.half() for x in (q, k, v)]
-    for target in ("sm80", "sm90"):
-        monkeypatch.setattr("torch_attn.dispatch.target_of", lambda device, target=target: target)
-        found = explain(flash_attention, *half, causal=True, kv_ends=ends)
-        assert found.implementation == "triton"
-        assert "gluon: its kernels take no kv_ends" in found.passed_over
-    with pytest.raises(NotImplementedError, match="its kernels take no kv_ends"):
-        explain(flash_attention, *half, causal=True, kv_ends=ends, implementation="gluon")
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_explain_says_which_kernels_take_a_tree(operands, monkeypatch, target):
+    monkeypatch.setattr("torch_attn.dispatch.target_of", lambda device: target)
+    q, k, v, *tree = operands
+    half, tree = [x.half() for x in (q, k, v)], dict(zip(TREE, tree, strict=True))
+    options = {"causal": True, **tree}
+    assert explain(flash_attention, *half, **options).implementation == "gluon"
+    options["window_size"] = (3, None)
+    found = explain(flash_attention, *half, **options)
+    assert found.implementation == "triton"
+    assert "gluon: its windows count no depths" in found.passed_over
+    with pytest.raises(NotImplementedError, match="its windows count no depths"):
+        explain(flash_attention, *half, **options, implementation="gluon")
 
 
 def test_floating_point_operations_are_those_of_the_tree(operands):

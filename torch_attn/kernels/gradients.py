@@ -10,8 +10,9 @@ import torch
 import triton
 from torch import Tensor
 
-from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
-from torch_attn.kernels.library.sequences import num_padded_rows
+from torch_attn.kernels.library.mask import Mask, mask_of_keys, mask_of_queries
+from torch_attn.kernels.library.segments import segments_of
+from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.terms import terms_of
 from torch_attn.kernels.library.tiles import ROW_PADDING
@@ -25,6 +26,10 @@ from twin_attention.targets.steps import splits_group
 
 # A kernel and the function that prepares its launch.
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
+
+
+# What makes the mask of a kernel: of its name, the operands, the problem and what runs.
+MaskOf = Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask]
 
 
 class Sums(NamedTuple):
@@ -49,6 +54,14 @@ class Statistics(NamedTuple):
     delta: Any
 
 
+def computed_mask(
+    kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
+) -> Mask:
+    """Return the mask of a kernel, by its name, with ranges that torch computes."""
+    make = mask_of_keys if kernel == "flash_bwd_dq" else mask_of_queries
+    return make(operands, spec)
+
+
 def make_flash_bwd(
     dq: Kernel,
     dkdv: tuple[Kernel, ...],
@@ -58,6 +71,7 @@ def make_flash_bwd(
     dq_prepares_rows: bool = False,
     item_counter: Callable[[Tensor, AttentionSpec], Tensor | None] | None = None,
     terms_gradients: Callable[..., dict[str, Tensor]] | None = None,
+    mask_of: MaskOf = computed_mask,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
@@ -75,6 +89,7 @@ def make_flash_bwd(
             that multiply.
         terms_gradients: compute the gradients of the terms by name; the kernels that multiply then
             take the terms before the mask. None for a family without terms.
+        mask_of: make the mask of a kernel, by its name.
         options: launch options of the kernels that multiply.
     """
 
@@ -100,8 +115,7 @@ def make_flash_bwd(
             The gradient of each operand, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
-        of_keys, of_queries = mask_of_keys(operands, spec), mask_of_queries(operands, spec)
-        offsets, segments = of_keys.offsets, of_keys.segments
+        offsets, segments = offsets_of(operands), segments_of(operands)
         of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(of_rows) for _ in range(2))
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
@@ -118,6 +132,7 @@ def make_flash_bwd(
 
         terms = () if terms_gradients is None else (terms_of(operands),)
 
+        of_keys = None
         if has_sums:
             assert postprocess is not None
             assert sum_columns is not None
@@ -130,14 +145,17 @@ def make_flash_bwd(
                 lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim))).zero_()
                 for x, _grad, rows in summed
             ]
+            of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
             tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
                 tensors = (values, grad, offsets.q)
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:
+            of_keys = mask_of("flash_bwd_dq", operands, spec, backend)
             tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *terms, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
+            of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
             for kernel in dkdv:
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)

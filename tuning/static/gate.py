@@ -135,6 +135,7 @@ _PORTABLE_FEATURES = {
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"),
+    *product(("segments", "tree", "tree-packed"), TARGETS),
 }  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -306,9 +307,10 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
     chunks = (("bfloat16", *x) for x in product(_PAGED_HEAD_DIMS, chunks))
     for dtype, head_dim, feature in (*flash, *paged, *chunks):
         problem = Problem("jax", target, dtype, head_dim, feature, "mosaic")
-        if (target, feature) == ("sm90", "packed") and sm90.mosaic_leaves(
-            "flash_fwd", problem.spec
-        ):
+        leaves = (
+            partial(sm90.mosaic_leaves, "flash_fwd") if target == "sm90" else sm80.mosaic_leaves
+        )
+        if leaves(problem.spec):
             continue
         yield problem
         if target == "sm80" and feature in ("causal", "decode"):

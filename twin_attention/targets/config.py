@@ -151,7 +151,7 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
         folder: the table's family.
 
     Raises:
-        LookupError: no row of a kernel serves the problem.
+        LookupError: no row of a kernel that every problem needs serves the problem.
     """
     kernels = FAMILY_KERNELS[folder]
     rows = {
@@ -168,6 +168,8 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
     found = {}
     for kernel, row in rows.items():
         if kernel not in (any_order if runs_in_order else in_order):
+            if row is None and kernels[kernel].optional:
+                continue
             if row is None:
                 fail(LookupError, f"{kernel} in {path}", "a row that serves the problem", spec)
             found[kernel] = row.config

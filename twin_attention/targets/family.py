@@ -157,6 +157,7 @@ def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str
     """
     return (
         sm80.supports(operation, spec, target)
+        or sm80.mosaic_leaves(spec)
         or _older_jax()
         or _missing_names("mosaic")
         or _import_error("pallas_attn.kernels.sm80.flash_fwd")

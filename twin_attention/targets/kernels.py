@@ -99,6 +99,19 @@ class PreprocessConfig(KernelConfig):
 
 
 @dataclass(frozen=True)
+class ListsConfig(KernelConfig):
+    """Configure `tile_lists`, whose tiles are those of the kernel that it lists them for.
+
+    Attributes:
+        num_warps: warps per program.
+    """
+
+    num_stages: ClassVar[int] = 1
+
+    num_warps: int
+
+
+@dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
     """Configure `paged_decode` or `paged_attention`.
 
@@ -190,6 +203,7 @@ class Kernel:
             others.
         deterministic: True for deterministic backwards alone, False for the others alone, None
             for both.
+        optional: it runs for the problems alone that have a row.
     """
 
     spec: type[Spec]
@@ -199,6 +213,7 @@ class Kernel:
     accumulators: tuple[str, ...] = ()
     stationary: str = "block_q"
     deterministic: bool | None = None
+    optional: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -238,6 +253,9 @@ KERNELS = {
     "append_kv": Kernel(AppendSpec, AppendConfig, "append_kv"),
 }  # fmt: skip
 
+# Of the explicit families, before each kernel that multiplies.
+_TILE_LISTS = Kernel(AttentionSpec, ListsConfig, "flash_fwd", optional=True)
+
 # The kernels of each family, by its folder in ``kernels`` and ``configs``.
 FAMILY_KERNELS = {
     "portable": KERNELS,
@@ -254,6 +272,7 @@ FAMILY_KERNELS = {
         "flash_bwd_postprocess": Kernel(
             AttentionSpec, PreprocessConfig, "flash_bwd", deterministic=False
         ),
+        "tile_lists": _TILE_LISTS,
     },
     "paged": {
         "paged_decode": replace(KERNELS["paged_decode"], config=WarpDecodeConfig),
@@ -276,6 +295,7 @@ FAMILY_KERNELS = {
         "paged_attention": replace(
             KERNELS["paged_attention"], config=SpecializedConfig, stationary="block_q"
         ),
+        "tile_lists": _TILE_LISTS,
     },
 }  # fmt: skip
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.targets.kernels import Spec
 
+# Pairs of a query and a key, of all batch elements, whose tiles are listed for ids and ends.
+MOST_LISTED = 2**36
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
 
 
@@ -25,10 +27,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no block masks"
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
-    if spec.segmented:
-        return "its kernels take no segment ids"
-    if spec.tree:
-        return "its kernels take no kv_ends"
+    if reason := unlisted(spec):
+        return reason
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.row_max and operation == "flash_fwd":
@@ -37,6 +37,22 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels are for SM80"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
+    return None
+
+
+def unlisted(spec: AttentionSpec) -> str | None:
+    """Return why no list tells the tiles that segment ids, ends and depths show, or None."""
+    if spec.depths:
+        return "its windows count no depths"
+    if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
+        return f"with segment ids or kv_ends it takes at most {MOST_LISTED} pairs of tokens"
+    return None
+
+
+def mosaic_leaves(spec: Spec) -> str | None:
+    """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if isinstance(spec, AttentionSpec) and (spec.segmented or spec.tree):
+        return "segment ids and kv_ends run in kernels written in Triton and Gluon"
     return None
 
 

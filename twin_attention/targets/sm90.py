@@ -12,6 +12,7 @@ from twin_attention.contract.spec import (
     PartialSpec,
     VarlenSpec,
 )
+from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
@@ -37,10 +38,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its backward takes no block masks"
         if (spec.tile_q, spec.tile_kv) != (128, 128):
             return "its block masks have tiles of 128 queries by 128 keys"
-    if spec.segmented:
-        return "its kernels take no segment ids"
-    if spec.tree:
-        return "its kernels take no kv_ends"
+    if reason := sm80.unlisted(spec):
+        return reason
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.row_max and operation == "flash_fwd":
@@ -78,6 +77,8 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
+    if reason := sm80.mosaic_leaves(spec):
+        return reason
     if not isinstance(spec, VarlenSpec):
         return None
     if max(spec.head_dim, spec.head_dim_v) <= 64:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable
 from itertools import product
@@ -173,19 +174,33 @@ def _exponentials(first: Tensor, second: Tensor, a: Any, b: Any) -> tuple[Tensor
     return _pack(high, low, torch.bfloat16), Tensor(sums, low.layout)
 
 
-_SEEN = "{ .reg .pred seen; setp.le.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
-_INSTRUCTIONS: dict[str, Callable[..., Any]] = {
-    r"cvt\.rn\.bf16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.bfloat16),
-    r"cvt\.rn\.f16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.float16),
-    r"mov\.b32 \{\$0, \$1\}, \$2;( //.*)?": _unpack,
-    r"rcp\.approx\.ftz\.f32 \$0, \$1;": lambda x: 1.0 / x,
-    r"ex2\.approx\.ftz\.f32 \$0, \$1;": lambda x: _elementwise(torch.exp2, x),
-    r"tanh\.approx\.f32 \$0, \$1;": lambda x: _elementwise(torch.tanh, x),
-    re.escape(_SEEN): lambda x, bound, s: where(x <= bound, s, float("-inf")),
-} | {
-    re.escape(cap_scores(count, exact=exact)): functools.partial(_cap, exact=exact)
-    for count, exact in product((32, 64), (False, True))
-}
+_SEEN = "{ .reg .pred seen; setp.%s.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
+
+_COMPARISONS = {"le": operator.le, "lt": operator.lt, "eq": operator.eq}
+
+
+def _where(a: Any, b: Any, s: Any, compare: Callable[..., Any]) -> Any:
+    return where(compare(a, b), s, float("-inf"))
+
+
+_INSTRUCTIONS: dict[str, Callable[..., Any]] = (
+    {
+        r"cvt\.rn\.bf16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.bfloat16),
+        r"cvt\.rn\.f16x2\.f32 \$0, \$1, \$2;": lambda a, b: _pack(a, b, torch.float16),
+        r"mov\.b32 \{\$0, \$1\}, \$2;( //.*)?": _unpack,
+        r"rcp\.approx\.ftz\.f32 \$0, \$1;": lambda x: 1.0 / x,
+        r"ex2\.approx\.ftz\.f32 \$0, \$1;": lambda x: _elementwise(torch.exp2, x),
+        r"tanh\.approx\.f32 \$0, \$1;": lambda x: _elementwise(torch.tanh, x),
+    }
+    | {
+        re.escape(_SEEN % name): functools.partial(_where, compare=compare)
+        for name, compare in _COMPARISONS.items()
+    }
+    | {
+        re.escape(cap_scores(count, exact=exact)): functools.partial(_cap, exact=exact)
+        for count, exact in product((32, 64), (False, True))
+    }
+)
 _INSTRUCTIONS |= {re.escape(capped_exponentials(count)): _exponentials for count in (8, 16, 32)}
 
 

@@ -148,6 +148,7 @@ class Pointer:
     def __init__(self, memory: torch.Tensor, offset: Any) -> None:
         self.memory, self.offset = memory, offset
         self.dtype = SimpleNamespace(element_ty=triton_dtype(memory.dtype))
+        self.type = SimpleNamespace(is_ptr=lambda: True)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.memory, self.offset + offset)

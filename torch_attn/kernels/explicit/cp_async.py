@@ -95,17 +95,21 @@ def fetch_tile(
     SIZE: gl.constexpr,
     MASK_ROWS: gl.constexpr,
     ASYNC: gl.constexpr,
+    ids_ptr=None,
 ):
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
     Columns past SIZE become 0. MASK_ROWS: rows past `num_rows` become 0; otherwise all rows exist.
-    ASYNC: rows are aligned to 16 bytes. Others pass through registers.
+    ASYNC: rows are aligned to 16 bytes. Others pass through registers. ids_ptr: segments of the
+    rows, from row 0 on; with MASK_ROWS padding becomes 0, which may be NaN.
     """
+    if ids_ptr is not None:
+        ids_ptr += start
     base += start.to(gl.int64) * STRIDE
     for i in gl.static_range(num_pieces(SIZE)):
         _fetch_piece(
             tile[i].index(slot), base, start, num_rows, STRIDE, piece_start(SIZE, i), SIZE,
-            MASK_ROWS, ASYNC,
+            MASK_ROWS, ASYNC, ids_ptr,
         )  # fmt: skip
 
 
@@ -120,6 +124,7 @@ def _fetch_piece(
     SIZE: gl.constexpr,
     MASK_ROWS: gl.constexpr,
     ASYNC: gl.constexpr,
+    ids_ptr,
 ):
     """Copy the columns from FIRST on that a buffer has room for."""
     ROWS: gl.constexpr = buffer.shape[0]
@@ -130,6 +135,8 @@ def _fetch_piece(
     exists = None
     if MASK_ROWS:
         exists = rows < num_rows - start
+        if ids_ptr is not None:
+            exists = exists & (gl.load(ids_ptr + rows, mask=exists, other=-1) >= 0)
     if FIRST + WIDTH > SIZE:
         if exists is None:
             exists = cols < SIZE

@@ -36,6 +36,7 @@ class Problem(NamedTuple):
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes; or None.
         num_sequences: how many packed sequences there are; or None.
+        segments, tree: of the kernel's `library.mask.Mask`.
         intervals: what each row sees of the other axis, the library's `RowIntervals`; or None.
     """
 
@@ -48,6 +49,8 @@ class Problem(NamedTuple):
     offsets: Any
     offsets_other: Any
     num_sequences: Any
+    segments: Any
+    tree: Any
     intervals: Any
 
 

@@ -130,6 +130,34 @@ def _clear_sixteen(rows, count):
 
 
 @gluon.jit
+def clear_padding(tile, slot, ids_ptr, start, num_rows, has_padding, full, phase):
+    """Set the rows of a tile that are padding to 0, as `clear_rows` does: they may be NaN.
+
+    Args:
+        ids_ptr: segments of the rows, from row 0 on.
+        start: the tile's first row.
+        num_rows: how many rows have a segment. Those behind are 0 already.
+        has_padding: the tile has padding.
+    """
+    if has_padding:
+        mbarrier.wait(full, phase)
+        for i in gl.static_range(len(tile)):
+            for j in gl.static_range(tile[0].shape[3] // 16):
+                rows = piece(tile[i], slot).slice(16 * j, 16, dim=0)
+                _clear_padding_of_sixteen(rows, ids_ptr, start + 16 * j, num_rows)
+        fence_async_shared()
+        barrier()
+
+
+@gluon.jit
+def _clear_padding_of_sixteen(rows, ids_ptr, start, num_rows):
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
+    row = start + gl.arange(0, 16, gl.SliceLayout(1, layout))
+    ids = gl.load(ids_ptr + row, mask=row < num_rows, other=0)
+    rows.store(gl.where((ids >= 0)[:, None], rows.load(layout), 0.0))
+
+
+@gluon.jit
 def store_result(
     maps,
     tile,

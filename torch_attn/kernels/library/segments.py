@@ -26,7 +26,8 @@ class Segments(NamedTuple):
 
     Attributes:
         q, kv: ids of the queries [B, Sq] and of the keys [B, Skv].
-        ranges: `segment_ranges` of the tokens that are visited.
+        ranges: `segment_ranges` of the tokens that are visited; of the explicit kernels the lists
+            of `kernels.tile_lists`.
     """
 
     q: Any

@@ -29,7 +29,8 @@ class Tree(NamedTuple):
 
     Attributes:
         ends: of the keys, [B, Skv], or [Tkv] of packed sequences.
-        ranges: `tree_ranges`, which kernels that visit keys read.
+        ranges: `tree_ranges`, which kernels that visit keys read; of the explicit kernels the
+            lists of `kernels.tile_lists`.
     """
 
     ends: Any
@@ -231,14 +232,22 @@ def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
     return ranges
 
 
+def ends_of(operands: AttentionOperands[Tensor]) -> Tensor | None:
+    """Return the ends of keys, contiguous; None without them."""
+    if not isinstance(operands, FlashOperands | VarlenOperands) or operands.kv_ends is None:
+        return None
+    return operands.kv_ends.contiguous()
+
+
 def tree_of(
     operands: AttentionOperands[Tensor], spec: AttentionSpec
 ) -> tuple[Tree | None, Depths | None]:
     """Return the ends of keys, and the depths that the window counts; None without them."""
-    if not isinstance(operands, FlashOperands | VarlenOperands) or operands.kv_ends is None:
+    ends, depths = ends_of(operands), None
+    if ends is None:
         return None, None
-    ends, depths = operands.kv_ends.contiguous(), None
     if spec.depth_window is not None:
+        assert isinstance(operands, FlashOperands | VarlenOperands)
         assert operands.q_depths is not None
         assert operands.kv_depths is not None
         reach = operands.kv_depths.contiguous() + min(spec.depth_window, DEPTH_MAX)

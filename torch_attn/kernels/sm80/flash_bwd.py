@@ -23,6 +23,7 @@ from torch_attn.kernels.explicit.cp_async import (
     shared_layout,
     wait,
 )
+from torch_attn.kernels.explicit.hidden import hide_keys, hide_queries, mark_keys, mark_queries
 from torch_attn.kernels.explicit.mma import (
     add_product,
     add_product_shared,
@@ -34,7 +35,7 @@ from torch_attn.kernels.explicit.mma import (
 from torch_attn.kernels.explicit.mma_scores import visible_scores
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.steps import group_step, step_start
+from torch_attn.kernels.explicit.steps import group_step, listed_tiles, step_start
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
@@ -43,6 +44,7 @@ from torch_attn.kernels.library.sequences import (
     num_sequence_tiles,
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
+from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
@@ -89,7 +91,7 @@ def flash_bwd_dq_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(gl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv = seq_q, None
+    total_q, total_kv, first_kv = seq_q, seq_kv, None
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
@@ -98,13 +100,26 @@ def flash_bwd_dq_kernel(
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
     v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
-    )
+    if mask.segments is not None or mask.tree is not None:
+        begin, before, full, after = listed_tiles(
+            mask.segments, mask.tree, batch, tile, total_q, total_kv, num_sequences, BLOCK_Q,
+            BLOCK_KV,
+        )  # fmt: skip
+    else:
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
 
     # Start to fetch the queries, what belongs to their rows, and the first keys and values.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
+    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
+    position = rows + diagonal
+    ids_q, ids_kv = None, None
+    row_kv = batch * total_kv if first_kv is None else first_kv
+    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
+    if mask.segments is not None:
+        ids_q, ids_kv = marks.own_ids, marks.other_ids
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM_V)
     gl.static_assert(NUM_STAGES <= 2)
@@ -113,13 +128,13 @@ def flash_bwd_dq_kernel(
     q_base = head_base(q_ptr, strides.q, batch, head)
     do_base = head_base(dout_ptr, strides.dout, batch, head)
     first = step_start(0, begin, before, full, after, BLOCK_KV)
-    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC)
-    fetch_tile(do_tile, 0, do_base, start_q, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC)
-    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC)
-    fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)
+    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
+    fetch_tile(
+        do_tile, 0, do_base, start_q, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC, ids_q
+    )
+    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
+    fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
     commit()
-    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
-    position = rows + diagonal
     offset = (batch * heads_q + head) * count_sequence_tiles(
         total_q, num_sequences, ROW_PADDING
     ) * ROW_PADDING  # fmt: skip
@@ -145,11 +160,11 @@ def flash_bwd_dq_kernel(
             if NUM_STAGES == 2:
                 fetch_tile(
                     k_tile, slot ^ 1, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked,
-                    ASYNC,
+                    ASYNC, ids_kv,
                 )  # fmt: skip
                 fetch_tile(
                     v_tile, slot ^ 1, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked,
-                    ASYNC,
+                    ASYNC, ids_kv,
                 )  # fmt: skip
                 commit()
             # s = scale · q kᵀ
@@ -159,6 +174,8 @@ def flash_bwd_dq_kernel(
             s, dcap = visible_scores(
                 s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
             )
+            if masked:
+                s = hide_keys(s, mask, marks, position, start_kv, seq_kv)
             # p = exp(s - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
@@ -173,11 +190,13 @@ def flash_bwd_dq_kernel(
                 # Fetch the next keys and values.
                 barrier()
                 fetch_tile(
-                    k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked, ASYNC
-                )
+                    k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked, ASYNC,
+                    ids_kv,
+                )  # fmt: skip
                 fetch_tile(
-                    v_tile, 0, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC
-                )
+                    v_tile, 0, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC,
+                    ids_kv,
+                )  # fmt: skip
                 commit()
     wait(0)
 
@@ -239,23 +258,37 @@ def flash_bwd_dkdv_kernel(
     start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(gl.int64)
-    total_q, first_q = seq_q, None
+    total_q, total_kv, first_q, first_kv = seq_q, seq_kv, None, 0
     if num_sequences is not None:
-        sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
+        sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
             mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         diagonal = seq_kv - seq_q
-    begin, before, full, after = visible_tiles(
-        start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
-    )
-    if start_kv + BLOCK_KV > seq_kv:
-        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
-        before, full, after = before + full + after, 0, 0
+    if mask.segments is not None or mask.tree is not None:
+        begin, before, full, after = listed_tiles(
+            mask.segments, mask.tree, batch, tile, total_kv, total_q, num_sequences, BLOCK_KV,
+            BLOCK_Q,
+        )  # fmt: skip
+    else:
+        begin, before, full, after = visible_tiles(
+            start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
+        )
+        if start_kv + BLOCK_KV > seq_kv:
+            # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+            before, full, after = before + full + after, 0, 0
 
     # Start to fetch the keys and values, and the first queries.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     P_IN_REGISTERS: gl.constexpr = BLOCK_KV // gl.num_warps() >= 32
     layout: gl.constexpr = product_layout(gl.num_warps(), 1 if P_IN_REGISTERS else 2)
+    # Keys are counted as queries are.
+    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
+    ids_q, ids_kv = None, None
+    marks = mark_keys(
+        mask, batch * total_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv
+    )
+    if mask.segments is not None:
+        ids_q, ids_kv = marks.other_ids, marks.own_ids
     k_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM_V)
     gl.static_assert(NUM_STAGES <= 2)
@@ -271,13 +304,11 @@ def flash_bwd_dkdv_kernel(
     head = head_kv * GROUP_SIZE + member
     q_base = head_base(q_ptr, strides.q, batch, head, first_q)
     do_base = head_base(dout_ptr, strides.dout, batch, head, first_q)
-    fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC)
-    fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)
-    fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, True, ASYNC)
-    fetch_tile(do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC)
+    fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
+    fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
+    fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
+    fetch_tile(do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC, ids_q)
     commit()
-    # Keys are counted as queries are.
-    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
     padded_rows = count_sequence_tiles(total_q, num_sequences, ROW_PADDING) * ROW_PADDING
     if num_sequences is not None:
         # Where the sequence's rows of lse2, delta and the sums begin.
@@ -294,7 +325,7 @@ def flash_bwd_dkdv_kernel(
         for _index in range(count_tiles(before, full, after, masked) * GROUP_SIZE):
             # The rows of this step were located by the last.
             rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
-            start_q = start
+            start_q, first = start, start
             row_base = (batch * heads_q + head) * padded_rows
             if num_sequences is not None:
                 start_q += first_row
@@ -313,11 +344,11 @@ def flash_bwd_dkdv_kernel(
             if NUM_STAGES == 2:
                 fetch_tile(
                     q_tile, slot ^ 1, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked,
-                    ASYNC,
+                    ASYNC, ids_q,
                 )  # fmt: skip
                 fetch_tile(
                     do_tile, slot ^ 1, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V,
-                    masked, ASYNC,
+                    masked, ASYNC, ids_q,
                 )  # fmt: skip
                 commit()
             # sᵀ = scale · k qᵀ
@@ -327,6 +358,8 @@ def flash_bwd_dkdv_kernel(
                 s, rows[None, :], key[:, None], seq_kv - diagonal, rule, window_left, window_right,
                 masked,
             )  # fmt: skip
+            if masked:
+                s = hide_queries(s, mask, marks, first, seq_q)
             # pᵀ = exp(sᵀ - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
             if not P_IN_REGISTERS:
@@ -351,10 +384,12 @@ def flash_bwd_dkdv_kernel(
             if NUM_STAGES == 1:
                 # Fetch the next queries.
                 barrier()
-                fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked, ASYNC)
+                fetch_tile(
+                    q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked, ASYNC, ids_q
+                )
                 fetch_tile(
                     do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, masked,
-                    ASYNC,
+                    ASYNC, ids_q,
                 )  # fmt: skip
                 commit()
             if sums.dq is not None:
@@ -481,4 +516,5 @@ flash_bwd = make_flash_bwd(
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=padded_size,
     num_sums=1,
+    mask_of=listed_mask,
 )

@@ -17,6 +17,7 @@ from torch_attn.kernels.explicit.cp_async import (
     fetch_tile,
     wait,
 )
+from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.mma import (
     add_product,
     load_left,
@@ -29,8 +30,7 @@ from torch_attn.kernels.explicit.mma import (
 from torch_attn.kernels.explicit.mma_scores import visible_scores
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
-from torch_attn.kernels.explicit.steps import step_start
-from torch_attn.kernels.library.mask import mask_of_keys
+from torch_attn.kernels.explicit.steps import listed_tiles, step_start
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -38,6 +38,7 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
+from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -96,7 +97,7 @@ def flash_fwd_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(gl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv = seq_q, None
+    total_q, total_kv, first_kv = seq_q, seq_kv, None
     if num_sequences is not None:
         # Queries are counted from the first of all, keys from the sequence's first.
         _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
@@ -106,33 +107,44 @@ def flash_fwd_kernel(
     head_kv = head // GROUP_SIZE
     k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
     v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
-    begin, before, full, after = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
-    )
+    if mask.segments is not None or mask.tree is not None:
+        begin, before, full, after = listed_tiles(
+            mask.segments, mask.tree, batch, tile, total_q, total_kv, num_sequences, BLOCK_Q,
+            BLOCK_KV,
+        )  # fmt: skip
+    else:
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
     EDGES_LAST: gl.constexpr = HEAD_DIM_V > 192
     ORDER: gl.constexpr = (0, 2, 1) if EDGES_LAST else (1, -1, -1)
 
     # Start to fetch the queries and the first keys.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
+    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
+    position = rows + diagonal
+    ids_q, ids_kv = None, None
+    row_kv = batch * total_kv if first_kv is None else first_kv
+    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
+    if mask.segments is not None:
+        ids_q, ids_kv = marks.own_ids, marks.other_ids
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     q_base = head_base(q_ptr, strides.q, batch, head)
-    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC)
+    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
     first = step_start(0, begin, before, full, after, BLOCK_KV, EDGES_LAST)
-    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC)
+    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
     if NUM_STAGES == 2:
-        fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)
+        fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
     commit()
     q = q_tile
     if Q_IN_REGISTERS:
         wait(0)
         q = load_left(q_tile, HEAD_DIM, layout)
 
-    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
-    position = rows + diagonal
     m_i = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     l_i = add_columns(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None:
@@ -155,19 +167,20 @@ def flash_fwd_kernel(
                 slot = 0
                 wait(0)
                 fetch_tile(
-                    v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC
-                )
+                    v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC,
+                    ids_kv,
+                )  # fmt: skip
             else:
                 # Wait for the keys and values; fetch the next ones.
                 slot = (step & 1) ^ 1
                 wait(0)
                 fetch_tile(
                     k_tile, slot ^ 1, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM,
-                    masked or EDGES_LAST, ASYNC,
+                    masked or EDGES_LAST, ASYNC, ids_kv,
                 )  # fmt: skip
                 fetch_tile(
                     v_tile, slot ^ 1, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V,
-                    masked or EDGES_LAST, ASYNC,
+                    masked or EDGES_LAST, ASYNC, ids_kv,
                 )  # fmt: skip
             commit()
             # s = scale · q kᵀ
@@ -178,13 +191,15 @@ def flash_fwd_kernel(
                 wait(0)
                 fetch_tile(
                     k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM,
-                    masked or EDGES_LAST, ASYNC,
+                    masked or EDGES_LAST, ASYNC, ids_kv,
                 )  # fmt: skip
                 commit()
             key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
             s, _ = visible_scores(
                 s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
             )
+            if masked:
+                s = hide_keys(s, mask, marks, position, start_kv, seq_kv)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
             acc = scale_rows(acc, alpha)
@@ -219,7 +234,8 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, mask_of_keys(operands, spec))
+    tensors = (q, operands.k, operands.v, operands.sinks, out, lse)
+    tensors = (*tensors, listed_mask("flash_fwd", operands, spec, backend))
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend)
     return out, lse
 

@@ -17,6 +17,7 @@ from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepar
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
 from torch_attn.kernels.sm90.flash_bwd_large import flash_bwd_large_kernel, prepare_dk, prepare_dv
 from torch_attn.kernels.sm90.sums import flash_bwd_postprocess_kernel, sum_columns
+from torch_attn.kernels.tile_lists import listed_mask
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
@@ -33,6 +34,7 @@ _flash_bwd_small = make_flash_bwd(
     num_sums=3,
     dq_prepares_rows=True,
     item_counter=item_counter,
+    mask_of=listed_mask,
     num_warps=NUM_WARPS,
 )
 _flash_bwd_large = make_flash_bwd(
@@ -40,6 +42,7 @@ _flash_bwd_large = make_flash_bwd(
     dkdv=((flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)),
     dq_prepares_rows=True,
     item_counter=item_counter,
+    mask_of=listed_mask,
     num_warps=NUM_WARPS,
 )
 

@@ -31,6 +31,7 @@ from torch_attn.kernels.sm90.queries import (
     clear_queries,
     exponents,
     locate_keys,
+    mark_item,
 )
 
 
@@ -58,6 +59,7 @@ def consume_dk(
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -74,16 +76,21 @@ def consume_dk(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+        marks = mark_item(problem, place, batch, keys, key)
 
         # The first tile of queries has no dsᵀ·q to run under its exponentials.
         slot = step % DO_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
-        if IS_PACKED:
-            clear_queries(q_tile, q_full, step, 0, queries, visible, GROUP_SIZE)
-            clear_queries(do_tile, do_full, step, 0, queries, visible, GROUP_SIZE)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries)
-            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, keys, queries)
+        if CLEARS:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
+            clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks
+            )
+            clear_keys(
+                v_tile, CONSUMER, v_full.index(0), turn & 1, keys, queries, visible, problem, marks
+            )
         s = product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout)
         mbarrier.wait(v_full.index(0), turn & 1)
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
@@ -91,7 +98,10 @@ def consume_dk(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
+        power, dcap = exponents(
+            s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+            queries.size, EDGES,
+        )  # fmt: skip
         p = gl.exp2(power)
         p = p * dcap
         dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -108,10 +118,14 @@ def consume_dk(
             if masked:
                 end = (before + after) * GROUP_SIZE
             while index < end:
-                if IS_PACKED and masked:
+                if CLEARS and masked:
                     begun = step - index
-                    clear_queries(q_tile, q_full, begun, index, queries, visible, GROUP_SIZE)
-                    clear_queries(do_tile, do_full, begun, index, queries, visible, GROUP_SIZE)
+                    clear_queries(
+                        q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
+                    )
+                    clear_queries(
+                        do_tile, do_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
+                    )
                 slot = step % DO_STAGES
                 previous = (step - 1) % Q_STAGES
                 # 0, which the compiler does not know: it would compute the descriptors of k and v
@@ -134,8 +148,9 @@ def consume_dk(
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
                 power, dcap = exponents(
-                    s, lse2, start, key, None, rule, window_left, window_right, masked
-                )
+                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+                    queries.size, masked,
+                )  # fmt: skip
                 p = gl.exp2(power)
                 p = p * dcap
                 delta = read_row(delta_row, slot, layout)

@@ -50,6 +50,7 @@ from torch_attn.kernels.sm90.queries import (
     clear_queries,
     exponents,
     locate_keys,
+    mark_item,
     persistent_keys,
     produce_queries,
 )
@@ -152,7 +153,7 @@ def flash_bwd_dkdv_kernel(
         shared = allocate_hand_over(2 if sums.dq is None else 3)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last parts load, and
     # add dq.
@@ -256,6 +257,7 @@ def _consume_queries(
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # Keys are seen in intervals, and dk and dv stay in float32.
     IS_PART: gl.constexpr = problem.intervals is not None
+    CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
@@ -281,6 +283,7 @@ def _consume_queries(
             end_kv = None
             reach_left = reach_left[:, None]
             reach_right = 0
+        marks = mark_item(problem, place, batch, positions, key)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
         last = step + (before + full + after) * MEMBERS - 1
@@ -290,16 +293,25 @@ def _consume_queries(
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
         keys = None
         values = None
-        if IS_PACKED:
-            clear_queries(q_tile, q_full, step, 0, queries, visible, MEMBERS)
-            clear_queries(do_tile, do_full, step, 0, queries, visible, MEMBERS)
-            clear_queries(q_tile, q_full, step, 1, queries, visible, MEMBERS)
+        if CLEARS:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, MEMBERS)
+            clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, MEMBERS)
+            clear_queries(q_tile, q_full, step, 1, queries, visible, problem, marks, MEMBERS)
             # Clear the other consumer's rows only where dq needs them: both meet in each step then.
             # Without dq that consumer may already have stored dk and dv where its rows were.
             if FUSED:
-                clear_keys(k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries)
-            clear_keys(v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries)
+                clear_keys(
+                    k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries, visible,
+                    problem, marks,
+                )  # fmt: skip
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries, visible, problem,
+                marks,
+            )  # fmt: skip
+            clear_keys(
+                v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries, visible, problem,
+                marks,
+            )  # fmt: skip
         if SMALL:
             keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
         s = ()
@@ -312,7 +324,8 @@ def _consume_queries(
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
             s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
-            rule, reach_left, reach_right, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
+            rule, reach_left, reach_right, problem, marks, queries.size, CONSUMER, FUSED, EDGES,
+            True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -324,14 +337,18 @@ def _consume_queries(
                 end = (before + after) * MEMBERS
             while index < end:
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
-                if IS_PACKED and masked:
+                if CLEARS and masked:
                     begun = step - index
-                    clear_queries(do_tile, do_full, begun, index, queries, visible, MEMBERS)
-                    clear_queries(q_tile, q_full, begun, index + 1, queries, visible, MEMBERS)
+                    clear_queries(
+                        do_tile, do_full, begun, index, queries, visible, problem, marks, MEMBERS
+                    )
+                    clear_queries(
+                        q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
+                    )
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
-                    last, rule, reach_left, reach_right, CONSUMER, FUSED, masked, False, HEAD_DIM,
-                    HEAD_DIM_V,
+                    last, rule, reach_left, reach_right, problem, marks, queries.size, CONSUMER,
+                    FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -417,6 +434,9 @@ def _visit_queries(
     rule,
     window_left,
     window_right,
+    problem,
+    marks,
+    size_q,
     CONSUMER: gl.constexpr,
     FUSED: gl.constexpr,
     MASKED: gl.constexpr,
@@ -466,8 +486,9 @@ def _visit_queries(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
-            s[0], lse2, start, key, end, rule, window_left, window_right, MASKED
-        )
+            s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks, size_q,
+            MASKED,
+        )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
             dq = wait_sums(dq, S_PIECES)
@@ -497,7 +518,10 @@ def _visit_queries(
         if not FUSED:
             end = None
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(now, lse2, start, key, end, rule, window_left, window_right, MASKED)
+        power, dcap = exponents(
+            now, lse2, start, key, end, rule, window_left, window_right, problem, marks, size_q,
+            MASKED,
+        )  # fmt: skip
     p = gl.exp2(power)
     p_left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:

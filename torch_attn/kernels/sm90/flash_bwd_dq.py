@@ -19,6 +19,7 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
+from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
@@ -31,9 +32,15 @@ from torch_attn.kernels.explicit.items import (
     persistent,
 )
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
-from torch_attn.kernels.explicit.steps import step_start
+from torch_attn.kernels.explicit.steps import (
+    listed_tiles,
+    rows_have_padding,
+    step_has_padding,
+    step_start,
+)
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
+    clear_padding,
     clear_rows,
     load_tile,
     maps_of,
@@ -135,7 +142,7 @@ def flash_bwd_dq_kernel(
         shared = allocate_hand_over(2)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -172,13 +179,19 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
     elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, 128)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        start_q = (num_tiles - 1 - tile) * 128
+        tile = num_tiles - 1 - tile
+        start_q = tile * 128
     else:
         index, tile, start_q, seq_q, first_kv, seq_kv, sequence = place
         diagonal = seq_kv - seq_q
         shift = tile * 128 - start_q
         read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
-    if problem.intervals is None:
+    if problem.segments is not None or problem.tree is not None:
+        begin, before, full, after = listed_tiles(
+            problem.segments, problem.tree, index // problem.heads_q, tile, problem.size,
+            problem.size_other, problem.num_sequences, 128, BLOCK_KV,
+        )  # fmt: skip
+    elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
         )
@@ -293,10 +306,13 @@ def _consume_keys(
             item, place, problem, window_left, window_right, BLOCK_KV
         )
         start_q, seq_q, diagonal = positions
-        _first_kv, seq_kv = keys
+        first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position, reach_left, reach_right = rows + diagonal, window_left, window_right
+        row_q = batch.to(gl.int64) * problem.size
+        row_kv = batch.to(gl.int64) * problem.size_other + first_kv
+        marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
         if IS_PART:
             position, reach_right = load_windows(problem.intervals, rows, seq_q)
@@ -317,6 +333,26 @@ def _consume_keys(
             clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
             clear_rows(q_tile, CONSUMER, read_rows, q_full.index(CONSUMER), turn & 1)
             clear_rows(do_tile, CONSUMER, read_rows, do_full.index(CONSUMER), turn & 1)
+        if problem.segments is not None:
+            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
+            padded = step_has_padding(0, begin, before)
+            clear_padding(
+                k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
+                step // NUM_STAGES & 1,
+            )  # fmt: skip
+            clear_padding(
+                v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot_v),
+                step // V_STAGES & 1,
+            )  # fmt: skip
+            padded, first = rows_have_padding(begin), start_q + CONSUMER * 64
+            clear_padding(
+                q_tile, CONSUMER, marks.own_ids, first, seq_q, padded,
+                q_full.index(CONSUMER), turn & 1,
+            )  # fmt: skip
+            clear_padding(
+                do_tile, CONSUMER, marks.own_ids, first, seq_q, padded,
+                do_full.index(CONSUMER), turn & 1,
+            )  # fmt: skip
         s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
         # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
@@ -351,8 +387,8 @@ def _consume_keys(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position[:, None], key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
-EDGES, BLOCK_KV,
+            s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right, problem, marks,
+            EDGES, BLOCK_KV,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
@@ -379,6 +415,17 @@ EDGES, BLOCK_KV,
                     rest = seq_kv - step_start(index, begin, before, full, after, BLOCK_KV)
                     clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
                     clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
+                if problem.segments is not None and masked:
+                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
+                    padded = step_has_padding(index, begin, before)
+                    clear_padding(
+                        k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
+                        step // NUM_STAGES & 1,
+                    )  # fmt: skip
+                    clear_padding(
+                        v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded,
+                        v_full.index(slot_v), step // V_STAGES & 1,
+                    )  # fmt: skip
                 # dq += ds k for the tile before, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")
                 dq = add_product(dq, left, k_tile, previous)
@@ -393,8 +440,8 @@ EDGES, BLOCK_KV,
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
                 p = _probabilities(
-                    s, position[:, None], key, lse2[:, None], seq_kv, rule, reach_left,
-                    reach_right, masked, BLOCK_KV,
+                    s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
+                    problem, marks, masked, BLOCK_KV,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
@@ -496,14 +543,18 @@ def _probabilities(
     rule,
     window_left,
     window_right,
+    problem,
+    marks,
     MASKED: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
     """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, position, key[None, :], end, rule, window_left, window_right, MASKED
+        s, position[:, None], key[None, :], end, rule, window_left, window_right, MASKED
     )
+    if MASKED:
+        s = hide_keys(s, problem, marks, position, start_kv, end)
     return gl.exp2(s * scale - lse2) * dcap
 
 
@@ -512,7 +563,6 @@ def prepare_dq(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts
     large = sm90.has_large_heads(spec)
-    is_hidden = isinstance(spec, VarlenSpec | PartialSpec)
     arguments = {
         "q": maps_of(q, 64),
         "k": maps_of(k, config.block_kv),
@@ -521,7 +571,11 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out": out if large or out is None else maps_of(out, 64),
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
-        "EDGES": is_hidden or spec.window != Window() or spec.seq_kv % config.block_kv != 0,
+        "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
+        or spec.segmented
+        or spec.tree
+        or spec.window != Window()
+        or spec.seq_kv % config.block_kv != 0,
     }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)

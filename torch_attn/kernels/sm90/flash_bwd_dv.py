@@ -31,6 +31,7 @@ from torch_attn.kernels.sm90.queries import (
     clear_queries,
     exponents,
     locate_keys,
+    mark_item,
 )
 
 
@@ -58,6 +59,7 @@ def consume_dv(
     k_tile, _v_tile, q_tile, do_tile, lse2_row, _delta_row = tiles
     k_full, _v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -74,20 +76,26 @@ def consume_dv(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+        marks = mark_item(problem, place, batch, keys, key)
 
         # The first tile of queries has no pᵀ·dout to run under its exponentials.
         slot = step % Q_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(slot), step // Q_STAGES & 1)
-        if IS_PACKED:
-            clear_queries(q_tile, q_full, step, 0, queries, visible, GROUP_SIZE)
-            clear_keys(k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries)
+        if CLEARS:
+            clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
+            clear_keys(
+                k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks
+            )
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, slot, layout)
         arrive(Q_READ + slot, READERS)
-        power, _dcap = exponents(s, lse2, start, key, None, rule, window_left, window_right, EDGES)
+        power, _dcap = exponents(
+            s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+            queries.size, EDGES,
+        )  # fmt: skip
         p = gl.exp2(power)
         packed = pack(p, dtype)
         dv = zeros(64, HEAD_DIM_V)
@@ -100,11 +108,16 @@ def consume_dv(
             if masked:
                 end = (before + after) * GROUP_SIZE
             while index < end:
-                if IS_PACKED and masked:
+                if CLEARS and masked:
                     # dout's next tile may need the place of this one: it is not there before.
                     begun = step - index
-                    clear_queries(q_tile, q_full, begun, index, queries, visible, GROUP_SIZE)
-                    clear_queries(do_tile, do_full, begun, index - 1, queries, visible, GROUP_SIZE)
+                    clear_queries(
+                        q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
+                    )
+                    clear_queries(
+                        do_tile, do_full, begun, index - 1, queries, visible, problem, marks,
+                        GROUP_SIZE,
+                    )  # fmt: skip
                 slot = step % Q_STAGES
                 previous = (step - 1) % DO_STAGES
                 # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the tile before
@@ -119,8 +132,9 @@ def consume_dv(
                 lse2 = read_row(lse2_row, slot, layout)
                 arrive(Q_READ + slot, READERS)
                 power, _dcap = exponents(
-                    s, lse2, start, key, None, rule, window_left, window_right, masked
-                )
+                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
+                    queries.size, masked,
+                )  # fmt: skip
                 p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
@@ -129,9 +143,11 @@ def consume_dv(
                 packed = pack(p, dtype)
                 index += 1
                 step += 1
-            if IS_PACKED and masked:
+            if CLEARS and masked:
                 begun = step - index
-                clear_queries(do_tile, do_full, begun, index - 1, queries, visible, GROUP_SIZE)
+                clear_queries(
+                    do_tile, do_full, begun, index - 1, queries, visible, problem, marks, GROUP_SIZE
+                )
 
         # The last pᵀ·dout
         previous = (step - 1) % DO_STAGES

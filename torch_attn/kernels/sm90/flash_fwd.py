@@ -29,6 +29,7 @@ from torch_attn.kernels.explicit.barriers import (
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
 from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
+from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
@@ -43,8 +44,10 @@ from torch_attn.kernels.explicit.items import (
 )
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.explicit.softmax import add_columns
+from torch_attn.kernels.explicit.steps import listed_tiles, step_has_padding
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
+    clear_padding,
     clear_rows,
     load_tile,
     maps_of,
@@ -68,9 +71,10 @@ from torch_attn.kernels.explicit.wgmma_scores import (
     scaled_scores,
     softmax_update,
 )
-from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
+from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import visible_tiles
+from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import (
@@ -169,7 +173,7 @@ def flash_fwd_kernel(
         shared = allocate_hand_over(NUM_CONSUMERS)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -215,11 +219,17 @@ def _locate(
         num_tiles = gl.cdiv(seq_q, BLOCK_Q)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_q = (num_tiles - 1 - tile) * BLOCK_Q
+        tile = num_tiles - 1 - tile
     else:
-        index, _tile, start_q, seq_q, first_kv, seq_kv, _sequence = place
+        index, tile, start_q, seq_q, first_kv, seq_kv, _sequence = place
         diagonal = seq_kv - seq_q
     batch, head = index // problem.heads_q, index % problem.heads_q
-    if problem.intervals is None:
+    if problem.segments is not None or problem.tree is not None:
+        begin, before, full, after = listed_tiles(
+            problem.segments, problem.tree, batch, tile, problem.size,
+            problem.size_other, problem.num_sequences, BLOCK_Q, BLOCK_KV,
+        )  # fmt: skip
+    elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
         )
@@ -341,7 +351,11 @@ def _consume(
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
-    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and not IS_PART
+    HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
+    # Not with lists or intervals, which do not tell a row that sees one key.
+    BOUNDED: gl.constexpr = (
+        rule.small_cap and dtype == gl.bfloat16 and not HAS_LISTS and not IS_PART
+    )
     step = 0  # over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
@@ -363,10 +377,13 @@ def _consume(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
         )
         start_q, seq_q, diagonal = positions
-        _first_kv, seq_kv = keys
-        _begin, before, full, after = visible
+        first_kv, seq_kv = keys
+        begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
         position, reach_left, reach_right = rows + diagonal, window_left, window_right
+        row_q = batch.to(gl.int64) * problem.size
+        row_kv = batch.to(gl.int64) * problem.size_other + first_kv
+        marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
         if IS_PART:
             position, reach_right = load_windows(problem.intervals, rows, seq_q)
             reach_left = 0
@@ -402,17 +419,25 @@ def _consume(
             s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
+            s = hide_keys(s, problem, marks, position, start_kv, seq_kv)
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
             e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
             if IS_PART:
-                # No product runs. ptxas would move what scales acc behind the start of the next one.
+                # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(acc, alpha), 0)
             packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
             clear_rows(v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1)
+        if problem.segments is not None:
+            slot = step % NUM_STAGES
+            padded = step_has_padding(0, begin, before)
+            clear_padding(
+                v_tile, slot, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot),
+                step // NUM_STAGES & 1,
+            )  # fmt: skip
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1
@@ -443,6 +468,7 @@ def _consume(
                     s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
+                    s = hide_keys(s, problem, marks, position, start_kv, seq_kv)
                 if BOUNDED:
                     # Without a maximum each half goes by itself, and the second takes the registers
                     # of the p that was multiplied.
@@ -463,6 +489,12 @@ def _consume(
                     clear_rows(
                         v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1
                     )
+                if problem.segments is not None and masked:
+                    padded = step_has_padding(index, begin, before)
+                    clear_padding(
+                        v_tile, slot, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot),
+                        step // NUM_STAGES & 1,
+                    )  # fmt: skip
                 index += 1
                 step += 1
         if not OUT_IN_Q:
@@ -553,7 +585,7 @@ def launch_forward(
     """Launch `flash_fwd_kernel` on given outputs."""
     q = operands.q
     tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
-    tensors = (*tensors, mask_of_keys(operands, spec))
+    tensors = (*tensors, listed_mask("flash_fwd", operands, spec, backend))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
 
@@ -572,6 +604,8 @@ def _prepare(call: KernelCall) -> Prepared:
         "out": stored_maps_of(spec, out, 64),
         # A list may be empty, and the one tile that is visited for it hides all.
         "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
+        or spec.segmented
+        or spec.tree
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM

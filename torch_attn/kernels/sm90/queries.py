@@ -7,11 +7,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import READERS, wait_for_all
+from torch_attn.kernels.explicit.hidden import hide_queries, mark_keys
 from torch_attn.kernels.explicit.items import Rows, head_and_tile, next_item, persistent
-from torch_attn.kernels.explicit.steps import group_step
-from torch_attn.kernels.explicit.tma import clear_rows, load_box, load_pieces, tile_bytes
+from torch_attn.kernels.explicit.steps import (
+    group_step,
+    group_step_has_padding,
+    listed_tiles,
+    rows_have_padding,
+)
+from torch_attn.kernels.explicit.tma import (
+    clear_padding,
+    clear_rows,
+    load_box,
+    load_pieces,
+    tile_bytes,
+)
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
-from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile
+from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.launch import KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
@@ -87,27 +99,48 @@ def locate_keys(
         start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
-        index, _tile, start_kv, seq_kv, first_q, seq_q, sequence = place
+        index, tile, start_kv, seq_kv, first_q, seq_q, sequence = place
         diagonal = seq_kv - seq_q
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
-    if problem.intervals is None:
-        begin, before, full, after = visible_tiles(
-            start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
-        )
-    total = before + full + after
-    # Where nothing is visible, one masked tile, so that no consumer has to do without.
-    begin = gl.where(total == 0, 0, begin)
-    before = gl.where(total == 0, 1, before)
-    if FUSED:
-        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
-        ragged = start_kv + 128 > seq_kv
-        before = gl.where(ragged, gl.maximum(total, 1), before)
-        full = gl.where(ragged, 0, full)
-        after = gl.where(ragged, 0, after)
+    if problem.segments is not None or problem.tree is not None:
+        begin, before, full, after = listed_tiles(
+            problem.segments, problem.tree, index // items_of_batch, tile, problem.size,
+            problem.size_other, problem.num_sequences, 128, BLOCK_Q,
+        )  # fmt: skip
+        before = gl.maximum(before, 1 - full)
+    else:
+        if problem.intervals is None:
+            begin, before, full, after = visible_tiles(
+                start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
+            )
+        total = before + full + after
+        # Where nothing is visible, one masked tile, so that no consumer has to do without.
+        begin = gl.where(total == 0, 0, begin)
+        before = gl.where(total == 0, 1, before)
+        if FUSED:
+            # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+            ragged = start_kv + 128 > seq_kv
+            before = gl.where(ragged, gl.maximum(total, 1), before)
+            full = gl.where(ragged, 0, full)
+            after = gl.where(ragged, 0, after)
     batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
     keys, queries = Rows(start_kv, seq_kv, diagonal), Queries(first_q, seq_q, first_row)
     return batch, head, keys, queries, (begin, before, full, after)
+
+
+@gluon.jit
+def mark_item(problem, place, batch, keys, key):
+    """Return the `Marks` of a work item's keys, which are counted as queries are."""
+    first = 0
+    if problem.num_sequences is not None and problem.tree is not None:
+        first, _size = rows_of_sequence(
+            problem.offsets, place.sequence, problem.size, problem.num_sequences, problem.size
+        )
+    row_kv = batch.to(gl.int64) * problem.size
+    row_q = batch.to(gl.int64) * problem.size_other
+    rows = key + keys.diagonal
+    return mark_keys(problem, row_q, row_kv, rows, keys.end, keys.diagonal - first)
 
 
 @gluon.jit
@@ -190,7 +223,9 @@ def produce_queries(
 
 
 @gluon.jit
-def clear_queries(tile, full, first, index, queries, visible, MEMBERS: gl.constexpr):
+def clear_queries(
+    tile, full, first, index, queries, visible, problem, marks, MEMBERS: gl.constexpr
+):
     """Clear what is another sequence's, or padding, of a tile of queries or dout: it may be NaN.
 
     No product is in flight here: among products the compiler would wait for each.
@@ -205,29 +240,49 @@ def clear_queries(tile, full, first, index, queries, visible, MEMBERS: gl.conste
     index = gl.minimum(index, (before + full_tiles + after) * MEMBERS - 1)
     _member, start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)
     slot = (first + index) % STAGES
-    clear_rows(tile, slot, queries.size - start, full.index(slot), (first + index) // STAGES & 1)
+    if problem.segments is not None:
+        padded = group_step_has_padding(index, begin, before, full_tiles, MEMBERS)
+        clear_padding(
+            tile, slot, marks.other_ids, start, queries.size, padded, full.index(slot),
+            (first + index) // STAGES & 1,
+        )  # fmt: skip
+    else:
+        count = queries.size - start
+        clear_rows(tile, slot, count, full.index(slot), (first + index) // STAGES & 1)
 
 
 @gluon.jit
-def clear_keys(tile, half, full, phase, keys, queries):
+def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
     """Clear what is another sequence's, or padding, of 64 rows of a tile of keys or values.
 
     Keys that no query sees may be NaN as well, and have a gradient of 0.
     """
-    count = gl.where(queries.size > 0, keys.end - keys.start - 64 * half, 0)
-    clear_rows(tile, half, count, full, phase)
+    if problem.segments is not None:
+        padded = rows_have_padding(visible[0])
+        clear_padding(
+            tile, half, marks.own_ids, keys.start + 64 * half, keys.end, padded, full, phase
+        )
+    else:
+        count = gl.where(queries.size > 0, keys.end - keys.start - 64 * half, 0)
+        clear_rows(tile, half, count, full, phase)
 
 
 @gluon.jit
-def exponents(s, lse2, start_q, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
+def exponents(
+    s, lse2, start_q, key, end, rule, window_left, window_right, problem, marks, size_q,
+    MASKED: gl.constexpr,
+):  # fmt: skip
     """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
 
     end: the first key that does not exist, counted as `key` is; None where others hide them.
+    size_q: how many queries have segments.
     """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
         s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
     )
+    if MASKED:
+        s = hide_queries(s, problem, marks, start_q, size_q)
     return s * scale - lse2[None, :], dcap
 
 
@@ -244,6 +299,7 @@ def persistent_keys(
     spec, config = call.spec, call.config
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
     steps = tuple(members * each for each in steps)
-    edges = isinstance(spec, VarlenSpec | PartialSpec) or spec.window != Window() or ragged
+    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
+    edges = hides or spec.window != Window() or ragged
     arguments = arguments | {"EDGES": edges}
     return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)

@@ -1,0 +1,134 @@
+"""Lists of tiles: all that is seen, and nothing unmasked that is not, for any ids and ends."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.torch_attn.explicit_kernels import gluon_backend
+from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpreted
+from torch_attn.kernels.tile_lists import HEADER, listed_mask
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.targets.family import Backend
+
+KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
+
+
+@st.composite
+def lengths(draw):
+    return draw(st.integers(1, 300)), draw(st.integers(1, 300))
+
+
+def random_ids(generator: torch.Generator, size: int, is_sorted: bool) -> torch.Tensor:
+    ids = torch.randint(-2, 3, (size,), generator=generator)
+    return (ids.sort().values if is_sorted else ids).int()
+
+
+def random_ends(generator: torch.Generator, size: int) -> torch.Tensor:
+    """Make ends in stretches, some behind all keys and some before their key."""
+    stretch = torch.arange(size) // 90
+    values = torch.randint(-9, size + 9, (int(stretch.max()) + 1,), generator=generator)
+    values[torch.rand(len(values), generator=generator) < 0.3] = 2**31 - 1
+    return values[stretch].int()
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 999), st.data())
+def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    size_q, size_kv = sizes
+    has_ends = has_ends or not has_ids
+    window = Window(data.draw(st.sampled_from([None, 70])), 0 if has_ends else None)
+    q, kv = torch.zeros(2, size_q, 1, 16).half(), torch.zeros(2, size_kv, 1, 16).half()
+    given, seen = {}, visible(size_q, size_kv, window)[None].repeat(2, 1, 1)
+    if has_ids:
+        ids_q, ids_kv = (
+            torch.stack([random_ids(generator, x, is_sorted) for _ in range(2)]) for x in sizes
+        )
+        given |= {"q_segment_ids": ids_q, "kv_segment_ids": ids_kv}
+        seen &= (ids_q[:, :, None] == ids_kv[:, None]) & (ids_q >= 0)[:, :, None]
+    if has_ends:
+        ends = torch.stack([random_ends(generator, size_kv) for _ in range(2)])
+        given |= {"kv_ends": ends}
+        seen &= torch.arange(size_q)[:, None] + size_kv - size_q < ends[:, None]
+    spec = AttentionSpec(
+        2, size_q, size_kv, 1, 1, 16, 16, "float16", 1.0, window, segmented=has_ids, tree=has_ends
+    )
+    operands = FlashOperands(q, kv, kv, **given)
+    for kernel in KERNELS:
+        lists, *blocks = lists_of(kernel, operands, spec)
+        pairs = seen if kernel != "flash_bwd_dkdv" else seen.mT
+        padding = None
+        if has_ids:
+            padding = (ids_q < 0, ids_kv < 0)[:: 1 if kernel != "flash_bwd_dkdv" else -1]
+        for element in range(2):
+            own = padding and [x[element] for x in padding]
+            check_lists(lists[element], pairs[element], *blocks, own)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_lists_of_packed_trees(kernel):
+    generator = torch.Generator().manual_seed(0)
+    offsets_q, offsets_kv = [0, 150, 150, 400], [0, 200, 230, 500]
+    ends = [random_ends(generator, b - a) for a, b in pairwise(offsets_kv)]
+    cu_q, cu_kv = (torch.tensor(x, dtype=torch.int32) for x in (offsets_q, offsets_kv))
+    q, kv = torch.zeros(409, 1, 16).half(), torch.zeros(505, 1, 16).half()
+    given = torch.cat([*ends, torch.zeros(5, dtype=torch.int32)])
+    operands = VarlenOperands(q, kv, kv, cu_q, cu_kv, kv_ends=given)
+    window = Window(None, 0)
+    spec = VarlenSpec(1, 409, 505, 1, 1, 16, 16, "float16", 1.0, window, tree=True, num_sequences=3)
+    lists, block, other = lists_of(kernel, operands, spec)
+    stays = offsets_q if kernel != "flash_bwd_dkdv" else offsets_kv
+    for n, (pair_q, pair_kv) in enumerate(
+        zip(pairwise(offsets_q), pairwise(offsets_kv), strict=True)
+    ):
+        sizes = pair_q[1] - pair_q[0], pair_kv[1] - pair_kv[0]
+        position = torch.arange(sizes[0])[:, None] + sizes[1] - sizes[0]
+        pairs = visible(*sizes, window) & (position < ends[n])
+        pairs = pairs if kernel != "flash_bwd_dkdv" else pairs.mT
+        first = stays[n] // block + n
+        check_lists(lists[0, first : first + -(-len(pairs) // block)], pairs, block, other, None)
+
+
+def visible(size_q: int, size_kv: int, window: Window) -> torch.Tensor:
+    position = torch.arange(size_q)[:, None] + size_kv - size_q
+    key, seen = torch.arange(size_kv), torch.ones(size_q, size_kv, dtype=torch.bool)
+    if window.left is not None:
+        seen &= key >= position - window.left
+    return seen if window.right is None else seen & (key <= position + window.right)
+
+
+def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
+    """Return a kernel's lists, and the rows of its tiles: those that stay, and those visited."""
+    backend: Backend = gluon_backend("sm80")
+    with interpreted(WRITES_FIRST):
+        mask = listed_mask(kernel, operands, spec, backend)
+    config = backend.configs(spec)[kernel]
+    blocks = [config.block_q, config.block_kv]
+    lists = (mask.segments or mask.tree).ranges
+    return lists, *(blocks if kernel != "flash_bwd_dkdv" else blocks[::-1])
+
+
+def check_lists(lists, pairs, block: int, other: int, padding) -> None:
+    """Compare lists with the pairs [rows, others] that are seen."""
+    middle = (lists.shape[1] - HEADER.value) // 2
+    for row, entries in zip(pairs.split(block), lists.tolist(), strict=False):
+        num_masked, num_whole, _ = entries[middle : middle + 3]
+        masked = entries[middle - num_masked : middle][::-1]
+        behind = middle + HEADER.value
+        whole = entries[behind : behind + num_whole]
+        starts = [x & -2 for x in masked + whole]
+        assert len({*starts}) == len(starts)
+        tiles = row.split(other, 1)
+        needed = [n * other for n, tile in enumerate(tiles) if tile.any()]
+        assert {*needed} <= {*starts}
+        assert all(tiles[x // other].all() and x & 1 == 0 for x in whole)
+        if padding is not None:
+            _, of_others = padding
+            flags = {x & -2: x & 1 for x in masked}
+            assert all(flags[x] or not of_others[x : x + other].any() for x in flags)

@@ -1,0 +1,122 @@
+"""Keys that a query does not see for their segment or their end: as the portable kernels have them.
+
+A score is hidden by comparing what its row has with what its column has. The rows' stays in
+registers; the columns' is loaded in steps that need a mask alone.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.kernels.library.segments import STAYS, VISITED
+
+
+class Marks(NamedTuple):
+    """What shows a work item's rows to those that it visits, beside the window; 0 for none.
+
+    Attributes:
+        ids: segments of the rows that stay, STAYS for padding.
+        own_ids, other_ids: pointers to the segments of the rows that stay and of those that are
+            visited, from row 0 on.
+        ends: where queries stay, pointer to the keys' ends, from key 0 on; where keys stay, their
+            ends, counted as queries are.
+    """
+
+    ids: Any
+    own_ids: Any
+    other_ids: Any
+    ends: Any
+
+
+@gluon.jit
+def mark_queries(mask, row_q, row_kv, rows, num_rows):
+    """Return the `Marks` of queries.
+
+    Args:
+        mask: what has segments and a tree: a `library.mask.Mask`, or an `items.Problem`.
+        row_q, row_kv: where the ids of query 0 and of key 0 are, and the end of key 0.
+        rows: the queries', up to `num_rows`.
+    """
+    # Triton 3.6 cannot return None.
+    ids, own_ids, other_ids, ends = 0, 0, 0, 0
+    if mask.segments is not None:
+        own_ids, other_ids = mask.segments.q + row_q, mask.segments.kv + row_kv
+        ids = _load_ids(own_ids, rows, num_rows)
+    if mask.tree is not None:
+        ends = mask.tree.ends + row_kv
+    return Marks(ids, own_ids, other_ids, ends)
+
+
+@gluon.jit
+def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
+    """Return the `Marks` of keys.
+
+    Args:
+        mask, row_q, row_kv: as `mark_queries` takes them.
+        rows: the keys', up to `num_rows`.
+        diagonal: position of query 0 of the sequence, counted as ends are.
+    """
+    ids, own_ids, other_ids, ends = 0, 0, 0, 0
+    if mask.segments is not None:
+        own_ids, other_ids = mask.segments.kv + row_kv, mask.segments.q + row_q
+        ids = _load_ids(own_ids, rows, num_rows)
+    if mask.tree is not None:
+        ends = gl.load(mask.tree.ends + row_kv + rows, mask=rows < num_rows, other=0)
+        # Any numbers may stand there.
+        ends = gl.minimum(gl.maximum(ends, 0), num_rows) - diagonal
+    return Marks(ids, own_ids, other_ids, ends)
+
+
+@gluon.jit
+def _load_ids(ids_ptr, rows, num_rows):
+    ids = gl.load(ids_ptr + rows, mask=rows < num_rows, other=STAYS)
+    return gl.where(ids < 0, STAYS, ids)
+
+
+@gluon.jit
+def hide_keys(s, mask, marks, position, start, num_keys):
+    """Set the scores of keys from `start` on that queries do not see to -inf. Queries are rows."""
+    if mask.segments is not None:
+        s = _hide_segments(s, marks, start, num_keys)
+    if mask.tree is not None:
+        key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        ends = gl.load(marks.ends + key, mask=key < num_keys, other=0)
+        s = _where(position[:, None], ends[None, :], s, "lt")
+    return s
+
+
+@gluon.jit
+def hide_queries(s, mask, marks, start, num_queries):
+    """Set the scores of queries from `start` on that do not see keys to -inf. Keys are rows."""
+    if mask.segments is not None:
+        s = _hide_segments(s, marks, start, num_queries)
+    if mask.tree is not None:
+        row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        s = _where(row[None, :], marks.ends[:, None], s, "lt")
+    return s
+
+
+@gluon.jit
+def _hide_segments(s, marks, start, num_visited):
+    visited = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    ids = gl.load(marks.other_ids + visited, mask=visited < num_visited, other=VISITED)
+    ids = gl.maximum(ids, VISITED)
+    return _where(marks.ids[:, None], ids[None, :], s, "eq")
+
+
+@triton.constexpr_function
+def _select(comparison):
+    return (
+        f"{{ .reg .pred seen; setp.{comparison}.s32 seen, $1, $2; "
+        "selp.f32 $0, $3, 0fFF800000, seen; }"
+    )
+
+
+@gluon.jit
+def _where(a, b, s, COMPARISON: gl.constexpr):
+    """Return s where a and b compare so, else -inf; in PTX, since LLVM would pack the bits."""
+    return gl.inline_asm_elementwise(
+        _select(COMPARISON), "=f,r,r,f", [a, b, s], dtype=gl.float32, is_pure=True, pack=1
+    )

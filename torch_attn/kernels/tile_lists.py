@@ -1,0 +1,215 @@
+"""List the tiles that each tile of rows visits: the kernel that runs before the explicit ones.
+
+Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
+the same tiles. So a kernel lists them, once a launch for all heads: those that need a mask, and
+those that need none, because each of their rows sees each row of the tile. Wang et al. 2024
+(FlashMask) classify tiles so.
+
+Ids and ends are data that nobody checked. Whatever they are, a list has only tiles that the window
+shows, and hides nothing that is seen: all but the tiles that need no mask are masked again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_attn.kernels.library.block_mask import lists_of_keys, lists_of_queries
+from torch_attn.kernels.library.intervals import intervals_of_keys, intervals_of_queries
+from torch_attn.kernels.library.mask import Mask
+from torch_attn.kernels.library.ranges import LARGEST
+from torch_attn.kernels.library.segments import VISITED, Segments, segments_of
+from torch_attn.kernels.library.sequences import (
+    count_sequence_tiles,
+    locate_tile,
+    num_sequence_tiles,
+    offsets_of,
+)
+from torch_attn.kernels.library.tiles import visible_tiles
+from torch_attn.kernels.library.tree import Tree, ends_of
+from torch_attn.launch import (
+    UNSPECIALIZED,
+    KernelCall,
+    Prepared,
+    config_of,
+    flash_arguments,
+    launch,
+)
+from twin_attention.contract.operands import AttentionOperands
+from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets.family import Backend
+from twin_attention.targets.kernels import FlashConfig
+
+# What stands in the middle of a list: how many of its tiles need a mask, how many need none, and
+# whether the list's own rows have padding.
+HEADER = tl.constexpr(3)
+# Rows that a step of the search reads.
+SCAN_ROWS = tl.constexpr(8192)
+
+
+@triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
+def tile_lists_kernel(
+    lists_ptr,
+    q_ids_ptr,
+    kv_ids_ptr,
+    ends_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_kv_ptr,
+    seq_q,
+    seq_kv,
+    diagonal,
+    num_sequences,
+    window_left,
+    window_right,
+    OF_KEYS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """One program lists the tiles that one tile of rows visits.
+
+    OF_KEYS: tiles of keys, for BLOCK_Q queries; otherwise tiles of queries, for BLOCK_KV keys. Both
+    are powers of two. Grid: (tiles · batch), of packed sequences `count_sequence_tiles`.
+
+    Operands: ids [B, Sq] and [B, Skv] and ends [B, Skv], or [Tkv], int32 and contiguous, or None.
+    lists [B, tiles, 2 T + HEADER] int32, where T is how many tiles there may be, 1 at least.
+    Entries are the first rows of tiles, with 1 added where the tile has padding. From entry T on a
+    list has its header; behind that stand the tiles that need no mask, and in front of it, the last
+    one first, those that need one. Where nothing is visible, tile 0 stands in both places and is
+    not counted: a reader may have to fetch one.
+    """
+    # Locate the tile of rows.
+    BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
+    OTHER: tl.constexpr = BLOCK_KV if OF_KEYS else BLOCK_Q
+    if OF_KEYS:
+        ids_ptr, other_ids_ptr = q_ids_ptr, kv_ids_ptr
+        cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_q_ptr, cu_seqlens_kv_ptr
+        size, size_other, left, right = seq_q, seq_kv, window_left, window_right
+    else:
+        ids_ptr, other_ids_ptr = kv_ids_ptr, q_ids_ptr
+        cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_kv_ptr, cu_seqlens_q_ptr
+        size, size_other, left, right = seq_kv, seq_q, window_right, window_left
+        diagonal = -diagonal
+    num_tiles = count_sequence_tiles(size, num_sequences, BLOCK)
+    tile, batch = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
+    most = tl.maximum(tl.cdiv(size_other, OTHER), 1)
+    middle_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (2 * most + HEADER) + most
+    first, start, end = 0, tile * BLOCK, size
+    row, row_other = batch * size, batch * size_other
+    if num_sequences is not None:
+        _sequence, first, start, end, first_other, size_other = locate_tile(
+            cu_seqlens_ptr, cu_seqlens_other_ptr, tile, size, size_other, num_sequences, BLOCK
+        )
+        row_other = first_other.to(tl.int64)
+        diagonal = size_other - end
+    begin, before, full, after = visible_tiles(
+        start, end, size_other, diagonal, left, right, BLOCK, OTHER
+    )
+
+    # Read what its rows have.
+    rows = start + tl.arange(0, BLOCK)
+    exists = rows < end
+    least, low, high = 0, 0, 0
+    if ids_ptr is not None:
+        ids = tl.load(ids_ptr + row + rows, mask=exists, other=LARGEST)
+        least = tl.min(ids, 0)
+        low = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
+        high = tl.max(tl.where(exists, ids, VISITED), 0)
+    first_end, last_end = 0, 0
+    if ends_ptr is not None and not OF_KEYS:
+        ends = tl.load(ends_ptr + row + rows, mask=exists, other=LARGEST)
+        first_end = tl.min(ends, 0)
+        last_end = tl.max(tl.where(exists, ends, 0), 0)
+
+    # List the tiles of the window that hold something of it.
+    num_masked, num_whole = 0, 0
+    TILES: tl.constexpr = SCAN_ROWS // OTHER
+    first_tile = begin // OTHER
+    for step in tl.range(0, before + full + after, TILES, num_stages=1):
+        index = step + tl.arange(0, TILES)
+        starts = (first_tile + index) * OTHER
+        others = starts[:, None] + tl.arange(0, OTHER)[None, :]
+        seen = index < before + full + after
+        other_exists = seen[:, None] & (others < size_other)
+        whole = seen & (index >= before) & (index < before + full)
+        whole &= starts + OTHER <= size_other
+        if not OF_KEYS:
+            whole &= start + BLOCK <= end
+        padded = tl.zeros([TILES], tl.int32)
+        if ids_ptr is not None:
+            other_ids = tl.load(
+                other_ids_ptr + row_other + others, mask=other_exists, other=VISITED
+            )
+            other_least = tl.min(other_ids, 1)
+            other_high = tl.max(other_ids, 1)
+            other_low = tl.min(tl.where(other_ids < 0, LARGEST, other_ids), 1)
+            seen &= other_low <= high
+            seen &= other_high >= low
+            whole &= (other_least == high) & (other_high == high) & (least == high)
+            padded = (other_least < 0).to(tl.int32)
+        if ends_ptr is not None:
+            if OF_KEYS:
+                # Positions are counted as keys are.
+                other_ends = tl.load(ends_ptr + row_other + others, mask=other_exists, other=0)
+                seen &= tl.max(other_ends, 1) > start + diagonal
+                whole &= tl.min(other_ends, 1) > tl.minimum(start + BLOCK, end) - 1 + diagonal
+            else:
+                position = starts - diagonal - first
+                seen &= position < last_end
+                whole &= position + OTHER - 1 < first_end
+        whole &= seen
+        masked = (seen & ~whole).to(tl.int32)
+        entry = starts + padded
+        place = middle_ptr - num_masked - tl.cumsum(masked, 0)
+        tl.store(place, entry, mask=masked > 0)
+        place = middle_ptr + HEADER + num_whole + tl.cumsum(whole.to(tl.int32), 0) - 1
+        tl.store(place, entry, mask=whole)
+        num_masked += tl.sum(masked, 0)
+        num_whole += tl.sum(whole.to(tl.int32), 0)
+    if num_masked + num_whole == 0:
+        tl.store(middle_ptr - 1, 1)
+        tl.store(middle_ptr + HEADER, 1)
+    tl.store(middle_ptr, num_masked)
+    tl.store(middle_ptr + 1, num_whole)
+    tl.store(middle_ptr + 2, (least < 0).to(tl.int32) if ids_ptr is not None else 0)
+
+
+def listed_mask(
+    kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
+) -> Mask:
+    """Return the mask of an explicit kernel, by its name; launches what lists its tiles.
+
+    The ranges of segments and of ends are the lists of `tile_lists_kernel`.
+    """
+    of_keys = kernel in ("flash_fwd", "flash_bwd_dq")
+    offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
+    tree = None
+    if segments is not None or ends is not None:
+        config = config_of(kernel, spec, backend, operands.q.device)
+        assert isinstance(config, FlashConfig)
+        blocks = config.block_q, config.block_kv
+        lists = _allocate(operands.q, spec, of_keys, *blocks)
+        ids = (None, None) if segments is None else (segments.q, segments.kv)
+        tensors = (lists, *ids, ends, *offsets)
+        launch("tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks)
+        segments = segments and Segments(segments.q, segments.kv, lists)
+        tree = None if ends is None else Tree(ends, lists)
+    if of_keys:
+        kept, intervals = lists_of_keys(operands), intervals_of_keys(operands)
+    else:
+        kept, intervals = lists_of_queries(operands), intervals_of_queries(operands)
+    return Mask(kept, offsets, segments, tree, None, intervals)
+
+
+def _allocate(q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> Tensor:
+    sides = [(spec.seq_q, block_q), (spec.seq_kv, block_kv)]
+    stays, visited = sides if of_keys else reversed(sides)
+    most = max(triton.cdiv(*visited), 1)
+    shape = (spec.batch, num_sequence_tiles(spec, *stays), 2 * most + HEADER.value)
+    return q.new_empty(shape, dtype=torch.int32)
+
+
+def _prepare(call: KernelCall) -> Prepared:
+    """Return grid and arguments of `tile_lists_kernel`."""
+    numbers = zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True)
+    batch, tiles, _ = call.layouts[0].shape
+    return (batch * tiles,), flash_arguments(call.spec) | dict(numbers)
