@@ -11,7 +11,7 @@ there, so that no rank passes on what another one sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -25,6 +25,7 @@ from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation, choose
 from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
+from torch_attn.distributed.sums import GradientSums
 from torch_attn.explain import PROBLEMS
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
@@ -434,27 +435,28 @@ class _Attention(torch.autograd.Function):
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
-        carry, of_keys, transfer = _NO_CARRY, (), Transfer(None)
+        carry, own, transfer = _NO_CARRY, (), Transfer(None)
         for distance, operands in problem.hops(q, k, v):
-            found = of_keys  # their shapes, where this rank has nothing to send
+            found = own  # their shapes, where this rank has nothing to send
             if operands is not None:
                 *carry, dk, dv = problem.run("partial_bwd", dout, dlse, out, lse, *carry, *operands)
                 found = dk, dv
             if distance == 0:
-                of_keys = found
+                own = found
+                of_keys = GradientSums(own)
             else:
                 arriving = problem.send_back(distance, tuple(found))
-                _add(of_keys, transfer.wait())
+                of_keys.add(transfer.wait())
                 transfer = arriving
-        _add(of_keys, transfer.wait())
+        of_keys.add(transfer.wait())
         *_, delta = carry
         assert delta is not None  # own keys are the first hop
         assert lse is not None
         (dq,) = problem.run("partial_dq", q, *carry)
         if problem.call.exchange == "gather":
             peers, plan = problem.peers, problem.plan
-            of_keys = [peers.reduce_scatter(_by_rank(x, plan)) for x in of_keys]
-        dk, dv = (dx.to(k.dtype) for dx in of_keys)
+            of_keys = GradientSums([peers.reduce_scatter(_by_rank(x, plan)) for x in own])
+        dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:
             p = torch.exp(sinks[:, None] - lse)
@@ -464,11 +466,6 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *_):
         refuse_forward_mode("context_attention")
-
-
-def _add(sums: Sequence[Tensor], more: Sequence[Tensor] | None) -> None:
-    for x, y in zip(sums, more or (), strict=False):
-        x.add_(y)
 
 
 def _in_sequence(x: Tensor, plan: ContextPlan) -> Tensor:

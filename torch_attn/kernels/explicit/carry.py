@@ -1,5 +1,6 @@
 """Results over some of the keys: float32 rows that accumulators are loaded from and stored to."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -19,6 +20,22 @@ def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (_load_piece(pointer, exists, heads, i, SIZE),)
     return acc
+
+
+@gluon.jit
+def prefetch_carry(pointer, count, heads, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Start to fetch the first `count` of ROWS rows of a head to the L2 cache, without waiting."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    row = gl.minimum(gl.arange(0, ROWS, layout), count - 1)
+    gl.inline_asm_elementwise(
+        _prefetch_instruction(4 * SIZE), "=r,l", [pointer + row * (heads * SIZE)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _prefetch_instruction(num_bytes):
+    return f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;"
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
-from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
+from torch_attn.kernels.explicit.carry import head_rows, load_carry, prefetch_carry, store_carry
 from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
@@ -137,7 +137,7 @@ def flash_fwd_kernel(
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
     in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
-    keys join; out is read where lse is finite, and a tile that sees no key is passed over.
+    keys join. out is read where lse is finite. Without sinks a tile without keys is passed over.
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
@@ -168,9 +168,11 @@ def flash_fwd_kernel(
 
     tiles = (q_tile, k_tile, v_tile, out_tile)
     barriers = (q_full, q_read, k_full, v_full)
-    shared = ()
+    shared, carried = (), ()
     if num_sequences is not None or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
+    if mask.intervals is not None:
+        carried = out
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.intervals,
@@ -185,8 +187,9 @@ def flash_fwd_kernel(
             ))
             if part < NUM_CONSUMERS
             else (_produce, (
-                tiles, barriers, shared, counter_ptr, (q, k, v), problem, window_left,
+                tiles, barriers, shared, counter_ptr, (q, k, v), carried, problem, window_left,
                 window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                sinks_ptr is None,
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
         ],
@@ -250,6 +253,7 @@ def _produce(
     shared,
     counter_ptr,
     loads,
+    carried,
     problem,
     window_left,
     window_right,
@@ -258,8 +262,12 @@ def _produce(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    PASSES_OVER: gl.constexpr,
 ):
-    """Load all that the consumers of a program multiply, one warp for all of them."""
+    """Load all that the consumers of a program multiply, one warp for all of them.
+
+    PASSES_OVER: a tile that sees no key in its intervals has no work.
+    """
     q_tile, k_tile, v_tile, _out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads
@@ -270,7 +278,9 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, True)
+    item, place = next_item(
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, PASSES_OVER
+    )
     while item < problem.num_items:
         batch, head, rows, keys, visible = _locate(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
@@ -278,6 +288,11 @@ def _produce(
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
+        if problem.intervals is not None:
+            first = head_rows(
+                carried[0], batch, rows.end, rows.start, head, problem.heads_q, HEAD_DIM_V
+            )
+            prefetch_carry(first, rows.end - rows.start, problem.heads_q, BLOCK_Q, HEAD_DIM_V)
         for i in range(total + 1):
             # Keys go one tile ahead of values, which is the order of use.
             if i < total:
@@ -307,7 +322,7 @@ def _produce(
         step -= 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, True
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, PASSES_OVER
         )
 
 
