@@ -92,13 +92,6 @@ def partial_bwd(
     return carry._replace(dq=carry.dq + dq), dk, dv
 
 
-def partial_dq(
-    like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
-) -> Array:
-    """Return dq of the carry in the dtype of the first array."""
-    return carry.dq.astype(like.dtype)
-
-
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:

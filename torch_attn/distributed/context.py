@@ -81,8 +81,8 @@ def context_attention(
 
     The result for a token is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Each rank
-    calls it with its own tokens. Partial results stay in float32 until the last, and the same
-    number of ranks gives the same bits every time.
+    calls it with its own tokens. Partial results stay in float32 until the last, and with
+    ``deterministic=True`` the same number of ranks gives the same bits every time.
 
     The first call with new shapes or options compares them over the group, and every rank raises
     the same error if they differ. A rank that fails later ends the others by the group's timeout.
@@ -103,10 +103,11 @@ def context_attention(
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share: their sum is
             the whole.
-        deterministic: as in `flash_attention`. "ring" and "gather" always are, but for a sum over
-            ranks in "gather", whose order is the group's.
+        deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
+            the group's.
         return_lse: return the log-sum-exp as well. It is differentiable.
-        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference".
+        implementation: as in `flash_attention`; "ring" and "gather" have "gluon" on SM90, "triton"
+            and "reference".
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
