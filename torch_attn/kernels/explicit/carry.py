@@ -23,6 +23,21 @@ def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def keep_rows(acc, kept):
+    """Return a sum of products with 0 in rows where `kept` is False, whatever they hold."""
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (_keep_piece(acc[i], kept),)
+    return result
+
+
+@gluon.jit
+def _keep_piece(x, kept):
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return gl.where(gl.convert_layout(kept, layout, assert_trivial=True)[:, None], x, 0.0)
+
+
+@gluon.jit
 def prefetch_carry(pointer, count, heads, ROWS: gl.constexpr, SIZE: gl.constexpr):
     """Start to fetch the first `count` of ROWS rows of a head to the L2 cache, without waiting."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

@@ -24,8 +24,8 @@ def partial_fwd(
     Args:
         operands, spec: the problem.
         out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous.
-            Where lse is -inf there is none, and out is not read. What a row holds that sees no key
-            here either may stay there.
+            Where lse is -inf there is none, whatever out holds, which may stay there in a row that
+            sees no key here either.
         backend: what runs.
 
     Returns:

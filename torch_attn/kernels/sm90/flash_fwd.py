@@ -28,7 +28,13 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
-from torch_attn.kernels.explicit.carry import head_rows, load_carry, prefetch_carry, store_carry
+from torch_attn.kernels.explicit.carry import (
+    head_rows,
+    keep_rows,
+    load_carry,
+    prefetch_carry,
+    store_carry,
+)
 from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
@@ -137,7 +143,7 @@ def flash_fwd_kernel(
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
     in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
-    keys join. out is read where lse is finite. Without sinks a tile without keys is passed over.
+    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over.
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
@@ -414,7 +420,8 @@ def _consume(
             carried = head_rows(
                 out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
             )
-            acc = load_carry(carried, has_carry, problem.heads_q, HEAD_DIM_V)
+            # All of them are read, so that the loads do not wait for lse.
+            acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
             m_i = gl.maximum(m_i, m_carry * LOG2E)
             quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
             of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
@@ -441,7 +448,7 @@ def _consume(
             e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
             if IS_PART:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
-                acc = wait_sums(scale_rows(acc, alpha), 0)
+                acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
             packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
