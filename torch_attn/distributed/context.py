@@ -317,11 +317,10 @@ class Problem(NamedTuple):
         options = self.call.spec, left_out, self.rows_aligned, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
-            spec, device = (
-                replace(self.call.spec, rows_aligned=self.rows_aligned),
-                tensors[0].device,
-            )
-            call = Call(operation, _RUN[operation], spec, device, options)
+            first = tensors[0]
+            assert first is not None
+            spec = replace(self.call.spec, rows_aligned=self.rows_aligned)
+            call = Call(operation, _RUN[operation], spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
 

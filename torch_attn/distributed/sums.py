@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.sum import sum_tensors
+
 _AT_A_TIME = 4  # addends of a pass over memory
-_BLOCK, _NUM_WARPS = 4096, 8
-
-
-@triton.jit
-def sum_kernel(out_ptr, x_ptrs, size, BLOCK: tl.constexpr):
-    """One program sums BLOCK elements of float32 tensors, in their order, and rounds them once."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(x_ptrs[0] + element, mask=element < size)
-    for i in tl.static_range(1, len(x_ptrs)):
-        total += tl.load(x_ptrs[i] + element, mask=element < size)
-    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=element < size)
 
 
 class GradientSums:
     """Gradients of a rank's keys, through its own queries and through those of others.
 
-    A few are kept and summed in one pass over memory; their order is that in which they are given.
+    A few are kept and summed in one pass over memory, in the order in which they are given.
     """
 
     def __init__(self, own: Sequence[Tensor]) -> None:
@@ -44,14 +32,4 @@ class GradientSums:
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the sums in a dtype."""
-        return tuple(_sum(xs, dtype) for xs in zip(*self._addends, strict=True))
-
-
-def _sum(xs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    if not xs[0].is_cuda or len(xs) == 1:
-        return reduce(torch.add, xs).to(dtype)
-    out = xs[0].new_empty(xs[0].shape, dtype=dtype)
-    with torch.cuda.device(out.device):
-        grid = (triton.cdiv(out.numel(), _BLOCK),)
-        sum_kernel[grid](out, xs, out.numel(), _BLOCK, num_warps=_NUM_WARPS)
-    return out
+        return tuple(sum_tensors(xs, dtype) for xs in zip(*self._addends, strict=True))
