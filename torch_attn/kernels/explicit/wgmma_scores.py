@@ -148,8 +148,9 @@ def hide(s, position, start_kv, end, window_left, window_right):
 @gluon.jit
 def _of_rows(x, LAYOUT: gl.constexpr):
     """Return a number as it is, and one for each row as a column of rows with this layout."""
-    if len(x.shape) > 0:
-        x = gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, None]
+    if isinstance(x, gl.tensor):  # noqa: SIM102 (Triton evaluates both sides of an "and")
+        if len(x.shape) > 0:
+            x = gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, None]
     return x
 
 
