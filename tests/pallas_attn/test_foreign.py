@@ -49,8 +49,9 @@ def launches(monkeypatch):
         def run(*arrays):
             tensors = dict(zip(read, map(to_torch, arrays), strict=True))
             for i in {*written} - {*read}:
-                fill = 0 if i in zeroed else float("nan")
-                tensors[i] = torch.full(layouts[i].shape, fill, dtype=layouts[i].dtype)
+                dtype = layouts[i].dtype
+                poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
+                tensors[i] = torch.full(layouts[i].shape, 0 if i in zeroed else poison, dtype=dtype)
             # An operand that no argument has is not passed at all.
             every = tuple(tensors.get(i) for i in range(len(layouts)))
             launched.append(launch.name)

@@ -155,8 +155,9 @@ def make_flash_bwd(
             of_keys = mask_of("flash_bwd_dq", operands, spec, backend)
             tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *terms, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
             for kernel in dkdv:
+                # Of each launch its own: programs count their work in it.
+                of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)

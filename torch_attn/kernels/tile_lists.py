@@ -43,8 +43,6 @@ from twin_attention.targets.kernels import FlashConfig
 # What stands in the middle of a list: how many of its tiles need a mask, how many need none, and
 # whether the list's own rows have padding.
 HEADER = tl.constexpr(3)
-# Rows that a step of the search reads.
-SCAN_ROWS = tl.constexpr(8192)
 
 
 @triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
@@ -64,18 +62,21 @@ def tile_lists_kernel(
     OF_KEYS: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    SCAN_ROWS: tl.constexpr,
 ):
     """One program lists the tiles that one tile of rows visits.
 
     OF_KEYS: tiles of keys, for BLOCK_Q queries; otherwise tiles of queries, for BLOCK_KV keys. Both
-    are powers of two. Grid: (tiles · batch), of packed sequences `count_sequence_tiles`.
+    are powers of two, and divide SCAN_ROWS, which are read at a time. Grid: (tiles · batch), of
+    packed sequences `count_sequence_tiles`.
 
     Operands: ids [B, Sq] and [B, Skv] and ends [B, Skv], or [Tkv], int32 and contiguous, or None.
-    lists [B, tiles, 2 T + HEADER] int32, where T is how many tiles there may be, 1 at least.
-    Entries are the first rows of tiles, with 1 added where the tile has padding. From entry T on a
-    list has its header; behind that stand the tiles that need no mask, and in front of it, the last
-    one first, those that need one. Where nothing is visible, tile 0 stands in both places and is
-    not counted: a reader may have to fetch one.
+    lists int32: a counter, which becomes 0, of the work items that programs take; and then [B,
+    tiles, 2 T + HEADER], where T is how many tiles there may be, 1 at least. Entries are the first
+    rows of tiles, with 1 added where the tile has padding. From entry T on a list has its header;
+    behind that stand the tiles that need no mask, and in front of it, the last one first, those
+    that need one. Where nothing is visible, tile 0 stands in both places and is not counted: a
+    reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -92,7 +93,7 @@ def tile_lists_kernel(
     num_tiles = count_sequence_tiles(size, num_sequences, BLOCK)
     tile, batch = tl.program_id(0) % num_tiles, (tl.program_id(0) // num_tiles).to(tl.int64)
     most = tl.maximum(tl.cdiv(size_other, OTHER), 1)
-    middle_ptr = lists_ptr + tl.program_id(0).to(tl.int64) * (2 * most + HEADER) + most
+    middle_ptr = lists_ptr + (1 + most) + tl.program_id(0).to(tl.int64) * (2 * most + HEADER)
     first, start, end = 0, tile * BLOCK, size
     row, row_other = batch * size, batch * size_other
     if num_sequences is not None:
@@ -168,6 +169,8 @@ def tile_lists_kernel(
     if num_masked + num_whole == 0:
         tl.store(middle_ptr - 1, 1)
         tl.store(middle_ptr + HEADER, 1)
+    if tl.program_id(0) == 0:
+        tl.store(lists_ptr, 0)
     tl.store(middle_ptr, num_masked)
     tl.store(middle_ptr + 1, num_whole)
     tl.store(middle_ptr + 2, (least < 0).to(tl.int32) if ids_ptr is not None else 0)
@@ -201,15 +204,20 @@ def listed_mask(
 
 
 def _allocate(q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> Tensor:
+    tiles, most = _num_tiles(spec, of_keys, block_q, block_kv)
+    return q.new_empty(1 + tiles * (2 * most + HEADER.value), dtype=torch.int32)
+
+
+def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> tuple[int, int]:
+    """Return how many lists there are, and how many tiles one may have."""
     sides = [(spec.seq_q, block_q), (spec.seq_kv, block_kv)]
     stays, visited = sides if of_keys else reversed(sides)
-    most = max(triton.cdiv(*visited), 1)
-    shape = (spec.batch, num_sequence_tiles(spec, *stays), 2 * most + HEADER.value)
-    return q.new_empty(shape, dtype=torch.int32)
+    return spec.batch * num_sequence_tiles(spec, *stays), max(triton.cdiv(*visited), 1)
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `tile_lists_kernel`."""
-    numbers = zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True)
-    batch, tiles, _ = call.layouts[0].shape
-    return (batch * tiles,), flash_arguments(call.spec) | dict(numbers)
+    assert isinstance(call.spec, AttentionSpec)
+    numbers = dict(zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True))
+    tiles, _most = _num_tiles(call.spec, *call.constants)
+    return (tiles,), flash_arguments(call.spec) | numbers

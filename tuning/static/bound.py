@@ -37,6 +37,7 @@ from twin_attention.targets.kernels import (
     DecodeConfig,
     FlashConfig,
     KernelConfig,
+    ListsConfig,
     PrefixConfig,
     PreprocessConfig,
     find_kernel,
@@ -161,6 +162,8 @@ def count(
         case AppendConfig():  # reads k and v of some heads, writes them in the cache's dtype
             row = (spec.head_dim + spec.head_dim_v) * (ITEMSIZE[spec.dtype] + itemsize)
             return Tile(0, 0, config.block_heads * row, "device memory")
+        case ListsConfig():  # reads ids or ends
+            return Tile(0, 0, 4 * config.scan_rows, "L2")
         case PrefixConfig():  # reads the page tables of a tile of sequences
             return Tile(0, 0, 4 * config.block_pages * CASCADE_MEMBERS, "L2")
     raise ValueError(f"config: no tile is known of {config!r}")

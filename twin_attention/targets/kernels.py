@@ -103,11 +103,13 @@ class ListsConfig(KernelConfig):
     """Configure `tile_lists`, whose tiles are those of the kernel that it lists them for.
 
     Attributes:
+        scan_rows: rows that are read at a time.
         num_warps: warps per program.
     """
 
     num_stages: ClassVar[int] = 1
 
+    scan_rows: int
     num_warps: int
 
 

@@ -1,7 +1,8 @@
 """Keys that a query does not see for their segment or their end: as the portable kernels have them.
 
 A score is hidden by comparing what its row has with what its column has. The rows' stays in
-registers; the columns' is loaded in steps that need a mask alone.
+registers; the columns' is loaded in steps that need a mask alone, where there are registers before
+the scores are awaited.
 """
 
 from typing import Any, NamedTuple
@@ -76,22 +77,59 @@ def _load_ids(ids_ptr, rows, num_rows):
 
 
 @gluon.jit
-def hide_keys(s, mask, marks, position, start, num_keys):
-    """Set the scores of keys from `start` on that queries do not see to -inf. Queries are rows."""
+def load_keys(mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load what hides BLOCK keys from `start` on, for `hide_keys`: their segments and their ends.
+
+    Args:
+        LAYOUT: of the scores. Queries are rows.
+    """
+    ids, ends = 0, 0
     if mask.segments is not None:
-        s = _hide_segments(s, marks, start, num_keys)
+        ids = _load_other_ids(marks, start, num_keys, BLOCK, LAYOUT)
     if mask.tree is not None:
-        key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        key = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
         ends = gl.load(marks.ends + key, mask=key < num_keys, other=0)
+    return ids, ends
+
+
+@gluon.jit
+def hide_keys(s, mask, marks, position, of_keys):
+    """Set the scores of keys that queries do not see to -inf.
+
+    Args:
+        position: of the queries, which are rows.
+        of_keys: what `load_keys` returns.
+    """
+    ids, ends = of_keys
+    if mask.segments is not None:
+        s = _where(marks.ids[:, None], ids[None, :], s, "eq")
+    if mask.tree is not None:
         s = _where(position[:, None], ends[None, :], s, "lt")
     return s
 
 
 @gluon.jit
-def hide_queries(s, mask, marks, start, num_queries):
-    """Set the scores of queries from `start` on that do not see keys to -inf. Keys are rows."""
+def load_queries(mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Load what hides keys from BLOCK queries from `start` on, for `hide_queries`: their segments.
+
+    Args:
+        LAYOUT: of the scores. Keys are rows.
+    """
+    ids = 0
     if mask.segments is not None:
-        s = _hide_segments(s, marks, start, num_queries)
+        ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT)
+    return ids
+
+
+@gluon.jit
+def hide_queries(s, mask, marks, start, of_queries):
+    """Set the scores of queries from `start` on that do not see keys to -inf.
+
+    Args:
+        of_queries: what `load_queries` returns. Keys are rows.
+    """
+    if mask.segments is not None:
+        s = _where(marks.ids[:, None], of_queries[None, :], s, "eq")
     if mask.tree is not None:
         row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = _where(row[None, :], marks.ends[:, None], s, "lt")
@@ -99,11 +137,10 @@ def hide_queries(s, mask, marks, start, num_queries):
 
 
 @gluon.jit
-def _hide_segments(s, marks, start, num_visited):
-    visited = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-    ids = gl.load(marks.other_ids + visited, mask=visited < num_visited, other=VISITED)
-    ids = gl.maximum(ids, VISITED)
-    return _where(marks.ids[:, None], ids[None, :], s, "eq")
+def _load_other_ids(marks, start, num_rows, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    ids = gl.load(marks.other_ids + rows, mask=rows < num_rows, other=VISITED)
+    return gl.maximum(ids, VISITED)
 
 
 @triton.constexpr_function

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
 from torch_attn.kernels.explicit.sequences import locate_tile
+from torch_attn.kernels.explicit.steps import lists_of
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
@@ -150,14 +151,15 @@ def next_item(
 ):
     """Return the producer's work item of a turn, and its place if programs take items as they come.
 
-    Programs take those of packed sequences, and those whose rows have intervals, from a counter, so
+    Programs take those of packed sequences, those whose tiles are listed, and those whose rows have
+    intervals, from a counter, so
     that one whose items are short takes more of them. Tiles without rows are passed over. The other
     warps have `own_item`.
 
     Args:
         turn: how many items the program has had.
         shared: what `allocate_hand_over` returns, or () where programs take turns.
-        counter_ptr: how many items all programs have taken, or None.
+        counter_ptr: how many items all programs have taken, or None. Lists have their own.
         LAST_FIRST: the last tile is the longest.
         row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
         BLOCK_OTHER: rows of a tile of the other axis, where rows have intervals.
@@ -180,6 +182,10 @@ def next_item(
                 _prepare_rows(row_ptrs, place, problem, BLOCK)
             item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         _hand_over(shared, turn, item, place)
+    elif problem.segments is not None or problem.tree is not None:
+        counter_ptr = lists_of(problem.segments, problem.tree)
+        item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        _hand_over(shared, turn, item, place)
     return item, place
 
 
@@ -187,13 +193,19 @@ def next_item(
 def own_item(turn, problem, shared, READER: gl.constexpr):
     """Return what `next_item` gave the producer in this turn; READER counts those who ask."""
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
-    if problem.num_sequences is not None:
+    if are_counted(problem.num_sequences, problem.segments, problem.tree):
         item, found = _receive(shared, turn, READER)
         place = Place(*found)
     if problem.intervals is not None:
         item, found = _receive(shared, turn, READER)
         place = Part(*found)
     return item, place
+
+
+@triton.constexpr_function
+def are_counted(num_sequences, segments, tree):
+    """Return whether programs take items from a counter, of a problem's fields or a mask's."""
+    return num_sequences is not None or segments is not None or tree is not None
 
 
 @gluon.jit
@@ -302,7 +314,8 @@ def persistent(
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    if isinstance(call.spec, VarlenSpec | PartialSpec):
+    is_counted = isinstance(call.spec, VarlenSpec | PartialSpec)
+    if is_counted or call.spec.segmented or call.spec.tree:
         # Their tiles follow each other as they are.
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
     else:

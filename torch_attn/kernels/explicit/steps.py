@@ -28,12 +28,19 @@ def listed_tiles(
     """
     most = gl.maximum(gl.cdiv(size_other, OTHER), 1)
     index = batch * count_sequence_tiles(size, num_sequences, BLOCK) + tile
-    offset = index.to(gl.int64) * (2 * most + HEADER) + most
-    if segments is not None:
-        begin = segments.ranges + offset
-    else:
-        begin = tree.ranges + offset
+    offset = index.to(gl.int64) * (2 * most + HEADER) + (1 + most)
+    begin = lists_of(segments, tree) + offset
     return begin, gl.load(begin), gl.load(begin + 1), 0
+
+
+@gluon.jit
+def lists_of(segments, tree):
+    """Return the lists among a mask's fields: a counter of work items, and then the lists."""
+    if segments is not None:
+        lists_ptr = segments.ranges
+    else:
+        lists_ptr = tree.ranges
+    return lists_ptr
 
 
 @gluon.jit

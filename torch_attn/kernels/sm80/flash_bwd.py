@@ -23,7 +23,14 @@ from torch_attn.kernels.explicit.cp_async import (
     shared_layout,
     wait,
 )
-from torch_attn.kernels.explicit.hidden import hide_keys, hide_queries, mark_keys, mark_queries
+from torch_attn.kernels.explicit.hidden import (
+    hide_keys,
+    hide_queries,
+    load_keys,
+    load_queries,
+    mark_keys,
+    mark_queries,
+)
 from torch_attn.kernels.explicit.mma import (
     add_product,
     add_product_shared,
@@ -113,13 +120,9 @@ def flash_bwd_dq_kernel(
     # Start to fetch the queries, what belongs to their rows, and the first keys and values.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
-    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
-    position = rows + diagonal
     ids_q, ids_kv = None, None
-    row_kv = batch * total_kv if first_kv is None else first_kv
-    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
     if mask.segments is not None:
-        ids_q, ids_kv = marks.own_ids, marks.other_ids
+        ids_q, ids_kv = mask.segments.q + batch * seq_q, mask.segments.kv + batch * seq_kv
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM_V)
     gl.static_assert(NUM_STAGES <= 2)
@@ -135,6 +138,10 @@ def flash_bwd_dq_kernel(
     fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
     fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
     commit()
+    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
+    position = rows + diagonal
+    row_kv = batch * total_kv if first_kv is None else first_kv
+    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
     offset = (batch * heads_q + head) * count_sequence_tiles(
         total_q, num_sequences, ROW_PADDING
     ) * ROW_PADDING  # fmt: skip
@@ -175,7 +182,8 @@ def flash_bwd_dq_kernel(
                 s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
             )
             if masked:
-                s = hide_keys(s, mask, marks, position, start_kv, seq_kv)
+                of_keys = load_keys(mask, marks, start_kv, seq_kv, BLOCK_KV, layout)
+                s = hide_keys(s, mask, marks, position, of_keys)
             # p = exp(s - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
@@ -281,14 +289,9 @@ def flash_bwd_dkdv_kernel(
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     P_IN_REGISTERS: gl.constexpr = BLOCK_KV // gl.num_warps() >= 32
     layout: gl.constexpr = product_layout(gl.num_warps(), 1 if P_IN_REGISTERS else 2)
-    # Keys are counted as queries are.
-    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
     ids_q, ids_kv = None, None
-    marks = mark_keys(
-        mask, batch * total_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv
-    )
     if mask.segments is not None:
-        ids_q, ids_kv = marks.other_ids, marks.own_ids
+        ids_q, ids_kv = mask.segments.q + batch * seq_q, mask.segments.kv + batch * seq_kv
     k_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM_V)
     gl.static_assert(NUM_STAGES <= 2)
@@ -309,6 +312,11 @@ def flash_bwd_dkdv_kernel(
     fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
     fetch_tile(do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC, ids_q)
     commit()
+    # Keys are counted as queries are.
+    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
+    marks = mark_keys(
+        mask, batch * total_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv
+    )
     padded_rows = count_sequence_tiles(total_q, num_sequences, ROW_PADDING) * ROW_PADDING
     if num_sequences is not None:
         # Where the sequence's rows of lse2, delta and the sums begin.
@@ -359,7 +367,8 @@ def flash_bwd_dkdv_kernel(
                 masked,
             )  # fmt: skip
             if masked:
-                s = hide_queries(s, mask, marks, first, seq_q)
+                of_queries = load_queries(mask, marks, first, seq_q, BLOCK_Q, layout)
+                s = hide_queries(s, mask, marks, first, of_queries)
             # pᵀ = exp(sᵀ - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
             if not P_IN_REGISTERS:

@@ -17,7 +17,7 @@ from torch_attn.kernels.explicit.cp_async import (
     fetch_tile,
     wait,
 )
-from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
+from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
 from torch_attn.kernels.explicit.mma import (
     add_product,
     load_left,
@@ -122,13 +122,9 @@ def flash_fwd_kernel(
     # Start to fetch the queries and the first keys.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
-    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
-    position = rows + diagonal
     ids_q, ids_kv = None, None
-    row_kv = batch * total_kv if first_kv is None else first_kv
-    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
     if mask.segments is not None:
-        ids_q, ids_kv = marks.own_ids, marks.other_ids
+        ids_q, ids_kv = mask.segments.q + batch * seq_q, mask.segments.kv + batch * seq_kv
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
@@ -145,6 +141,10 @@ def flash_fwd_kernel(
         wait(0)
         q = load_left(q_tile, HEAD_DIM, layout)
 
+    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
+    position = rows + diagonal
+    row_kv = batch * total_kv if first_kv is None else first_kv
+    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
     m_i = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     l_i = add_columns(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None:
@@ -199,7 +199,8 @@ def flash_fwd_kernel(
                 s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
             )
             if masked:
-                s = hide_keys(s, mask, marks, position, start_kv, seq_kv)
+                of_keys = load_keys(mask, marks, start_kv, seq_kv, BLOCK_KV, layout)
+                s = hide_keys(s, mask, marks, position, of_keys)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
             acc = scale_rows(acc, alpha)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
+from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
@@ -98,9 +99,10 @@ def consume_dk(
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+        of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
         power, dcap = exponents(
             s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-            queries.size, EDGES,
+            of_queries, EDGES,
         )  # fmt: skip
         p = gl.exp2(power)
         p = p * dcap
@@ -147,9 +149,10 @@ def consume_dk(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+                of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
                 power, dcap = exponents(
                     s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-                    queries.size, masked,
+                    of_queries, masked,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 p = p * dcap

@@ -12,8 +12,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.explicit.carry import head_rows, store_carry
+from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.intervals import load_windows
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, own_item
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import (
@@ -149,7 +150,7 @@ def flash_bwd_dkdv_kernel(
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if num_sequences is not None or mask.intervals is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(2 if sums.dq is None else 3)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
@@ -453,6 +454,7 @@ def _visit_queries(
 
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
+    size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
     ds_buffer, dq_tiles = of_dq
@@ -472,6 +474,8 @@ def _visit_queries(
     # loop, for which there are no registers.
     fresh = step >> 30
 
+    of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout)
+
     # dq += ds k and dk += dsᵀ q for the tile before
     if not FIRST:
         if FUSED:
@@ -486,8 +490,8 @@ def _visit_queries(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
-            s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks, size_q,
-            MASKED,
+            s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks,
+            of_queries, MASKED,
         )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
@@ -519,7 +523,7 @@ def _visit_queries(
             end = None
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
-            now, lse2, start, key, end, rule, window_left, window_right, problem, marks, size_q,
+            now, lse2, start, key, end, rule, window_left, window_right, problem, marks, of_queries,
             MASKED,
         )  # fmt: skip
     p = gl.exp2(power)

@@ -19,13 +19,14 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
-from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
+from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Problem,
     Rows,
     allocate_hand_over,
+    are_counted,
     head_and_tile,
     next_item,
     own_item,
@@ -138,7 +139,7 @@ def flash_bwd_dq_kernel(
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
     shared = ()
-    if num_sequences is not None or mask.intervals is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(2)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
@@ -292,6 +293,7 @@ def _consume_keys(
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # The keys are some of all; rows are prepared, and dq joins that through others.
     IS_PART: gl.constexpr = problem.intervals is not None
+    HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -322,6 +324,10 @@ def _consume_keys(
             lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
+        of_keys = (0, 0)
+        if HAS_LISTS:
+            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
+            of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
         slot = step % NUM_STAGES
         slot_v = step % V_STAGES
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
@@ -334,7 +340,6 @@ def _consume_keys(
             clear_rows(q_tile, CONSUMER, read_rows, q_full.index(CONSUMER), turn & 1)
             clear_rows(do_tile, CONSUMER, read_rows, do_full.index(CONSUMER), turn & 1)
         if problem.segments is not None:
-            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
             padded = step_has_padding(0, begin, before)
             clear_padding(
                 k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
@@ -388,7 +393,7 @@ def _consume_keys(
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
             s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right, problem, marks,
-            EDGES, BLOCK_KV,
+            of_keys, EDGES, BLOCK_KV,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
@@ -439,9 +444,12 @@ def _consume_keys(
                 # p = exp(s - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
+                hidden = (0, 0)
+                if HAS_LISTS and masked:
+                    hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(
                     s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
-                    problem, marks, masked, BLOCK_KV,
+                    problem, marks, hidden, masked, BLOCK_KV,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
@@ -545,6 +553,7 @@ def _probabilities(
     window_right,
     problem,
     marks,
+    of_keys,
     MASKED: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
@@ -554,7 +563,7 @@ def _probabilities(
         s, position[:, None], key[None, :], end, rule, window_left, window_right, MASKED
     )
     if MASKED:
-        s = hide_keys(s, problem, marks, position, start_kv, end)
+        s = hide_keys(s, problem, marks, position, of_keys)
     return gl.exp2(s * scale - lse2) * dcap
 
 

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
+from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.explicit.steps import group_step
@@ -92,9 +93,10 @@ def consume_dv(
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, slot, layout)
         arrive(Q_READ + slot, READERS)
+        of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
         power, _dcap = exponents(
             s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-            queries.size, EDGES,
+            of_queries, EDGES,
         )  # fmt: skip
         p = gl.exp2(power)
         packed = pack(p, dtype)
@@ -131,9 +133,10 @@ def consume_dv(
                 _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, slot, layout)
                 arrive(Q_READ + slot, READERS)
+                of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
                 power, _dcap = exponents(
                     s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-                    queries.size, masked,
+                    of_queries, masked,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over
+from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
@@ -91,7 +91,7 @@ def flash_bwd_large_kernel(
     tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if num_sequences is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree):
         shared = allocate_hand_over(2)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,

@@ -35,13 +35,14 @@ from torch_attn.kernels.explicit.carry import (
     prefetch_carry,
     store_carry,
 )
-from torch_attn.kernels.explicit.hidden import hide_keys, mark_queries
+from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Problem,
     Rows,
     allocate_hand_over,
+    are_counted,
     head_and_tile,
     item_counter,
     next_item,
@@ -175,7 +176,7 @@ def flash_fwd_kernel(
     tiles = (q_tile, k_tile, v_tile, out_tile)
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
-    if num_sequences is not None or mask.intervals is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
     if mask.intervals is not None:
         carried = out
@@ -384,8 +385,8 @@ def _consume(
     item, place = own_item(turn, problem, shared, CONSUMER)
     q_slot = CONSUMER
     if AHEAD:
-        # Only a program that takes items as they come may have none.
-        exists = not (IS_PACKED or IS_PART) or item < problem.num_items
+        # Only a program that takes items from a counter may have none.
+        exists = not (IS_PACKED or HAS_LISTS or IS_PART) or item < problem.num_items
         if exists:
             mbarrier.wait(q_full.index(CONSUMER), 0)
             mbarrier.wait(k_full.index(0), 0)
@@ -430,6 +431,9 @@ def _consume(
             acc = zeros(64, HEAD_DIM_V)
 
         # The first tile of keys
+        if HAS_LISTS:
+            start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
+            of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
         if not AHEAD:
             slot = step % NUM_STAGES
             mbarrier.wait(q_full.index(CONSUMER), turn & 1)
@@ -441,7 +445,8 @@ def _consume(
             s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
-            s = hide_keys(s, problem, marks, position, start_kv, seq_kv)
+            if HAS_LISTS:
+                s = hide_keys(s, problem, marks, position, of_keys)
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
@@ -490,7 +495,9 @@ def _consume(
                     s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
-                    s = hide_keys(s, problem, marks, position, start_kv, seq_kv)
+                    if HAS_LISTS:
+                        of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
+                        s = hide_keys(s, problem, marks, position, of_keys)
                 if BOUNDED:
                     # Without a maximum each half goes by itself, and the second takes the registers
                     # of the p that was multiplied.

@@ -269,20 +269,20 @@ def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
 
 @gluon.jit
 def exponents(
-    s, lse2, start_q, key, end, rule, window_left, window_right, problem, marks, size_q,
+    s, lse2, start_q, key, end, rule, window_left, window_right, problem, marks, of_queries,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
 
     end: the first key that does not exist, counted as `key` is; None where others hide them.
-    size_q: how many queries have segments.
+    problem, marks, of_queries: as `hide_queries` takes them.
     """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
         s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED
     )
     if MASKED:
-        s = hide_queries(s, problem, marks, start_q, size_q)
+        s = hide_queries(s, problem, marks, start_q, of_queries)
     return s * scale - lse2[None, :], dcap
 
 
