@@ -96,8 +96,8 @@ def context_attention(
 
     The result for a token is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Partial
-    results stay in float32 until the last, and the same number of ranks gives the same bits every
-    time.
+    results stay in float32 until the last, and with ``deterministic=True`` the same number of ranks
+    gives the same bits every time.
 
     Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
     mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
@@ -120,8 +120,8 @@ def context_attention(
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient inside `shard_map` is this rank's
             share: their sum is the whole.
-        deterministic: as in `flash_attention`. "ring" and "gather" always are, but for a sum over
-            ranks in "gather", whose order is XLA's.
+        deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
+            XLA's.
         return_lse: return the log-sum-exp as well. It is differentiable.
         implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference".
 

@@ -33,7 +33,7 @@ TITLE = "Context parallel attention"
 NOTE = (
     "bfloat16, causal, 2048 channels, exchange 'ring'. 'dense' is flash_attention, or of packed "
     "documents flash_attention_varlen, over the whole sequence on one GPU: its time divided by the "
-    "number of ranks. 'triton dense' runs the portable kernels, as the ranks do. 'rank' is the "
+    "number of ranks. 'triton dense' runs the portable kernels. 'rank' is the "
     "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
     "hand: the kernels without the exchange. 'ring' are ranks on as many GPUs, with the exchange: "
     "in torch a process each, by CUDA events of the slowest rank, in jax one process. The lengths "

@@ -85,7 +85,7 @@ class SimulatedPeers(Peers):
         return self.room.show(self.rank, x)
 
 
-_one_at_a_time = threading.Lock()  # Triton's interpreter runs in one thread at a time
+one_at_a_time = threading.Lock()  # Triton's interpreter runs in one thread at a time
 
 
 def run_ranks(size: int, function: Callable[[SimulatedPeers], Any]) -> list[Any]:
@@ -110,7 +110,7 @@ def simulate(monkeypatch) -> None:
     run = context.Problem.run
 
     def run_alone(self, operation, *tensors):
-        with _one_at_a_time:
+        with one_at_a_time:
             return run(self, operation, *tensors)
 
     monkeypatch.setattr(context.Problem, "run", run_alone)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from torch_attn.distributed import (
     unshard_sequence,
 )
 from torch_attn.distributed.context import Problem
+from torch_attn.distributed.sums import GradientSums
+from torch_attn.interpreter import interpreted
+from torch_attn.kernels.sum import sum_kernel
 from twin_attention.contract.context import EXCHANGES, LAYOUTS
 from twin_attention.contract.spec import Window
 
@@ -189,7 +193,7 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
 
     def rounded(self, operation, *tensors):
         found = run(self, operation, *tensors)
-        if operation == "partial_bwd":
+        if operation != "partial_fwd":
             return found
         out, lse = found
         return out.bfloat16().float(), lse
@@ -327,3 +331,23 @@ def test_explain(monkeypatch, options, kernel_heads, exchange):
     assert operation == ("flash_fwd" if whole else "partial_fwd")
     assert (spec.heads_q, spec.seq_q) == (kernel_heads, 96 if whole else 24)
     assert spec.seq_kv == (24 if "ring" in options.values() else 96)
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_sums_of_gradients(count):
+    """Gradients are summed in float32, in the order in which they come, a few in a pass."""
+    first, *others = torch.randn(count, 2, 5000)
+    sums = GradientSums(tuple(first))
+    for x in others:
+        sums.add(tuple(x))
+        sums.add(None)
+    expected = reduce(torch.add, others, first)
+    total = sums.total(torch.bfloat16)
+    assert torch.equal(torch.stack(total), expected.bfloat16())
+
+
+def test_sum_kernel():
+    xs = tuple(torch.randn(3, 5000))
+    out = torch.full((5000,), torch.nan, dtype=torch.bfloat16)
+    interpreted(sum_kernel)[(2,)](out, xs, 5000, 4096)
+    assert torch.equal(out, reduce(torch.add, xs).bfloat16())

@@ -11,7 +11,7 @@ there, so that no rank passes on what another one sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -25,6 +25,7 @@ from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation, choose
 from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
+from torch_attn.distributed.sums import GradientSums
 from torch_attn.explain import PROBLEMS
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
@@ -80,8 +81,8 @@ def context_attention(
 
     The result for a token is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Each rank
-    calls it with its own tokens. Partial results stay in float32 until the last, and the same
-    number of ranks gives the same bits every time.
+    calls it with its own tokens. Partial results stay in float32 until the last, and with
+    ``deterministic=True`` the same number of ranks gives the same bits every time.
 
     The first call with new shapes or options compares them over the group, and every rank raises
     the same error if they differ. A rank that fails later ends the others by the group's timeout.
@@ -102,10 +103,11 @@ def context_attention(
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share: their sum is
             the whole.
-        deterministic: as in `flash_attention`. "ring" and "gather" always are, but for a sum over
-            ranks in "gather", whose order is the group's.
+        deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
+            the group's.
         return_lse: return the log-sum-exp as well. It is differentiable.
-        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference".
+        implementation: as in `flash_attention`; "ring" and "gather" have "gluon" on SM90, "triton"
+            and "reference".
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
@@ -286,11 +288,17 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Problem(NamedTuple):
-    """Hold what the hops of a call have in common."""
+    """Hold what the hops of a call have in common.
+
+    Attributes:
+        peers, call, plan: of the call.
+        rows_aligned: of its tensors, so that one family runs all hops.
+    """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
+    rows_aligned: bool = True
 
     @property
     def window(self) -> Window:
@@ -301,17 +309,18 @@ class Problem(NamedTuple):
         """Run a family's function, replayed where its operands had such layouts before.
 
         Args:
-            operation: "partial_fwd" or "partial_bwd".
+            operation: "partial_fwd", "partial_bwd" or "partial_dq".
             tensors: as `_RUN` takes them, a tensor first.
         """
         # What is left out differs between the first hop and the others, whose calls are told apart.
         left_out = tuple(x is None for x in tensors)
-        options = self.call.spec, left_out, self.call.implementation
+        options = self.call.spec, left_out, self.rows_aligned, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
-            rows = [x for x in tensors if x is not None and x.ndim == 4]
-            spec = replace(self.call.spec, rows_aligned=rows_aligned(*rows))
-            call = Call(operation, _RUN[operation], spec, rows[0].device, options)
+            first = tensors[0]
+            assert first is not None
+            spec = replace(self.call.spec, rows_aligned=self.rows_aligned)
+            call = Call(operation, _RUN[operation], spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
 
@@ -382,8 +391,14 @@ def _run_backward(
     return *carry, dk, dv
 
 
+def _run_dq(
+    function: Any, spec: PartialSpec, backend: Backend, like: Tensor, *carry: Tensor
+) -> tuple[Tensor]:
+    return (function(like, GradientCarry(*carry), spec, backend),)
+
+
 _NO_CARRY = (None,) * len(GradientCarry._fields)
-_RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward}
+_RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq": _run_dq}
 
 
 class _Attention(torch.autograd.Function):
@@ -396,8 +411,11 @@ class _Attention(torch.autograd.Function):
         saved = q, k, v, sinks
         # Keys of this rank and of others are to look alike, so that the last call is found at once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
+        problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
         batch, rows, heads, _ = q.shape
-        out = q.new_zeros((batch, rows, heads, v.shape[3]), dtype=torch.float32)
+        # Tokens see themselves, so that the first hop writes every row, but for padding.
+        new = q.new_zeros if problem.plan.has_padding else q.new_empty
+        out = new((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         lse = out.new_full((batch, heads, rows), -torch.inf)
         for distance, operands in problem.hops(q, k, v):
             if operands is not None:
@@ -416,41 +434,38 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
-        carry, of_keys, transfer = _NO_CARRY, (), Transfer(None)
+        problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
+        carry, own, transfer = _NO_CARRY, (), Transfer(None)
         for distance, operands in problem.hops(q, k, v):
-            found = of_keys  # their shapes, where this rank has nothing to send
+            found = own  # their shapes, where this rank has nothing to send
             if operands is not None:
                 *carry, dk, dv = problem.run("partial_bwd", dout, dlse, out, lse, *carry, *operands)
                 found = dk, dv
             if distance == 0:
-                of_keys = found
+                own = found
+                of_keys = GradientSums(own)
             else:
                 arriving = problem.send_back(distance, tuple(found))
-                _add(of_keys, transfer.wait())
+                of_keys.add(transfer.wait())
                 transfer = arriving
-        _add(of_keys, transfer.wait())
-        dq, _, delta = carry
-        assert dq is not None  # own keys are the first hop
-        assert delta is not None
+        of_keys.add(transfer.wait())
+        *_, delta = carry
+        assert delta is not None  # own keys are the first hop
         assert lse is not None
+        (dq,) = problem.run("partial_dq", q, *carry)
         if problem.call.exchange == "gather":
             peers, plan = problem.peers, problem.plan
-            of_keys = [peers.reduce_scatter(_by_rank(x, plan)) for x in of_keys]
-        dk, dv = (dx.to(k.dtype) for dx in of_keys)
+            of_keys = GradientSums([peers.reduce_scatter(_by_rank(x, plan)) for x in own])
+        dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:
             p = torch.exp(sinks[:, None] - lse)
             dsinks = -(p * delta[..., : lse.shape[-1]]).sum((0, 2))
-        return None, dq.to(q.dtype), dk, dv, dsinks
+        return None, dq, dk, dv, dsinks
 
     @staticmethod
     def jvp(ctx, *_):
         refuse_forward_mode("context_attention")
-
-
-def _add(sums: Sequence[Tensor], more: Sequence[Tensor] | None) -> None:
-    for x, y in zip(sums, more or (), strict=False):
-        x.add_(y)
 
 
 def _in_sequence(x: Tensor, plan: ContextPlan) -> Tensor:

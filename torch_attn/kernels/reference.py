@@ -95,6 +95,13 @@ def partial_bwd(
     return carry._replace(dq=carry.dq + dq), dk, dv
 
 
+def partial_dq(
+    like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
+) -> Tensor:
+    """Return dq of the carry in the dtype of the first tensor."""
+    return carry.dq.to(like.dtype)
+
+
 def paged_decode(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:

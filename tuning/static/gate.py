@@ -134,7 +134,7 @@ _PORTABLE_FEATURES = {
 # Those of them that the explicit kernels of a target have.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
-    ("few-kv-heads-window", "sm90"), ("softcap", "sm90"),
+    ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"),
     *product(("segments", "tree", "tree-packed"), TARGETS),
 }  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
@@ -297,6 +297,7 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
         feature
         for feature in FLASH_FEATURES
         if feature not in ("causal", *_PORTABLE_FEATURES) or (feature, target) in _EXPLICIT_FEATURES
+        if feature != "part"  # which Gluon alone has
     ]
     flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
     short = _MOSAIC_HEAD_DIMS_OF_SHORT if target == "sm90" else ()

@@ -62,8 +62,15 @@ def run_kernels(
     family, run = backend.family, backend.family.function
     if isinstance(spec, PartialSpec):
         part, rounded, out, lse = operands
-        added = run("partial_fwd")(part, out, lse, spec, backend)
-        return [added, run("partial_bwd")(rounded, lse, part, rounded, lse, None, spec, backend)]
+        found: list[Any] = [run("partial_fwd")(part, out, lse, spec, backend)]
+        for kind in (replace(spec, deterministic=x) for x in deterministic):
+            if family.supports("partial_bwd", kind, backend.target) is None:
+                operands = rounded, lse, part, rounded, lse, None
+                carry, *of_keys = run("partial_bwd")(*operands, kind, backend)
+                found += [carry, *of_keys]
+                if family.package == "torch_attn":  # XLA rounds dq
+                    found.append(run("partial_dq")(part.q, carry, kind, backend))
+        return found
     if isinstance(spec, AttentionSpec):
         out, lse, *others = run("flash_fwd")(*operands, spec, backend)
         kinds = [replace(spec, deterministic=x, row_max=False) for x in deterministic]

@@ -9,6 +9,7 @@ from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
     DecodeSpec,
+    PartialSpec,
     VarlenSpec,
     Window,
 )
@@ -57,6 +58,11 @@ def _has_block_mask(spec: Spec) -> bool:
 def _is_packed(spec: Spec) -> bool:
     """Return True for a flash attention of packed sequences."""
     return isinstance(spec, VarlenSpec)
+
+
+def _is_part(spec: Spec) -> bool:
+    """Return True for an attention over some of the keys, whose rows have intervals."""
+    return isinstance(spec, PartialSpec)
 
 
 def _has_keys(count: int) -> Callable[[Spec], bool]:
@@ -131,6 +137,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "terms": _has_terms,
     "block mask": _has_block_mask,
     "packed": _is_packed,
+    "part": _is_part,
     ">= 1024 keys": _has_keys(1024),
     ">= 2048 keys": _has_keys(2048),
     "> 32 rows": _has_many_rows,

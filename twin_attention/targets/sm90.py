@@ -25,7 +25,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
     Args:
-        operation: "flash_fwd", "flash_bwd" or "paged_attention".
+        operation: "flash_fwd", "flash_bwd" or "paged_attention", or the name of a part's function.
         spec: the problem.
         target: "sm80", "sm90", or None in an interpreter.
     """
@@ -38,8 +38,6 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its backward takes no block masks"
         if (spec.tile_q, spec.tile_kv) != (128, 128):
             return "its block masks have tiles of 128 queries by 128 keys"
-    if isinstance(spec, PartialSpec):
-        return "its kernels take no result over other keys"
     if reason := sm80.unlisted(spec):
         return reason
     if spec.terms:
@@ -52,7 +50,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
     if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
-    if operation == "flash_bwd":
+    if operation in ("flash_bwd", "partial_bwd", "partial_dq"):
         return _supports_backward(spec)
     return None
 
@@ -77,6 +75,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
+    if isinstance(spec, PartialSpec):
+        return "its kernels take no result over other keys"
     if reason := sm80.mosaic_leaves(spec):
         return reason
     if not isinstance(spec, VarlenSpec):
@@ -100,6 +100,8 @@ def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
+    if isinstance(spec, PartialSpec) and has_large_heads(spec):
+        return "its gradients through some of the keys have head dimensions up to 128"
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
     if 0 < spec.seq_kv < 16 * sequences:
         # With one key the exact ds is 0, so only rounding error would remain.

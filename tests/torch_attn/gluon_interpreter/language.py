@@ -201,6 +201,9 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = (
         for count, exact in product((32, 64), (False, True))
     }
 )
+_INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0, 0;"] = lambda _: (
+    None
+)
 _INSTRUCTIONS |= {re.escape(capped_exponentials(count)): _exponentials for count in (8, 16, 32)}
 
 

@@ -10,18 +10,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
+from torch_attn.kernels.explicit.intervals import tiles_of_rows
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import lists_of
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
 
 # What an item takes beside its steps, in steps; items of a program and heads that are counted.
 ITEM_STEPS = 2
 ITEMS_COUNTED = 64
 HEADS_COUNTED = 24
-# Heads that share the L2 cache at a time, at most, where items are counted.
+# Heads that share the L2 cache at a time, at most, where programs take items as they come.
 PACKED_HEADS = 8
 
 
@@ -37,6 +38,7 @@ class Problem(NamedTuple):
         offsets, offsets_other: where packed sequences begin on both axes; or None.
         num_sequences: how many packed sequences there are; or None.
         segments, tree: of the kernel's `library.mask.Mask`.
+        intervals: what each row sees of the other axis, the library's `RowIntervals`; or None.
     """
 
     size: Any
@@ -50,6 +52,7 @@ class Problem(NamedTuple):
     num_sequences: Any
     segments: Any
     tree: Any
+    intervals: Any
 
 
 class Rows(NamedTuple):
@@ -95,6 +98,24 @@ class Place(NamedTuple):
     sequence: Any
 
 
+class Part(NamedTuple):
+    """Locate a work item whose rows have intervals.
+
+    Attributes:
+        head, tile: which head of all, and which of its tiles.
+        start: the tile's first row.
+        begin, before, full, after: tiles of the other axis, as `visible_tiles` has them.
+    """
+
+    head: Any
+    tile: Any
+    start: Any
+    begin: Any
+    before: Any
+    full: Any
+    after: Any
+
+
 @gluon.jit
 def work_item(turn):
     """Return a program's work item of a turn; every other turn takes the programs in reverse."""
@@ -125,10 +146,13 @@ def next_item(
     BLOCK: gl.constexpr,
     LAST_FIRST: gl.constexpr,
     row_ptrs,
+    BLOCK_OTHER: gl.constexpr = None,
+    PASSES_OVER: gl.constexpr = False,
 ):
-    """Return the producer's work item of a turn, and its place if sequences are packed.
+    """Return the producer's work item of a turn, and its place if programs take items as they come.
 
-    Programs take those of packed sequences, and those whose tiles are listed, from a counter, so
+    Programs take those of packed sequences, those whose tiles are listed, and those whose rows have
+    intervals, from a counter, so
     that one whose items are short takes more of them. Tiles without rows are passed over. The other
     warps have `own_item`.
 
@@ -138,11 +162,19 @@ def next_item(
         counter_ptr: how many items all programs have taken, or None. Lists have their own.
         LAST_FIRST: the last tile is the longest.
         row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
+        BLOCK_OTHER: rows of a tile of the other axis, where rows have intervals.
+        PASSES_OVER: tiles whose rows see nothing in their intervals are passed over.
 
     Returns:
-        (item, place): the second is a `Place`.
+        (item, place): the second is a `Place`, or a `Part` where rows have intervals.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
+    if problem.intervals is not None:
+        item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
+        if PASSES_OVER:
+            while (item < problem.num_items) & (place.before + place.full + place.after == 0):
+                item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
+        _hand_over(shared, turn, item, place)
     if problem.num_sequences is not None:
         item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         while (item < problem.num_items) & (place.start == place.end):
@@ -162,7 +194,11 @@ def own_item(turn, problem, shared, READER: gl.constexpr):
     """Return what `next_item` gave the producer in this turn; READER counts those who ask."""
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if are_counted(problem.num_sequences, problem.segments, problem.tree):
-        item, place = _receive(shared, turn, READER)
+        item, found = _receive(shared, turn, READER)
+        place = Place(*found)
+    if problem.intervals is not None:
+        item, found = _receive(shared, turn, READER)
+        place = Part(*found)
     return item, place
 
 
@@ -186,6 +222,28 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
         problem.num_sequences, BLOCK,
     )  # fmt: skip
     return item, Place(head, tile, start, end, first_other, size_other, sequence)
+
+
+@gluon.jit
+def _take_part(
+    counter_ptr,
+    problem,
+    BLOCK: gl.constexpr,
+    BLOCK_OTHER: gl.constexpr,
+    LAST_FIRST: gl.constexpr,
+):
+    item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    # There may be none left: then the place is that of the last one.
+    num_tiles = gl.cdiv(problem.size, BLOCK)
+    existing = gl.minimum(item, problem.num_items - 1)
+    head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
+    if LAST_FIRST:
+        tile = num_tiles - 1 - tile
+    start = tile * BLOCK
+    begin, before, full, after = tiles_of_rows(
+        problem.intervals, start, problem.size, BLOCK, BLOCK_OTHER
+    )
+    return item, Part(head, tile, start, begin, before, full, after)
 
 
 @gluon.jit
@@ -232,7 +290,7 @@ def _hand_over(shared, turn, item, place):
 
 @gluon.jit
 def _receive(shared, turn, READER: gl.constexpr):
-    """Return what `_hand_over` gave in a turn: (item, place)."""
+    """Return what `_hand_over` gave in a turn: the item, and the numbers of its place."""
     values, written, read = shared
     mbarrier.wait(written.index(0), turn & 1)
     field = _fields()
@@ -241,7 +299,7 @@ def _receive(shared, turn, READER: gl.constexpr):
     found = ()
     for i in gl.static_range(7):
         found = found + (gl.sum(gl.where(field == i + 1, x, 0), 0),)
-    return gl.sum(gl.where(field == 0, x, 0), 0), Place(*found)
+    return gl.sum(gl.where(field == 0, x, 0), 0), found
 
 
 def persistent(
@@ -256,7 +314,8 @@ def persistent(
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    if isinstance(call.spec, VarlenSpec) or call.spec.segmented or call.spec.tree:
+    is_counted = isinstance(call.spec, VarlenSpec | PartialSpec)
+    if is_counted or call.spec.segmented or call.spec.tree:
         # Their tiles follow each other as they are.
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
     else:
@@ -266,8 +325,9 @@ def persistent(
 
 
 def item_counter(q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor | None:
-    """Return the counter of a launch's work items [1], 0; None of a dense batch."""
-    return q.new_zeros(1, dtype=torch.int32) if isinstance(spec, VarlenSpec) else None
+    """Return the counter of a launch's work items [1], 0; None where programs take turns."""
+    is_counted = isinstance(spec, VarlenSpec | PartialSpec)
+    return q.new_zeros(1, dtype=torch.int32) if is_counted else None
 
 
 @lru_cache(maxsize=1024)

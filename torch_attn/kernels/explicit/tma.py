@@ -16,7 +16,7 @@ from torch_attn.kernels.explicit.barriers import barrier
 from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets import sm90
 
 # Triton 3.9 has other names than 3.6.
@@ -212,8 +212,13 @@ def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
 
 
 def stored_maps_of(spec: AttentionSpec, layout: Layout, rows: int) -> tuple[Any, ...]:
-    """Return the descriptors of a result; of packed sequences its pointer: see `store_result`."""
-    return (layout,) if isinstance(spec, VarlenSpec) else maps_of(layout, rows)
+    """Return the descriptors of a result.
+
+    Of packed sequences return its pointer, see `store_result`; of a part as well, see `carry`.
+    """
+    if isinstance(spec, VarlenSpec | PartialSpec):
+        return (layout,)
+    return maps_of(layout, rows)
 
 
 @gluon.jit

@@ -126,7 +126,8 @@ def hide(s, position, start_kv, end, window_left, window_right):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
     The window's end and the last key are one bound, a number for each row. A thread has two keys in
-    eight: what it compares with its rows' bounds are the same constants in each tile.
+    eight: what it compares with its rows' bounds are the same constants in each tile. window_right
+    may be a number for each row, as `position` is.
     """
     eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, eights.type.layout))
@@ -137,11 +138,20 @@ def hide(s, position, start_kv, end, window_left, window_right):
     position = gl.convert_layout(position, of_row, assert_trivial=True)[:, None, None]
     last = end - 1
     if window_right is not None:
-        last = gl.minimum(position + window_right, last)
+        last = gl.minimum(position + _of_rows(window_right, of_row), last)
     eights = _where_at_most(first, last - key, eights)
     if window_left is not None:
         eights = _where_at_most(position - window_left - key, first, eights)
     return gl.convert_layout(gl.reshape(eights, s.shape), s.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _of_rows(x, LAYOUT: gl.constexpr):
+    """Return a number as it is, and one for each row as a column of rows with this layout."""
+    if isinstance(x, gl.tensor):  # noqa: SIM102 (Triton evaluates both sides of an "and")
+        if len(x.shape) > 0:
+            x = gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, None]
+    return x
 
 
 @gluon.jit

@@ -193,12 +193,20 @@ def store_tile(
 
 
 @triton.jit
-def load_stored(base, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Load what `store_tile` stored, with zeros around it."""
+def load_stored(
+    base, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, exists=None
+):
+    """Load what `store_tile` stored, with zeros around it.
+
+    Rows where `exists` [BLOCK_ROWS] is False are not read, and are 0.
+    """
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
-    return tl.load(pointers, mask=(rows < num_rows - start) & (cols < SIZE), other=0.0)
+    kept = (rows < num_rows - start) & (cols < SIZE)
+    if exists is not None:
+        kept = kept & exists[:, None]
+    return tl.load(pointers, mask=kept, other=0.0)
 
 
 def strides_of(**layouts: Layout) -> FlashStrides:

@@ -157,7 +157,8 @@ def flash_fwd_kernel(
         l_i = tl.where(m_carry == float("-inf"), 0.0, 1.0)
         row = heads_q * HEAD_DIM_V
         carry = out_ptr + batch * seq_q * row + head * HEAD_DIM_V
-        acc = load_stored(carry, start_q, seq_q, row, BLOCK_Q, HEAD_DIM_V)
+        has_carry = m_carry > float("-inf")
+        acc = load_stored(carry, start_q, seq_q, row, BLOCK_Q, HEAD_DIM_V, has_carry)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     begin, before, full, after = seen_tiles(

@@ -23,8 +23,9 @@ def partial_fwd(
 
     Args:
         operands, spec: the problem.
-        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous;
-            0 and -inf for none.
+        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous.
+            Where lse is -inf there is none, whatever out holds, which may stay there in a row that
+            sees no key here either.
         backend: what runs.
 
     Returns:

@@ -24,21 +24,26 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.sm90 import has_large_heads
 
 # Four warps are one consumer; Triton adds those of the other parts.
-_NUM_WARPS = 4
+NUM_WARPS = 4
 
 _flash_bwd_small = make_flash_bwd(
-    dq=(flash_bwd_dq_kernel, prepare_dq), dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
-    postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess), sum_columns=sum_columns,
-    num_sums=3, dq_prepares_rows=True, item_counter=item_counter, mask_of=listed_mask,
-    num_warps=_NUM_WARPS,
-)  # fmt: skip
+    dq=(flash_bwd_dq_kernel, prepare_dq),
+    dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
+    postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
+    sum_columns=sum_columns,
+    num_sums=3,
+    dq_prepares_rows=True,
+    item_counter=item_counter,
+    mask_of=listed_mask,
+    num_warps=NUM_WARPS,
+)
 _flash_bwd_large = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)),
     dq_prepares_rows=True,
     item_counter=item_counter,
     mask_of=listed_mask,
-    num_warps=_NUM_WARPS,
+    num_warps=NUM_WARPS,
 )
 
 

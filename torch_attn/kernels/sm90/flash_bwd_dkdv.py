@@ -11,7 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
+from torch_attn.kernels.explicit.carry import head_rows, store_carry
 from torch_attn.kernels.explicit.hidden import load_queries
+from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
@@ -115,6 +117,8 @@ def flash_bwd_dkdv_kernel(
     programs share a tile of keys, and add dk and dv to sums.dk and sums.dv [B, Hkv, rows] in
     the same order, where they are None otherwise.
 
+    With intervals in the mask dk and dv, by their pointers, are float32.
+
     Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
     kernel; the programs do not share tiles of keys then. counter_ptr: as there.
     """
@@ -146,11 +150,11 @@ def flash_bwd_dkdv_kernel(
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree):
+    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(2 if sums.dq is None else 3)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences, mask.segments, mask.tree,
+        num_sequences, mask.segments, mask.tree, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last parts load, and
     # add dq.
@@ -252,6 +256,8 @@ def _consume_queries(
     ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    # Keys are seen in intervals, and dk and dv stay in float32.
+    IS_PART: gl.constexpr = problem.intervals is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -269,6 +275,15 @@ def _consume_queries(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+        end_kv, reach_left, reach_right = seq_kv - diagonal, window_left, window_right
+        if IS_PART:
+            rows = key + diagonal
+            exists = rows < seq_kv
+            # The first query that sees a key, and how far back queries see it from there on.
+            key, reach_left = load_windows(problem.intervals, rows, seq_kv)
+            end_kv = None
+            reach_left = reach_left[:, None]
+            reach_right = 0
         marks = mark_item(problem, place, batch, positions, key)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
@@ -309,9 +324,9 @@ def _consume_queries(
         s = wait_sums(s, 0)
         _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
-            s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, seq_kv - diagonal,
-            step, last, rule, window_left, window_right, problem, marks, queries.size, CONSUMER,
-            FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
+            s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
+            rule, reach_left, reach_right, problem, marks, queries.size, CONSUMER, FUSED, EDGES,
+            True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -332,9 +347,9 @@ def _consume_queries(
                         q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
                     )
                 s, dk, dv, ds = _visit_queries(
-                    s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key,
-                    seq_kv - diagonal, step, last, rule, window_left, window_right, problem,
-                    marks, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                    s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
+                    last, rule, reach_left, reach_right, problem, marks, queries.size, CONSUMER,
+                    FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -349,7 +364,11 @@ def _consume_queries(
             dk = add_product(dk, left, q_tile, previous)
         head_kv = first_head // GROUP_SIZE
         first = start_kv + CONSUMER * 64
-        if dv_sum_ptr is None:
+        heads_kv = problem.heads_q // GROUP_SIZE
+        if IS_PART:
+            rows_of_dv = head_rows(dv_maps[0], batch, seq_kv, first, head_kv, heads_kv, HEAD_DIM_V)
+            store_carry(rows_of_dv, dv, exists, heads_kv, HEAD_DIM_V)
+        elif dv_sum_ptr is None:
             # Store dv where v was, whose rows nobody else reads.
             store_result(
                 dv_maps, v_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
@@ -362,7 +381,11 @@ def _consume_queries(
         else:
             dk, left = wait_product(dk, left)
         arrive(Q_READ + previous, READERS)
-        if dk_sum_ptr is not None:
+        if IS_PART:
+            rows_of_dk = head_rows(dk_maps[0], batch, seq_kv, first, head_kv, heads_kv, HEAD_DIM)
+            dk = scale_all(dk, rule.scale)
+            store_carry(rows_of_dk, dk, exists, heads_kv, HEAD_DIM)
+        elif dk_sum_ptr is not None:
             padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
             row = (batch * (problem.heads_q // GROUP_SIZE) + head_kv).to(
                 gl.int64

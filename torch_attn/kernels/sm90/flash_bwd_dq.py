@@ -18,7 +18,9 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
+from torch_attn.kernels.explicit.carry import add_carry, head_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
+from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Problem,
@@ -61,7 +63,7 @@ from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, strides_of, visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
-from twin_attention.contract.spec import VarlenSpec, Window
+from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
 from twin_attention.targets.steps import steps_of_queries
 
@@ -106,6 +108,10 @@ def flash_bwd_dq_kernel(
     invariant and accumulation: as in the latter. Packed sequences and counter_ptr, as in
     `flash_fwd_kernel`: of a tile without rows the producer prepares those of lse2 and delta.
 
+    With intervals in the mask dq, in float32 by its pointer, holds that through other keys, and the
+    program adds to it. The statistics' lse2 and delta are inputs then, and lse and out None; a tile
+    that sees no key is passed over.
+
     out, out_strides: its descriptors and None; or, where shared memory has no room for its rows,
         nor for more than NUM_STAGES - 1 tiles of v, its pointer and `Strides`.
     """
@@ -117,7 +123,7 @@ def flash_bwd_dq_kernel(
     q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     do_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     out_tile = ()
-    if out_strides is None:
+    if out is not None and out_strides is None:
         out_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     V_STAGES: gl.constexpr = NUM_STAGES if out_strides is None else NUM_STAGES - 1
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
@@ -133,11 +139,11 @@ def flash_bwd_dq_kernel(
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree):
+    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(2)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree,
+        num_sequences, mask.segments, mask.tree, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -169,7 +175,9 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
     """
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv, shift, read_rows = 0, 0, 64
-    if problem.num_sequences is None:
+    if problem.intervals is not None:
+        index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, 128)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         tile = num_tiles - 1 - tile
@@ -184,7 +192,7 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
             problem.segments, problem.tree, index // problem.heads_q, tile, problem.size,
             problem.size_other, problem.num_sequences, 128, BLOCK_KV,
         )  # fmt: skip
-    else:
+    elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
         )
@@ -220,7 +228,7 @@ def _produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, 128, True, row_ptrs)
+    item, place = next_item(turn, problem, shared, counter_ptr, 128, True, row_ptrs, BLOCK_KV, True)
     while item < problem.num_items:
         batch, head, rows, keys, _shift, _read_rows, visible = _locate_queries(
             item, place, problem, window_left, window_right, BLOCK_KV
@@ -255,7 +263,9 @@ def _produce_keys(
             load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
             step += 1
         turn += 1
-        item, place = next_item(turn, problem, shared, counter_ptr, 128, True, row_ptrs)
+        item, place = next_item(
+            turn, problem, shared, counter_ptr, 128, True, row_ptrs, BLOCK_KV, True
+        )
 
 
 @gluon.jit
@@ -281,6 +291,8 @@ def _consume_keys(
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     total_q, heads_q = problem.size, problem.heads_q
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    # The keys are some of all; rows are prepared, and dq joins that through others.
+    IS_PART: gl.constexpr = problem.intervals is not None
     HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
@@ -299,12 +311,17 @@ def _consume_keys(
         first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
-        position = rows + diagonal
+        position, reach_left, reach_right = rows + diagonal, window_left, window_right
         row_q = batch.to(gl.int64) * problem.size
         row_kv = batch.to(gl.int64) * problem.size_other + first_kv
         marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
-        lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
+        if IS_PART:
+            position, reach_right = load_windows(problem.intervals, rows, seq_q)
+            reach_left = 0
+            reach_right = reach_right[:, None]
+        else:
+            lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
         of_keys = (0, 0)
@@ -347,7 +364,7 @@ def _consume_keys(
         if len(out_tile) > 0:
             mbarrier.wait(out_full.index(CONSUMER), turn & 1)
             delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
-        else:
+        elif not IS_PART:
             base = head_base(out, out_strides, batch, head)
             first = start_q + CONSUMER * 64
             delta = _dot_loaded(
@@ -358,20 +375,25 @@ def _consume_keys(
         if statistics.dlse is not None:
             has_key = (rows < seq_q) & (lse != float("-inf"))
             delta -= gl.load(statistics.dlse + first_row + rows, mask=has_key, other=0.0)
-        lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+        if not IS_PART:
+            lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
         padded_rows = (
             count_sequence_tiles(total_q, problem.num_sequences, ROW_PADDING) * ROW_PADDING
         )
         first_row = (batch * heads_q + head).to(gl.int64) * padded_rows + shift
-        gl.store(statistics.lse2 + first_row + rows, lse2)
-        gl.store(statistics.delta + first_row + rows, delta)
+        if IS_PART:
+            lse2 = gl.load(statistics.lse2 + first_row + rows)
+            delta = gl.load(statistics.delta + first_row + rows)
+        else:
+            gl.store(statistics.lse2 + first_row + rows, lse2)
+            gl.store(statistics.delta + first_row + rows, delta)
         mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
         dp = product_scores(do_tile, CONSUMER, v_tile, slot_v, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position, key, lse2[:, None], seq_kv, rule, window_left, window_right,
-            problem, marks, of_keys, EDGES, BLOCK_KV,
+            s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right, problem, marks,
+            of_keys, EDGES, BLOCK_KV,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
@@ -426,7 +448,7 @@ def _consume_keys(
                 if HAS_LISTS and masked:
                     hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(
-                    s, position, key, lse2[:, None], seq_kv, rule, window_left, window_right,
+                    s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
                     problem, marks, hidden, masked, BLOCK_KV,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
@@ -445,13 +467,19 @@ def _consume_keys(
         dq, left = wait_product(dq, left)
         arrive(K_READ + previous, READERS)
 
-        # Scale and store where q was.
+        # Scale and store where q was, or add to what other keys gave.
         dq = scale_all(dq, rule.scale)
-        store_result(
-            dq_maps, q_tile, CONSUMER, dq, batch, head, start_q, seq_q, heads_q,
-            IS_PACKED, HEAD_DIM,
-        )  # fmt: skip
-        tma.store_wait(0)
+        if IS_PART:
+            carried = head_rows(
+                dq_maps[0], batch, seq_q, start_q + CONSUMER * 64, head, heads_q, HEAD_DIM
+            )
+            add_carry(carried, dq, rows < seq_q, heads_q, HEAD_DIM)
+        else:
+            store_result(
+                dq_maps, q_tile, CONSUMER, dq, batch, head, start_q, seq_q, heads_q,
+                IS_PACKED, HEAD_DIM,
+            )  # fmt: skip
+            tma.store_wait(0)
         mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
         item, place = own_item(turn, problem, shared, CONSUMER)
@@ -544,16 +572,15 @@ def prepare_dq(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts
     large = sm90.has_large_heads(spec)
-    is_packed = isinstance(spec, VarlenSpec)
     arguments = {
         "q": maps_of(q, 64),
         "k": maps_of(k, config.block_kv),
         "v": maps_of(v, config.block_kv),
         "dout": maps_of(dout, 64),
-        "out": out if large else maps_of(out, 64),
+        "out": out if large or out is None else maps_of(out, 64),
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
-        "EDGES": is_packed
+        "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
         or spec.segmented
         or spec.tree
         or spec.window != Window()

@@ -28,7 +28,15 @@ from torch_attn.kernels.explicit.barriers import (
     wait_for_all,
 )
 from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
+from torch_attn.kernels.explicit.carry import (
+    head_rows,
+    keep_rows,
+    load_carry,
+    prefetch_carry,
+    store_carry,
+)
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
+from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
     Problem,
@@ -60,6 +68,7 @@ from torch_attn.kernels.explicit.wgmma import (
     product_scores,
     scale_rows,
     wait_product,
+    wait_sums,
     zeros,
 )
 from torch_attn.kernels.explicit.wgmma_scores import (
@@ -75,7 +84,13 @@ from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    PartialSpec,
+    VarlenSpec,
+    Window,
+)
 from twin_attention.targets import sm90
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig
@@ -127,15 +142,17 @@ def flash_fwd_kernel(
     keys and values in the main loop.
 
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
-    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`.
+    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
+    in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
+    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over.
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
         mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
-        counter_ptr: [1], zero at first: of packed sequences the producer takes the items as they
-            come, see `next_item`, and tells the consumers; else None.
+        counter_ptr: [1], zero at first: of packed sequences, and with intervals, the producer takes
+            the items as they come, see `next_item`, and tells the consumers; else None.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
         OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
@@ -148,7 +165,7 @@ def flash_fwd_kernel(
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
-    if not OUT_IN_Q:
+    if not OUT_IN_Q and mask.intervals is None:
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
     q_full = allocate_barriers(NUM_TILES_Q)
     q_read = allocate_barriers(NUM_TILES_Q)
@@ -158,12 +175,14 @@ def flash_fwd_kernel(
 
     tiles = (q_tile, k_tile, v_tile, out_tile)
     barriers = (q_full, q_read, k_full, v_full)
-    shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree):
+    shared, carried = (), ()
+    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
+    if mask.intervals is not None:
+        carried = out
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree,
+        num_sequences, mask.segments, mask.tree, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -175,8 +194,9 @@ def flash_fwd_kernel(
             ))
             if part < NUM_CONSUMERS
             else (_produce, (
-                tiles, barriers, shared, counter_ptr, (q, k, v), problem, window_left,
+                tiles, barriers, shared, counter_ptr, (q, k, v), carried, problem, window_left,
                 window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                sinks_ptr is None,
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
         ],
@@ -203,7 +223,9 @@ def _locate(
     """
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv = 0
-    if problem.num_sequences is None:
+    if problem.intervals is not None:
+        index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, BLOCK_Q)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_q = (num_tiles - 1 - tile) * BLOCK_Q
@@ -214,10 +236,10 @@ def _locate(
     batch, head = index // problem.heads_q, index % problem.heads_q
     if problem.segments is not None or problem.tree is not None:
         begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, batch, tile, problem.size, problem.size_other,
-            problem.num_sequences, BLOCK_Q, BLOCK_KV,
+            problem.segments, problem.tree, batch, tile, problem.size,
+            problem.size_other, problem.num_sequences, BLOCK_Q, BLOCK_KV,
         )  # fmt: skip
-    else:
+    elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
         )
@@ -238,6 +260,7 @@ def _produce(
     shared,
     counter_ptr,
     loads,
+    carried,
     problem,
     window_left,
     window_right,
@@ -246,8 +269,12 @@ def _produce(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
+    PASSES_OVER: gl.constexpr,
 ):
-    """Load all that the consumers of a program multiply, one warp for all of them."""
+    """Load all that the consumers of a program multiply, one warp for all of them.
+
+    PASSES_OVER: a tile that sees no key in its intervals has no work.
+    """
     q_tile, k_tile, v_tile, _out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads
@@ -258,7 +285,9 @@ def _produce(
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, ())
+    item, place = next_item(
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, PASSES_OVER
+    )
     while item < problem.num_items:
         batch, head, rows, keys, visible = _locate(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
@@ -266,6 +295,11 @@ def _produce(
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
+        if problem.intervals is not None:
+            first = head_rows(
+                carried[0], batch, rows.end, rows.start, head, problem.heads_q, HEAD_DIM_V
+            )
+            prefetch_carry(first, rows.end - rows.start, problem.heads_q, BLOCK_Q, HEAD_DIM_V)
         for i in range(total + 1):
             # Keys go one tile ahead of values, which is the order of use.
             if i < total:
@@ -294,7 +328,9 @@ def _produce(
             step += 1
         step -= 1
         turn += 1
-        item, place = next_item(turn, problem, shared, counter_ptr, BLOCK_Q, True, ())
+        item, place = next_item(
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, PASSES_OVER
+        )
 
 
 @gluon.jit
@@ -323,6 +359,8 @@ def _consume(
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    # The keys are some of all, and join a result over others.
+    IS_PART: gl.constexpr = problem.intervals is not None
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -336,8 +374,10 @@ def _consume(
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
     HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
-    # Not with lists, which do not tell a row that sees one key.
-    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and not HAS_LISTS
+    # Not with lists or intervals, which do not tell a row that sees one key.
+    BOUNDED: gl.constexpr = (
+        rule.small_cap and dtype == gl.bfloat16 and not HAS_LISTS and not IS_PART
+    )
     step = 0  # over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
@@ -346,7 +386,7 @@ def _consume(
     q_slot = CONSUMER
     if AHEAD:
         # Only a program that takes items from a counter may have none.
-        exists = not (IS_PACKED or HAS_LISTS) or item < problem.num_items
+        exists = not (IS_PACKED or HAS_LISTS or IS_PART) or item < problem.num_items
         if exists:
             mbarrier.wait(q_full.index(CONSUMER), 0)
             mbarrier.wait(k_full.index(0), 0)
@@ -362,16 +402,33 @@ def _consume(
         first_kv, seq_kv = keys
         begin, before, full, after = visible
         rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
-        position = rows + diagonal
+        position, reach_left, reach_right = rows + diagonal, window_left, window_right
         row_q = batch.to(gl.int64) * problem.size
         row_kv = batch.to(gl.int64) * problem.size_other + first_kv
         marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
+        if IS_PART:
+            position, reach_right = load_windows(problem.intervals, rows, seq_q)
+            reach_left = 0
         m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
         if sinks_ptr is not None and not BOUNDED:
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
-        acc = zeros(64, HEAD_DIM_V)
+        if IS_PART:
+            carried = lse_ptr + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
+            m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
+            has_carry = m_carry != float("-inf")
+            carried = head_rows(
+                out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+            )
+            # All of them are read, so that the loads do not wait for lse.
+            acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+            m_i = gl.maximum(m_i, m_carry * LOG2E)
+            quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
+            of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+            l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
+        else:
+            acc = zeros(64, HEAD_DIM_V)
 
         # The first tile of keys
         if HAS_LISTS:
@@ -387,13 +444,16 @@ def _consume(
         if EDGES:
             s = scaled_scores(s, rule)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            s = hide(s, position, start_kv, seq_kv, window_left, window_right)
+            s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
             if HAS_LISTS:
                 s = hide_keys(s, problem, marks, position, of_keys)
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
-            e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
+            e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
+            if IS_PART:
+                # No product runs. ptxas would move the scaling of acc into the next ones.
+                acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
             packed = pack(e, dtype)
         if IS_PACKED:
             slot = step % NUM_STAGES
@@ -434,7 +494,7 @@ def _consume(
                 if masked:
                     s = scaled_scores(s, rule)
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    s = hide(s, position, start_kv, seq_kv, window_left, window_right)
+                    s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
                     if HAS_LISTS:
                         of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
                         s = hide_keys(s, problem, marks, position, of_keys)
@@ -496,7 +556,7 @@ def _consume(
         rescale = 1.0
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-            rescale = rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype)
+            rescale = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
         if sinks_ptr is not None:
             alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
             if BOUNDED:
@@ -509,13 +569,19 @@ def _consume(
 
         # Normalise and store.
         acc = scale_rows(acc, rescale / l_safe)
-        if not OUT_IN_Q:
-            tma.store_wait(0)
-            barrier()
-        store_result(
-            out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
-            IS_PACKED, HEAD_DIM_V,
-        )  # fmt: skip
+        if IS_PART:
+            carried = head_rows(
+                out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+            )
+            store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+        else:
+            if not OUT_IN_Q:
+                tma.store_wait(0)
+                barrier()
+            store_result(
+                out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
+                IS_PACKED, HEAD_DIM_V,
+            )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
@@ -534,11 +600,23 @@ def flash_fwd(
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
+    launch_forward(operands, out, lse, spec, backend)
+    return out, lse
+
+
+def launch_forward(
+    operands: AttentionOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: AttentionSpec,
+    backend: Backend,
+) -> None:
+    """Launch `flash_fwd_kernel` on given outputs."""
+    q = operands.q
     tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
     tensors = (*tensors, listed_mask("flash_fwd", operands, spec, backend))
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
-    return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
@@ -547,7 +625,6 @@ def _prepare(call: KernelCall) -> Prepared:
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
     q, k, v, _sinks, out, *_ = call.layouts
-    is_packed = isinstance(spec, VarlenSpec)
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     arguments = {
         "q": maps_of(q, 64),
@@ -555,15 +632,14 @@ def _prepare(call: KernelCall) -> Prepared:
         "v": maps_of(v, config.block_kv),
         "out": stored_maps_of(spec, out, 64),
         # A list may be empty, and the one tile that is visited for it hides all.
-        "EDGES": is_packed
-        or isinstance(spec, BlockSparseSpec)
+        "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
         or spec.segmented
         or spec.tree
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and _room_for(spec, config, 2),
-        "OUT_IN_Q": _out_in_q(spec, config),
+        "OUT_IN_Q": not isinstance(spec, PartialSpec) and _out_in_q(spec, config),
     }
     return persistent(
         call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)

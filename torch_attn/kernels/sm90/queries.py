@@ -26,7 +26,7 @@ from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.launch import KernelCall, Prepared
-from twin_attention.contract.spec import VarlenSpec, Window
+from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets.steps import steps_of_keys
 
 # Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
@@ -92,7 +92,9 @@ def locate_keys(
     num_tiles = gl.cdiv(seq_kv, 128)
     items_of_batch = problem.heads_q // MEMBERS
     first_q, first_row = 0, 0
-    if problem.num_sequences is None:
+    if problem.intervals is not None:
+        index, _tile, start_kv, begin, before, full, after = place
+    elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
@@ -108,9 +110,10 @@ def locate_keys(
         )  # fmt: skip
         before = gl.maximum(before, 1 - full)
     else:
-        begin, before, full, after = visible_tiles(
-            start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
-        )
+        if problem.intervals is None:
+            begin, before, full, after = visible_tiles(
+                start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
+            )
         total = before + full + after
         # Where nothing is visible, one masked tile, so that no consumer has to do without.
         begin = gl.where(total == 0, 0, begin)
@@ -173,7 +176,7 @@ def produce_queries(
     ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, 128, False, ())
+    item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), BLOCK_Q)
     while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
             item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
@@ -216,7 +219,7 @@ def produce_queries(
                 load_box(delta, [row, 0], ready, delta_row.index(slot))
             step += 1
         turn += 1
-        item, place = next_item(turn, problem, shared, counter_ptr, 128, False, ())
+        item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), BLOCK_Q)
 
 
 @gluon.jit
@@ -296,7 +299,7 @@ def persistent_keys(
     spec, config = call.spec, call.config
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
     steps = tuple(members * each for each in steps)
-    hides = isinstance(spec, VarlenSpec) or spec.segmented or spec.tree
+    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
     edges = hides or spec.window != Window() or ragged
     arguments = arguments | {"EDGES": edges}
     return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)

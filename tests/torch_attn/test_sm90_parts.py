@@ -1,0 +1,68 @@
+"""Parts of attention by the explicit kernels of SM90, interpreted on a CPU: ranks of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from interop.parity.cases import FlashCase
+from tests.oracle import assert_within_budget
+from tests.torch_attn.explicit_kernels import MODES, gluon_backend
+from tests.torch_attn.gluon_interpreter import interpreted
+from tests.torch_attn.simulated_ranks import one_at_a_time, run_ranks
+from tests.torch_attn.test_context import attend, problem
+from torch_attn.distributed import context, context_plan
+from twin_attention.targets import config
+from twin_attention.targets.conditions import CONDITIONS
+
+BACKEND = gluon_backend("sm90")
+CASE = FlashCase("", 1, 512, 512, 1, 1, 64, causal=True, deterministic=False)
+SHORT = replace(CASE, seq_q=276, seq_kv=276)
+DOCUMENTS = (0, 60, 61, 150, 200)  # of a rank's two tiles one has padding alone
+CASES = {
+    "causal": (CASE, context_plan(512, 2), "writes first"),
+    "documents": (
+        replace(CASE, sinks=True, deterministic=True),
+        context_plan(512, 2, "balanced", DOCUMENTS),
+        "reads first",
+    ),
+    "groups": (
+        replace(SHORT, heads_q=2, head_dim=80, window_size=(70, None)),
+        context_plan(276, 2, "stripe"),
+        "random",
+    ),
+    "softcap": (
+        replace(
+            SHORT, causal=False, softcap=3.0, head_dim_v=128, dtype="float16", deterministic=True
+        ),
+        context_plan(276, 2),
+        "random",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks(monkeypatch, name):
+    """What ranks get is what the whole sequence has; memory that is not written yet is NaN."""
+    (case, plan, mode), launched = CASES[name], []
+
+    def run(self, operation, *tensors):
+        function = BACKEND.family.function(operation)
+        assert BACKEND.family.supports(operation, self.call.spec, "sm90") is None
+        with one_at_a_time, interpreted(MODES[mode]) as names:
+            results = context._RUN[operation](function, self.call.spec, BACKEND, *tensors)
+        launched.extend(names)
+        return results
+
+    monkeypatch.setattr(context.Problem, "run", run)
+    always = dict.fromkeys((">= 1024 keys", ">= 2048 keys"), lambda spec: True)
+    with mock.patch.dict(CONDITIONS, always):
+        config._shipped.cache_clear()
+        inputs, spec = problem(case, plan, torch.device("cpu"))
+        got = attend(run_ranks, case, plan, inputs, exchange="ring")
+    config._shipped.cache_clear()
+    assert_within_budget(got, inputs, spec)
+    assert ("flash_bwd_fused" in launched) != case.deterministic

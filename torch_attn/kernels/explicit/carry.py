@@ -1,0 +1,97 @@
+"""Results over some of the keys: float32 rows that accumulators are loaded from and stored to."""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.kernels.explicit.tma import num_pieces, piece_start, piece_width
+from torch_attn.kernels.explicit.wgmma import product_layout
+
+
+@gluon.jit
+def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
+    """Load 64 rows of a head as a sum of products; 0 where a row is not to be read.
+
+    Args:
+        pointer: the first of the rows, of [S, heads, SIZE] float32, contiguous.
+        exists: [64], the rows to read.
+    """
+    acc = ()
+    for i in gl.static_range(num_pieces(SIZE)):
+        acc = acc + (_load_piece(pointer, exists, heads, i, SIZE),)
+    return acc
+
+
+@gluon.jit
+def keep_rows(acc, kept):
+    """Return a sum of products with 0 in rows where `kept` is False, whatever they hold."""
+    result = ()
+    for i in gl.static_range(len(acc)):
+        result = result + (_keep_piece(acc[i], kept),)
+    return result
+
+
+@gluon.jit
+def _keep_piece(x, kept):
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    return gl.where(gl.convert_layout(kept, layout, assert_trivial=True)[:, None], x, 0.0)
+
+
+@gluon.jit
+def prefetch_carry(pointer, count, heads, ROWS: gl.constexpr, SIZE: gl.constexpr):
+    """Start to fetch the first `count` of ROWS rows of a head to the L2 cache, without waiting."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    row = gl.minimum(gl.arange(0, ROWS, layout), count - 1)
+    gl.inline_asm_elementwise(
+        _prefetch_instruction(4 * SIZE), "=r,l", [pointer + row * (heads * SIZE)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def _prefetch_instruction(num_bytes):
+    return f"cp.async.bulk.prefetch.L2.global [$1], {num_bytes}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def store_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
+    """Store what `load_carry` loads."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        pointers, mask = _place(pointer, exists, heads, i, SIZE)
+        gl.store(pointers, acc[i], mask=mask)
+
+
+@gluon.jit
+def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
+    """Add to what `load_carry` loads."""
+    for i in gl.static_range(num_pieces(SIZE)):
+        pointers, mask = _place(pointer, exists, heads, i, SIZE)
+        gl.store(pointers, gl.load(pointers, mask=mask, other=0.0) + acc[i], mask=mask)
+
+
+@gluon.jit
+def head_rows(pointer, batch, num_rows, start, head, heads, SIZE: gl.constexpr):
+    """Return where the rows of a head from `start` on are, of [B, num_rows, heads, SIZE]."""
+    row = batch.to(gl.int64) * num_rows + start
+    return pointer + (row * heads + head) * SIZE
+
+
+@gluon.jit
+def _load_piece(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
+    pointers, mask = _place(pointer, exists, heads, INDEX, SIZE)
+    return gl.load(pointers, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _place(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
+    """Return the addresses of a piece of the columns, and which of them exist."""
+    WIDTH: gl.constexpr = piece_width(SIZE, INDEX)
+    layout: gl.constexpr = product_layout(WIDTH)
+    of_row: gl.constexpr = gl.SliceLayout(1, layout)
+    row = gl.arange(0, 64, of_row) * (heads * SIZE)
+    column = piece_start(SIZE, INDEX) + gl.arange(0, WIDTH, gl.SliceLayout(0, layout))
+    exists = gl.convert_layout(exists, of_row, assert_trivial=True)
+    return (
+        pointer + row[:, None] + column[None, :],
+        exists[:, None] & (column < SIZE)[None, :],
+    )

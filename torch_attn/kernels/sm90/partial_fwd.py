@@ -1,0 +1,23 @@
+"""Attention over some of the keys, added to a result over others: the forward kernel with a carry.
+
+The twin of `torch_attn.kernels.portable.partial_fwd`.
+"""
+
+from torch import Tensor
+
+from torch_attn.kernels.sm90.flash_fwd import launch_forward
+from twin_attention.contract.operands import PartialOperands
+from twin_attention.contract.spec import PartialSpec
+from twin_attention.targets.family import Backend
+
+
+def partial_fwd(
+    operands: PartialOperands[Tensor],
+    out: Tensor,
+    lse: Tensor,
+    spec: PartialSpec,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """Add the keys of the operands to a result, in place: as the portable `partial_fwd`."""
+    launch_forward(operands, out, lse, spec, backend)
+    return out, lse
