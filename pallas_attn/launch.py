@@ -132,7 +132,7 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     """Return what a program reads of `Terms`: those of its head.
 
     Args:
-        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N].
+        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2].
         group_size: query heads of the grid's kv head, whose terms it reads; None for a query head.
     """
     head = "head" if group_size is None else ("head", group_size)
@@ -140,6 +140,7 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     return terms._replace(
         relative=block_spec(terms.relative, _in_grid, head, ALL),
         slopes=None if slopes is None else block_spec(slopes, _in_grid, *axes[slopes.ndim]),
+        seed=of_all(terms.seed),
     )
 
 

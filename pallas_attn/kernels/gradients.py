@@ -187,7 +187,7 @@ def make_flash_bwd(
             sources = Sources(q, k, v, dout, out, lse, dlse)
             dq, lse2, delta = launch_dq(sources, spec, backend, mask)
         inputs = Inputs(q, k, v, dout, lse2, delta)
-        terms = {"terms": terms_of(operands)} if spec.terms else {}
+        terms = {} if terms_gradients is None else {"terms": terms_of(operands, spec)}
         if has_sums:
             assert launch_fused is not None
             dq, dk, dv = launch_fused(inputs, spec, backend, mask)

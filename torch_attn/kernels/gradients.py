@@ -116,7 +116,7 @@ def make_flash_bwd(
         def counter() -> tuple[Tensor | None, ...]:
             return () if item_counter is None else (item_counter(q, spec),)
 
-        terms = () if terms_gradients is None else (terms_of(operands),)
+        terms = () if terms_gradients is None else (terms_of(operands, spec),)
 
         if has_sums:
             assert postprocess is not None

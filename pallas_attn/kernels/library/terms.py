@@ -1,4 +1,4 @@
-"""Terms: what is added to scaled scores, before the softcap and the masks.
+"""Terms: what is added to scaled scores, before the softcap and the masks, and dropout.
 
 With d the distance of a key from a query, its position less the query's: ``relative_bias[h, clip(d,
 -R, R) + R]`` (Raffel et al. 2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
@@ -12,18 +12,21 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.tiles import arange
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec
 
 
 class Terms(NamedTuple):
-    """Operands that are added to scores; None for those that a problem does not have.
+    """Operands that are added to scores, and those of dropout; None for what a problem lacks.
 
     Attributes:
         relative: [Hq, 2R + 1].
         slopes: [Hq] or [B, Hq] float32; of packed sequences [Hq] or [N, Hq].
+        seed: of dropout, [2] int32 or uint32.
     """
 
     relative: Any = None
     slopes: Any = None
+    seed: Any = None
 
 
 NO_TERMS = Terms()
@@ -76,11 +79,12 @@ def added_scores(terms, element, offset, block_q, block_kv, member=None, transpo
     return added
 
 
-def terms_of(operands: AttentionOperands[Any]) -> Terms:
+def terms_of(operands: AttentionOperands[Any], spec: AttentionSpec) -> Terms:
     """Return the terms of a problem."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return NO_TERMS
     slopes = operands.alibi_slopes
     if isinstance(operands, VarlenOperands) and slopes is not None and slopes.ndim == 2:
         slopes = slopes.T[None]  # as rows of a batch of one, [1, Hq, N]
-    return Terms(operands.relative_bias, slopes)
+    seed = None if spec.dropout is None else operands.dropout_seed
+    return Terms(operands.relative_bias, slopes, seed)

@@ -3,6 +3,7 @@
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
+With dropout dp, and p of dv, are multiplied by `dropout_weights`.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
+from pallas_attn.kernels.library.dropout import dropout_weights
 from pallas_attn.kernels.library.intervals import in_interval, load_intervals
 from pallas_attn.kernels.library.mask import find_visits
 from pallas_attn.kernels.library.schedule import order_programs
@@ -131,6 +133,7 @@ def flash_bwd_dq_kernel(
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     tile_q,
@@ -149,10 +152,11 @@ def flash_bwd_dq_kernel(
     to which that through these is added; or None.
     """
     # Locate the tile of queries.
-    tile, _head, _batch = place(pl.program_id(0))
+    tile, head, batch = place(pl.program_id(0))
     sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
         *offsets, tile, seq_q, seq_kv, block_q
     )
+    element = batch if offsets.cu_seqlens_q is None else sequence
     diagonal = seq_kv - seq_q
     k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
     moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
@@ -209,6 +213,11 @@ def flash_bwd_dq_kernel(
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
             v = round_operand(v, rule.precision)
             dp = dot(do, v.T, rule.precision)
+            kept = dropout_weights(
+                terms, dropout, element, head, start_q - first_q, start_kv, block_q, block_kv
+            )
+            if kept is not None:
+                dp = dp * kept
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
@@ -248,6 +257,7 @@ def flash_bwd_dkdv_kernel(
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     tile_q,
@@ -269,12 +279,13 @@ def flash_bwd_dkdv_kernel(
     group_lists is how many the query heads of a kv head have, group_size or 1.
     """
     # Locate the tile of keys.
-    tile, _head, _batch = place(pl.program_id(0))
+    tile, head_kv, batch = place(pl.program_id(0))
     # The first keys are seen by most queries.
     tile = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv) - 1 - tile
     sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
         *reversed(offsets), tile, seq_kv, seq_q, block_kv
     )
+    element = batch if offsets.cu_seqlens_q is None else sequence
     diagonal = seq_kv - seq_q
     first_position = diagonal - first_kv  # of query 0
     q_ref, dout_ref = rows_from(q_ref, first_q), rows_from(dout_ref, first_q)
@@ -345,8 +356,15 @@ def flash_bwd_dkdv_kernel(
                 )
                 do = round_operand(do, rule.precision)
                 dp = dot(v, do.T, rule.precision)
+                kept_p = p
+                kept = dropout_weights(
+                    terms, dropout, element, head_kv * group_size + member, start_q,
+                    start_kv - first_kv, block_q, block_kv, True,
+                )  # fmt: skip
+                if kept is not None:
+                    kept_p, dp = p * kept, dp * kept
                 # dv += pᵀ dout
-                rounded = round_operand(p.astype(do.dtype), rule.precision)
+                rounded = round_operand(kept_p.astype(do.dtype), rule.precision)
                 dv = add_product(dv, rounded, do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = load_padded_rows(delta_ref, start_q, block_q, member)
@@ -419,7 +437,9 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
         ),
         (jax.ShapeDtypeStruct(q.shape, q.dtype if carry is None else carry.dtype),),
         (of_head(q),),
-        flash_arguments(spec, backend.interpreted) | list_arguments(spec),
+        flash_arguments(spec, backend.interpreted)
+        | list_arguments(spec)
+        | {"dropout": spec.dropout},
         spec,
         backend,
         aliases=None if carry is None else {len(jax.tree.leaves(before)): 0},
@@ -454,7 +474,7 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
         (of_head(k), of_head(v)),
         flash_arguments(spec, backend.interpreted)
         | list_arguments(spec)
-        | {"group_size": group, "group_lists": num_lists},
+        | {"group_size": group, "group_lists": num_lists, "dropout": spec.dropout},
         spec,
         backend,
         order=order_programs(spec, backend, "block_kv", spec.head_dim, spec.head_dim_v),

@@ -14,11 +14,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.kernels.library.dropout import dropout_weights
 from pallas_attn.kernels.library.mask import Mask
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import first_tile, num_sequences_of, rows_of_sequence
-from pallas_attn.kernels.library.terms import Terms, added_scores, terms_of
+from pallas_attn.kernels.library.terms import added_scores, terms_of
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -59,12 +60,14 @@ def score_gradients(
     seq_kv,
     first_row,
     element,
+    head,
     row,
     start_q,
     start_kv,
     diagonal,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     block_q,
@@ -79,7 +82,7 @@ def score_gradients(
         first_q, seq_q, first_kv, seq_kv: the first row of the sequence's queries, and of its keys,
             and how many it has.
         first_row, row: of lse2 and delta, where the sequence's begin, and in which row.
-        element: of the batch, or the packed sequence.
+        element, head: of the batch, or the packed sequence; and the query head.
         start_q, start_kv: first rows of the tile in the sequence. Keys before the first do not
             exist: start_kv may be negative.
         diagonal: position of query 0.
@@ -131,6 +134,11 @@ def score_gradients(
     # dp = dout vᵀ
     do, v = load_queries(dout_ref, head_dim_v), load_keys(v_ref, head_dim_v)
     dp = dot(do, v.T, rule.precision)
+    kept = dropout_weights(
+        terms, dropout, element, head, start_q, start_kv, block_q, block_kv, any_start=True
+    )
+    if kept is not None:
+        dp = dp * kept
     # ds = p ∘ (dp - delta) ∘ dcap
     delta = load_padded_rows(delta_ref, first_row + start_q, block_q, row)
     return p * (dp - delta[:, None]) * dcap
@@ -157,6 +165,7 @@ def flash_bwd_relative_kernel(
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     block_q,
@@ -172,7 +181,7 @@ def flash_bwd_relative_kernel(
     [], or [elements]. Offsets, segment ids and trees, of all elements one after the other. Loop
     invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
-    band = pl.program_id(0)
+    band, head = pl.program_id(0), pl.program_id(1)
     # A band's keys start so many behind its queries' positions.
     offset = (bands.first + band) * block_kv
     is_visible = band >= 0
@@ -201,8 +210,8 @@ def flash_bwd_relative_kernel(
             start_q = (begin + lax.convert_element_type(step, jnp.int32)) * block_q
             return acc + score_gradients(
                 refs, terms, segments, tree, depths, first_q, size_q, first_kv, size_kv, first_row,
-                element, row, start_q, start_q + before, diagonal, rule, window, head_dim,
-                head_dim_v, block_q, block_kv,
+                element, head, row, start_q, start_q + before, diagonal, rule, window, dropout,
+                head_dim, head_dim_v, block_q, block_kv,
             )  # fmt: skip
 
         return lax.fori_loop(jnp.int32(0), count, add_tile, acc)
@@ -235,7 +244,7 @@ def terms_gradients(
         mask: as the kernel of dq takes it.
         spec, backend: the problem, and what runs.
     """
-    terms = terms_of(operands)
+    terms = terms_of(operands, spec)
     if terms.relative is None:
         return {}
     config = config_of("flash_bwd_dq", spec, backend)
@@ -248,7 +257,7 @@ def terms_gradients(
     slopes = terms.slopes
     if slopes is not None and slopes.ndim == 2:
         slopes = slopes.T[None]
-    terms = Terms(terms.relative, slopes)
+    terms = terms._replace(slopes=slopes)
     segments, tree, depths = (
         type(x)(*(None if ids is None else ids.reshape(-1) for ids in x[:2]))
         for x in (mask.segments, mask.tree, mask.depths)
@@ -278,7 +287,11 @@ def terms_gradients(
         (tiles, sums),
         (of_one_head(tiles), of_one_head(sums)),
         flash_arguments(spec, backend.interpreted)
-        | {"bands": bands, "elements": spec.batch if num_sequences is None else num_sequences},
+        | {
+            "bands": bands,
+            "elements": spec.batch if num_sequences is None else num_sequences,
+            "dropout": spec.dropout,
+        },
         spec,
         backend,
         numbers=_compiler_numbers(spec),

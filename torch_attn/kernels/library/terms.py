@@ -1,4 +1,4 @@
-"""Terms: what is added to scaled scores, before the softcap and the masks.
+"""Terms: what is added to scaled scores, before the softcap and the masks, and dropout.
 
 With d the distance of a key from a query, its position less the query's: ``relative_bias[h, clip(d,
 -R, R) + R]`` (Raffel et al. 2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
@@ -12,27 +12,31 @@ from torch import Tensor
 
 from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
-from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
 
 class Terms(NamedTuple):
-    """Operands that are added to scores; None for those that a problem does not have.
+    """Operands that are added to scores, and those of dropout; None for what a problem lacks.
 
     Kernels look at the attributes alone: Triton 3.6 does not compare a tuple that holds None.
 
     Attributes:
         relative: [Hq, 2R + 1], contiguous.
         slopes: [Hq] or [B, Hq] float32, contiguous; of packed sequences [Hq] or [N, Hq].
+        seed: of dropout, [2] int32 or uint32.
         radius: R.
         of_batch: distance of two batch elements' slopes, 0 where they share them.
         count: batch elements with slopes.
+        dropout: `twin_attention.contract.dropout.DropoutRule`.
     """
 
     relative: Any = None
     slopes: Any = None
+    seed: Any = None
     radius: Any = None
     of_batch: Any = None
     count: Any = None
+    dropout: Any = None
 
 
 @triton.jit
@@ -88,12 +92,13 @@ def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK
     return added
 
 
-def terms_of(operands: AttentionOperands[Tensor]) -> Terms:
+def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
     """Return the terms of a problem, without their numbers."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return Terms()
     given = operands.relative_bias, operands.alibi_slopes
-    return Terms(*(None if x is None else x.contiguous() for x in given))
+    seed = None if spec.dropout is None else operands.dropout_seed
+    return Terms(*(None if x is None else x.contiguous() for x in given), seed)
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:
@@ -108,4 +113,5 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         batch = spec.num_sequences if isinstance(spec, VarlenSpec) else spec.batch
         # The sequence of padding has no slopes.
         count = batch if is_own else batch + 1
-    return {"terms": terms._replace(radius=radius, of_batch=of_batch, count=count)}
+    numbers = {"radius": radius, "of_batch": of_batch, "count": count, "dropout": spec.dropout}
+    return {"terms": terms._replace(**numbers)}

@@ -3,6 +3,7 @@
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
+With dropout dp, and p of dv, are multiplied by `dropout_weights`.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.gradients import make_flash_bwd
+from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.intervals import in_interval, load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
@@ -101,13 +103,13 @@ def flash_bwd_dq_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv, element = seq_q, None, batch
+    total_q, first_kv, element, own_q = seq_q, None, batch, start_q
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-        element = sequence
+        element, own_q = sequence, start_q - first_q
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
@@ -197,6 +199,9 @@ def flash_bwd_dq_kernel(
                 )
                 v = round_operand(v, rule.precision)
                 dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
+                kept = dropout_weights(terms, element, head, own_q, start_kv, BLOCK_Q, BLOCK_KV)
+                if kept is not None:
+                    dp = dp * kept
                 # ds = p ∘ (dp - delta) ∘ dcap
                 ds = p * (dp - delta[:, None]) * dcap
                 # dq += ds k
@@ -260,13 +265,13 @@ def flash_bwd_dkdv_kernel(
     start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(tl.int64)
-    total_q, first_q, first_kv, element = seq_q, 0, 0, batch
+    total_q, first_q, first_kv, element, own_kv = seq_q, 0, 0, batch, start_kv
     if num_sequences is not None:
         sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
             mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-        element = sequence
+        element, own_kv = sequence, start_kv - first_kv
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_q)
@@ -358,8 +363,14 @@ def flash_bwd_dkdv_kernel(
                 )
                 do = round_operand(do, rule.precision)
                 dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
+                kept_p = p
+                kept = dropout_weights(
+                    terms, element, head, start_q, own_kv, BLOCK_Q, BLOCK_KV, True
+                )
+                if kept is not None:
+                    kept_p, dp = p * kept, dp * kept
                 # dv += pᵀ dout
-                rounded = round_operand(p.to(do.dtype), rule.precision)
+                rounded = round_operand(kept_p.to(do.dtype), rule.precision)
                 dv = add_product(dv, rounded, do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = tl.load(delta_ptr + offset + rows)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.mask import Mask, mask_argument
 from torch_attn.kernels.library.scores import round_operand, visible_scores
 from torch_attn.kernels.library.segments import STAYS, VISITED, load_segments, segments_of_batch
@@ -125,6 +126,11 @@ def score_gradients(
     v = load_tile(v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, True, is_key)
     do, v = round_operand(do, rule.precision), round_operand(v, rule.precision)
     dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
+    kept = dropout_weights(
+        terms, element, head, start_q, start_kv, BLOCK_Q, BLOCK_KV, ANY_START=True
+    )
+    if kept is not None:
+        dp = dp * kept
     # ds = p ∘ (dp - delta) ∘ dcap
     delta = tl.load(delta_ptr + rows)
     return p * (dp - delta[:, None]) * dcap
