@@ -581,6 +581,19 @@ def _quick() -> Iterator[FlashCase]:
     )  # fmt: skip
     yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
     yield replace(base, name="alibi", alibi="heads", causal=True)
+    # The gradients are stored by the kernel of dq, and summed over sequences, heads, rows and keys.
+    yield replace(base, name="bias", bias="bhqk", causal=True, heads_q=4)
+    yield replace(base, name="bias-pairs", bias="hqk", seq_kv=97, batch=2, terms_in_q_dtype=True)
+    yield replace(
+        base, name="bias-keys", bias="bk", seq_q=61, seq_kv=97, dtype="float32", head_dim=32,
+        window_size=(40, 9),
+    )  # fmt: skip
+    yield replace(
+        base, name="bias-all-options", bias="qk", relative=20, alibi="heads", batch=2,
+        segments="documents", tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48,
+        causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
+        dropout_rate=0.2, dtype="float16",
+    )  # fmt: skip
     yield replace(base, name="dropout", dropout_rate=0.2, causal=True, heads_q=4)
     yield replace(
         base, name="dropout-all-options", dropout_rate=0.5, seq_q=61, seq_kv=97, head_dim=72,
@@ -693,6 +706,16 @@ def _full_changes() -> Iterator[Change]:
     yield "relative-tree", {"relative": 20, "tree": "any", "causal": True, "sinks": True}
     for d in (64, 128):
         yield f"alibi-d{d}", {"alibi": "all", "head_dim": d, "causal": True, "row_max": True}
+    for d in (16, 32, 64, 128, 256):
+        yield f"bias-d{d}", {"bias": "hqk", "head_dim": d, "causal": True}
+    for axes in ("", "h", "q", "k", "bq", "hk", "qk", "hqk", "bhqk"):
+        yield f"bias-{axes}", {"bias": axes, "seq_kv": 450, "terms_in_q_dtype": True}
+    yield "bias-641x127", {"bias": "bhqk", "seq_q": 641, "seq_kv": 127, "causal": True}
+    yield "bias-64x0", {"bias": "hqk", "seq_q": 64, "seq_kv": 0}
+    yield "bias-1x300", {"bias": "bhqk", "seq_q": 1, "seq_kv": 300}
+    yield "bias-softcap", {"bias": "qk", "softcap": 5.0, "heads_q": 8, "heads_kv": 1}
+    yield "bias-segments", {"bias": "bhqk", "segments": "shuffled", "window_size": (70, 5)}
+    yield "bias-tree", {"bias": "hqk", "tree": "any", "causal": True, "sinks": True, "relative": 9}
     for d in (16, 32, 64, 128, 256):
         yield f"dropout-d{d}", {"dropout_rate": 0.1, "head_dim": d, "causal": True}
     dropout = {"dropout_rate": 0.3}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.terms import terms_of
+from torch_attn.kernels.library.terms import stored_gradient, terms_of
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.preprocess import preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
@@ -57,7 +57,7 @@ def make_flash_bwd(
     num_sums: int = 0,
     dq_prepares_rows: bool = False,
     item_counter: Callable[[Tensor, AttentionSpec], Tensor | None] | None = None,
-    terms_gradients: Callable[..., dict[str, Tensor]] | None = None,
+    terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] = (),
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
     """Return the `flash_bwd` of a family.
@@ -73,8 +73,8 @@ def make_flash_bwd(
             preprocess is for the sums alone.
         item_counter: make the counter of a launch, which stands before the mask in the kernels
             that multiply.
-        terms_gradients: compute the gradients of the terms by name; the kernels that multiply then
-            take the terms before the mask. None for a family without terms.
+        terms_gradients: each computes the gradients of some terms by name; the kernels that
+            multiply then take the terms before the mask. None of a family without terms.
         options: launch options of the kernels that multiply.
     """
 
@@ -112,11 +112,12 @@ def make_flash_bwd(
             rows_of_dq = (lse2, delta)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
+        gradients: dict[str, Tensor | None] = {}
 
         def counter() -> tuple[Tensor | None, ...]:
             return () if item_counter is None else (item_counter(q, spec),)
 
-        terms = () if terms_gradients is None else (terms_of(operands, spec),)
+        terms = (terms_of(operands, spec),) if terms_gradients else ()
 
         if has_sums:
             assert postprocess is not None
@@ -136,16 +137,18 @@ def make_flash_bwd(
                 tensors = (values, grad, offsets.q)
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:
-            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *terms, of_keys)
+            of_dq = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
+            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *of_dq, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
+            gradients |= {"bias": x.dbias.values for x in of_dq}
             for kernel in dkdv:
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
-        gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
-        if terms_gradients is not None and spec.terms:
-            gradients |= terms_gradients(operands, inputs, *terms, of_keys, spec, backend)
+        gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
+        for gradient in terms_gradients if spec.terms else ():
+            gradients |= gradient(operands, inputs, *terms, of_keys, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

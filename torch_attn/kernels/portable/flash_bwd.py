@@ -36,7 +36,7 @@ from torch_attn.kernels.library.sequences import (
     locate_tile,
     num_sequence_tiles,
 )
-from torch_attn.kernels.library.terms import added_scores, terms_argument
+from torch_attn.kernels.library.terms import added_scores, store_bias_tile, terms_argument
 from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
     count_tiles,
@@ -55,7 +55,8 @@ from torch_attn.kernels.library.tree import (
     in_branch,
     next_run,
 )
-from torch_attn.kernels.portable.flash_bwd_terms import terms_gradients
+from torch_attn.kernels.portable.flash_bwd_bias import bias_gradient
+from torch_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
 
@@ -95,7 +96,8 @@ def flash_bwd_dq_kernel(
     and mask: as in `flash_fwd_kernel`. Loop invariant: dq is
     Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
     for ds·k. A row that sees no key gives 0. CARRY: dq, in float32, holds the gradient through
-    other keys, to which that through these is added.
+    other keys, to which that through these is added. The gradient of a bias that no two pairs share
+    is ds, stored where terms have it.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -186,7 +188,10 @@ def flash_bwd_dq_kernel(
                         seq_kv, position[:, None],
                     )  # fmt: skip
                 distance = start_kv - start_q - diagonal
-                added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV)
+                added = added_scores(
+                    terms, element, head, distance, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                    BLOCK_KV, masked,
+                )  # fmt: skip
                 s, dcap = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
                     masked, segment_q, segment_kv, seen, added,
@@ -204,6 +209,11 @@ def flash_bwd_dq_kernel(
                     dp = dp * kept
                 # ds = p ∘ (dp - delta) ∘ dcap
                 ds = p * (dp - delta[:, None]) * dcap
+                if terms.dbias.values is not None:
+                    store_bias_tile(
+                        terms.dbias, ds, element, head, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                        BLOCK_KV,
+                    )  # fmt: skip
                 # dq += ds k
                 ds = round_operand(ds.to(k.dtype), rule.precision)
                 dq = tl.dot(ds, k, dq, input_precision=rule.precision)
@@ -349,7 +359,10 @@ def flash_bwd_dkdv_kernel(
                         rows[None, :] + first_position,
                     )  # fmt: skip
                 distance = start_kv - diagonal - start_q
-                added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV, True)
+                added = added_scores(
+                    terms, element, head, distance, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                    BLOCK_KV, True, True,
+                )  # fmt: skip
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
                     masked, segment_kv, segment_q, seen, added,
@@ -416,5 +429,5 @@ def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
 flash_bwd = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
-    terms_gradients=terms_gradients,
+    terms_gradients=(bias_gradient, relative_gradient),
 )

@@ -205,7 +205,10 @@ def flash_fwd_kernel(
                         seq_kv, position[:, None],
                     )  # fmt: skip
                 offset = start_kv - start_q - diagonal
-                added = added_scores(terms, element, head, offset, BLOCK_Q, BLOCK_KV)
+                added = added_scores(
+                    terms, element, head, offset, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                    BLOCK_KV, masked,
+                )  # fmt: skip
                 s, _ = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
                     masked, segment_q, segment_kv, seen, added,
