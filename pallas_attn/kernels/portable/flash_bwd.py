@@ -29,7 +29,7 @@ from pallas_attn.kernels.library.scores import (
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
 from pallas_attn.kernels.library.softmax import lse_in_base_2
-from pallas_attn.kernels.library.terms import NO_TERMS, added_scores
+from pallas_attn.kernels.library.terms import NO_TERMS, added_scores, shares_values, store_pairs
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -41,7 +41,8 @@ from pallas_attn.kernels.library.tiles import (
     store_tile,
 )
 from pallas_attn.kernels.library.tree import ending_tiles, find_runs, in_branch
-from pallas_attn.kernels.portable.flash_bwd_terms import terms_gradients
+from pallas_attn.kernels.portable.flash_bwd_bias import bias_gradient
+from pallas_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from pallas_attn.launch import (
     flash_arguments,
     launch,
@@ -50,6 +51,7 @@ from pallas_attn.launch import (
     of_group,
     of_head,
     of_mask,
+    of_pairs,
     of_terms,
 )
 from twin_attention.targets.config import padded_head_dim
@@ -126,8 +128,9 @@ def flash_bwd_dq_kernel(
     depths,
     intervals,
     carry_ref,
+    dbias_ref,
     dq_ref,
-    *,
+    *stored,
     place,
     seq_q,
     seq_kv,
@@ -149,7 +152,8 @@ def flash_bwd_dq_kernel(
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
     sequences, segment ids, block mask, tree, terms: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them. carry [Sq, D] float32: the gradient through other keys,
-    to which that through these is added; or None.
+    to which that through these is added; or None. dbias [Sq, Skv], the gradient of a bias that no
+    two pairs share, is ds; it comes in at 0, in the memory of the result, or is None.
     """
     # Locate the tile of queries.
     tile, head, batch = place(pl.program_id(0))
@@ -202,7 +206,9 @@ def flash_bwd_dq_kernel(
             if begins is not None:
                 seen = in_interval(begins, ends, key)
             offset = start_kv - start_q - diagonal
-            added = added_scores(terms, sequence, offset, block_q, block_kv)
+            added = added_scores(
+                terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked
+            )
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
                 segment_q, segment_kv, seen, added,
@@ -220,6 +226,8 @@ def flash_bwd_dq_kernel(
                 dp = dp * kept
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
+            for ref in stored:
+                store_pairs(ref, ds, start_q, start_kv, seq_q, seq_kv, block_q, block_kv)
             # dq += ds k
             ds = round_operand(ds.astype(k.dtype), rule.precision)
             return dq + dot(ds, k, rule.precision)
@@ -342,7 +350,10 @@ def flash_bwd_dkdv_kernel(
                 if begins is not None:
                     seen = in_interval(begins, ends, rows)
                 offset = start_kv - diagonal - start_q
-                added = added_scores(terms, sequence, offset, block_q, block_kv, member, True)
+                added = added_scores(
+                    terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
+                    True, member, True,
+                )  # fmt: skip
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window, masked,
                     segment_kv, segment_q, seen, added,
@@ -414,19 +425,33 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, mask):
 
 
 def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
-    """Call `flash_bwd_dq_kernel`; returns dq, in the memory and dtype of a `carry`."""
+    """Call `flash_bwd_dq_kernel`.
+
+    Returns:
+        dq, in the memory and dtype of a `carry`; of a bias that no two pairs share the gradient as
+        well.
+    """
     q, k, v, *of_rows = inputs
     before = (*inputs, terms, *mask)
+    dbias = None
+    if terms.bias is not None and not shares_values(terms.bias.shape, spec):
+        dbias = jnp.zeros(terms.bias.shape, terms.bias.dtype)
+    results = [(jax.ShapeDtypeStruct(q.shape, q.dtype if carry is None else carry.dtype), of_head(q))]
+    aliases = {} if carry is None else {len(jax.tree.leaves(before)): 0}
+    if dbias is not None:
+        aliases[len(jax.tree.leaves((*before, carry)))] = 1
+        results.append((jax.ShapeDtypeStruct(dbias.shape, dbias.dtype), of_pairs(dbias)))
+    out_shape, out_specs = zip(*results, strict=True)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
-    (dq,) = launch(
+    found = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*before, carry),
+        (*before, carry, dbias),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
@@ -434,18 +459,19 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
             of_terms(terms),
             *of_mask(mask),
             of_head(carry),
+            of_pairs(dbias),
         ),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype if carry is None else carry.dtype),),
-        (of_head(q),),
+        out_shape,
+        out_specs,
         flash_arguments(spec, backend.interpreted)
         | list_arguments(spec)
         | {"dropout": spec.dropout},
         spec,
         backend,
-        aliases=None if carry is None else {len(jax.tree.leaves(before)): 0},
+        aliases=aliases,
         order=order_programs(spec, backend, "block_q", spec.head_dim),
     )
-    return dq
+    return found[0] if dbias is None else tuple(found)
 
 
 def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
@@ -482,5 +508,5 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
 
 
 flash_bwd = make_flash_bwd(
-    launch_preprocess, launch_dq, launch_dkdv, terms_gradients=terms_gradients
+    launch_preprocess, launch_dq, launch_dkdv, terms_gradients=(bias_gradient, relative_gradient)
 )

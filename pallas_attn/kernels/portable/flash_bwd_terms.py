@@ -72,6 +72,7 @@ def score_gradients(
     head_dim_v,
     block_q,
     block_kv,
+    group_size=None,
 ):
     """Compute ds [block_q, block_kv] of one tile, in float32: the gradient of scaled scores.
 
@@ -86,8 +87,11 @@ def score_gradients(
         start_q, start_kv: first rows of the tile in the sequence. Keys before the first do not
             exist: start_kv may be negative.
         diagonal: position of query 0.
+        group_size: query heads of a kv head, where refs and terms are those of all heads, in the
+            axis before the last of q, k, v and dout; None where they are those of one.
     """
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref = refs
+    member = None if group_size is None else head
     rows, key = start_q + arange(block_q), start_kv + arange(block_kv)
     is_key = (key >= 0) & (key < seq_kv)
     segment_q, is_query = None, None
@@ -103,14 +107,19 @@ def score_gradients(
         is_key = is_key & (segment_kv >= 0)
 
     def load_queries(ref, size):
-        x = load_tile(rows_from(ref, first_q), start_q, seq_q, block_q, size, True, is_query)
+        x = load_tile(
+            rows_from(ref, first_q), start_q, seq_q, block_q, size, True, is_query, member
+        )
         return round_operand(x, rule.precision)
 
     def load_keys(ref, size):
         shape = (block_kv, padded_head_dim(size))
         row = jnp.broadcast_to((first_kv + own_key)[:, None], shape)
         col = jnp.broadcast_to(arange(shape[1])[None, :], shape)
-        x = plt.load(ref.at[row, col], mask=is_key[:, None] & (col < size), other=0.0)
+        place = (row, col)
+        if member is not None:
+            place = row, jnp.broadcast_to(member // group_size, shape), col
+        x = plt.load(ref.at[place], mask=is_key[:, None] & (col < size), other=0.0)
         return round_operand(x, rule.precision)
 
     # s = scale · q kᵀ
@@ -123,7 +132,9 @@ def score_gradients(
     if on_branch is not None:
         seen = seen & on_branch
     offset = start_kv - start_q - diagonal
-    added = added_scores(terms, element, offset, block_q, block_kv)
+    added = added_scores(
+        terms, element, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, True, member
+    )
     s, dcap = visible_scores(
         q, k, position[:, None], key[None, :], None, rule, window, True, segment_q, segment_kv,
         seen, added,
@@ -229,14 +240,14 @@ def flash_bwd_relative_kernel(
     sums_ref[band] = jnp.where(is_near, 0.0, jnp.sum(acc))
 
 
-def terms_gradients(
+def relative_gradient(
     operands: AttentionOperands[Array],
     inputs: Any,
     mask: Mask,
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradients of the terms, by name.
+    """Compute the gradient of `relative_bias`, by name; nothing without it.
 
     Args:
         operands: of the call.
@@ -270,6 +281,10 @@ def terms_gradients(
     def of_one_head(x):
         return block_spec(x, lambda _band, head, _: {"head": head}, "head", ALL, ALL, ALL)
 
+    def of_all_pairs(x):
+        own = "head" if x is not None and x.shape[1] > 1 else "first"
+        return block_spec(x, lambda _band, head, _: {"head": head}, ALL, own, ALL, ALL)
+
     small = (mask.offsets, segments, tree, depths)
     found = launch(
         "flash_bwd_dq",
@@ -281,7 +296,7 @@ def terms_gradients(
             *(of_head(x, spec.group_size) for x in (k, v)),
             of_head(dout),
             *map(of_all_batches, of_rows),
-            of_terms(terms),
+            of_terms(terms)._replace(bias=of_all_pairs(terms.bias)),
             *(x._make(map(of_all, x)) for x in small),
         ),
         (tiles, sums),
@@ -294,12 +309,12 @@ def terms_gradients(
         },
         spec,
         backend,
-        numbers=_compiler_numbers(spec),
+        numbers=compiler_numbers(spec),
     )
     return {"relative_bias": sums_of_distances(*found, bands).astype(terms.relative.dtype)}
 
 
-def _compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
+def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
     """Return the warps and stages that take the place of those of dq's kernel.
 
     Four tiles are loaded in each step, and no accumulator is as wide as a head.

@@ -166,7 +166,9 @@ def flash_fwd_kernel(
             if begins is not None:
                 seen = in_interval(begins, ends, key)
             offset = start_kv - start_q - diagonal
-            added = added_scores(terms, sequence, offset, block_q, block_kv)
+            added = added_scores(
+                terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked
+            )
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
                 segment_q, segment_kv, seen, added,

@@ -17,16 +17,16 @@ from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
 
 class Bias(NamedTuple):
-    """A bias of pairs, or its gradient; values is None for none.
+    """A bias of pairs, or its gradient; entries is None for none.
 
     Attributes:
-        values: [B, Hq, Sq, Skv], or 1 in place of any.
+        entries: [B, Hq, Sq, Skv], or 1 in place of any.
         batch, head, row: strides in elements, 0 for an axis of 1.
         align: a divisor of the strides, which tells the compiler how wide a load may be.
         of_rows, of_keys: it has more than one row, and more than one key.
     """
 
-    values: Any = None
+    entries: Any = None
     batch: Any = None
     head: Any = None
     row: Any = None
@@ -96,7 +96,7 @@ def added_scores(
     else:
         distance = offset + key[None, :] - query[:, None]
     added = None
-    if terms.bias.values is not None:
+    if terms.bias.entries is not None:
         tile = bias_tile(
             terms.bias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV, TRANSPOSED
         )
@@ -110,7 +110,7 @@ def added_scores(
     if terms.relative is not None:
         row = terms.relative + head.to(tl.int64) * (2 * terms.radius + 1)
         near = _relative_scores(row, terms.radius, offset, distance, BLOCK_Q, BLOCK_KV)
-        if terms.bias.values is not None:
+        if terms.bias.entries is not None:
             added += near
         else:
             added = near
@@ -118,7 +118,7 @@ def added_scores(
         place = element * terms.of_batch + head
         slope = tl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
         falling = -slope * tl.abs(distance).to(tl.float32)
-        if terms.relative is not None or terms.bias.values is not None:
+        if terms.relative is not None or terms.bias.entries is not None:
             added += falling
         else:
             added = falling
@@ -148,7 +148,7 @@ def bias_tile(
     else:
         query, key = query[:, None], key[None, :]
     first = tl.cast(element, tl.int64) * bias.batch + tl.cast(head, tl.int64) * bias.head
-    pointers = bias.values + tl.multiple_of(first, bias.align)
+    pointers = bias.entries + tl.multiple_of(first, bias.align)
     if bias.of_rows:
         pointers += query * tl.multiple_of(tl.cast(bias.row, tl.int64), bias.align)
     if bias.of_keys:
@@ -171,7 +171,7 @@ def store_bias_tile(
 ):
     """Store a tile of the gradient of a bias, which has all queries and keys."""
     tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
-    x = x.to(dbias.values.dtype.element_ty)
+    x = x.to(dbias.entries.dtype.element_ty)
     # Without a mask stores are wide.
     if (start_q + BLOCK_Q <= seq_q) & (start_kv + BLOCK_KV <= seq_kv):
         tl.store(tile, x)
@@ -209,9 +209,9 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 
     What no kernel visits is 0.
     """
-    if bias.values is None or shares_values(bias.values.shape, spec):
+    if bias.entries is None or shares_values(bias.entries.shape, spec):
         return Bias()
-    values = bias.values.new_empty(bias.values.shape)
+    values = bias.entries.new_empty(bias.entries.shape)
     hides = spec.window != Window() or spec.segmented or spec.tree
     return Bias(values.zero_() if hides else values)
 
@@ -241,11 +241,11 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
 
 def with_strides(bias: Bias) -> Bias:
     """Return a bias, as its layout, with its strides."""
-    if bias.values is None:
+    if bias.entries is None:
         return bias
-    sizes = zip(bias.values.shape, bias.values.strides, strict=True)
+    sizes = zip(bias.entries.shape, bias.entries.strides, strict=True)
     *strides, _ = (stride if size > 1 else 0 for size, stride in sizes)
-    _, _, rows, keys = bias.values.shape
+    _, _, rows, keys = bias.entries.shape
     align = tl.constexpr(math.gcd(16, *strides))
     flags = tl.constexpr(rows > 1), tl.constexpr(keys > 1)
-    return Bias(bias.values, *strides, align, *flags)
+    return Bias(bias.entries, *strides, align, *flags)

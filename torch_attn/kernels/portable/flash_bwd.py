@@ -209,7 +209,7 @@ def flash_bwd_dq_kernel(
                     dp = dp * kept
                 # ds = p ∘ (dp - delta) ∘ dcap
                 ds = p * (dp - delta[:, None]) * dcap
-                if terms.dbias.values is not None:
+                if terms.dbias.entries is not None:
                     store_bias_tile(
                         terms.dbias, ds, element, head, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
                         BLOCK_KV,

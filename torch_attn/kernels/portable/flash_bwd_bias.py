@@ -108,7 +108,7 @@ def flash_bwd_bias_kernel(
             sums, acc, element, head, start_q, start_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV
         )
     else:
-        line = sums.values + (tl.cast(element, tl.int64) * sums.batch + head * sums.head)
+        line = sums.entries + (tl.cast(element, tl.int64) * sums.batch + head * sums.head)
         if sums.of_rows:
             query = start_q + tl.arange(0, BLOCK_Q)
             tl.store(line + query, tl.sum(acc, 1), mask=query < seq_q)
@@ -130,7 +130,7 @@ def bias_gradient(
     Args:
         operands, inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
     """
-    bias = terms.bias.values
+    bias = terms.bias.entries
     if bias is None or not shares_values(bias.shape, spec):
         return {}
     _batch, _heads, rows, keys = bias.shape
@@ -161,7 +161,7 @@ def _prepare(call: KernelCall) -> Prepared:
     arguments["strides"] = strides_of(q=q, k=k, v=v, dout=dout)
     flags = tl.constexpr(kind != "keys"), tl.constexpr(kind != "rows")
     arguments["sums"] = with_strides(sums)._replace(of_rows=flags[0], of_keys=flags[1])
-    batch, heads, *_ = sums.values.shape
+    batch, heads, *_ = sums.entries.shape
     arguments["shared_heads"] = spec.heads_q // heads
     arguments["shared"] = spec.heads_q // heads * (spec.batch // batch)
     tiles_q = triton.cdiv(spec.seq_q, config.block_q)
