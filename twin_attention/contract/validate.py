@@ -982,6 +982,17 @@ def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
             fail(ValueError, x.name, f"the saved shape {list(shape)}", list(x.shape))
 
 
+def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv].
+
+    Raises:
+        ValueError: it has another number of axes, or of one neither the size nor 1.
+    """
+    sizes = zip(shape, whole, strict=False)
+    if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
+        fail(ValueError, "bias", f"shape {whole}, or 1 in place of any of these", shape)
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuse a name that is not one of `choices` (None passes)."""
     if value is not None and value not in choices:
@@ -1127,12 +1138,7 @@ def _check_bias(operands: FlashOperands[Operand]) -> None:
         return
     if bias.dtype not in ("float32", q.dtype):
         fail(TypeError, "bias", f"dtype float32 or q's {q.dtype}", bias.dtype)
-    whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if len(bias.shape) != 4 or any(
-        n not in (1, size) for n, size in zip(bias.shape, whole, strict=True)
-    ):
-        expected = f"shape {whole}, or 1 in place of any of these"
-        fail(ValueError, "bias", expected, bias.shape)
+    check_bias(bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     _check_device(bias, q)
     _check_rows(bias)
 
