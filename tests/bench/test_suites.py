@@ -82,6 +82,7 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
             *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate")))),
         ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(*(
             f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate", "segments")))),
+        ("scores", "bias-1x4096", set(SCORES) | on_hopper(*PORTABLE, *EXPLICIT)),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
         ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}
          | both(*(f"{name} paged_decode" for name in (*PORTABLE, "jax mosaic")))),
@@ -205,6 +206,7 @@ DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
         ("tree", "tree-8192-16x1024-d128", "forward", 4 * 128 * 16 * (
             8192 * 8193 // 2 + 16 * (8192 * 1024 + 1024 * 1025 // 2)), None),
         ("tree", "documents-16x1024-d128", "both", 14 * 2048 * 16 * 1024 * 1025 // 2, None),
+        ("scores", "bias-1x4096", set(SCORES) | on_hopper(*PORTABLE, *EXPLICIT)),
         ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
         ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
         ("context", "causal-d128-4x8192-zigzag", "forward",
