@@ -11,7 +11,7 @@ import torch
 
 from bench import calls, ours, problems, timing
 from bench.job import Absent, Call, Subject
-from bench.peers import DECODE, FLASH, PACKED, SPARSE, TREE
+from bench.peers import DECODE, FLASH, PACKED, SCORES, SPARSE, TREE
 from bench.peers.sparse_peers import sparse_mask
 from bench.problems import SparseCase, attention_job, attention_tensors, decode_job, decode_tensors
 from bench.records import YARDSTICKS, Times, append
@@ -206,7 +206,6 @@ DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
         ("tree", "tree-8192-16x1024-d128", "forward", 4 * 128 * 16 * (
             8192 * 8193 // 2 + 16 * (8192 * 1024 + 1024 * 1025 // 2)), None),
         ("tree", "documents-16x1024-d128", "both", 14 * 2048 * 16 * 1024 * 1025 // 2, None),
-        ("scores", "bias-1x4096", set(SCORES) | on_hopper(*PORTABLE, *EXPLICIT)),
         ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
         ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
         ("context", "causal-d128-4x8192-zigzag", "forward",
