@@ -71,9 +71,7 @@ def jax_nn(case: FlashCase, operation: str, tensors) -> Call:
 
     def attend(q, k, v, *terms):
         bias = terms[0] if terms else None
-        return jax.nn.dot_product_attention(
-            q, k, v, bias, scale=case.scale, implementation="cudnn"
-        )
+        return jax.nn.dot_product_attention(q, k, v, bias, scale=case.scale, implementation="cudnn")
 
     return jax_call(attend, operation, tensors)
 

@@ -78,9 +78,7 @@ class Part:
         """
         index = self.where.get(name, ...)
         if name in ("bias", "dbias") and index is not ...:
-            return tuple(
-                i if n > 1 else slice(None) for i, n in zip(index, x.shape, strict=False)
-            )
+            return tuple(i if n > 1 else slice(None) for i, n in zip(index, x.shape, strict=False))
         return index[-1] if name == "alibi_slopes" and index is not ... and x.ndim == 1 else index
 
     def crop_inner(self, results: Tensors) -> Tensors:
@@ -117,9 +115,7 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
     found = []
     for part in parts:
         dtypes, own = (torch.float64, getattr(torch, part.spec.dtype)), part.crop(inputs)
-        ref, lp = (
-            part.crop_inner(evaluate(own, part.spec, dtype, part.first)) for dtype in dtypes
-        )
+        ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype, part.first)) for dtype in dtypes)
         cancelled = _cancelled(own, part.spec)
         if "dsinks" in ref:
             lp["dsinks"] = _as_wrong_as_its_terms(own, ref, lp)

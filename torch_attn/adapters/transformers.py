@@ -67,8 +67,8 @@ def register(name: str = "torch_attn") -> None:
     Causal models, sliding windows, bidirectional encoders, softcap, sinks, GQA, dropout and T5's
     position biases work, in training and with a cache that grows (`DynamicCache`, transformers'
     default). Padding in a batch, chunked attention, static caches and attention weights are refused
-    when a model meets them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and the
-    cache on: otherwise transformers builds a mask for padding or for packed sequences while
+    when a model meets them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and
+    the cache on: otherwise transformers builds a mask for padding or for packed sequences while
     tracing.
 
     Sequences packed into one row, as `DataCollatorWithFlattening` makes them, are kept apart in
@@ -208,8 +208,8 @@ def attention_forward(
         out [B, Sq, Hq, Dv], and None for the weights.
 
     Raises:
-        NotImplementedError: a mask as a tensor, a position bias with packed sequences, or an option in `others` that attention
-            depends on.
+        NotImplementedError: a mask as a tensor, a position bias with packed sequences, or an option
+            in `others` that attention depends on.
         ValueError: one of `cu_seq_lens_q` and `cu_seq_lens_k` without the other.
         What `torch_attn.flash_attention` and `flash_attention_varlen` raise.
     """

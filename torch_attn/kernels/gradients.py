@@ -140,7 +140,8 @@ def make_flash_bwd(
             of_dq = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
             tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *of_dq, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            gradients |= {"bias": x.dbias.entries for x in of_dq}
+            for x in of_dq:
+                gradients["bias"] = x.dbias.entries
             for kernel in dkdv:
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)

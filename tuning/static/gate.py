@@ -67,7 +67,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "part": {},
     "row-max": {"causal": True, "sinks": True, "row_max": True},
     "terms": {"causal": True, "relative": 128, "alibi": "heads"},
-    "bias": {"causal": True, "bias": "hqk"},
+    "bias": {"bias": "hqk"},
     "dropout": {"causal": True, "dropout_rate": 0.1},
     "dropout-packed": {
         "causal": True, "seq_q": 16384, "seq_kv": 16384, "dropout_rate": 0.1,

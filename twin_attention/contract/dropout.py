@@ -73,7 +73,10 @@ def dropout_weights(
 
 
 def philox(
-    xp: Any, counter: tuple[Array, Array, Array, Array], key: tuple[Array, Array], rounds: int = ROUNDS
+    xp: Any,
+    counter: tuple[Array, Array, Array, Array],
+    key: tuple[Array, Array],
+    rounds: int = ROUNDS,
 ) -> tuple[Array, Array, Array, Array]:
     """Return the four words of Philox 4x32 for each counter and key, words of 32 bits.
 

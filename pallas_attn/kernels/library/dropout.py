@@ -48,7 +48,12 @@ def dropout_weights(
         query, key = query[None, :], key[:, None]
     else:
         query, key = query[:, None], key[None, :]
-    counters = element, head, first_q + query // 16 * 8 + query % 8, first_kv + key // 32 * 8 + key % 8
+    counters = (
+        element,
+        head,
+        first_q + query // 16 * 8 + query % 8,
+        first_kv + key // 32 * 8 + key % 8,
+    )
     w0, w1, w2, w3 = philox(
         tuple(lax.convert_element_type(x, jnp.uint32) for x in counters),
         tuple(lax.bitcast_convert_type(terms.seed[i], jnp.uint32) for i in range(2)),

@@ -75,8 +75,8 @@ def added_scores(
     head = () if member is None else (member,)
     if terms.bias is not None:
         added = _bias_scores(
-            terms.bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked,
-            transposed,
+            terms.bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
+            masked, transposed,
         )  # fmt: skip
     if terms.relative is not None:
         radius, before = terms.relative.shape[-1] // 2, added

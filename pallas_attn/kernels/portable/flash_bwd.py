@@ -436,7 +436,8 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
     dbias = None
     if terms.bias is not None and not shares_values(terms.bias.shape, spec):
         dbias = jnp.zeros(terms.bias.shape, terms.bias.dtype)
-    results = [(jax.ShapeDtypeStruct(q.shape, q.dtype if carry is None else carry.dtype), of_head(q))]
+    dtype = q.dtype if carry is None else carry.dtype
+    results = [(jax.ShapeDtypeStruct(q.shape, dtype), of_head(q))]
     aliases = {} if carry is None else {len(jax.tree.leaves(before)): 0}
     if dbias is not None:
         aliases[len(jax.tree.leaves((*before, carry)))] = 1
