@@ -22,7 +22,7 @@ def flex(case: FlashCase, operation: str, tensors) -> Call:
     from torch.nn.attention.flex_attention import flex_attention
 
     attention = compiled(flex_attention)
-    slopes = constants_of(case, tensors[0].device).get("alibi_slopes")
+    slopes: Any = constants_of(case, tensors[0].device).get("alibi_slopes")
 
     def attend(q, k, v, *terms):
         def of_bias(score, b, h, i, j):

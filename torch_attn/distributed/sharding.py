@@ -91,7 +91,9 @@ def _of_bias(p: _Placement, bias: Any) -> tuple[Any, Any]:
     """Return the placements of a bias and of its gradient: it may have 1 of the sharded axis."""
     if bias is None or p.bias is None:
         return Replicate(), Replicate()
-    return (Shard(p.bias),) * 2 if bias.shape[p.bias] > 1 else (Replicate(), Partial())
+    if bias.shape[p.bias] == 1:
+        return Replicate(), Partial()
+    return Shard(p.bias), Shard(p.bias)
 
 
 def _shard_forward(num_of_rows, q, k, v, sinks, *others):

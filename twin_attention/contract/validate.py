@@ -1209,9 +1209,10 @@ def _check_rate(rate: Any) -> float:
     expected = "a number from 0 on that is less than 1"
     if isinstance(rate, bool) or not isinstance(rate, Real):
         fail(TypeError, "dropout_rate", expected, _got(rate, type_name(rate)))
-    if not 0 <= rate < 1:
+    number = float(rate)
+    if not 0 <= number < 1:
         fail(ValueError, "dropout_rate", expected, rate)
-    return float(rate)
+    return number
 
 
 def _check_precision(precision: Any) -> Precision:
