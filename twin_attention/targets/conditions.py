@@ -45,13 +45,8 @@ def _has_tree(spec: Spec) -> bool:
 
 
 def _has_terms(spec: Spec) -> bool:
-    """Return True for a flash attention with terms or dropout, which need more registers.
-
-    ALiBi's slopes alone need few.
-    """
-    if not isinstance(spec, AttentionSpec):
-        return False
-    return spec.terms not in ((), ("alibi_slopes",)) or spec.dropout is not None
+    """Return True for a flash attention with terms or dropout, which need more registers."""
+    return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
 
 
 def _has_block_mask(spec: Spec) -> bool:
