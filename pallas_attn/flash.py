@@ -119,7 +119,7 @@ def flash_attention(
     bias: jax.Array | None = None,
     relative_bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float = 0,
     dropout_seed: jax.Array | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",

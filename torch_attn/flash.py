@@ -119,7 +119,7 @@ def flash_attention(
     bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float = 0,  # 0.0 would count as a number that changes to torch.compile
     dropout_seed: Tensor | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",

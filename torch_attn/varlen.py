@@ -114,7 +114,7 @@ def flash_attention_varlen(
     kv_depths: Tensor | None = None,
     relative_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
-    dropout_rate: float = 0.0,
+    dropout_rate: float = 0,  # 0.0 would count as a number that changes to torch.compile
     dropout_seed: Tensor | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
