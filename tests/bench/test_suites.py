@@ -493,8 +493,8 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
     assert section.title == load(suite).TITLE
     titles, failed, *_ = section.every
     assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
-    if suite in ("patterns", "tree", "context"):
-        first = context.SHARES if suite == "context" else load(suite).GAINS
+    if suite in ("patterns", "tree", "context", "scores"):
+        first = getattr(load(suite), "SHARES" if suite in ("context", "scores") else "GAINS")
         assert next(iter(section.tables)) == first
     else:
         assert not any("dense sm90" in row[1] for row in section.tables[SPEEDS][1:])

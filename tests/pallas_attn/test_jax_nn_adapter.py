@@ -165,7 +165,7 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bias": MASK[..., :5] * 1.0}, ValueError, "bias: expected shape (2, 4, 9, 7), or 1 in place"),
+        ({"bias": MASK[..., :5] * 1.0}, ValueError, "bias: expected shape (2, 4, 9, 7), or 1"),
         ({"mask": MASK}, NotImplementedError, "mask: expected None"),
         (
             {"query_seq_lengths": LENGTHS.astype(jnp.int16)},
