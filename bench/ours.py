@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.calls import PREPARE, as_torch, compiled, jax_call, torch_call
 from bench.job import Absent, Call, Subject
-from bench.problems import DecodeTensors, offsets_of
+from bench.problems import DecodeTensors, constants_of, offsets_of, varied_terms
 from bench.trees import TreeCase, joined, separate
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.spec import PagedSpec
@@ -72,6 +72,12 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
         Subject(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
         for kind, (name, target) in product(kinds, keys)
     }
+
+
+def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+    """Return factories of calls with terms of scores, as peers' are, without variants."""
+    keys = filter(has_kernels, product(FAMILY_NAMES, targets))
+    return _factories(partial(_or_absent, _scores), keys)
 
 
 def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
@@ -134,6 +140,25 @@ def _or_absent(make: Factory, *problem: Any) -> Call:
     except NotImplementedError as error:
         raise Absent(str(error)) from error
     return call
+
+
+def _scores(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
+    side, family = NAMES[name]
+    constants: dict[str, Any] = constants_of(case, tensors[0].device)
+    if side == "pallas_attn":
+        from interop.exchange import to_jax
+
+        constants = {name: to_jax(x) for name, x in constants.items()}
+    options = case.options | constants | {"implementation": family}
+    attention = partial(import_module(side).flash_attention, **options)
+
+    def attend(q, k, v, *terms):
+        found = attention(q, k, v, **dict(zip(varied_terms(case), terms, strict=True)))
+        return found[0] if case.row_max else found
+
+    with use_target(target):
+        call = PREPARE[side](attend, operation, tensors)
+    return for_target(call, target)
 
 
 def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: Any) -> Call:

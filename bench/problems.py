@@ -23,6 +23,7 @@ from interop.parity.cases import (
 )
 from twin_attention.contract import cost
 from twin_attention.contract.block_mask import BlockMask, global_tiles, local_tiles, random_tiles
+from twin_attention.contract.operands import CONSTANTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,11 +129,32 @@ def _flops(case: AttentionCase) -> tuple[int, int]:
 
 
 def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]:
-    """Return q, k, v and dout, [B, S, H, D] or [T, H, D] of packed sequences, random normal."""
+    """Return q, k, v and dout, [B, S, H, D] or [T, H, D] of packed sequences, random normal.
+
+    Terms of scores that have a gradient stand before dout.
+    """
     from interop.parity.inputs import make_inputs
 
     inputs = make_inputs(case if isinstance(case, VarlenCase) else dense_case(case), device)
-    return [inputs[name] for name in ("q", "k", "v", "dout")]
+    return [inputs[name] for name in ("q", "k", "v", *varied_terms(case), "dout")]
+
+
+def varied_terms(case: AttentionCase) -> tuple[str, ...]:
+    """Return the names of a case's terms of scores that have a gradient."""
+    return tuple(name for name in case.spec.terms if name not in CONSTANTS)
+
+
+def constants_of(case: AttentionCase, device: Any) -> dict[str, Tensor]:
+    """Return ALiBi's slopes, and a seed of dropout, by name, where a case has them."""
+    import torch
+
+    found = {}
+    if case.alibi:
+        powers = torch.arange(1, case.heads_q + 1, device=device) * (-8 / case.heads_q)
+        found["alibi_slopes"] = powers.exp2()
+    if case.dropout_rate:
+        found["dropout_seed"] = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    return found
 
 
 def dense_case(case: FlashCase) -> FlashCase:
@@ -150,15 +172,17 @@ def attention_check(
 
     from interop.parity.check import sample_check
 
-    q, k, v, dout = tensors
-    inputs = {"q": q, "k": k, "v": v}
+    q, k, v, *terms, dout = tensors
+    inputs = {"q": q, "k": k, "v": v} | dict(zip(varied_terms(case), terms, strict=True))
+    inputs |= constants_of(case, q.device)
     if isinstance(case, VarlenCase):
         inputs |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets_of(case, q.device))
     if isinstance(case, SparseCase):
         inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=q.device)
     if isinstance(case, TreeCase):
         inputs["kv_ends"] = torch.from_numpy(case.ends).to(q.device)
-    names = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+    of_terms = tuple(f"d{name}" for name in varied_terms(case))
+    names = {"forward": ("out",), "backward": ("dq", "dk", "dv", *of_terms)}
     names["both"] = names["forward"] + names["backward"]
     if operation != "forward":
         inputs["dout"] = dout

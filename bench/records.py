@@ -31,7 +31,8 @@ FORMER_NAMES = {
 # Of cases: earlier records lack these fields, which then have these defaults.
 LATER_FIELDS = {
     "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
-    "depths": False, "cascade": False, "common_pages": 0,
+    "depths": False, "cascade": False, "common_pages": 0, "relative": None,
+    "terms_in_q_dtype": False, "alibi": "", "bias": None, "dropout_rate": 0.0, "row_max": False,
 }  # fmt: skip
 # Of earlier records: our forward with another softmax, by the ends of their names.
 ABLATIONS = ("without softmax", "with barriers")

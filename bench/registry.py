@@ -34,6 +34,7 @@ SUITES = {
     "float32": "flash attention in float32, with IEEE products and with TF32",
     "packed": "documents of different lengths in one batch without padding, beside every peer",
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
+    "scores": "biases, tables of distances, slopes, dropout, row maxima, beside plain attention",
     "tree": "trees of tokens: a prompt with continuations, beside separate sequences and masks",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "context": "context parallel attention, a rank's time beside its share of the whole sequence's",

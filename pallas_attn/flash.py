@@ -19,7 +19,9 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
+    alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -32,7 +34,9 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
+    alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -45,7 +49,9 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
+    alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -58,7 +64,9 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
+    alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -71,7 +79,9 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
+    alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -84,7 +94,9 @@ def flash_attention(
     sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
     kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
+    alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool = ..., return_row_max: bool,
     implementation: Implementation | None = ...,
@@ -104,8 +116,11 @@ def flash_attention(
     kv_ends: jax.Array | None = None,
     q_depths: jax.Array | None = None,
     kv_depths: jax.Array | None = None,
+    bias: jax.Array | None = None,
     relative_bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0,
+    dropout_seed: jax.Array | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -147,11 +162,21 @@ def flash_attention(
             depths, window_size's left side counts them in place of positions: a key is seen if the
             query is at most so much deeper. None, as for the keys: it counts positions.
         kv_depths: [B, Skv] int32, how deep each key is.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any of these, float32 or q's dtype: what is added
+            to each score, after the scale and before the softcap. Where it has 1 its gradient is a
+            sum; no other memory grows with its size. Without a softcap -inf hides a key; one that
+            no query of a tile sees takes time nevertheless.
         relative_bias: [Hq, 2R + 1], float32 or q's dtype: a score gets ``relative_bias[h, clip(j -
             p, -R, R) + R]``, after the scale and before the softcap. Its gradient is a sum over all
             pairs. Buckets of distances, as T5 has them, expand to it.
         alibi_slopes: [Hq] or [B, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
             relative_bias. They are constants: their gradient is none, or 0.
+        dropout_rate: the share of the probabilities that are dropped, after the softmax, from 0 on
+            and below 1, rounded to a multiple of 2^-16; the others are divided by the share that is
+            kept. The log-sum-exp is that without dropout.
+        dropout_seed: [2] int32 or uint32, 64 bits that say, with batch element, head, query and key
+            alone, which probabilities are dropped; the backward drops them again. Give each layer
+            and step its own. None only without dropout.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
@@ -192,11 +217,12 @@ def flash_attention(
         fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
     operands = (
-        q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, relative_bias,
-        alibi_slopes,
+        q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, bias,
+        relative_bias, alibi_slopes, dropout_seed,
     )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
     options = (
-        causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,
+        causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
+        return_lse,
     )  # fmt: skip
     return DENSE(operands, options, implementation)

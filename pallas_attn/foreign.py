@@ -97,7 +97,9 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _has_sinks(operands: tuple[Any, ...]) -> bool:
-    return any(getattr(x, "sinks", None) is not None for x in operands)
+    """Return True for operands that do not join a batch: sinks, and a seed, which counts it."""
+    names = ("sinks", "dropout_seed")
+    return any(getattr(x, name, None) is not None for x in operands for name in names)
 
 
 def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:

@@ -132,7 +132,8 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     """Return what a program reads of `Terms`: those of its head.
 
     Args:
-        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N].
+        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], and
+            bias, as `of_pairs` takes it.
         group_size: query heads of the grid's kv head, whose terms it reads; None for a query head.
     """
     head = "head" if group_size is None else ("head", group_size)
@@ -140,7 +141,23 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     return terms._replace(
         relative=block_spec(terms.relative, _in_grid, head, ALL),
         slopes=None if slopes is None else block_spec(slopes, _in_grid, *axes[slopes.ndim]),
+        seed=of_all(terms.seed),
+        bias=of_pairs(terms.bias, group_size),
     )
+
+
+def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
+    """Return what a program reads of `x`, a value of each pair of query and key; None gives None.
+
+    Args:
+        x: [B, Hq, Sq, Skv], or 1 in place of any, gives [Sq, Skv], or [group_size or 1, Sq, Skv].
+        group_size: query heads of the grid's kv head, which it reads; None for a query head.
+    """
+    if x is None:
+        return None
+    batch, head = ("batch" if x.shape[0] > 1 else "first"), ("head" if x.shape[1] > 1 else "first")
+    heads = head if group_size is None else (head, group_size if x.shape[1] > 1 else 1)
+    return block_spec(x, _in_grid, batch, heads, ALL, ALL)
 
 
 def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:

@@ -23,6 +23,7 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -36,6 +37,7 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -49,6 +51,7 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -62,6 +65,7 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -75,6 +79,7 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -88,6 +93,7 @@ def flash_attention_varlen(
     sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
     q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
     relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
+    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool = ..., return_row_max: bool,
     implementation: Implementation | None = ...,
@@ -109,6 +115,8 @@ def flash_attention_varlen(
     kv_depths: jax.Array | None = None,
     relative_bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
+    dropout_rate: float = 0,
+    dropout_seed: jax.Array | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -150,6 +158,9 @@ def flash_attention_varlen(
             pairs. Buckets of distances, as T5 has them, expand to it.
         alibi_slopes: [Hq] or [N, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
             relative_bias. They are constants: their gradient is none, or 0.
+        dropout_rate: as `flash_attention` takes it.
+        dropout_seed: [2] int32 or uint32, as `flash_attention` takes it; a sequence drops what an
+            element of a batch in its place does.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
@@ -191,11 +202,12 @@ def flash_attention_varlen(
     """
     operands = (
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
-        alibi_slopes,
+        alibi_slopes, dropout_seed,
     )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
     options = (
-        causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,
+        causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
+        return_lse,
     )  # fmt: skip
     return PACKED(operands, options, implementation)
 

@@ -14,7 +14,7 @@ before the mode is made::
 
 Only pairs of query and key that the window keeps are counted, unlike for
 `scaled_dot_product_attention`, of which torch counts all. The backward counts its five products,
-and not the two that the gradient of `relative_bias` computes again.
+and not the two that the gradients of `relative_bias` and of a shared `bias` compute again.
 Most of what follows from data is left out: with segment ids the count is that without, a window of
 depths hides nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` the pairs before
 the keys' ends are counted, and of `block_sparse_attention` the tiles that its mask keeps: this

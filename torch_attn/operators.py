@@ -23,7 +23,8 @@ _library = torch.library.Library("torch_attn", "DEF")
 # The kernels read strides: the compiler must pass tensors as the program laid them out.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _KINDS = {
-    X: "Tensor", X | None: "Tensor?", float | None: "float?", int | None: "SymInt?",
+    X: "Tensor", X | None: "Tensor?", float: "float", float | None: "float?",
+    int | None: "SymInt?",
     bool: "bool", bool | None: "bool?", Precision: "str",
 }  # fmt: skip
 

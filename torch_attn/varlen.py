@@ -22,6 +22,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -35,6 +36,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -48,6 +50,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, return_row_max: Literal[False] = ...,
     implementation: Implementation | None = ...,
@@ -61,6 +64,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[False] = ..., return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -74,6 +78,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: Literal[True], return_row_max: Literal[True],
     implementation: Implementation | None = ...,
@@ -87,6 +92,7 @@ def flash_attention_varlen(
     sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
     q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
     relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
+    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
     deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool = ..., return_row_max: bool,
     implementation: Implementation | None = ...,
@@ -108,6 +114,8 @@ def flash_attention_varlen(
     kv_depths: Tensor | None = None,
     relative_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    dropout_rate: float = 0,  # 0.0 would count as a number that changes to torch.compile
+    dropout_seed: Tensor | None = None,
     deterministic: bool | None = None,
     precision: Precision = "ieee",
     return_lse: bool = False,
@@ -150,6 +158,9 @@ def flash_attention_varlen(
             pairs. Buckets of distances, as T5 has them, expand to it.
         alibi_slopes: [Hq] or [N, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
             relative_bias. They are constants: their gradient is none, or 0.
+        dropout_rate: as `flash_attention` takes it.
+        dropout_seed: [2] int32 or uint32, as `flash_attention` takes it; a sequence drops what an
+            element of a batch in its place does.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which is faster where the kernels can. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
@@ -189,11 +200,12 @@ def flash_attention_varlen(
     """
     operands = (
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
-        alibi_slopes,
+        alibi_slopes, dropout_seed,
     )  # fmt: skip
     deterministic = or_as_torch_says(deterministic)
     options = (
-        causal, scale, window_size, softcap, deterministic, precision, return_row_max, return_lse,
+        causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
+        return_lse,
     )  # fmt: skip
     return PACKED(operands, options, implementation)
 

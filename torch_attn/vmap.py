@@ -42,10 +42,25 @@ def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
     return x.flatten(axis, axis + 1)
 
 
+def _call_for_each(op, num_tensors, size, in_dims, *args):
+    """Call the operator for each element of the dimension that `vmap` maps."""
+    tensors = [*zip(args[:num_tensors], in_dims, strict=False)]
+
+    def one(i):
+        own = (x if dim is None else x.movedim(dim, 0)[i] for x, dim in tensors)
+        own = (x if x is None or x.stride()[-1:] in ((), (1,)) else x.contiguous() for x in own)
+        return op(*own, *args[num_tensors:])
+
+    results = zip(*map(one, range(size)), strict=True)
+    stacked = tuple(torch.stack(x) for x in results)
+    return stacked, (0,) * len(stacked)
+
+
 def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
     """Join the batch, or with sinks or a table, which have none, the heads.
 
-    These share segment ids.
+    These share segment ids. With a bias or dropout the operator is called for each element: batch
+    elements of one call share a bias, and dropout counts them.
 
     Args:
         fields: names of the operands. Those of a backward stand behind dout and dlse.
@@ -56,6 +71,9 @@ def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
     """
     first = 0 if num_tensors == len(fields) else 2
     places = {first + i: name for i, name in enumerate(fields) if name in TERMS}
+    alone = (first + i for i, name in enumerate(fields) if name in ("bias", "dropout_seed"))
+    if any(args[i] is not None for i in alone):
+        return _call_for_each(op, num_tensors, info.batch_size, in_dims, *args)
     tensors = list(zip(args[:num_tensors], in_dims[:num_tensors], strict=True))
     axis = _BATCH
     if any(

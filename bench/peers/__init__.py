@@ -15,6 +15,7 @@ from bench.peers import (
     flashinfer,
     jax_peers,
     packed_peers,
+    score_peers,
     sparse_peers,
     torch_peers,
     tree_peers,
@@ -51,6 +52,12 @@ SPARSE: Mapping[str, Callable[..., Call]] = {
 TREE: Mapping[str, Callable[..., Call]] = {
     "FlexAttention": tree_peers.flex,
     "FlexAttention, mask made": partial(tree_peers.flex, makes_mask=True),
+}
+SCORES: Mapping[str, Callable[..., Call]] = {
+    "FlexAttention": score_peers.flex,
+    "SDPA": score_peers.sdpa,
+    "jax.nn cuDNN": score_peers.jax_nn,
+    "flash-attn": score_peers.flash_attn,
 }
 DECODE: Mapping[str, Callable[..., Call]] = {
     "FlashInfer": flashinfer.decode,

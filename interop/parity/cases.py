@@ -54,6 +54,9 @@ class FlashCase:
             `terms_in_q_dtype` in the call's dtype.
         alibi: "" for no slopes; "heads" for one of each head; "all" for one of each head of each
             sequence.
+        bias: the axes of a bias that has all of them, of "bhqk": 1 in place of the others; None for
+            no bias.
+        dropout_rate: the call's option.
         deterministic: the call's option, for the backward.
         precision: the call's option.
         row_max: ask for row maxima.
@@ -82,6 +85,8 @@ class FlashCase:
     relative: int | None = None
     terms_in_q_dtype: bool = False
     alibi: str = ""
+    bias: str | None = None
+    dropout_rate: float = 0.0
     deterministic: bool = False
     precision: Precision = "ieee"
     row_max: bool = False
@@ -111,7 +116,7 @@ class FlashCase:
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
             self.precision, segmented=bool(self.segments), **_tree_fields(self),
-            terms=_terms(self), row_max=self.row_max,
+            terms=_terms(self), row_max=self.row_max, dropout_rate=self.dropout_rate,
         )  # fmt: skip
 
 
@@ -130,6 +135,7 @@ class VarlenCase:
         tree, depths, relative, terms_in_q_dtype, alibi: as in `FlashCase`, of each sequence.
         deterministic: the call's option, for the backward.
         precision: the call's option.
+        dropout_rate: the call's option.
         row_max: ask for row maxima.
     """
 
@@ -151,6 +157,7 @@ class VarlenCase:
     relative: int | None = None
     terms_in_q_dtype: bool = False
     alibi: str = ""
+    dropout_rate: float = 0.0
     deterministic: bool = False
     precision: Precision = "ieee"
     row_max: bool = False
@@ -172,20 +179,26 @@ class VarlenCase:
             self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
             self.precision, **_tree_fields(self), terms=_terms(self), row_max=self.row_max,
-            num_sequences=len(self.lengths),
+            dropout_rate=self.dropout_rate, num_sequences=len(self.lengths),
         )  # fmt: skip
 
 
 def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
     """Return the options of a call; those that not all functions have are left out at defaults."""
     names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
-    asked = {"return_row_max": True} if case.row_max else {}
+    asked: dict[str, Any] = {"return_row_max": True} if case.row_max else {}
+    if case.dropout_rate:
+        asked["dropout_rate"] = case.dropout_rate
     return {name: getattr(case, name) for name in names} | asked
 
 
 def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
     """Return the names of the operands that are added to the scores."""
-    given = {"relative_bias": case.relative is not None, "alibi_slopes": bool(case.alibi)}
+    given = {
+        "bias": getattr(case, "bias", None) is not None,
+        "relative_bias": case.relative is not None,
+        "alibi_slopes": bool(case.alibi),
+    }
     return tuple(name for name in TERMS if given[name])
 
 
@@ -205,8 +218,8 @@ class BlockSparseCase(FlashCase):
         own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
             head of each sequence.
         kept: share of the tiles that are kept, at random.
-        segments, tree, depths, relative, terms_in_q_dtype, alibi, row_max, layout: as in
-            `FlashCase`, but always their defaults.
+        segments, tree, depths, relative, terms_in_q_dtype, alibi, bias, dropout_rate, row_max,
+            layout: as in `FlashCase`, but always their defaults.
     """
 
     tile_q: int = 64
@@ -239,8 +252,8 @@ class DilatedCase(FlashCase):
     Attributes:
         segment_lengths, dilation_rates: of each pair.
         seq_kv: as long as `seq_q`.
-        window_size, sinks, segments, tree, depths, relative, terms_in_q_dtype, alibi, row_max,
-            layout: as in `FlashCase`, but always their defaults.
+        window_size, sinks, segments, tree, depths, relative, terms_in_q_dtype, alibi, bias,
+            dropout_rate, row_max, layout: as in `FlashCase`, but always their defaults.
     """
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)
@@ -568,6 +581,24 @@ def _quick() -> Iterator[FlashCase]:
     )  # fmt: skip
     yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
     yield replace(base, name="alibi", alibi="heads", causal=True)
+    # The gradients are stored by the kernel of dq, and summed over sequences, heads, rows and keys.
+    yield replace(base, name="bias", bias="bhqk", causal=True, heads_q=4)
+    yield replace(base, name="bias-pairs", bias="hqk", seq_kv=97, batch=2, terms_in_q_dtype=True)
+    yield replace(
+        base, name="bias-keys", bias="bk", seq_q=61, seq_kv=97, dtype="float32", head_dim=32,
+        window_size=(40, 9),
+    )  # fmt: skip
+    yield replace(
+        base, name="bias-all-options", bias="qk", relative=20, alibi="heads", batch=2,
+        segments="documents", tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48,
+        causal=True, window_size=(40, None), softcap=30.0, sinks=True, scale=0.2,
+        dropout_rate=0.2, dtype="float16",
+    )  # fmt: skip
+    yield replace(base, name="dropout", dropout_rate=0.2, causal=True, heads_q=4)
+    yield replace(
+        base, name="dropout-all-options", dropout_rate=0.5, seq_q=61, seq_kv=97, head_dim=72,
+        head_dim_v=48, dtype="float16", window_size=(40, 9), relative=20, softcap=30.0, sinks=True,
+    )  # fmt: skip
     yield replace(
         base, name="terms-all-options", relative=31, alibi="all", batch=2, segments="documents",
         tree="nested", seq_q=97, heads_q=4, head_dim=72, head_dim_v=48, causal=True,
@@ -675,6 +706,25 @@ def _full_changes() -> Iterator[Change]:
     yield "relative-tree", {"relative": 20, "tree": "any", "causal": True, "sinks": True}
     for d in (64, 128):
         yield f"alibi-d{d}", {"alibi": "all", "head_dim": d, "causal": True, "row_max": True}
+    for d in (16, 32, 64, 128, 256):
+        yield f"bias-d{d}", {"bias": "hqk", "head_dim": d}
+    for axes in ("", "h", "q", "k", "bq", "hk", "qk", "hqk", "bhqk"):
+        yield f"bias-{axes}", {"bias": axes, "seq_kv": 450, "terms_in_q_dtype": True}
+    yield "bias-641x127", {"bias": "bhqk", "seq_q": 641, "seq_kv": 127, "causal": True}
+    yield "bias-64x0", {"bias": "hqk", "seq_q": 64, "seq_kv": 0}
+    yield "bias-1x300", {"bias": "bhqk", "seq_q": 1, "seq_kv": 300}
+    yield "bias-softcap", {"bias": "qk", "softcap": 5.0, "heads_q": 8, "heads_kv": 1}
+    yield "bias-segments", {"bias": "bhqk", "segments": "shuffled", "window_size": (70, 5)}
+    yield "bias-tree", {"bias": "hqk", "tree": "any", "causal": True, "sinks": True, "relative": 9}
+    for d in (16, 32, 64, 128, 256):
+        yield f"dropout-d{d}", {"dropout_rate": 0.1, "head_dim": d, "causal": True}
+    dropout = {"dropout_rate": 0.3}
+    yield "dropout-641x127", {**dropout, "seq_q": 641, "seq_kv": 127, "sinks": True}
+    yield "dropout-64x0", {**dropout, "seq_q": 64, "seq_kv": 0}
+    yield "dropout-softcap", {**dropout, "softcap": 5.0, "window_size": (70, 5), "row_max": True}
+    yield "dropout-terms", {**dropout, "relative": 64, "alibi": "all", "segments": "shuffled"}
+    yield "dropout-tree", {**dropout, "tree": "any", "causal": True, "seq_q": 333}
+    yield "dropout-heads8-1", {"dropout_rate": 0.9, "heads_q": 8, "heads_kv": 1}
     for heads_q, heads_kv in ((8, 8), (8, 1), (6, 2)):
         yield f"heads{heads_q}-{heads_kv}", {"heads_q": heads_q, "heads_kv": heads_kv}
     for mask, causal in masks:  # several tiles for each SM
@@ -731,6 +781,7 @@ def _quick_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-terms", lengths=lengths, relative=30, alibi="all", head_dim=32,
         window_size=(24, None), softcap=20.0, dtype="float16",
     )  # fmt: skip
+    yield replace(base, name="varlen-dropout", lengths=lengths, dropout_rate=0.3, head_dim=32)
     yield replace(base, name="varlen-tree", tree="nested")
     yield replace(
         base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
@@ -762,6 +813,8 @@ def _full_varlen_changes() -> Iterator[Change]:
     for d in (64, 128):
         yield f"relative-d{d}", {"relative": 50, "head_dim": d, "alibi": "all"}
     yield "relative-any", {"relative": 300, "causal": False, "softcap": 5.0}
+    for d in (64, 128):
+        yield f"dropout-d{d}", {"dropout_rate": 0.1, "head_dim": d}
     for d in (64, 128):
         yield f"tree-d{d}", {"tree": "nested", "head_dim": d}
     yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}

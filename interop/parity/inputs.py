@@ -117,15 +117,26 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
 
 
 def _terms(case: FlashCase | VarlenCase, normal: Normal, batch: int) -> Tensors:
-    """Make what is added to the scores; slopes are from 0 on, as ALiBi's."""
+    """Make what is added to the scores, and a seed; slopes are from 0 on, as ALiBi's."""
     inputs: Tensors = {}
+    if isinstance(case, FlashCase) and case.bias is not None:
+        dtype = getattr(torch, case.dtype) if case.terms_in_q_dtype else torch.float32
+        inputs["bias"] = normal(bias_shape(case), dtype)
     if case.relative is not None:
         dtype = getattr(torch, case.dtype) if case.terms_in_q_dtype else torch.float32
         inputs["relative_bias"] = normal((case.heads_q, 2 * case.relative + 1), dtype)
     if case.alibi:
         shape = (batch, case.heads_q) if case.alibi == "all" else (case.heads_q,)
         inputs["alibi_slopes"] = 0.2 * normal(shape, torch.float32).abs()
+    if case.dropout_rate:
+        inputs["dropout_seed"] = (1e9 * normal((2,), torch.float32)).int()
     return inputs
+
+
+def bias_shape(case: FlashCase) -> tuple[int, ...]:
+    """Return the shape of a case's bias."""
+    axes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
+    return tuple(size if name in (case.bias or "") else 1 for name, size in axes)
 
 
 def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:

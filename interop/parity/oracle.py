@@ -44,7 +44,7 @@ SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is o
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
-SUMS = ("dsinks", "drelative_bias")  # over all sequences
+SUMS = ("dsinks", "drelative_bias", "dbias")  # over all sequences
 OF_ROWS = ("lse", "row_max")  # results of the forward, beside out
 
 # Or a VarlenSpec or PagedSpec, which is one of these.
@@ -60,19 +60,25 @@ class Part:
         where: index of the part in inputs and results of the whole problem, by name; a tensor
             without one, or without dimensions, is the part's as it is.
         inner: the part's queries and keys that are compared; None compares all.
+        first: batch element and query head of the whole with which the part begins.
     """
 
     spec: Any
     where: Mapping[str, Any] = field(default_factory=dict)
     inner: slice | None = None
+    first: tuple[int, int] = (0, 0)
 
     def crop(self, tensors: Tensors) -> Tensors:
         """Return views of the part in inputs or results of the whole problem."""
         return {name: x[self._index(name, x)] if x.ndim else x for name, x in tensors.items()}
 
     def _index(self, name: str, x: torch.Tensor) -> Any:
-        """Return the index in one tensor: of slopes that all sequences share, that of the heads."""
+        """Return the index in one tensor: of slopes that all sequences share, that of the heads; of
+        a bias, all of an axis that it has once.
+        """
         index = self.where.get(name, ...)
+        if name in ("bias", "dbias") and index is not ...:
+            return tuple(i if n > 1 else slice(None) for i, n in zip(index, x.shape, strict=False))
         return index[-1] if name == "alibi_slopes" and index is not ... and x.ndim == 1 else index
 
     def crop_inner(self, results: Tensors) -> Tensors:
@@ -109,7 +115,7 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
     found = []
     for part in parts:
         dtypes, own = (torch.float64, getattr(torch, part.spec.dtype)), part.crop(inputs)
-        ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype)) for dtype in dtypes)
+        ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype, part.first)) for dtype in dtypes)
         cancelled = _cancelled(own, part.spec)
         if "dsinks" in ref:
             lp["dsinks"] = _as_wrong_as_its_terms(own, ref, lp)
@@ -181,7 +187,9 @@ def sample_of(spec: Spec, samples: int = SAMPLES) -> list[Part]:
     return [parts[i] for i in (0, *sorted(between), len(parts) - 1)]
 
 
-def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
+def evaluate(
+    inputs: Tensors, spec: Spec, dtype: torch.dtype, first: tuple[int, int] = (0, 0)
+) -> Tensors:
     """Run the contract's plain formula in `dtype`.
 
     Args:
@@ -189,6 +197,7 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
             gradients are evaluated.
         spec: the problem.
         dtype: of all operations and results.
+        first: batch element and query head of a whole with which the problem begins.
 
     Returns:
         out and lse, with dout also the operands' gradients; of an append the pools, and q where
@@ -204,10 +213,12 @@ def evaluate(inputs: Tensors, spec: Spec, dtype: torch.dtype) -> Tensors:
         return _evaluate_varlen(inputs, spec, dtype)
     if isinstance(spec, MergeSpec):
         return _evaluate_merge(inputs, dtype)
-    return _evaluate_flash(inputs, spec, dtype)
+    return _evaluate_flash(inputs, spec, dtype, first)
 
 
-def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) -> Tensors:
+def _evaluate_flash(
+    inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype, first: tuple[int, int]
+) -> Tensors:
     results = _empty_results(inputs["q"], spec, dtype)
     names = [name for name in FlashOperands._fields if name in inputs]
     differentiable = [name for name in names if has_gradient(name, inputs[name])]
@@ -224,11 +235,14 @@ def _evaluate_flash(inputs: Tensors, spec: AttentionSpec, dtype: torch.dtype) ->
         if isinstance(spec, BlockSparseSpec):
             lists = BlockMask.of(x["block_mask"])._asdict()
             operands = BlockSparseOperands(**{name: x[name] for name in names}, **lists)
-        for name, values in zip(found, forward(operands, chunk.spec, dtype), strict=False):
+        more = ()
+        if spec.dropout is not None:
+            more = ((first[0] + chunk.first[0], first[1] + chunk.first[1]),)
+        for name, values in zip(found, forward(operands, chunk.spec, dtype, *more), strict=False):
             found[name][:] = values
         if "dout" in x:
             dout, dlse = x["dout"], x.get("dlse")
-            gradients = backward(dout, dlse, operands, chunk.spec, dtype)
+            gradients = backward(dout, dlse, operands, chunk.spec, dtype, *more)
             for name in differentiable:
                 found[f"d{name}"] += getattr(gradients, name)
     return {name: x.to(dtype) for name, x in results.items()}
@@ -259,11 +273,12 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
         where |= dict.fromkeys((*OF_ROWS, "dlse"), (slice(None), queries))
         one = Part(spec.sequence(end_q - begin_q, end_kv - begin_kv), where)
         own = {name: x for name, x in inputs.items() if name != "alibi_slopes"}
-        batch = {name: x if name in shared else x[None] for name, x in one.crop(own).items()}
+        whole = (*shared, "dropout_seed")
+        batch = {name: x if name in whole else x[None] for name, x in one.crop(own).items()}
         if "alibi_slopes" in inputs:
             slopes = inputs["alibi_slopes"]
             batch["alibi_slopes"] = slopes[n] if slopes.ndim == 2 else slopes
-        found, into = _evaluate_flash(batch, one.spec, dtype), one.crop(results)
+        found, into = _evaluate_flash(batch, one.spec, dtype, (n, 0)), one.crop(results)
         for name, x in found.items():
             if name in SUMS:
                 into[name] += x
@@ -387,7 +402,7 @@ def _chunks(spec: AttentionSpec) -> Iterator[Part]:
         yield Part(spec)
         return
     size = max(1, SCORES // max(1, spec.group_size * spec.seq_kv))
-    if spec.terms:  # positions are those of all queries
+    if spec.terms or spec.dropout is not None:  # positions are those of all queries
         size = max(1, spec.seq_q)
     if isinstance(spec, BlockSparseSpec):  # whole tiles
         size = -(-size // spec.tile_q) * spec.tile_q
@@ -410,6 +425,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     where |= dict.fromkeys((*OF_ROWS, "dlse"), (one, heads_q, queries))
     where |= dict.fromkeys(("sinks", "relative_bias", *SUMS), heads_q)
     where["alibi_slopes"] = one, heads_q
+    where |= dict.fromkeys(("bias", "dbias"), (one, heads_q, queries, keys))
     where |= dict.fromkeys(("q_segment_ids", "q_depths"), (one, queries))
     where |= dict.fromkeys(("kv_segment_ids", "kv_depths", "kv_ends"), (one, keys))
     ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)
@@ -426,7 +442,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
         heads = heads_q if own.mask_heads > 1 else slice(0, 1)
         where["block_mask"] = (sequences, heads, tiles)
         own = replace(own, mask_batch=1, mask_heads=group if own.mask_heads > 1 else 1)
-    return Part(own, where)
+    return Part(own, where, first=(batch, heads_q.start))
 
 
 def _around(spec: AttentionSpec, element: int) -> Part:
@@ -440,6 +456,7 @@ def _around(spec: AttentionSpec, element: int) -> Part:
     (batch, token), head = divmod(row, spec.seq_q), head // spec.group_size
     left, right = spec.window.left, spec.window.right
     is_whole = spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or spec.tree
+    is_whole = is_whole or bool(spec.terms) or spec.dropout is not None
     if is_whole or left is None or right is None:
         return _block(spec, batch, head, slice(0, spec.seq_q), slice(0, spec.seq_kv))
     start = min(max(token - STRETCH // 2, 0), spec.seq_q - STRETCH)

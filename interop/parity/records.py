@@ -190,6 +190,15 @@ def problem_text(problem: dict[str, Any]) -> str:
     for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
         if problem.get(name) is not None:
             words.append(f"{name}={problem[name]}")
+    if problem.get("bias") is not None:
+        words.append(f"bias={problem['bias'] or 1}")
+    if problem.get("relative") is not None:
+        words.append(f"relative={problem['relative']}")
+    for name in ("alibi", "dropout_rate"):
+        if problem.get(name):
+            words.append(f"{name}={problem[name]}")
+    if problem.get("row_max"):
+        words.append("row_max")
     if problem.get("common_pages"):
         words.append(f"up to {problem['common_pages']} pages in common")
     if problem.get("tree"):

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from pallas_attn import flash_attention
 from pallas_attn.dispatch import IMPLEMENTATIONS, Implementation
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate import check_bias, fail
 
 # jax.nn's score of a hidden key.
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -21,7 +21,7 @@ def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    bias: None = None,
+    bias: ArrayLike | None = None,
     mask: None = None,
     *,
     scale: float | None = None,
@@ -45,7 +45,8 @@ def dot_product_attention(
             8.
         key: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
         value: [B, S, K, H] or [S, K, H], the query's dtype.
-        bias, mask: None.
+        bias: [B, N, T, S], or 1 in place of any, float32 or the query's dtype, added to the scores.
+        mask: None.
         scale: factor of the scores; None is ``H ** -0.5``.
         is_causal: query i sees keys up to i.
         query_seq_lengths, key_value_seq_lengths: [B] int32, tokens of each sequence that are no
@@ -62,9 +63,9 @@ def dot_product_attention(
         no key is 0.7 times the least float32.
 
     Raises:
-        NotImplementedError: a bias, a mask, or an implementation of `jax.nn` is given.
+        NotImplementedError: a mask, or an implementation of `jax.nn` is given.
         TypeError: lengths that are not int32.
-        ValueError: lengths of another shape than [B].
+        ValueError: lengths of another shape than [B], or a bias that does not broadcast.
         What `pallas_attn.flash_attention` raises.
 
     Example::
@@ -75,9 +76,8 @@ def dot_product_attention(
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         out = jax.jit(lambda *qkv: dot_product_attention(*qkv, is_causal=True))(q, k, v)
     """
-    for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None:
-            fail(NotImplementedError, name, "None", type(x).__name__)
+    if mask is not None:
+        fail(NotImplementedError, "mask", "None", type(mask).__name__)
     if implementation in ("xla", "cudnn"):
         expected = f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}, since"
         expected = f"{expected} 'xla' and 'cudnn' run in jax.nn.dot_product_attention alone"
@@ -91,6 +91,10 @@ def dot_product_attention(
     if v.shape[1] != k.shape[1]:
         fail(ValueError, "value", f"key's length {k.shape[1]}", v.shape[1])
 
+    if bias is not None:
+        bias, whole = jnp.asarray(bias), (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        bias = bias if bias.ndim == 4 else bias[None]
+        check_bias(bias.shape, whole)
     num_queries, num_keys = q.shape[1], k.shape[1]
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
@@ -117,6 +121,7 @@ def dot_product_attention(
         v[:, :num_keys],
         scale=scale,
         window_size=window,
+        bias=None if bias is None else bias[:, :, :num_queries, :num_keys],
         q_segment_ids=None if q_ids is None else q_ids[:, :num_queries],
         kv_segment_ids=None if kv_ids is None else kv_ids[:, :num_keys],
         return_lse=True,

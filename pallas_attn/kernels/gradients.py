@@ -164,7 +164,7 @@ def make_flash_bwd(
     launch_dkdv: Launch,
     launch_fused: Launch | None = None,
     dq_prepares_rows: bool = False,
-    terms_gradients: Callable[..., dict[str, Array]] | None = None,
+    terms_gradients: tuple[Callable[..., dict[str, Array]], ...] = (),
 ) -> Callable[..., AttentionOperands[Array]]:
     """Return the `flash_bwd` of a family.
 
@@ -176,8 +176,9 @@ def make_flash_bwd(
             has a configuration for it. None where the family has no such kernel.
         dq_prepares_rows: launch_dq takes `Sources` and returns dq, lse2 and delta; the preprocess
             is for the sums alone.
-        terms_gradients: compute the gradients of the terms by name; launch_dq and launch_dkdv then
-            take `terms`. None for a family without terms.
+        terms_gradients: each computes the gradients of some terms by name; launch_dq and
+            launch_dkdv then take `terms`, and launch_dq may return the gradient of a bias beside
+            dq. None of a family without terms.
     """
 
     def flash_bwd(
@@ -204,29 +205,31 @@ def make_flash_bwd(
         )
         mask = mask_of_keys(operands, spec)
         has_sums = launch_fused is not None and "flash_bwd_fused" in backend.configs(spec)
-        dq = None
+        dq, gradients = None, {}
         if has_sums or not dq_prepares_rows:
             lse2, delta = preprocess(dout, dlse, out, lse, spec, backend, mask)
         else:
             sources = Sources(q, k, v, dout, out, lse, dlse)
             dq, lse2, delta = launch_dq(sources, spec, backend, mask)
         inputs = Inputs(q, k, v, dout, lse2, delta)
-        terms = {"terms": terms_of(operands)} if spec.terms else {}
+        terms = {"terms": terms_of(operands, spec)} if terms_gradients else {}
         if has_sums:
             assert launch_fused is not None
             dq, dk, dv = launch_fused(inputs, spec, backend, mask)
         else:
             if dq is None:
                 dq = launch_dq(inputs, spec, backend, mask, **terms)
+            if isinstance(dq, tuple):
+                dq, gradients["bias"] = dq
             dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec), **terms)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:
             cu_seqlens_q = mask.offsets.cu_seqlens_q
             dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q)
-        gradients = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
-        if terms_gradients is not None and spec.terms:
-            gradients |= terms_gradients(operands, inputs, mask, spec, backend)
+        gradients |= {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
+        for gradient in terms_gradients if spec.terms else ():
+            gradients |= gradient(operands, inputs, mask, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

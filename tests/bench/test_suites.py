@@ -11,7 +11,7 @@ import torch
 
 from bench import calls, ours, problems, timing
 from bench.job import Absent, Call, Subject
-from bench.peers import DECODE, FLASH, PACKED, SPARSE, TREE
+from bench.peers import DECODE, FLASH, PACKED, SCORES, SPARSE, TREE
 from bench.peers.sparse_peers import sparse_mask
 from bench.problems import SparseCase, attention_job, attention_tensors, decode_job, decode_tensors
 from bench.records import YARDSTICKS, Times, append
@@ -88,6 +88,7 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
             *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate")))),
         ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(*(
             f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate", "segments")))),
+        ("scores", "bias-1x4096", set(SCORES) | on_hopper(*PORTABLE, *EXPLICIT)),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
         ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}
          | both(*(f"{name} paged_decode" for name in (*PORTABLE, "jax mosaic")))),
@@ -501,8 +502,8 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
     assert section.title == load(suite).TITLE
     titles, failed, *_ = section.every
     assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
-    if suite in ("patterns", "tree", "context"):
-        first = context.SHARES if suite == "context" else load(suite).GAINS
+    if suite in ("patterns", "tree", "context", "scores"):
+        first = getattr(load(suite), "SHARES" if suite in ("context", "scores") else "GAINS")
         assert next(iter(section.tables)) == first
     else:
         assert not any("dense sm90" in row[1] for row in section.tables[SPEEDS][1:])

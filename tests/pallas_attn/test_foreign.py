@@ -93,7 +93,7 @@ def check(family, target, operands, dout, launches, **options):
     problem = (PACKED if packed else DENSE).problem
     defaults = {
         "causal": False, "scale": None, "window_size": None, "softcap": None, "precision": "ieee",
-        "return_row_max": False,
+        "return_row_max": False, "dropout_rate": 0.0,
     }  # fmt: skip
     options = {**defaults, **options, "return_lse": True}
     of_numbers = {x: y for x, y in operands._asdict().items() if y is None or y.dtype.kind == "i"}

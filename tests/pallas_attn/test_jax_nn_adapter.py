@@ -139,6 +139,20 @@ def test_lengths_in_the_kernels():
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), atol=0.02)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 9, 7), (1, 4, 9, 7), (2, 1, 1, 7)])
+def test_bias(shape):
+    """Its gradient as well; queries past the last key are cut off."""
+    bias = jax.random.normal(jax.random.key(1), shape)
+
+    def gradient(attention):
+        def loss(bias, *qkv):
+            return jnp.sum(jnp.sin(attention(*qkv, bias)))
+
+        return lambda *qkv: jax.grad(loss)(bias, *qkv)
+
+    assert_like_jax(gradient, inputs(9, 7), "gradient", local_window_size=(1, 2))
+
+
 def test_numpy_arrays():
     q, k, v = (np.array(x) for x in inputs(5, 7))
     assert jnp.array_equal(dot_product_attention(q, k, v), dot_product_attention(*inputs(5, 7)))
@@ -151,7 +165,7 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"bias": MASK * 1.0}, NotImplementedError, "bias: expected None, got ArrayImpl"),
+        ({"bias": MASK[..., :5] * 1.0}, ValueError, "bias: expected shape (2, 4, 9, 7), or 1"),
         ({"mask": MASK}, NotImplementedError, "mask: expected None"),
         (
             {"query_seq_lengths": LENGTHS.astype(jnp.int16)},

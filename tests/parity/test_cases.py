@@ -24,6 +24,7 @@ from interop.parity.cases import (
     paged_cases,
     varlen_cases,
 )
+from interop.parity.inputs import bias_shape
 from twin_attention.contract.operands import (
     AppendOperands,
     BlockSparseOperands,
@@ -128,7 +129,8 @@ def test_a_dilated_case_describes_the_call_that_validation_accepts(case: Dilated
 
 def checked(case):
     """Return the options of a case, checked."""
-    return check_attention_options(**{"return_row_max": False} | case.options, return_lse=True)
+    defaults = {"return_row_max": False, "dropout_rate": 0.0}
+    return check_attention_options(**defaults | case.options, return_lse=True)
 
 
 def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict[str, Operand]:
@@ -148,6 +150,11 @@ def terms_of(case, batch: int) -> dict[str, Operand]:
     if case.alibi:
         shape = (heads,) if case.alibi == "heads" else (batch, heads)
         terms["alibi_slopes"] = Operand("alibi_slopes", shape, "float32")
+    if getattr(case, "bias", None) is not None:
+        dtype = case.dtype if case.terms_in_q_dtype else "float32"
+        terms["bias"] = Operand("bias", bias_shape(case), dtype)
+    if case.dropout_rate:
+        terms["dropout_seed"] = Operand("dropout_seed", (2,), "int32")
     return terms
 
 

@@ -92,6 +92,39 @@ MISTAKES = {
         TypeError, "alibi_slopes: expected dtype float32, got bfloat16",
         {"alibi_slopes": (4,)}, {"alibi_slopes": "bfloat16"}, {},
     ),
+    "a bias that does not broadcast": (
+        ValueError, "bias: expected shape (2, 4, 5, 7), or 1 in place of any of these, got (2, 4, "
+        "7, 5)",
+        {"bias": (2, 4, 7, 5)}, {"bias": "float32"}, {},
+    ),
+    "a bias of other axes": (
+        ValueError, "bias: expected shape (2, 4, 5, 7), or 1 in place of any of these, got (5, 7)",
+        {"bias": (5, 7)}, {"bias": "float32"}, {},
+    ),
+    "dtype of a bias": (
+        TypeError, "bias: expected dtype float32 or q's bfloat16, got float16",
+        {"bias": (1, 1, 5, 7)}, {"bias": "float16"}, {},
+    ),
+    "a rate of 1": (
+        ValueError, "dropout_rate: expected a number from 0 on that is less than 1, got 1.0",
+        {"dropout_seed": (2,)}, {"dropout_seed": "int32"}, {"dropout_rate": 1.0},
+    ),
+    "a rate that is no number": (
+        TypeError, "dropout_rate: expected a number from 0 on that is less than 1, got str",
+        {}, {}, {"dropout_rate": "0.1"},
+    ),
+    "dropout without a seed": (
+        ValueError, "dropout_seed: expected a seed with dropout_rate, got None",
+        {}, {}, {"dropout_rate": 0.1},
+    ),
+    "dtype of a seed": (
+        TypeError, "dropout_seed: expected dtype int32 or uint32, got float32",
+        {"dropout_seed": (2,)}, {"dropout_seed": "float32"}, {"dropout_rate": 0.1},
+    ),
+    "a seed of one number": (
+        ValueError, "dropout_seed: expected shape (2,), got (1,)",
+        {"dropout_seed": (1,)}, {"dropout_seed": "int32"}, {"dropout_rate": 0.1},
+    ),
     "row maxima by a number": (
         TypeError, "return_row_max: expected a bool, got int", {}, {}, {"return_row_max": 1},
     ),

@@ -9,7 +9,7 @@ from torch_attn import BlockMask, block_sparse_attention, explain
 from torch_attn.flash_ops import SPARSE
 from twin_attention.contract.operands import BlockSparseOperands
 
-OPTIONS = (None, None, 0, None, True, "ieee", False)
+OPTIONS = (None, None, 0, None, True, "ieee", False, 0.0)
 
 
 @pytest.fixture

@@ -51,6 +51,15 @@ def test_flash_attn_func_takes_options_by_position():
     assert torch.equal(got, flash_attention(*QKV, **options))
 
 
+def test_flash_attn_func_draws_a_seed_of_torch():
+    torch.manual_seed(3)
+    seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32)
+    want = flash_attention(*QKV, dropout_rate=0.3, dropout_seed=seed)
+    torch.manual_seed(3)
+    assert torch.equal(flash_attn_func(*QKV, 0.3), want)
+    assert not torch.equal(flash_attn_func(*QKV, 0.3), want)
+
+
 def test_flash_attn_func_has_gradients():
     q, k, v = (x.float().requires_grad_() for x in QKV)
     got = torch.autograd.grad(flash_attn_func(q, k, v, causal=True).sum(), (q, k, v))
@@ -61,9 +70,8 @@ def test_flash_attn_func_has_gradients():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: expected 0.0, got 0.1"),
         # flash-attn 3 has softmax_scale in this place
-        ({"dropout_p": None}, NotImplementedError, "dropout_p: expected 0.0, got None"),
+        ({"dropout_p": None}, TypeError, "dropout_rate: expected a number"),
         (
             {"alibi_slopes": torch.ones(4), "softcap": 3.0},
             NotImplementedError,

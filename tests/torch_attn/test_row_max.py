@@ -11,7 +11,7 @@ from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.flash_ops import DENSE, PACKED
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 
-OPTIONS = (None, 3, 0, None, True, "ieee", True)
+OPTIONS = (None, 3, 0, None, True, "ieee", True, 0.0)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch_attn import explain, flash_attention
 from torch_attn.flash_ops import DENSE
 from twin_attention.contract.operands import FlashOperands
 
-OPTIONS = (None, None, 0, None, True, "ieee", False)
+OPTIONS = (None, None, 0, None, True, "ieee", False, 0.0)
 
 
 @pytest.fixture

@@ -289,9 +289,37 @@ def test_refuses_static_caches():
         model("Llama").generate(IDS, max_new_tokens=4, cache_implementation="static")
 
 
-def test_refuses_dropout():
-    with pytest.raises(NotImplementedError, match="dropout: expected 0"):
-        model("Llama", attention_dropout=0.1).train()(IDS)
+def test_dropout_follows_the_seed_of_torch():
+    trained = model("Llama", attention_dropout=0.5).train()
+
+    def logits(seed):
+        torch.manual_seed(seed)
+        return trained(IDS).logits
+
+    first = logits(0)
+    assert torch.equal(logits(0), first)
+    assert not torch.equal(logits(1), first)
+
+
+def test_t5_and_the_gradient_of_its_position_bias():
+    register()
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=32, num_layers=2, num_heads=2,
+        decoder_start_token_id=0, attn_implementation="torch_attn",
+    )  # fmt: skip
+    t5 = transformers.T5ForConditionalGeneration(config).eval()
+
+    def loss(t5):
+        t5.zero_grad()
+        out = t5(input_ids=tokens(2, 9), labels=tokens(2, 7))
+        out.loss.backward()
+        tables = [x.grad for name, x in t5.named_parameters() if "relative_attention" in name]
+        assert len(tables) == 2
+        return [out.logits.detach(), *tables]
+
+    for got, want in zip(*both(t5, loss), strict=True):
+        assert_close(got, want)
 
 
 def test_refuses_chunked_attention():

@@ -12,7 +12,7 @@ from torch_attn import explain, flash_attention
 from torch_attn.flash_ops import DENSE, PACKED
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 
-OPTIONS = (None, 3, 0, None, True, "ieee", False)
+OPTIONS = (None, 3, 0, None, True, "ieee", False, 0.0)
 TREE = ("kv_ends", "q_depths", "kv_depths")
 
 

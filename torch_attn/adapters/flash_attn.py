@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_attn import append_kv, flash_attention, flash_attention_varlen, paged_decode
+from torch_attn.adapters.seeds import draw_seed
 from twin_attention.contract.spec import PAGE_SIZE_MAX
 from twin_attention.contract.validate import fail
 
@@ -36,7 +37,8 @@ def flash_attn_func(
             is 16 to 256 in steps of 8; flash-attn copies and pads where that is not so.
         k: [B, Skv, Hkv, D], q's dtype.
         v: [B, Skv, Hkv, Dv], q's dtype.
-        dropout_p: 0.0.
+        dropout_p: the share of the probabilities that are dropped. The seed is drawn from torch's
+            generator of the device, as there, but other probabilities are dropped.
         softmax_scale: factor of the scores; None is ``D ** -0.5``.
         causal: query i sees keys up to ``p = i + Skv - Sq``.
         window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
@@ -50,7 +52,7 @@ def flash_attn_func(
         out [B, Sq, Hq, Dv] in q's dtype.
 
     Raises:
-        NotImplementedError: dropout, ALiBi with a softcap, or the probabilities are asked for.
+        NotImplementedError: ALiBi with a softcap, or the probabilities are asked for.
         What `torch_attn.flash_attention` raises.
 
     Example::
@@ -61,7 +63,7 @@ def flash_attn_func(
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         out = flash_attn_func(q, k, v, causal=True, window_size=(31, -1))
     """
-    _no_probabilities(dropout_p, return_attn_probs)
+    _no_probabilities(return_attn_probs)
     _no_softcap(alibi_slopes, softcap)
     return flash_attention(
         q,
@@ -72,6 +74,8 @@ def flash_attn_func(
         window_size=_window(window_size),
         softcap=_softcap(softcap),
         alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_p,
+        dropout_seed=draw_seed(q, dropout_p),
         deterministic=deterministic,
     )
 
@@ -119,8 +123,7 @@ def flash_attn_varlen_func(
         out [Tq, Hq, Dv] in q's dtype.
 
     Raises:
-        NotImplementedError: dropout, ALiBi with a softcap, pages or the probabilities are asked
-            for.
+        NotImplementedError: ALiBi with a softcap, pages or the probabilities are asked for.
         What `torch_attn.flash_attention_varlen` raises.
 
     Example::
@@ -133,7 +136,7 @@ def flash_attn_varlen_func(
         out = flash_attn_varlen_func(q, k, v, offsets, offsets, 60, 60, causal=True)
     """
     del max_seqlen_q, max_seqlen_k
-    _no_probabilities(dropout_p, return_attn_probs)
+    _no_probabilities(return_attn_probs)
     _no_softcap(alibi_slopes, softcap)
     _absent(block_table=block_table)
     return flash_attention_varlen(
@@ -147,6 +150,8 @@ def flash_attn_varlen_func(
         window_size=_window(window_size),
         softcap=_softcap(softcap),
         alibi_slopes=alibi_slopes,
+        dropout_rate=dropout_p,
+        dropout_seed=draw_seed(q, dropout_p),
         deterministic=deterministic,
     )
 
@@ -299,10 +304,8 @@ def _no_softcap(alibi_slopes: Tensor | None, softcap: float) -> None:
         fail(NotImplementedError, "softcap", "0.0 with alibi_slopes", softcap)
 
 
-def _no_probabilities(dropout_p: float, return_attn_probs: bool) -> None:
-    """Refuse what needs the probabilities, which are never in memory."""
-    if dropout_p != 0:
-        fail(NotImplementedError, "dropout_p", "0.0", dropout_p)
+def _no_probabilities(return_attn_probs: bool) -> None:
+    """Refuse the probabilities, which are never in memory."""
     if return_attn_probs:
         expected = "False (torch_attn.flash_attention has return_lse)"
         fail(NotImplementedError, "return_attn_probs", expected, return_attn_probs)

@@ -27,6 +27,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(message, name=error.name) from None
 
 from torch_attn import flash_attention, flash_attention_varlen
+from torch_attn.adapters.seeds import draw_seed
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import fail
 
@@ -63,11 +64,11 @@ class Mask:
 def register(name: str = "torch_attn") -> None:
     """Make `torch_attn` known to transformers as ``attn_implementation=name``.
 
-    Causal models, sliding windows, bidirectional encoders, softcap, sinks and GQA work, in training
-    and with a cache that grows (`DynamicCache`, transformers' default). Padding in a batch, chunked
-    attention, static caches, dropout, position biases and attention weights are refused when a
-    model meets them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and the
-    cache on: otherwise transformers builds a mask for padding or for packed sequences while
+    Causal models, sliding windows, bidirectional encoders, softcap, sinks, GQA, dropout and T5's
+    position biases work, in training and with a cache that grows (`DynamicCache`, transformers'
+    default). Padding in a batch, chunked attention, static caches and attention weights are refused
+    when a model meets them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and
+    the cache on: otherwise transformers builds a mask for padding or for packed sequences while
     tracing.
 
     Sequences packed into one row, as `DataCollatorWithFlattening` makes them, are kept apart in
@@ -177,6 +178,7 @@ def attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     dropout: float = 0.0,
+    position_bias: Tensor | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -192,7 +194,10 @@ def attention_forward(
         scaling: factor of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         s_aux: [Hq], sinks; None is none.
-        dropout: 0.0.
+        dropout: the share of the probabilities that are dropped, by a seed from torch's generator
+            of the device.
+        position_bias: [B, Hq, Sq, Skv], or 1 in place of any, added to the scores; None is none.
+            One whose last dimension is not contiguous, as T5's, is copied.
         is_causal: overrides the module's; must agree with a mask.
         sliding_window: unused, the mask has it.
         cu_seq_lens_q, cu_seq_lens_k: [N + 1], offsets of sequences that are packed into the
@@ -203,13 +208,11 @@ def attention_forward(
         out [B, Sq, Hq, Dv], and None for the weights.
 
     Raises:
-        NotImplementedError: dropout, a mask as a tensor, or an option in `others` that attention
-            depends on.
+        NotImplementedError: a mask as a tensor, a position bias with packed sequences, or an option
+            in `others` that attention depends on.
         ValueError: one of `cu_seq_lens_q` and `cu_seq_lens_k` without the other.
         What `torch_attn.flash_attention` and `flash_attention_varlen` raise.
     """
-    if dropout != 0:
-        fail(NotImplementedError, "dropout", "0.0 (attention_dropout of the config)", dropout)
     for name, option in others.items():
         if name not in _WITHOUT_EFFECT and option is not None and option is not False:
             fail(NotImplementedError, name, "None or False", type(option).__name__)
@@ -240,15 +243,25 @@ def attention_forward(
         "window_size": (attention_mask.window.left, attention_mask.window.right),
         "softcap": softcap,
         "sinks": None if s_aux is None else s_aux.float(),  # a model has them in its own dtype
+        "dropout_rate": dropout,
+        "dropout_seed": draw_seed(query, dropout),
     }
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        if position_bias is not None:
+            expected = "None with cu_seq_lens_q"
+            fail(NotImplementedError, "position_bias", expected, type(position_bias).__name__)
         out = flash_attention_varlen(
             q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_seq_lens_q.int(),
             cu_seq_lens_k.int(), **options,
         )  # fmt: skip
         return out.unflatten(0, q.shape[:2]), None
     ids = attention_mask.segment_ids
-    return flash_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, **options), None
+    if position_bias is not None and position_bias.stride(-1) != 1:
+        position_bias = position_bias.contiguous()
+    out = flash_attention(
+        q, k, v, q_segment_ids=ids, kv_segment_ids=ids, bias=position_bias, **options
+    )
+    return out, None
 
 
 def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | None:

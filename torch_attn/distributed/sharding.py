@@ -7,7 +7,8 @@
     out = torch_attn.flash_attention(q, k, v)  # DTensors, sharded by batch, by heads or by both
 
 Each device computes its batch entries and heads alone, forward and backward. Operands that are
-sharded otherwise, such as by length, are first redistributed by DTensor, which may gather them.
+sharded otherwise, such as by length, are first redistributed by DTensor, which may gather them, and
+so are all with dropout, which counts the batch elements and heads of the whole.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class _Placement(NamedTuple):
         ids: [B, S] segment ids, ends and depths.
         table, dtable: [Hq, 2R + 1], the operand and its gradient.
         slopes: [Hq].
+        bias: the axis of [B, Hq, Sq, Skv] that is sharded; None for none.
     """
 
     whole: Any = Replicate()
@@ -44,24 +46,27 @@ class _Placement(NamedTuple):
     table: Any = Replicate()
     dtable: Any = Replicate()
     slopes: Any = Replicate()
+    bias: int | None = None
 
 
-# Operands behind the sinks: integers of tokens, then terms.
-_NUM_TERMS = len(TERMS)
-_NUM_IDS = len(DENSE.operands._fields) - 4 - _NUM_TERMS
-_NUM_OTHERS = _NUM_IDS + _NUM_TERMS
-_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0), dtable=Partial())
+# Operands behind the sinks: integers of tokens, then terms, then the seed of dropout.
+_NUM_OTHERS = len(DENSE.operands._fields) - 4
+_NUM_IDS = _NUM_OTHERS - len(TERMS) - 1
+_BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0), dtable=Partial(), bias=0)
 _HEADS = _Placement(
-    Shard(2), Shard(1), Shard(0), Shard(0), table=Shard(0), dtable=Shard(0), slopes=Shard(0)
+    Shard(2), Shard(1), Shard(0), Shard(0), table=Shard(0), dtable=Shard(0), slopes=Shard(0), bias=1
 )
 
 
-def _placements(k: Any) -> list[_Placement]:
+def _placements(k: Any, others: Any) -> list[_Placement]:
     """Return how the tensors may be placed on a mesh dimension.
 
     Args:
         k: keys as DTensor describes them.
+        others: the operands behind the sinks, and what follows them.
     """
+    if others[_NUM_OTHERS - 1] is not None:
+        return [_Placement()]
     found = [_Placement(), _BATCH]
     sizes = k.mesh.shape
     shards = (prod(some) for n in range(1, len(sizes) + 1) for some in combinations(sizes, n))
@@ -73,13 +78,22 @@ def _placements(k: Any) -> list[_Placement]:
 
 def _of_others(p: _Placement, others: Any) -> list[Any]:
     """Return the placements of the operands behind the sinks."""
-    slopes = others[_NUM_OTHERS - 1]
+    bias, _, slopes = others[_NUM_IDS : _NUM_OTHERS - 1]
     of_slopes = p.slopes
     if slopes is not None and len(slopes.shape) == 2:  # [B, Hq]
         of_slopes = p.ids if p.ids == Shard(0) else Shard(1) if p.slopes == Shard(0) else p.slopes
-    of_terms = [p.table, of_slopes]
-    placed = [*[p.ids] * _NUM_IDS, *of_terms]
+    of_terms = [_of_bias(p, bias)[0], p.table, of_slopes]
+    placed = [*[p.ids] * _NUM_IDS, *of_terms, Replicate()]
     return [None if x is None else y for x, y in zip(others, placed, strict=False)]
+
+
+def _of_bias(p: _Placement, bias: Any) -> tuple[Any, Any]:
+    """Return the placements of a bias and of its gradient: it may have 1 of the sharded axis."""
+    if bias is None or p.bias is None:
+        return Replicate(), Replicate()
+    if bias.shape[p.bias] == 1:
+        return Replicate(), Partial()
+    return Shard(p.bias), Shard(p.bias)
 
 
 def _shard_forward(num_of_rows, q, k, v, sinks, *others):
@@ -87,7 +101,7 @@ def _shard_forward(num_of_rows, q, k, v, sinks, *others):
     options = others[_NUM_OTHERS:]
     no_options = [None] * len(options)
     found = []
-    for p in _placements(k):
+    for p in _placements(k, others):
         x, of_sinks = p.whole, None if sinks is None else p.sinks
         ids = _of_others(p, others)
         results = [x, *[p.rows] * num_of_rows]
@@ -104,11 +118,13 @@ def _shard_backward(dout, dlse, q, k, v, sinks, *others):
     _out, _lse, *options = others[_NUM_OTHERS:]
     no_options = [None] * len(options)
     found = []
-    for p in _placements(k):
+    for p in _placements(k, others):
         x, of_dlse = p.whole, None if dlse is None else p.rows
         of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
         ids = _of_others(p, others)
-        of_table = Replicate() if others[_NUM_IDS] is None else p.dtable
-        gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS, of_table, Replicate()]
+        bias, table, *_ = others[_NUM_IDS:]
+        of_table = Replicate() if table is None else p.dtable
+        of_terms = _of_bias(p, bias)[1], of_table, Replicate(), Replicate()
+        gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS, *of_terms]
         found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, x, p.rows, *no_options]))
     return found

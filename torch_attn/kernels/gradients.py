@@ -14,7 +14,7 @@ from torch_attn.kernels.library.mask import Mask, mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.segments import segments_of
 from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.terms import terms_of
+from torch_attn.kernels.library.terms import stored_gradient, terms_of
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.preprocess import preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
@@ -70,7 +70,7 @@ def make_flash_bwd(
     num_sums: int = 0,
     dq_prepares_rows: bool = False,
     item_counter: Callable[[Tensor, AttentionSpec], Tensor | None] | None = None,
-    terms_gradients: Callable[..., dict[str, Tensor]] | None = None,
+    terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] = (),
     mask_of: MaskOf = computed_mask,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
@@ -87,8 +87,8 @@ def make_flash_bwd(
             preprocess is for the sums alone.
         item_counter: make the counter of a launch, which stands before the mask in the kernels
             that multiply.
-        terms_gradients: compute the gradients of the terms by name; the kernels that multiply then
-            take the terms before the mask. None for a family without terms.
+        terms_gradients: each computes the gradients of some terms by name; the kernels that
+            multiply then take the terms before the mask. None of a family without terms.
         mask_of: make the mask of a kernel, by its name.
         options: launch options of the kernels that multiply.
     """
@@ -126,11 +126,12 @@ def make_flash_bwd(
             rows_of_dq = (lse2, delta)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
+        gradients: dict[str, Tensor | None] = {}
 
         def counter() -> tuple[Tensor | None, ...]:
             return () if item_counter is None else (item_counter(q, spec),)
 
-        terms = () if terms_gradients is None else (terms_of(operands),)
+        terms = (terms_of(operands, spec),) if terms_gradients else ()
 
         of_keys = None
         if has_sums:
@@ -153,8 +154,11 @@ def make_flash_bwd(
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:
             of_keys = mask_of("flash_bwd_dq", operands, spec, backend)
-            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *terms, of_keys)
+            of_dq = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
+            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *of_dq, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
+            for x in of_dq:
+                gradients["bias"] = x.dbias.entries
             for kernel in dkdv:
                 # Of each launch its own: programs count their work in it.
                 of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
@@ -162,9 +166,9 @@ def make_flash_bwd(
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
-        gradients = dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
-        if terms_gradients is not None and spec.terms:
-            gradients |= terms_gradients(operands, inputs, *terms, of_keys, spec, backend)
+        gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
+        for gradient in terms_gradients if spec.terms else ():
+            gradients |= gradient(operands, inputs, *terms, of_keys, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

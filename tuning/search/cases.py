@@ -72,6 +72,10 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
                     head_dim, dtype=dtype, causal=True, relative=128, alibi="heads",
                     gradients=gradients,
                 )  # fmt: skip
+                yield FlashCase(
+                    _name("dropout", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
+                    head_dim, dtype=dtype, dropout_rate=0.1, gradients=gradients,
+                )  # fmt: skip
                 yield BlockSparseCase(
                     _name("block-mask", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
                     head_dim, dtype=dtype, causal=True, gradients=gradients, tile_q=128,

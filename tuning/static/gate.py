@@ -67,6 +67,11 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "part": {},
     "row-max": {"causal": True, "sinks": True, "row_max": True},
     "terms": {"causal": True, "relative": 128, "alibi": "heads"},
+    "bias": {"bias": "hqk"},
+    "dropout": {"causal": True, "dropout_rate": 0.1},
+    "dropout-packed": {
+        "causal": True, "seq_q": 16384, "seq_kv": 16384, "dropout_rate": 0.1,
+    },
     "terms-packed": {
         "causal": True, "seq_q": 16384, "seq_kv": 16384, "relative": 128, "alibi": "heads",
     },
@@ -126,6 +131,7 @@ _AOT = {
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
+    "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
     "tree": HEAD_DIMS, "tree-packed": (64, 128),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
@@ -189,7 +195,7 @@ class Problem:
                 "batch": 8, "seq_q": 2048, "seq_kv": 2048, "heads_q": 4, "heads_kv": 2,
             }  # fmt: skip
             case = FlashCase("", head_dim=head_dim, dtype=self.dtype, **shape | options)
-            if self.feature in ("packed", "terms-packed", "tree-packed"):
+            if self.feature.endswith("packed"):
                 return VarlenSpec(**vars(replace(case.spec, batch=1)), num_sequences=8)
             if self.feature == "segments":
                 return replace(case.spec, segmented=True)

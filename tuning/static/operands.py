@@ -136,9 +136,20 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
 
 
 def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
-    """Return what is added to the scores of a problem, by name."""
-    shapes = {"relative_bias": (spec.heads_q, 257), "alibi_slopes": (spec.heads_q,)}
-    return {name: empty("float32", *shapes[name]) for name in spec.terms}
+    """Return what is added to the scores of a problem, and the seed of dropout, by name.
+
+    All sequences share a bias, in the problem's dtype.
+    """
+    shapes = {
+        "bias": (1, spec.heads_q, spec.seq_q, spec.seq_kv),
+        "relative_bias": (spec.heads_q, 257),
+        "alibi_slopes": (spec.heads_q,),
+    }
+    found = {
+        name: empty(spec.dtype if name == "bias" else "float32", *shapes[name])
+        for name in spec.terms
+    }
+    return found if spec.dropout is None else found | {"dropout_seed": empty("int32", 2)}
 
 
 def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:

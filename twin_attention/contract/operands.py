@@ -12,7 +12,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 X = TypeVar("X")
 
 # Operands that are added to the scores.
-TERMS = ("relative_bias", "alibi_slopes")
+TERMS = ("bias", "relative_bias", "alibi_slopes")
 # Floating-point operands without a gradient.
 CONSTANTS = ("alibi_slopes",)
 
@@ -30,10 +30,14 @@ class FlashOperands(NamedTuple, Generic[X]):
         kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key; or None.
         q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions;
             or None, both of them.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype, what is added to each
+            score; or None.
         relative_bias: [Hq, 2R + 1] float32 or q's dtype, what is added to a score by the key's
             distance from the query, -R .. R and clipped to it; or None.
         alibi_slopes: [Hq] or [B, Hq] float32, what is subtracted for each position between query
             and key; or None. They are constants, without a gradient.
+        dropout_seed: [2] int32 or uint32, the key of the generator that says which probabilities
+            are dropped; or None.
     """
 
     q: X
@@ -45,8 +49,10 @@ class FlashOperands(NamedTuple, Generic[X]):
     kv_ends: X | None = None
     q_depths: X | None = None
     kv_depths: X | None = None
+    bias: X | None = None
     relative_bias: X | None = None
     alibi_slopes: X | None = None
+    dropout_seed: X | None = None
 
 
 class VarlenOperands(NamedTuple, Generic[X]):
@@ -63,6 +69,7 @@ class VarlenOperands(NamedTuple, Generic[X]):
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `FlashOperands`.
         relative_bias: [Hq, 2R + 1], as in `FlashOperands`.
         alibi_slopes: [Hq] or [N, Hq] float32, as in `FlashOperands`.
+        dropout_seed: [2] int32 or uint32, as in `FlashOperands`.
     """
 
     q: X
@@ -76,6 +83,7 @@ class VarlenOperands(NamedTuple, Generic[X]):
     kv_depths: X | None = None
     relative_bias: X | None = None
     alibi_slopes: X | None = None
+    dropout_seed: X | None = None
 
 
 class BlockSparseOperands(NamedTuple, Generic[X]):

@@ -18,6 +18,7 @@ from typing import Any
 
 from array_api_compat import array_namespace, device
 
+from twin_attention.contract.dropout import dropout_weights
 from twin_attention.contract.operands import (
     AppendOperands,
     BlockSparseOperands,
@@ -49,7 +50,7 @@ FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 
 
 def attention_forward(
-    operands: FlashOperands, spec: AttentionSpec, dtype: Any
+    operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
     """Attention output and log-sum-exp.
 
@@ -57,6 +58,8 @@ def attention_forward(
         operands: those of the call.
         spec: semantics; its shapes are those of the operands.
         dtype: dtype of every operation.
+        first: batch element and query head of a whole, as dropout counts them, with which the
+            operands begin.
 
     Returns:
         out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that
@@ -69,22 +72,29 @@ def attention_forward(
     seen = _apply_tree(xp, operands, spec, seen)
     operands, seen, _ = _apply_segments(xp, operands, seen)
     added = added_scores(xp, operands, position, None, dtype)
-    return _forward(xp, operands, spec, seen, dtype, added)
+    kept = _kept(xp, operands, spec, dtype, first)
+    return _forward(xp, operands, spec, seen, dtype, added, kept)
 
 
 def attention_backward(
-    dout: Array, dlse: Array | None, operands: FlashOperands, spec: AttentionSpec, dtype: Any
+    dout: Array,
+    dlse: Array | None,
+    operands: FlashOperands,
+    spec: AttentionSpec,
+    dtype: Any,
+    first: tuple[int, int] = (0, 0),
 ) -> FlashOperands[Array]:
     """Compute the gradients of `attention_forward`.
 
     With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
     ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
-    A sink is a score without a value, so that its dp is 0.
+    A sink is a score without a value, so that its dp is 0. With dropout p of dv, and dp, are
+    multiplied by `dropout_weights`.
 
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].
         dlse: gradient of lse, [B, Hq, Sq], or None for zero.
-        operands, spec, dtype: as in the forward.
+        operands, spec, dtype, first: as in the forward.
 
     Returns:
         The gradient of each operand, in `dtype`.
@@ -97,7 +107,34 @@ def attention_backward(
         dout = _clear_padding(xp, dout, is_query)
     position = _positions(xp, operands, spec)
     added = added_scores(xp, operands, position, None, dtype)
-    return _backward(xp, dout, dlse, operands, spec, seen, dtype, added, position)
+    kept = _kept(xp, operands, spec, dtype, first)
+    return _backward(xp, dout, dlse, operands, spec, seen, dtype, added, position, kept)
+
+
+def _kept(
+    xp: Any, operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int]
+) -> Array | None:
+    """Return the weights of dropout [B, Hq, Sq, Skv]; None without dropout."""
+    sizes = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
+    batch, head, query, key = (xp.arange(n, device=device(operands.q)) for n in sizes)
+    counters = (
+        (first[0] + batch)[:, None, None, None], (first[1] + head)[:, None, None],
+        query[:, None], key,
+    )  # fmt: skip
+    return _weights(xp, operands, spec, counters, dtype)
+
+
+def _weights(
+    xp: Any,
+    operands: FlashOperands | VarlenOperands,
+    spec: AttentionSpec,
+    counters: Any,
+    dtype: Any,
+) -> Array | None:
+    seed, rule = operands.dropout_seed, spec.dropout
+    if seed is None or rule is None:
+        return None
+    return dropout_weights(xp, seed, counters, rule, dtype)
 
 
 def _positions(xp: Any, operands: FlashOperands, spec: AttentionSpec) -> Array:
@@ -176,7 +213,8 @@ def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tu
     xp = array_namespace(operands.q)
     batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
     added = added_scores(xp, operands, position, sequence, dtype)
-    results = _forward(xp, batch, spec, seen, dtype, added)
+    kept = _kept_of_packed(xp, operands, spec, dtype, sequence, position)
+    results = _forward(xp, batch, spec, seen, dtype, added, kept)
     return tuple(x[0, ...] for x in results)
 
 
@@ -198,11 +236,37 @@ def varlen_backward(
     added = added_scores(xp, operands, position, sequence, dtype)
     dout = _clear_padding(xp, dout, is_query)[None, ...]
     dlse = None if dlse is None else dlse[None, ...]
-    found = _backward(xp, dout, dlse, batch, spec, seen, dtype, added, position)
+    kept = _kept_of_packed(xp, operands, spec, dtype, sequence, position)
+    found = _backward(xp, dout, dlse, batch, spec, seen, dtype, added, position, kept)
     return VarlenOperands(
         found.q[0, ...], found.k[0, ...], found.v[0, ...], None, None, found.sinks,
         relative_bias=found.relative_bias,
     )  # fmt: skip
+
+
+def _kept_of_packed(
+    xp: Any,
+    operands: VarlenOperands,
+    spec: VarlenSpec,
+    dtype: Any,
+    sequence: Array,
+    position: Array,
+) -> Array | None:
+    """Return the weights of dropout [Hq, Tq, Tkv], which hold within sequences; None without it.
+
+    Sequences count as batch elements, and their queries and keys from their first ones.
+    """
+    if spec.dropout is None:
+        return None
+    on, offsets = device(operands.q), (operands.cu_seqlens_q, operands.cu_seqlens_kv)
+    first_q, first_kv = (xp.take(x, sequence, axis=0) for x in offsets)
+    head = xp.arange(spec.heads_q, device=on)[:, None, None]
+    query = xp.arange(spec.seq_q, device=on) - first_q
+    key = xp.arange(spec.seq_kv, device=on) - first_kv[:, None]
+    # Pairs of different sequences are hidden: their numbers may be anything.
+    query, key = (xp.where(x < 0, xp.zeros_like(x), x) for x in (query, key))
+    counters = sequence[:, None], head, query[:, None], key
+    return _weights(xp, operands, spec, counters, dtype)
 
 
 def _as_one_sequence(
@@ -446,10 +510,13 @@ def _forward(
     seen: Array | None,
     dtype: Any,
     added: Array | None = None,
+    kept: Array | None = None,
 ) -> tuple[Array, ...]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     s, _ = _scores(xp, q, k, spec, seen, added)
     p, _, lse = _normalize(xp, s, _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype))
+    if kept is not None:
+        p = p * xp.reshape(kept, p.shape)
     out = _to_heads(xp, _product(xp, p, v, spec), spec)
     of_rows = [lse, _largest(xp, s)] if spec.row_max else [lse]
     shape = (spec.batch, spec.heads_q, spec.seq_q)
@@ -466,6 +533,7 @@ def _backward(
     dtype: Any,
     added: Array | None = None,
     position: Array | None = None,
+    kept: Array | None = None,
 ) -> FlashOperands[Array]:
     q, k, v = _by_kv_head(xp, operands, spec, dtype)
     dout = _rows(xp, dout, spec, dtype)
@@ -473,6 +541,10 @@ def _backward(
     sink = _of_rows(xp, operands.sinks, spec, spec.seq_q, dtype)
     p, p_sink, lse = _normalize(xp, s, sink)
     dp = _product(xp, dout, xp.matrix_transpose(v), spec)
+    kept_p = p
+    if kept is not None:
+        kept = xp.reshape(kept, p.shape)
+        kept_p, dp = p * kept, dp * kept
     delta = xp.sum(p * dp, axis=-1, keepdims=True)
     if dlse is not None:
         lse, dlse = (xp.reshape(xp.astype(x, dtype), delta.shape) for x in (lse, dlse))
@@ -482,7 +554,7 @@ def _backward(
         ds = ds * dcap
     dq = _product(xp, ds, k, spec) * spec.scale
     dk = _product(xp, xp.matrix_transpose(ds), q, spec) * spec.scale
-    dv = _product(xp, xp.matrix_transpose(p), dout, spec)
+    dv = _product(xp, xp.matrix_transpose(kept_p), dout, spec)
     dsinks = None
     if p_sink is not None:
         dsink = xp.reshape(-p_sink * delta, (spec.batch, spec.heads_q, spec.seq_q))

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
+from twin_attention.contract.dropout import DropoutRule
 from twin_attention.contract.operands import (
     TERMS,
     AppendOperands,
@@ -70,6 +71,7 @@ class FlashOptions(NamedTuple):
     deterministic: bool | None = None
     precision: Precision = "ieee"
     row_max: bool = False
+    dropout_rate: float = 0.0
 
     @property
     def window(self) -> Window:
@@ -172,6 +174,8 @@ class AttentionSpec:
             positions.
         terms: names of the operands that are added to the scores, of `TERMS`.
         row_max: the forward returns each row's largest score as well.
+        dropout_rate: the share of the probabilities that are dropped. Which ones follows from a
+            seed, which is data on the device.
         function: the public function, as messages name it.
     """
 
@@ -196,6 +200,7 @@ class AttentionSpec:
     depths: bool = False
     terms: tuple[str, ...] = ()
     row_max: bool = False
+    dropout_rate: float = 0.0
 
     @classmethod
     def of(
@@ -226,6 +231,7 @@ class AttentionSpec:
             depths=_counts_depths(operands, options),
             terms=_terms_of(operands),
             row_max=options.row_max,
+            dropout_rate=options.dropout_rate,
         )
 
     @property
@@ -252,6 +258,11 @@ class AttentionSpec:
     def scores(self) -> ScoreRule:
         """The way from q·k to the exponent. Terms are added to scaled scores."""
         return ScoreRule.of(self.scale, self.softcap, bool(self.terms), self.precision)
+
+    @property
+    def dropout(self) -> DropoutRule | None:
+        """How probabilities are dropped; None where none is."""
+        return DropoutRule.of(self.dropout_rate)
 
     @property
     def position_window(self) -> Window:
@@ -289,7 +300,7 @@ def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptio
 
 def _terms_of(operands: FlashOperands | VarlenOperands) -> tuple[str, ...]:
     """Return the names of the operands that are added to the scores."""
-    return tuple(name for name in TERMS if getattr(operands, name) is not None)
+    return tuple(name for name in TERMS if getattr(operands, name, None) is not None)
 
 
 @dataclass(frozen=True)
@@ -334,6 +345,7 @@ class VarlenSpec(AttentionSpec):
             depths=_counts_depths(operands, options),
             terms=_terms_of(operands),
             row_max=options.row_max,
+            dropout_rate=options.dropout_rate,
             num_sequences=operands.cu_seqlens_q.shape[0] - 1,
         )
 

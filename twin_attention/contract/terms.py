@@ -23,7 +23,7 @@ def added_scores(
     sequence: Array | None,
     dtype: Any,
 ) -> Array | None:
-    """Return what is added to scaled scores, [B or 1, Hq, Sq, Skv]; None for nothing.
+    """Return what is added to scaled scores, as [B, Hq, Sq, Skv] broadcasts; None for nothing.
 
     Args:
         xp: array namespace.
@@ -32,15 +32,18 @@ def added_scores(
         sequence: the sequence of each packed query, [Tq]; None for a dense batch.
         dtype: of the scores.
     """
-    table, slopes, added = operands.relative_bias, operands.alibi_slopes, None
+    table, slopes = operands.relative_bias, operands.alibi_slopes
+    bias = operands.bias if isinstance(operands, FlashOperands) else None
+    added = None if bias is None else xp.astype(bias, dtype)
     if table is None and slopes is None:
-        return None
+        return added
     distance = _distances(xp, position, operands.k.shape[-3])
     if table is not None:
         radius = table.shape[1] // 2
         place = xp.reshape(xp.clip(distance, -radius, radius) + radius, (-1,))
         values = xp.take(xp.astype(table, dtype), place, axis=1)
-        added = xp.reshape(values, (1, table.shape[0], *distance.shape))
+        values = xp.reshape(values, (1, table.shape[0], *distance.shape))
+        added = values if added is None else added + values
     if slopes is not None and math.prod(slopes.shape):
         slopes = xp.astype(slopes, dtype)[..., None]
         if sequence is not None and slopes.ndim == 3:
@@ -60,10 +63,16 @@ def gradients_of_terms(
         xp, operands, position: as `added_scores` takes them.
         ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
     """
-    if operands.relative_bias is None:
-        return {}
-    size = operands.relative_bias.shape[1]
-    return {"relative_bias": _sums_of_distances(xp, xp.sum(ds, axis=0), position, size // 2)}
+    found = {}
+    if isinstance(operands, FlashOperands) and operands.bias is not None:
+        shape = operands.bias.shape
+        shared = tuple(i for i in range(4) if shape[i] == 1 and ds.shape[i] != 1)
+        found["bias"] = xp.sum(ds, axis=shared, keepdims=True) if shared else ds
+    if operands.relative_bias is not None:
+        size = operands.relative_bias.shape[1]
+        of_heads = xp.sum(ds, axis=0)
+        found["relative_bias"] = _sums_of_distances(xp, of_heads, position, size // 2)
+    return found
 
 
 def _distances(xp: Any, position: Array, seq_kv: int) -> Array:

@@ -175,6 +175,7 @@ def check_attention_options(
     softcap: Any,
     deterministic: Any,
     precision: Any,
+    dropout_rate: Any,
     return_row_max: Any,
     return_lse: Any,
 ) -> FlashOptions:
@@ -186,7 +187,10 @@ def check_attention_options(
     options = check_flash_options(
         causal, scale, window_size, softcap, deterministic, precision, return_lse
     )
-    return options._replace(row_max=_check_flag("return_row_max", return_row_max))
+    return options._replace(
+        row_max=_check_flag("return_row_max", return_row_max),
+        dropout_rate=_check_rate(dropout_rate),
+    )
 
 
 def check_decode_options(
@@ -257,6 +261,8 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     _check_segment_ids(operands)
     _check_tree(operands, options)
     _check_terms(operands, operands.q.shape[0])
+    _check_bias(operands)
+    _check_dropout(operands, options)
     return AttentionSpec.of(operands, operands.q.dtype, options)
 
 
@@ -275,6 +281,7 @@ def check_flash_attention_varlen(
     _check_sinks(operands)
     _check_tree(operands, options)
     _check_terms(operands, operands.cu_seqlens_q.shape[0] - 1)
+    _check_dropout(operands, options)
     return VarlenSpec.of(operands, operands.q.dtype, options)
 
 
@@ -975,6 +982,17 @@ def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
             fail(ValueError, x.name, f"the saved shape {list(shape)}", list(x.shape))
 
 
+def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv].
+
+    Raises:
+        ValueError: it has another number of axes, or of one neither the size nor 1.
+    """
+    sizes = zip(shape, whole, strict=False)
+    if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
+        fail(ValueError, "bias", f"shape {whole}, or 1 in place of any of these", shape)
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     """Refuse a name that is not one of `choices` (None passes)."""
     if value is not None and value not in choices:
@@ -1114,6 +1132,33 @@ def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], bat
             _check_rows(x)
 
 
+def _check_bias(operands: FlashOperands[Operand]) -> None:
+    q, k, bias = operands.q, operands.k, operands.bias
+    if bias is None:
+        return
+    if bias.dtype not in ("float32", q.dtype):
+        fail(TypeError, "bias", f"dtype float32 or q's {q.dtype}", bias.dtype)
+    check_bias(bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    _check_device(bias, q)
+    _check_rows(bias)
+
+
+def _check_dropout(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand], options: FlashOptions
+) -> None:
+    q, seed = operands.q, operands.dropout_seed
+    if seed is None:
+        if options.dropout_rate:
+            fail(ValueError, "dropout_seed", "a seed with dropout_rate", None)
+        return
+    if seed.dtype not in ("int32", "uint32"):
+        fail(TypeError, "dropout_seed", "dtype int32 or uint32", seed.dtype)
+    if seed.shape != (2,):
+        fail(ValueError, "dropout_seed", "shape (2,)", seed.shape)
+    _check_device(seed, q)
+    _check_rows(seed)
+
+
 def _check_of_tokens(x: Operand, of: Operand, q: Operand) -> None:
     """Check an array that has an integer for each token of `of`."""
     _check_dtype(x, "int32")
@@ -1158,6 +1203,16 @@ def _check_flag(name: str, value: Any, or_else: str = "") -> bool:
     if not isinstance(value, bool):
         fail(TypeError, name, f"{or_else}a bool", _got(value, type_name(value)))
     return value
+
+
+def _check_rate(rate: Any) -> float:
+    expected = "a number from 0 on that is less than 1"
+    if isinstance(rate, bool) or not isinstance(rate, Real):
+        fail(TypeError, "dropout_rate", expected, _got(rate, type_name(rate)))
+    number = float(rate)
+    if not 0 <= number < 1:
+        fail(ValueError, "dropout_rate", expected, rate)
+    return number
 
 
 def _check_precision(precision: Any) -> Precision:

@@ -46,8 +46,8 @@ def _has_tree(spec: Spec) -> bool:
 
 
 def _has_terms(spec: Spec) -> bool:
-    """Return True for a flash attention that adds terms to scores, which need more registers."""
-    return isinstance(spec, AttentionSpec) and bool(spec.terms)
+    """Return True for a flash attention with terms or dropout, which need more registers."""
+    return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
 
 
 def _has_block_mask(spec: Spec) -> bool:

@@ -124,8 +124,9 @@ def _jax_runs(
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
             return "JAX launches its kernels of flash attention alone"
-        if isinstance(spec, AttentionSpec) and "relative_bias" in spec.terms:
-            return "JAX launches no kernel of its gradient of `relative_bias`"
+        for name in ("bias", "relative_bias"):
+            if isinstance(spec, AttentionSpec) and name in spec.terms:
+                return f"JAX launches no kernel of its gradient of `{name}`"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
                 return (

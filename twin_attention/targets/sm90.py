@@ -42,6 +42,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return reason
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
+    if spec.dropout is not None:
+        return "its kernels have no dropout"
     if spec.row_max and operation == "flash_fwd":
         return "its kernels return no row maxima"
     if target != "sm90":

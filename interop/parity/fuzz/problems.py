@@ -225,6 +225,8 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_kv = seq_q if own.chance(0.4) else own.length()
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
     options = _options(shared, own, seq_kv) | _tree(shared) | _terms(shared)
+    if shared.chance(0.2):
+        options["bias"] = "".join(axis for axis in "bhqk" if shared.chance(0.6))
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
         gradients=shared.chance(0.85), row_max=shared.chance(0.15),
@@ -239,11 +241,12 @@ def _tree(shared: _Draw) -> dict[str, Any]:
 
 
 def _terms(shared: _Draw) -> dict[str, Any]:
-    """Draw what is added to the scores: nothing, a table, slopes, or both."""
+    """Draw what is added to the scores: nothing, a table, slopes, or both; and dropout."""
+    dropout = {"dropout_rate": shared.pick(0.1, 0.5, 0.9)} if shared.chance(0.2) else {}
     if not shared.chance(0.3):
-        return {}
+        return dropout
     radius = shared.weighted((0, 1), (shared.integer(1, 70), 6), (shared.integer(70, 3000), 2))
-    return {
+    return dropout | {
         "relative": shared.weighted((None, 1), (radius, 2)),
         "terms_in_q_dtype": shared.chance(0.3),
         "alibi": shared.pick("", "heads", "all"),

@@ -1,4 +1,4 @@
-"""Terms: what is added to scaled scores, before the softcap and the masks.
+"""Terms: what is added to scaled scores, before the softcap and the masks, and dropout.
 
 With d the distance of a key from a query, its position less the query's: ``relative_bias[h, clip(d,
 -R, R) + R]`` (Raffel et al. 2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
@@ -8,40 +8,63 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.tiles import arange
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec
 
 
 class Terms(NamedTuple):
-    """Operands that are added to scores; None for those that a problem does not have.
+    """Operands that are added to scores, and those of dropout; None for what a problem lacks.
 
     Attributes:
         relative: [Hq, 2R + 1].
         slopes: [Hq] or [B, Hq] float32; of packed sequences [Hq] or [N, Hq].
+        seed: of dropout, [2] int32 or uint32.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any.
     """
 
     relative: Any = None
     slopes: Any = None
+    seed: Any = None
+    bias: Any = None
 
 
 NO_TERMS = Terms()
 
 
-def added_scores(terms, element, offset, block_q, block_kv, member=None, transposed=False):
+def added_scores(
+    terms,
+    element,
+    offset,
+    start_q,
+    start_kv,
+    seq_q,
+    seq_kv,
+    block_q,
+    block_kv,
+    masked,
+    member=None,
+    transposed=False,
+):
     """Return what is added to the scores of a tile, [block_q, block_kv] float32; None for nothing.
 
     Args:
-        terms: `Terms` of a head, relative [2R + 1] and slopes [] or, of packed sequences, [N]; or
-            of all heads of a group, which come first.
+        terms: `Terms` of a head, relative [2R + 1], slopes [] or, of packed sequences, [N], and
+            bias [Sq or 1, Skv or 1]; or of all heads of a group, which come first, or of 1 for all.
+            A bias of all batch elements has them first.
         element: the packed sequence, which may be that of padding; any number of a dense batch.
         offset: distance of the tile's first key from its first query.
+        start_q, start_kv: the tile's first query and key.
+        seq_q, seq_kv: how many there are.
         block_q, block_kv: sizes of the tile.
+        masked: the tile has keys that do not exist.
         member: the head of a group; None for terms of one head.
         transposed: the tile has keys down and queries across.
     """
-    if terms.relative is None and terms.slopes is None:
+    if terms.relative is None and terms.slopes is None and terms.bias is None:
         return None
     query, key = arange(block_q), arange(block_kv)
     if transposed:
@@ -50,19 +73,24 @@ def added_scores(terms, element, offset, block_q, block_kv, member=None, transpo
         distance = offset + key[None, :] - query[:, None]
     added = jnp.zeros(distance.shape, jnp.float32)
     head = () if member is None else (member,)
+    if terms.bias is not None:
+        added = _bias_scores(
+            terms.bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
+            masked, transposed,
+        )  # fmt: skip
     if terms.relative is not None:
-        radius = terms.relative.shape[-1] // 2
+        radius, before = terms.relative.shape[-1] // 2, added
 
         def load_one():
             # No `jnp.where` of two literals: jax 0.11.2 makes them booleans on a GPU.
             place = jnp.minimum(jnp.maximum(offset, -radius), radius) + radius
             value = terms.relative[(*head, place)]
-            return added + value.astype(jnp.float32)
+            return before + value.astype(jnp.float32)
 
         def load_all():
             place = jnp.minimum(jnp.maximum(distance, -radius), radius) + radius
             heads = tuple(jnp.broadcast_to(x, place.shape) for x in head)
-            return plt.load(terms.relative.at[(*heads, place)]).astype(jnp.float32)
+            return before + plt.load(terms.relative.at[(*heads, place)]).astype(jnp.float32)
 
         # Most tiles are so far off that all of their distances share an entry.
         is_far = (offset - block_q + 1 >= radius) | (offset + block_kv - 1 <= -radius)
@@ -76,11 +104,53 @@ def added_scores(terms, element, offset, block_q, block_kv, member=None, transpo
     return added
 
 
-def terms_of(operands: AttentionOperands[Any]) -> Terms:
+def _bias_scores(
+    bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked, transposed
+):
+    """Return a tile of a bias. Queries that do not exist have the last one's values."""
+    *axes, rows, keys = bias.shape
+    of_axes = (member,) if member is not None else (element,)
+    of_axes = (element, member) if len(axes) == 2 else of_axes
+    query = jnp.minimum(start_q + arange(block_q), seq_q - 1)
+    key = start_kv + arange(block_kv)
+    exists = (key >= 0) & (key < seq_kv)
+    if masked:
+        key = jnp.where(exists, key, 0)
+    query, key, exists = (
+        x[None, :] if is_across else x[:, None]
+        for x, is_across in ((query, transposed), (key, not transposed), (exists, not transposed))
+    )
+    shape = (block_kv, block_q) if transposed else (block_q, block_kv)
+    place = [x if size > 1 else 0 for x, size in zip(of_axes, axes, strict=False)]
+    place += [query if rows > 1 else 0, key if keys > 1 else 0]
+    place = tuple(jnp.broadcast_to(jnp.int32(x), shape) for x in place)
+    if masked and keys > 1:
+        mask = jnp.broadcast_to(exists, shape)
+        return plt.load(bias.at[place], mask=mask, other=0.0).astype(jnp.float32)
+    return plt.load(bias.at[place]).astype(jnp.float32)
+
+
+def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv, block_q, block_kv):
+    """Store a tile of the gradient of a bias, which has all queries and keys."""
+    query, key = start_q + arange(block_q), start_kv + arange(block_kv)
+    exists = (query < seq_q)[:, None] & (key < seq_kv)[None, :]
+    place = ref.at[pl.ds(start_q, block_q), pl.ds(start_kv, block_kv)]
+    plt.store(place, x.astype(ref.dtype), mask=exists)
+
+
+def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
+    """Return True if several pairs share a value of a bias, or there is one query, or one key."""
+    whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
+    return tuple(shape) != whole or 1 in whole[2:]
+
+
+def terms_of(operands: AttentionOperands[Any], spec: AttentionSpec) -> Terms:
     """Return the terms of a problem."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return NO_TERMS
     slopes = operands.alibi_slopes
     if isinstance(operands, VarlenOperands) and slopes is not None and slopes.ndim == 2:
         slopes = slopes.T[None]  # as rows of a batch of one, [1, Hq, N]
-    return Terms(operands.relative_bias, slopes)
+    seed = None if spec.dropout is None else operands.dropout_seed
+    bias = operands.bias if isinstance(operands, FlashOperands) else None
+    return Terms(operands.relative_bias, slopes, seed, bias)

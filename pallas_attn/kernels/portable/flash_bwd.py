@@ -3,6 +3,7 @@
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
+With dropout dp, and p of dv, are multiplied by `dropout_weights`.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
+from pallas_attn.kernels.library.dropout import dropout_weights
 from pallas_attn.kernels.library.intervals import in_interval, load_intervals
 from pallas_attn.kernels.library.mask import find_visits
 from pallas_attn.kernels.library.schedule import order_programs
@@ -27,7 +29,7 @@ from pallas_attn.kernels.library.scores import (
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
 from pallas_attn.kernels.library.softmax import lse_in_base_2
-from pallas_attn.kernels.library.terms import NO_TERMS, added_scores
+from pallas_attn.kernels.library.terms import NO_TERMS, added_scores, shares_values, store_pairs
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -39,7 +41,8 @@ from pallas_attn.kernels.library.tiles import (
     store_tile,
 )
 from pallas_attn.kernels.library.tree import ending_tiles, find_runs, in_branch
-from pallas_attn.kernels.portable.flash_bwd_terms import terms_gradients
+from pallas_attn.kernels.portable.flash_bwd_bias import bias_gradient
+from pallas_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from pallas_attn.launch import (
     flash_arguments,
     launch,
@@ -48,6 +51,7 @@ from pallas_attn.launch import (
     of_group,
     of_head,
     of_mask,
+    of_pairs,
     of_terms,
 )
 from twin_attention.targets.config import padded_head_dim
@@ -124,13 +128,15 @@ def flash_bwd_dq_kernel(
     depths,
     intervals,
     carry_ref,
+    dbias_ref,
     dq_ref,
-    *,
+    *stored,
     place,
     seq_q,
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     tile_q,
@@ -146,13 +152,15 @@ def flash_bwd_dq_kernel(
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
     sequences, segment ids, block mask, tree, terms: as in `flash_fwd_kernel`; lse2 and delta as
     `flash_bwd_preprocess_kernel` has them. carry [Sq, D] float32: the gradient through other keys,
-    to which that through these is added; or None.
+    to which that through these is added; or None. dbias [Sq, Skv], the gradient of a bias that no
+    two pairs share, is ds; it comes in at 0, in the memory of the result, or is None.
     """
     # Locate the tile of queries.
-    tile, _head, _batch = place(pl.program_id(0))
+    tile, head, batch = place(pl.program_id(0))
     sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
         *offsets, tile, seq_q, seq_kv, block_q
     )
+    element = batch if offsets.cu_seqlens_q is None else sequence
     diagonal = seq_kv - seq_q
     k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
     moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
@@ -198,7 +206,9 @@ def flash_bwd_dq_kernel(
             if begins is not None:
                 seen = in_interval(begins, ends, key)
             offset = start_kv - start_q - diagonal
-            added = added_scores(terms, sequence, offset, block_q, block_kv)
+            added = added_scores(
+                terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked
+            )
             s, dcap = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
                 segment_q, segment_kv, seen, added,
@@ -209,8 +219,15 @@ def flash_bwd_dq_kernel(
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
             v = round_operand(v, rule.precision)
             dp = dot(do, v.T, rule.precision)
+            kept = dropout_weights(
+                terms, dropout, element, head, start_q - first_q, start_kv, block_q, block_kv
+            )
+            if kept is not None:
+                dp = dp * kept
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
+            for ref in stored:
+                store_pairs(ref, ds, start_q, start_kv, seq_q, seq_kv, block_q, block_kv)
             # dq += ds k
             ds = round_operand(ds.astype(k.dtype), rule.precision)
             return dq + dot(ds, k, rule.precision)
@@ -248,6 +265,7 @@ def flash_bwd_dkdv_kernel(
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     tile_q,
@@ -269,12 +287,13 @@ def flash_bwd_dkdv_kernel(
     group_lists is how many the query heads of a kv head have, group_size or 1.
     """
     # Locate the tile of keys.
-    tile, _head, _batch = place(pl.program_id(0))
+    tile, head_kv, batch = place(pl.program_id(0))
     # The first keys are seen by most queries.
     tile = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv) - 1 - tile
     sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
         *reversed(offsets), tile, seq_kv, seq_q, block_kv
     )
+    element = batch if offsets.cu_seqlens_q is None else sequence
     diagonal = seq_kv - seq_q
     first_position = diagonal - first_kv  # of query 0
     q_ref, dout_ref = rows_from(q_ref, first_q), rows_from(dout_ref, first_q)
@@ -331,7 +350,10 @@ def flash_bwd_dkdv_kernel(
                 if begins is not None:
                     seen = in_interval(begins, ends, rows)
                 offset = start_kv - diagonal - start_q
-                added = added_scores(terms, sequence, offset, block_q, block_kv, member, True)
+                added = added_scores(
+                    terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
+                    True, member, True,
+                )  # fmt: skip
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window, masked,
                     segment_kv, segment_q, seen, added,
@@ -345,8 +367,15 @@ def flash_bwd_dkdv_kernel(
                 )
                 do = round_operand(do, rule.precision)
                 dp = dot(v, do.T, rule.precision)
+                kept_p = p
+                kept = dropout_weights(
+                    terms, dropout, element, head_kv * group_size + member, start_q,
+                    start_kv - first_kv, block_q, block_kv, True,
+                )  # fmt: skip
+                if kept is not None:
+                    kept_p, dp = p * kept, dp * kept
                 # dv += pᵀ dout
-                rounded = round_operand(p.astype(do.dtype), rule.precision)
+                rounded = round_operand(kept_p.astype(do.dtype), rule.precision)
                 dv = add_product(dv, rounded, do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = load_padded_rows(delta_ref, start_q, block_q, member)
@@ -396,19 +425,34 @@ def launch_preprocess(dout, dlse, out, lse, spec, backend, mask):
 
 
 def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
-    """Call `flash_bwd_dq_kernel`; returns dq, in the memory and dtype of a `carry`."""
+    """Call `flash_bwd_dq_kernel`.
+
+    Returns:
+        dq, in the memory and dtype of a `carry`; of a bias that no two pairs share the gradient as
+        well.
+    """
     q, k, v, *of_rows = inputs
     before = (*inputs, terms, *mask)
+    dbias = None
+    if terms.bias is not None and not shares_values(terms.bias.shape, spec):
+        dbias = jnp.zeros(terms.bias.shape, terms.bias.dtype)
+    dtype = q.dtype if carry is None else carry.dtype
+    results = [(jax.ShapeDtypeStruct(q.shape, dtype), of_head(q))]
+    aliases = {} if carry is None else {len(jax.tree.leaves(before)): 0}
+    if dbias is not None:
+        aliases[len(jax.tree.leaves((*before, carry)))] = 1
+        results.append((jax.ShapeDtypeStruct(dbias.shape, dbias.dtype), of_pairs(dbias)))
+    out_shape, out_specs = zip(*results, strict=True)
 
     def grid(config):
         tiles = count_sequence_tiles(spec.seq_q, mask.offsets.num_sequences, config.block_q)
         return tiles, spec.heads_q, spec.batch
 
-    (dq,) = launch(
+    found = launch(
         "flash_bwd_dq",
         flash_bwd_dq_kernel,
         grid,
-        (*before, carry),
+        (*before, carry, dbias),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
@@ -416,16 +460,19 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
             of_terms(terms),
             *of_mask(mask),
             of_head(carry),
+            of_pairs(dbias),
         ),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype if carry is None else carry.dtype),),
-        (of_head(q),),
-        flash_arguments(spec, backend.interpreted) | list_arguments(spec),
+        out_shape,
+        out_specs,
+        flash_arguments(spec, backend.interpreted)
+        | list_arguments(spec)
+        | {"dropout": spec.dropout},
         spec,
         backend,
-        aliases=None if carry is None else {len(jax.tree.leaves(before)): 0},
+        aliases=aliases,
         order=order_programs(spec, backend, "block_q", spec.head_dim),
     )
-    return dq
+    return found[0] if dbias is None else tuple(found)
 
 
 def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
@@ -454,7 +501,7 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
         (of_head(k), of_head(v)),
         flash_arguments(spec, backend.interpreted)
         | list_arguments(spec)
-        | {"group_size": group, "group_lists": num_lists},
+        | {"group_size": group, "group_lists": num_lists, "dropout": spec.dropout},
         spec,
         backend,
         order=order_programs(spec, backend, "block_kv", spec.head_dim, spec.head_dim_v),
@@ -462,5 +509,5 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
 
 
 flash_bwd = make_flash_bwd(
-    launch_preprocess, launch_dq, launch_dkdv, terms_gradients=terms_gradients
+    launch_preprocess, launch_dq, launch_dkdv, terms_gradients=(bias_gradient, relative_gradient)
 )

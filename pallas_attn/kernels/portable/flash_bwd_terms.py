@@ -14,11 +14,12 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.kernels.library.dropout import dropout_weights
 from pallas_attn.kernels.library.mask import Mask
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import first_tile, num_sequences_of, rows_of_sequence
-from pallas_attn.kernels.library.terms import Terms, added_scores, terms_of
+from pallas_attn.kernels.library.terms import added_scores, terms_of
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -59,16 +60,19 @@ def score_gradients(
     seq_kv,
     first_row,
     element,
+    head,
     row,
     start_q,
     start_kv,
     diagonal,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     block_q,
     block_kv,
+    group_size=None,
 ):
     """Compute ds [block_q, block_kv] of one tile, in float32: the gradient of scaled scores.
 
@@ -79,12 +83,15 @@ def score_gradients(
         first_q, seq_q, first_kv, seq_kv: the first row of the sequence's queries, and of its keys,
             and how many it has.
         first_row, row: of lse2 and delta, where the sequence's begin, and in which row.
-        element: of the batch, or the packed sequence.
+        element, head: of the batch, or the packed sequence; and the query head.
         start_q, start_kv: first rows of the tile in the sequence. Keys before the first do not
             exist: start_kv may be negative.
         diagonal: position of query 0.
+        group_size: query heads of a kv head, where refs and terms are those of all heads, in the
+            axis before the last of q, k, v and dout; None where they are those of one.
     """
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref = refs
+    member = None if group_size is None else head
     rows, key = start_q + arange(block_q), start_kv + arange(block_kv)
     is_key = (key >= 0) & (key < seq_kv)
     segment_q, is_query = None, None
@@ -100,14 +107,19 @@ def score_gradients(
         is_key = is_key & (segment_kv >= 0)
 
     def load_queries(ref, size):
-        x = load_tile(rows_from(ref, first_q), start_q, seq_q, block_q, size, True, is_query)
+        x = load_tile(
+            rows_from(ref, first_q), start_q, seq_q, block_q, size, True, is_query, member
+        )
         return round_operand(x, rule.precision)
 
     def load_keys(ref, size):
         shape = (block_kv, padded_head_dim(size))
         row = jnp.broadcast_to((first_kv + own_key)[:, None], shape)
         col = jnp.broadcast_to(arange(shape[1])[None, :], shape)
-        x = plt.load(ref.at[row, col], mask=is_key[:, None] & (col < size), other=0.0)
+        place = (row, col)
+        if member is not None:
+            place = row, jnp.broadcast_to(member // group_size, shape), col
+        x = plt.load(ref.at[place], mask=is_key[:, None] & (col < size), other=0.0)
         return round_operand(x, rule.precision)
 
     # s = scale · q kᵀ
@@ -120,7 +132,9 @@ def score_gradients(
     if on_branch is not None:
         seen = seen & on_branch
     offset = start_kv - start_q - diagonal
-    added = added_scores(terms, element, offset, block_q, block_kv)
+    added = added_scores(
+        terms, element, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, True, member
+    )
     s, dcap = visible_scores(
         q, k, position[:, None], key[None, :], None, rule, window, True, segment_q, segment_kv,
         seen, added,
@@ -131,6 +145,11 @@ def score_gradients(
     # dp = dout vᵀ
     do, v = load_queries(dout_ref, head_dim_v), load_keys(v_ref, head_dim_v)
     dp = dot(do, v.T, rule.precision)
+    kept = dropout_weights(
+        terms, dropout, element, head, start_q, start_kv, block_q, block_kv, any_start=True
+    )
+    if kept is not None:
+        dp = dp * kept
     # ds = p ∘ (dp - delta) ∘ dcap
     delta = load_padded_rows(delta_ref, first_row + start_q, block_q, row)
     return p * (dp - delta[:, None]) * dcap
@@ -157,6 +176,7 @@ def flash_bwd_relative_kernel(
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     block_q,
@@ -172,7 +192,7 @@ def flash_bwd_relative_kernel(
     [], or [elements]. Offsets, segment ids and trees, of all elements one after the other. Loop
     invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
-    band = pl.program_id(0)
+    band, head = pl.program_id(0), pl.program_id(1)
     # A band's keys start so many behind its queries' positions.
     offset = (bands.first + band) * block_kv
     is_visible = band >= 0
@@ -201,8 +221,8 @@ def flash_bwd_relative_kernel(
             start_q = (begin + lax.convert_element_type(step, jnp.int32)) * block_q
             return acc + score_gradients(
                 refs, terms, segments, tree, depths, first_q, size_q, first_kv, size_kv, first_row,
-                element, row, start_q, start_q + before, diagonal, rule, window, head_dim,
-                head_dim_v, block_q, block_kv,
+                element, head, row, start_q, start_q + before, diagonal, rule, window, dropout,
+                head_dim, head_dim_v, block_q, block_kv,
             )  # fmt: skip
 
         return lax.fori_loop(jnp.int32(0), count, add_tile, acc)
@@ -220,14 +240,14 @@ def flash_bwd_relative_kernel(
     sums_ref[band] = jnp.where(is_near, 0.0, jnp.sum(acc))
 
 
-def terms_gradients(
+def relative_gradient(
     operands: AttentionOperands[Array],
     inputs: Any,
     mask: Mask,
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradients of the terms, by name.
+    """Compute the gradient of `relative_bias`, by name; nothing without it.
 
     Args:
         operands: of the call.
@@ -235,7 +255,7 @@ def terms_gradients(
         mask: as the kernel of dq takes it.
         spec, backend: the problem, and what runs.
     """
-    terms = terms_of(operands)
+    terms = terms_of(operands, spec)
     if terms.relative is None:
         return {}
     config = config_of("flash_bwd_dq", spec, backend)
@@ -248,7 +268,7 @@ def terms_gradients(
     slopes = terms.slopes
     if slopes is not None and slopes.ndim == 2:
         slopes = slopes.T[None]
-    terms = Terms(terms.relative, slopes)
+    terms = terms._replace(slopes=slopes)
     segments, tree, depths = (
         type(x)(*(None if ids is None else ids.reshape(-1) for ids in x[:2]))
         for x in (mask.segments, mask.tree, mask.depths)
@@ -261,6 +281,10 @@ def terms_gradients(
     def of_one_head(x):
         return block_spec(x, lambda _band, head, _: {"head": head}, "head", ALL, ALL, ALL)
 
+    def of_all_pairs(x):
+        own = "head" if x is not None and x.shape[1] > 1 else "first"
+        return block_spec(x, lambda _band, head, _: {"head": head}, ALL, own, ALL, ALL)
+
     small = (mask.offsets, segments, tree, depths)
     found = launch(
         "flash_bwd_dq",
@@ -272,21 +296,25 @@ def terms_gradients(
             *(of_head(x, spec.group_size) for x in (k, v)),
             of_head(dout),
             *map(of_all_batches, of_rows),
-            of_terms(terms),
+            of_terms(terms)._replace(bias=of_all_pairs(terms.bias)),
             *(x._make(map(of_all, x)) for x in small),
         ),
         (tiles, sums),
         (of_one_head(tiles), of_one_head(sums)),
         flash_arguments(spec, backend.interpreted)
-        | {"bands": bands, "elements": spec.batch if num_sequences is None else num_sequences},
+        | {
+            "bands": bands,
+            "elements": spec.batch if num_sequences is None else num_sequences,
+            "dropout": spec.dropout,
+        },
         spec,
         backend,
-        numbers=_compiler_numbers(spec),
+        numbers=compiler_numbers(spec),
     )
     return {"relative_bias": sums_of_distances(*found, bands).astype(terms.relative.dtype)}
 
 
-def _compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
+def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
     """Return the warps and stages that take the place of those of dq's kernel.
 
     Four tiles are loaded in each step, and no accumulator is as wide as a head.

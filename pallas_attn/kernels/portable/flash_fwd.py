@@ -12,6 +12,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.library.block_mask import list_arguments
+from pallas_attn.kernels.library.dropout import dropout_weights
 from pallas_attn.kernels.library.intervals import in_interval, load_intervals
 from pallas_attn.kernels.library.mask import find_visits, mask_of_keys
 from pallas_attn.kernels.library.schedule import order_programs
@@ -76,6 +77,7 @@ def flash_fwd_kernel(
     seq_kv,
     rule,
     window,
+    dropout,
     head_dim,
     head_dim_v,
     tile_q,
@@ -94,7 +96,8 @@ def flash_fwd_kernel(
     exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
     its sink. block_q and block_kv are powers of two, at least 16.
 
-    Terms that are added to the scores, of this program's head: `Terms`.
+    Terms that are added to the scores, of this program's head: `Terms`. dropout: `DropoutRule` or
+    None.
 
     carry: out in float32 and lse of a result over other keys, which the keys join; or None.
 
@@ -106,11 +109,12 @@ def flash_fwd_kernel(
     have is None.
     """
     # Locate the tile of queries.
-    tile, _head, _batch = place(pl.program_id(0))
+    tile, head, batch = place(pl.program_id(0))
     # Queries are counted from the first of all, keys from the sequence's first.
-    sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+    sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
         *offsets, tile, seq_q, seq_kv, block_q
     )
+    element = batch if offsets.cu_seqlens_q is None else sequence
     diagonal = seq_kv - seq_q
     k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
 
@@ -162,7 +166,9 @@ def flash_fwd_kernel(
             if begins is not None:
                 seen = in_interval(begins, ends, key)
             offset = start_kv - start_q - diagonal
-            added = added_scores(terms, sequence, offset, block_q, block_kv)
+            added = added_scores(
+                terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked
+            )
             s, _ = visible_scores(
                 q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
                 segment_q, segment_kv, seen, added,
@@ -170,6 +176,11 @@ def flash_fwd_kernel(
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = acc * alpha[:, None]
+            kept = dropout_weights(
+                terms, dropout, element, head, start_q - first_q, start_kv, block_q, block_kv
+            )
+            if kept is not None:
+                p = p * kept
             # acc += p v
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
             v = round_operand(v, rule.precision)
@@ -221,7 +232,7 @@ def launch_forward(
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
     results = (out, lse, lse) if spec.row_max else (out, lse)
-    terms = terms_of(operands)
+    terms = terms_of(operands, spec)
     before = (q, k, v, sinks, terms, *mask)
     first = len(jax.tree.leaves(before))
 
@@ -245,7 +256,9 @@ def launch_forward(
         ),
         results,
         tuple(map(of_head, results)),
-        flash_arguments(spec, backend.interpreted) | list_arguments(spec),
+        flash_arguments(spec, backend.interpreted)
+        | list_arguments(spec)
+        | {"dropout": spec.dropout},
         spec,
         backend,
         aliases=None if carry is None else {first: 0, first + 1: 1},

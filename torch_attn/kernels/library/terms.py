@@ -1,9 +1,10 @@
-"""Terms: what is added to scaled scores, before the softcap and the masks.
+"""Terms: what is added to scaled scores, before the softcap and the masks, and dropout.
 
 With d the distance of a key from a query, its position less the query's: ``relative_bias[h, clip(d,
 -R, R) + R]`` (Raffel et al. 2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -12,27 +13,54 @@ from torch import Tensor
 
 from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
-from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+
+
+class Bias(NamedTuple):
+    """A bias of pairs, or its gradient; entries is None for none.
+
+    Attributes:
+        entries: [B, Hq, Sq, Skv], or 1 in place of any.
+        batch, head, row: strides in elements, 0 for an axis of 1.
+        align: a divisor of the strides, which tells the compiler how wide a load may be.
+        of_rows, of_keys: it has more than one row, and more than one key.
+    """
+
+    entries: Any = None
+    batch: Any = None
+    head: Any = None
+    row: Any = None
+    align: Any = None
+    of_rows: Any = None
+    of_keys: Any = None
 
 
 class Terms(NamedTuple):
-    """Operands that are added to scores; None for those that a problem does not have.
+    """Operands that are added to scores, and those of dropout; None for what a problem lacks.
 
     Kernels look at the attributes alone: Triton 3.6 does not compare a tuple that holds None.
 
     Attributes:
         relative: [Hq, 2R + 1], contiguous.
         slopes: [Hq] or [B, Hq] float32, contiguous; of packed sequences [Hq] or [N, Hq].
+        seed: of dropout, [2] int32 or uint32.
+        bias: a `Bias`.
+        dbias: its gradient, where the kernel of dq stores it.
         radius: R.
         of_batch: distance of two batch elements' slopes, 0 where they share them.
         count: batch elements with slopes.
+        dropout: `twin_attention.contract.dropout.DropoutRule`.
     """
 
     relative: Any = None
     slopes: Any = None
+    seed: Any = None
+    bias: Bias = Bias()
+    dbias: Bias = Bias()
     radius: Any = None
     of_batch: Any = None
     count: Any = None
+    dropout: Any = None
 
 
 @triton.jit
@@ -41,8 +69,13 @@ def added_scores(
     element,
     head,
     offset,
+    start_q,
+    start_kv,
+    seq_q,
+    seq_kv,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):
     """Return what is added to the scores of a tile, [BLOCK_Q, BLOCK_KV] float32; None for nothing.
@@ -52,6 +85,9 @@ def added_scores(
         element: of the batch, or the packed sequence, which may be that of padding.
         head: the query head.
         offset: distance of the tile's first key from its first query.
+        start_q, start_kv: the tile's first query and key.
+        seq_q, seq_kv: how many there are.
+        MASKED: the tile has keys that do not exist.
         TRANSPOSED: the tile has keys down and queries across.
     """
     query, key = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_KV)
@@ -60,18 +96,88 @@ def added_scores(
     else:
         distance = offset + key[None, :] - query[:, None]
     added = None
+    if terms.bias.entries is not None:
+        tile = bias_tile(
+            terms.bias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV, TRANSPOSED
+        )
+        added = tl.zeros(distance.shape, tl.float32)
+        if MASKED and terms.bias.of_keys:
+            exists = (start_kv + key >= 0) & (start_kv + key < seq_kv)
+            exists = exists[:, None] if TRANSPOSED else exists[None, :]
+            added += tl.load(tile, mask=exists, other=0.0).to(tl.float32)
+        else:
+            added += tl.load(tile).to(tl.float32)
     if terms.relative is not None:
         row = terms.relative + head.to(tl.int64) * (2 * terms.radius + 1)
-        added = _relative_scores(row, terms.radius, offset, distance, BLOCK_Q, BLOCK_KV)
+        near = _relative_scores(row, terms.radius, offset, distance, BLOCK_Q, BLOCK_KV)
+        if terms.bias.entries is not None:
+            added += near
+        else:
+            added = near
     if terms.slopes is not None:
         place = element * terms.of_batch + head
         slope = tl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
         falling = -slope * tl.abs(distance).to(tl.float32)
-        if terms.relative is not None:
+        if terms.relative is not None or terms.bias.entries is not None:
             added += falling
         else:
             added = falling
     return added
+
+
+@triton.jit
+def bias_tile(
+    bias,
+    element,
+    head,
+    start_q,
+    start_kv,
+    seq_q,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+):
+    """Return the pointers to a tile of a bias, which has one row or column for an axis of 1.
+
+    Queries that do not exist have the last one's, and keys pointers past the end.
+    """
+    query = tl.minimum(start_q + tl.arange(0, BLOCK_Q), seq_q - 1).to(tl.int64)
+    key = start_kv + tl.arange(0, BLOCK_KV)
+    if TRANSPOSED:
+        query, key = query[None, :], key[:, None]
+    else:
+        query, key = query[:, None], key[None, :]
+    first = tl.cast(element, tl.int64) * bias.batch + tl.cast(head, tl.int64) * bias.head
+    pointers = bias.entries + tl.multiple_of(first, bias.align)
+    if bias.of_rows:
+        pointers += query * tl.multiple_of(tl.cast(bias.row, tl.int64), bias.align)
+    if bias.of_keys:
+        pointers += key
+    return pointers
+
+
+@triton.jit
+def store_bias_tile(
+    dbias,
+    x,
+    element,
+    head,
+    start_q,
+    start_kv,
+    seq_q,
+    seq_kv,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+):
+    """Store a tile of the gradient of a bias, which has all queries and keys."""
+    tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
+    x = x.to(dbias.entries.dtype.element_ty)
+    # Without a mask stores are wide.
+    if (start_q + BLOCK_Q <= seq_q) & (start_kv + BLOCK_KV <= seq_kv):
+        tl.store(tile, x)
+    else:
+        query, key = start_q + tl.arange(0, BLOCK_Q), start_kv + tl.arange(0, BLOCK_KV)
+        tl.store(tile, x, mask=(query < seq_q)[:, None] & (key < seq_kv)[None, :])
 
 
 @triton.jit
@@ -88,12 +194,32 @@ def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK
     return added
 
 
-def terms_of(operands: AttentionOperands[Tensor]) -> Terms:
+def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
     """Return the terms of a problem, without their numbers."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return Terms()
     given = operands.relative_bias, operands.alibi_slopes
-    return Terms(*(None if x is None else x.contiguous() for x in given))
+    seed = None if spec.dropout is None else operands.dropout_seed
+    bias = operands.bias if isinstance(operands, FlashOperands) else None
+    return Terms(*(None if x is None else x.contiguous() for x in given), seed, Bias(bias))
+
+
+def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
+    """Return an empty gradient of a bias for the kernel of dq, none if several pairs share a value.
+
+    What no kernel visits is 0.
+    """
+    if bias.entries is None or shares_values(bias.entries.shape, spec):
+        return Bias()
+    values = bias.entries.new_empty(bias.entries.shape)
+    hides = spec.window != Window() or spec.segmented or spec.tree
+    return Bias(values.zero_() if hides else values)
+
+
+def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
+    """Return True if several pairs share a value of a bias, or there is one query, or one key."""
+    whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
+    return tuple(shape) != whole or 1 in whole[2:]
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:
@@ -108,4 +234,18 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         batch = spec.num_sequences if isinstance(spec, VarlenSpec) else spec.batch
         # The sequence of padding has no slopes.
         count = batch if is_own else batch + 1
-    return {"terms": terms._replace(radius=radius, of_batch=of_batch, count=count)}
+    terms = terms._replace(bias=with_strides(terms.bias), dbias=with_strides(terms.dbias))
+    numbers = {"radius": radius, "of_batch": of_batch, "count": count, "dropout": spec.dropout}
+    return {"terms": terms._replace(**numbers)}
+
+
+def with_strides(bias: Bias) -> Bias:
+    """Return a bias, as its layout, with its strides."""
+    if bias.entries is None:
+        return bias
+    sizes = zip(bias.entries.shape, bias.entries.strides, strict=True)
+    *strides, _ = (stride if size > 1 else 0 for size, stride in sizes)
+    _, _, rows, keys = bias.entries.shape
+    align = tl.constexpr(math.gcd(16, *strides))
+    flags = tl.constexpr(rows > 1), tl.constexpr(keys > 1)
+    return Bias(bias.entries, *strides, align, *flags)

@@ -3,6 +3,7 @@
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
+With dropout dp, and p of dv, are multiplied by `dropout_weights`.
 Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
 additions: the result is the same bits every time.
 """
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.gradients import make_flash_bwd
+from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.intervals import in_interval, load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
@@ -34,7 +36,7 @@ from torch_attn.kernels.library.sequences import (
     locate_tile,
     num_sequence_tiles,
 )
-from torch_attn.kernels.library.terms import added_scores, terms_argument
+from torch_attn.kernels.library.terms import added_scores, store_bias_tile, terms_argument
 from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
     count_tiles,
@@ -53,7 +55,8 @@ from torch_attn.kernels.library.tree import (
     in_branch,
     next_run,
 )
-from torch_attn.kernels.portable.flash_bwd_terms import terms_gradients
+from torch_attn.kernels.portable.flash_bwd_bias import bias_gradient
+from torch_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
 
@@ -93,7 +96,8 @@ def flash_bwd_dq_kernel(
     and mask: as in `flash_fwd_kernel`. Loop invariant: dq is
     Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
     for ds·k. A row that sees no key gives 0. CARRY: dq, in float32, holds the gradient through
-    other keys, to which that through these is added.
+    other keys, to which that through these is added. The gradient of a bias that no two pairs share
+    is ds, stored where terms have it.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -101,13 +105,13 @@ def flash_bwd_dq_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv, element = seq_q, None, batch
+    total_q, first_kv, element, own_q = seq_q, None, batch, start_q
     if num_sequences is not None:
         sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-        element = sequence
+        element, own_q = sequence, start_q - first_q
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
@@ -184,7 +188,10 @@ def flash_bwd_dq_kernel(
                         seq_kv, position[:, None],
                     )  # fmt: skip
                 distance = start_kv - start_q - diagonal
-                added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV)
+                added = added_scores(
+                    terms, element, head, distance, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                    BLOCK_KV, masked,
+                )  # fmt: skip
                 s, dcap = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
                     masked, segment_q, segment_kv, seen, added,
@@ -197,8 +204,16 @@ def flash_bwd_dq_kernel(
                 )
                 v = round_operand(v, rule.precision)
                 dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
+                kept = dropout_weights(terms, element, head, own_q, start_kv, BLOCK_Q, BLOCK_KV)
+                if kept is not None:
+                    dp = dp * kept
                 # ds = p ∘ (dp - delta) ∘ dcap
                 ds = p * (dp - delta[:, None]) * dcap
+                if terms.dbias.entries is not None:
+                    store_bias_tile(
+                        terms.dbias, ds, element, head, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                        BLOCK_KV,
+                    )  # fmt: skip
                 # dq += ds k
                 ds = round_operand(ds.to(k.dtype), rule.precision)
                 dq = tl.dot(ds, k, dq, input_precision=rule.precision)
@@ -260,13 +275,13 @@ def flash_bwd_dkdv_kernel(
     start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(tl.int64)
-    total_q, first_q, first_kv, element = seq_q, 0, 0, batch
+    total_q, first_q, first_kv, element, own_kv = seq_q, 0, 0, batch, start_kv
     if num_sequences is not None:
         sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
             mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
         )
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-        element = sequence
+        element, own_kv = sequence, start_kv - first_kv
     segments = mask.segments
     if segments is not None:
         segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_q)
@@ -344,7 +359,10 @@ def flash_bwd_dkdv_kernel(
                         rows[None, :] + first_position,
                     )  # fmt: skip
                 distance = start_kv - diagonal - start_q
-                added = added_scores(terms, element, head, distance, BLOCK_Q, BLOCK_KV, True)
+                added = added_scores(
+                    terms, element, head, distance, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                    BLOCK_KV, True, True,
+                )  # fmt: skip
                 s, dcap = visible_scores(
                     k, q, rows[None, :], key[:, None], None, rule, window_left, window_right,
                     masked, segment_kv, segment_q, seen, added,
@@ -358,8 +376,14 @@ def flash_bwd_dkdv_kernel(
                 )
                 do = round_operand(do, rule.precision)
                 dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
+                kept_p = p
+                kept = dropout_weights(
+                    terms, element, head, start_q, own_kv, BLOCK_Q, BLOCK_KV, True
+                )
+                if kept is not None:
+                    kept_p, dp = p * kept, dp * kept
                 # dv += pᵀ dout
-                rounded = round_operand(p.to(do.dtype), rule.precision)
+                rounded = round_operand(kept_p.to(do.dtype), rule.precision)
                 dv = add_product(dv, rounded, do, rule.precision)
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
                 delta = tl.load(delta_ptr + offset + rows)
@@ -405,5 +429,5 @@ def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
 flash_bwd = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
-    terms_gradients=terms_gradients,
+    terms_gradients=(bias_gradient, relative_gradient),
 )

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.mask import Mask, mask_argument
 from torch_attn.kernels.library.scores import round_operand, visible_scores
 from torch_attn.kernels.library.segments import STAYS, VISITED, load_segments, segments_of_batch
@@ -110,7 +111,9 @@ def score_gradients(
             tl.maximum(key, 0)[None, :], seq_kv, position[:, None],
         )  # fmt: skip
     offset = start_kv - start_q - diagonal
-    added = added_scores(terms, element, head, offset, BLOCK_Q, BLOCK_KV)
+    added = added_scores(
+        terms, element, head, offset, start_q, start_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, True
+    )
     s, dcap = visible_scores(
         q, k, position[:, None], key[None, :], None, rule, window_left, window_right, True,
         segment_q, segment_kv, seen, added,
@@ -125,6 +128,11 @@ def score_gradients(
     v = load_tile(v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, True, is_key)
     do, v = round_operand(do, rule.precision), round_operand(v, rule.precision)
     dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
+    kept = dropout_weights(
+        terms, element, head, start_q, start_kv, BLOCK_Q, BLOCK_KV, ANY_START=True
+    )
+    if kept is not None:
+        dp = dp * kept
     # ds = p ∘ (dp - delta) ∘ dcap
     delta = tl.load(delta_ptr + rows)
     return p * (dp - delta[:, None]) * dcap
@@ -216,7 +224,7 @@ def flash_bwd_relative_kernel(
     tl.store(sums_ptr + head * bands.count + band, total)
 
 
-def terms_gradients(
+def relative_gradient(
     operands: AttentionOperands[Tensor],
     inputs: tuple[Tensor, ...],
     terms: Terms,
@@ -224,7 +232,7 @@ def terms_gradients(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradients of the terms, by name.
+    """Compute the gradient of `relative_bias`, by name; nothing without it.
 
     Args:
         operands: of the call.
@@ -244,7 +252,7 @@ def terms_gradients(
     tensors = (*inputs, tiles, sums, terms, mask)
     launch(
         "flash_bwd_dq", flash_bwd_relative_kernel, _prepare, tensors, spec, backend, bands,
-        **_compiler_numbers(spec),
+        **compiler_numbers(spec),
     )  # fmt: skip
     return {"relative_bias": sums_of_distances(tiles, sums, bands).to(table.dtype)}
 
@@ -262,7 +270,7 @@ def _prepare(call: KernelCall) -> Prepared:
     return (bands.count, spec.heads_q), arguments
 
 
-def _compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
+def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
     """Return the warps and stages that take the place of those of dq's kernel.
 
     Four tiles are loaded in each step, and no accumulator is as wide as a head.

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.intervals import in_interval, load_intervals
 from torch_attn.kernels.library.mask import (
     listed_tiles,
@@ -101,7 +102,7 @@ def flash_fwd_kernel(
     p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
     two, at least 16.
 
-    Terms that are added to the scores: `torch_attn.kernels.library.terms.Terms`.
+    Terms that are added to the scores, and dropout: `torch_attn.kernels.library.terms.Terms`.
 
     CARRY: out, in float32, and lse hold a result over other keys, which the keys join.
 
@@ -116,12 +117,13 @@ def flash_fwd_kernel(
     head = index % heads_q
     batch = (index // heads_q).to(tl.int64)
     start_q = tile * BLOCK_Q
-    total_q, first_kv, element = seq_q, None, batch
+    total_q, first_kv, element, own_q = seq_q, None, batch, start_q
     if num_sequences is not None:
         # Queries are counted from the first of all, keys from the sequence's first.
-        element, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
+        element, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
+        own_q = start_q - first_q
         batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
     segments = mask.segments
     if segments is not None:
@@ -204,7 +206,10 @@ def flash_fwd_kernel(
                         seq_kv, position[:, None],
                     )  # fmt: skip
                 offset = start_kv - start_q - diagonal
-                added = added_scores(terms, element, head, offset, BLOCK_Q, BLOCK_KV)
+                added = added_scores(
+                    terms, element, head, offset, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
+                    BLOCK_KV, masked,
+                )  # fmt: skip
                 s, _ = visible_scores(
                     q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
                     masked, segment_q, segment_kv, seen, added,
@@ -212,6 +217,9 @@ def flash_fwd_kernel(
                 # p = exp(s - max), and rescale what was accumulated
                 p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
                 acc = acc * alpha[:, None]
+                kept = dropout_weights(terms, element, head, own_q, start_kv, BLOCK_Q, BLOCK_KV)
+                if kept is not None:
+                    p = p * kept
                 # acc += p v
                 v = load_tile(
                     v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
@@ -268,7 +276,7 @@ def launch_forward(
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
     mask = mask_of_keys(operands, spec)
-    tensors = (*operands[:3], operands.sinks, out, lse, row_max, terms_of(operands), mask)
+    tensors = (*operands[:3], operands.sinks, out, lse, row_max, terms_of(operands, spec), mask)
     launch(
         "flash_fwd",
         flash_fwd_kernel,
@@ -289,7 +297,7 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
     hides = spec.segmented or spec.tree or isinstance(spec, BlockSparseSpec)
-    is_near = is_near and not hides and not spec.terms
+    is_near = is_near and not hides and not spec.terms and spec.dropout is None
     return 128 if is_near and 32 < size <= 64 else None
 
 

@@ -1,0 +1,109 @@
+"""What scores have beside q·k, and dropout: biases, tables, slopes, row maxima."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from bench import ours
+from bench.job import Job, Operation, Subject
+from bench.peers import SCORES
+from bench.problems import attention_job
+from bench.records import Record
+from bench.registry import cells
+from bench.report.tables import by_case, by_operation, ratio_text, status, to_grid
+from bench.suites.columns import MEMORY, OPERATION, TFLOPS, of_median
+from interop.parity.cases import FlashCase
+from interop.rendering.tables import Grid
+
+TITLE = "Terms of scores, and dropout"
+NOTE = (
+    "bfloat16, 16 heads of 128, 4096 tokens in all. 'bias' is a bias of pairs [1, H, S, S] in "
+    "bfloat16, 'relative' a table of the distances from -128 to 128 and 'alibi' ALiBi's slopes, "
+    "with the gradients of the first two; 'dropout' drops a tenth, 'row-max' returns row maxima, "
+    "'plain' has none of these. FlexAttention has them in its score_mod and is compiled; SDPA gets "
+    "the bias as attn_mask. FLOPs are those of 'plain'. What a peer drops is its own choice, so "
+    "that its result is not checked."
+)
+
+HEADS_CHECKED = 2
+TERMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bias": {"bias": "hqk", "terms_in_q_dtype": True},
+    "relative": {"relative": 128},
+    "alibi": {"alibi": "heads"},
+    "dropout": {"dropout_rate": 0.1},
+    "row-max": {"row_max": True},
+}
+LENGTHS, TOKENS, HEADS, HEAD_DIM = (4096, 2048, 1024), 4096, 16, 128
+AT_EVERY_LENGTH = ("plain", "bias")
+OPERATIONS: tuple[Operation, ...] = ("forward", "both")
+
+SHARES = "The time of 'plain' over this"
+
+
+def jobs(targets: Sequence[str]) -> list[Job]:
+    """Return forward, and forward with backward, of every case."""
+    return [
+        job(case, operation, targets[:1])
+        for case in cases()
+        for operation in OPERATIONS
+        if not (case.row_max and operation == "both")  # it has no gradient
+    ]
+
+
+def cases() -> list[FlashCase]:
+    """Return every term at the longest length, the bias at the others as well."""
+    found = []
+    for length in LENGTHS:
+        batch = TOKENS // length
+        shape = FlashCase("", batch, length, length, HEADS, HEADS, HEAD_DIM)
+        names = TERMS if length == LENGTHS[0] else AT_EVERY_LENGTH
+        found += [replace(shape, name=f"{x}-{batch}x{length}", **TERMS[x]) for x in names]
+    return found
+
+
+def job(case: FlashCase, operation: Operation, targets: Sequence[str]) -> Job:
+    """Return one operation on a case, of our own implementations and of peers."""
+    peers = {Subject(name): factory for name, factory in SCORES.items()}
+    factories = ours.score_factories(targets) | peers
+    return attention_job(case, operation, factories, HEADS_CHECKED)
+
+
+COLUMNS = {
+    "length": "seq_q", "batch": "batch", "pass": OPERATION, "ms": of_median("times"),
+    "TFLOP/s": TFLOPS, "memory, MB": MEMORY,
+}  # fmt: skip
+
+
+def tables(records: Sequence[Record]) -> dict[str, Grid]:
+    """Return what of the time without a term is left with it, then a row for each record."""
+    rows = [
+        {"case": r.case["name"], "implementation": r.label}
+        | cells(COLUMNS, r)
+        | {"status": status(r)}
+        for r in records
+        if r.status != "absent"
+    ]
+    return {SHARES: _shares(records), "Every implementation": to_grid(rows)}
+
+
+def _shares(records: Sequence[Record]) -> Grid:
+    """Return the time of 'plain' over each term's, and those of peers over it."""
+    peers = list(dict.fromkeys(r.label for r in records if r.is_peer and r.times))
+    grid = [["case", "pass", "implementation", "plain / this", *(f"{x} / this" for x in peers)]]
+    for operation, group in by_operation(records).items():
+        by_name = by_case(group)
+        for name, row in by_name.items():
+            term, _, shape = name.rpartition("-")
+            for label, record in row.items():
+                if record.times is None or record.is_peer:
+                    continue
+                plain = by_name.get(f"plain-{shape}", {}).get(label)
+                share = ""
+                if plain is not None and plain.times is not None and term != "plain":
+                    share = f"{plain.times.median / record.times.median:.2f}"
+                others = [ratio_text(row, label, peer) for peer in peers]
+                grid.append([name, operation, label, share, *others])
+    return grid

@@ -1,0 +1,90 @@
+"""Dropout: what probabilities are multiplied by, from a counter-based generator.
+
+`twin_attention.contract.dropout` says which pair of query and key has which bits.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.library.tiles import arange
+from twin_attention.contract.dropout import MULTIPLIERS, ROUNDS, WEYL
+
+
+def dropout_weights(
+    terms,
+    rule,
+    element,
+    head,
+    start_q,
+    start_kv,
+    block_q,
+    block_kv,
+    transposed=False,
+    any_start=False,
+):
+    """Return the weights of a tile's probabilities, [block_q, block_kv] float32; None for no
+    dropout.
+
+    The eight pairs of a block are drawn once where a thread has them: the compiler finds that they
+    are drawn from the same numbers.
+
+    Args:
+        terms: `pallas_attn.kernels.library.terms.Terms`.
+        rule: `twin_attention.contract.dropout.DropoutRule`, or None.
+        element: of the batch, or the packed sequence.
+        head: the query head.
+        start_q, start_kv: the tile's first query and key, counted from the sequence's first;
+            multiples of block_q and block_kv, but for a start_kv with any_start.
+        transposed: the tile has keys down and queries across.
+    """
+    if rule is None:
+        return None
+    query, key = arange(block_q), arange(block_kv)
+    first_q, first_kv = start_q // 16 * 8, start_kv // 32 * 8
+    if any_start or block_kv % 32 != 0:
+        key, first_kv = key + start_kv, 0
+    if transposed:
+        query, key = query[None, :], key[:, None]
+    else:
+        query, key = query[:, None], key[None, :]
+    counters = (
+        element,
+        head,
+        first_q + query // 16 * 8 + query % 8,
+        first_kv + key // 32 * 8 + key % 8,
+    )
+    w0, w1, w2, w3 = philox(
+        tuple(lax.convert_element_type(x, jnp.uint32) for x in counters),
+        tuple(lax.bitcast_convert_type(terms.seed[i], jnp.uint32) for i in range(2)),
+    )
+    lower = jnp.where(key // 8 % 2 == 0, w0, w1)
+    upper = jnp.where(key // 8 % 2 == 0, w2, w3)
+    bits = jnp.where(query // 8 % 2 == 0, lower, upper)
+    # The upper half of what is compared counts.
+    bits = jnp.where(key // 16 % 2 == 0, bits << 16, bits)
+    kept = bits >= jnp.uint32(rule.threshold << 16)
+    scale = jnp.full(kept.shape, rule.scale, jnp.float32)
+    return jnp.where(kept, scale, 0.0)
+
+
+def philox(counter, key):
+    """Return the words of Philox 4x32 (Salmon et al. 2011) for counters and a key, all uint32."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(ROUNDS):
+        high0, low0 = _product(c0, MULTIPLIERS[0])
+        high1, low1 = _product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + jnp.uint32(WEYL[0]), k1 + jnp.uint32(WEYL[1])
+    return c0, c1, c2, c3
+
+
+def _product(x, multiplier):
+    """Return the upper and the lower 32 bits of a product: one instruction gives both.
+
+    The kernel has numbers of 64 bits where JAX has none.
+    """
+    with jax.enable_x64(True):
+        product = lax.convert_element_type(x, jnp.uint64) * jnp.uint64(multiplier)
+        upper = lax.convert_element_type(product >> jnp.uint64(32), jnp.uint32)
+        return upper, lax.convert_element_type(product, jnp.uint32)

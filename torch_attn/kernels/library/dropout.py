@@ -1,0 +1,88 @@
+"""Dropout: what probabilities are multiplied by, from a counter-based generator.
+
+`twin_attention.contract.dropout` says which pair of query and key has which bits.
+"""
+
+import triton
+import triton.language as tl
+
+from twin_attention.contract import dropout
+
+ROUNDS = tl.constexpr(dropout.ROUNDS)
+MULTIPLIERS = tl.constexpr(dropout.MULTIPLIERS)
+WEYL = tl.constexpr(dropout.WEYL)
+
+
+@triton.jit
+def dropout_weights(
+    terms,
+    element,
+    head,
+    start_q,
+    start_kv,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False,
+    ANY_START: tl.constexpr = False,
+):
+    """Return the weights of a tile's probabilities, [BLOCK_Q, BLOCK_KV] float32; None for no
+    dropout.
+
+    The eight pairs of a block are drawn once where a thread has them: the compiler finds that they
+    are drawn from the same numbers.
+
+    Args:
+        terms: `torch_attn.kernels.library.terms.Terms`.
+        element: of the batch, or the packed sequence.
+        head: the query head.
+        start_q, start_kv: the tile's first query and key, counted from the sequence's first;
+            multiples of BLOCK_Q and BLOCK_KV, but for a start_kv with ANY_START.
+        TRANSPOSED: the tile has keys down and queries across.
+    """
+    weights = None
+    if terms.seed is not None:
+        query, key = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_KV)
+        first = tl.cast(start_kv, tl.int32)
+        block_q, block_kv = tl.cast(start_q, tl.int32) // 16 * 8, first // 32 * 8
+        if ANY_START or BLOCK_KV % 32 != 0:
+            key += first
+            block_kv = 0
+        if TRANSPOSED:
+            query, key = query[None, :], key[:, None]
+        else:
+            query, key = query[:, None], key[None, :]
+        w0, w1, w2, w3 = philox(
+            tl.cast(element, tl.uint32),
+            tl.cast(head, tl.uint32),
+            (block_q + query // 16 * 8 + query % 8).to(tl.uint32),
+            (block_kv + key // 32 * 8 + key % 8).to(tl.uint32),
+            tl.load(terms.seed).to(tl.uint32, bitcast=True),
+            tl.load(terms.seed + 1).to(tl.uint32, bitcast=True),
+        )
+        lower = tl.where(key // 8 % 2 == 0, w0, w1)
+        upper = tl.where(key // 8 % 2 == 0, w2, w3)
+        bits = tl.where(query // 8 % 2 == 0, lower, upper)
+        # The upper half of what is compared counts.
+        bits = tl.where(key // 16 % 2 == 0, bits << 16, bits)
+        threshold = tl.cast(terms.dropout.threshold, tl.uint32) << 16
+        weights = tl.where(bits >= threshold, terms.dropout.scale, 0.0)
+    return weights
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Return the words of Philox 4x32 (Salmon et al. 2011) for counters and a key, all uint32."""
+    for _ in tl.static_range(ROUNDS):
+        high0, low0 = _product(c0, MULTIPLIERS[0])
+        high1, low1 = _product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0 += WEYL[0]
+        k1 += WEYL[1]
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _product(x, multiplier: tl.constexpr):
+    """Return the upper and the lower 32 bits of a product: one instruction gives both."""
+    product = x.to(tl.uint64) * multiplier
+    return (product >> 32).to(tl.uint32), product.to(tl.uint32)

@@ -1,0 +1,126 @@
+"""Dropout: which probabilities are dropped, bit by bit the same wherever they are computed.
+
+A generator without a state, Philox 4x32 of 7 rounds, takes the seed as its key and counts batch
+elements, query heads, and blocks of queries and keys. A call gives four words of 32 bits: 16 bits
+for each of 8 pairs, queries i and i + 8 with keys j, j + 8, j + 16 and j + 24. A tensor core leaves
+these pairs to one thread, whether queries or keys are the rows of a tile, so that it draws once for
+all of them.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2: 7 rounds are the
+fewest that pass BigCrush.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from array_api_compat import device, is_jax_array
+
+Array = Any
+
+ROUNDS = 7
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LEVELS = 1 << 16  # a rate is rounded to a multiple of 1 / LEVELS
+
+
+class DropoutRule(NamedTuple):
+    """How a probability is dropped.
+
+    Attributes:
+        threshold: of the 16 bits of a pair, below which it is dropped, from 1 to 65535.
+        scale: factor of what is kept, one by the share that is.
+    """
+
+    threshold: int
+    scale: float
+
+    @classmethod
+    def of(cls, rate: float) -> DropoutRule | None:
+        """Return the rule of a rate; None for one that rounds to 0."""
+        threshold = min(round(rate * LEVELS), LEVELS - 1)
+        return cls(threshold, LEVELS / (LEVELS - threshold)) if threshold else None
+
+
+def dropout_weights(
+    xp: Any,
+    seed: Array,
+    counters: tuple[Array, Array, Array, Array],
+    rule: DropoutRule,
+    dtype: Any,
+) -> Array:
+    """Return what probabilities are multiplied by: 0 where they are dropped, or the scale.
+
+    Args:
+        xp: array namespace.
+        seed: [2] int32 or uint32.
+        counters: batch element, query head, query and key of each probability, integers that
+            broadcast against each other. Queries and keys are counted from the first of their
+            sequence.
+        rule: of the problem.
+        dtype: of the result.
+    """
+    word = _word(xp, seed)
+    batch, head, query, key = (xp.astype(x, word) for x in counters)
+    blocks = query // 16 * 8 + query % 8, key // 32 * 8 + key % 8
+    found = philox(xp, (batch, head, *blocks), (seed[0], seed[1]))
+    lower = xp.where(key // 8 % 2 == 0, found[0], found[1])
+    upper = xp.where(key // 8 % 2 == 0, found[2], found[3])
+    bits = xp.where(query // 8 % 2 == 0, lower, upper)
+    bits = xp.where(key // 16 % 2 == 0, bits & 0xFFFF, bits >> 16)
+    scale = xp.full(bits.shape, rule.scale, dtype=dtype, device=device(bits))
+    return xp.where(bits >= rule.threshold, scale, xp.zeros_like(scale))
+
+
+def philox(
+    xp: Any,
+    counter: tuple[Array, Array, Array, Array],
+    key: tuple[Array, Array],
+    rounds: int = ROUNDS,
+) -> tuple[Array, Array, Array, Array]:
+    """Return the four words of Philox 4x32 for each counter and key, words of 32 bits.
+
+    Products are put together from pieces of 16 bits: not every array library has 64 bits, or
+    unsigned numbers.
+    """
+    word = _word(xp, counter[3])
+    low = xp.asarray(0xFFFF, dtype=word, device=device(counter[3]))
+    c0, c1, c2, c3 = counter
+    keys = [_unsigned(xp, x, word) for x in key]
+    for _ in range(rounds):
+        (high0, low0), (high1, low1) = (
+            _product(x, multiplier, low)
+            for x, multiplier in zip((c0, c2), MULTIPLIERS, strict=True)
+        )
+        c0, c1, c2, c3 = high1 ^ c1 ^ keys[0], low1, high0 ^ c3 ^ keys[1], low0
+        keys = [_sum(x, step, low) for x, step in zip(keys, WEYL, strict=True)]
+    return c0, c1, c2, c3
+
+
+def _word(xp: Any, x: Array) -> Any:
+    """Return a dtype that holds 32 bits without a sign: torch computes with no such dtype."""
+    return xp.uint32 if is_jax_array(x) else xp.int64
+
+
+def _unsigned(xp: Any, x: Array, word: Any) -> Array:
+    """Return the bits of a number of 32 bits as a word."""
+    low = xp.asarray(0xFFFF, dtype=word, device=device(x))
+    x = xp.astype(x, word)
+    return (x >> 16 & low) << 16 | (x & low)
+
+
+def _product(x: Array, multiplier: int, low: Array) -> tuple[Array, Array]:
+    """Return the upper and the lower 32 bits of a product."""
+    a, b = x >> 16, x & low
+    c, d = multiplier >> 16, multiplier & 0xFFFF
+    of_low, first, second = b * d, a * d, b * c
+    middle = (of_low >> 16) + (first & low) + (second & low)
+    upper = a * c + (first >> 16) + (second >> 16) + (middle >> 16)
+    return upper, (middle & low) << 16 | (of_low & low)
+
+
+def _sum(x: Array, step: int, low: Array) -> Array:
+    """Return the lower 32 bits of a sum."""
+    lower = (x & low) + (step & 0xFFFF)
+    upper = (x >> 16) + (step >> 16) + (lower >> 16)
+    return (upper & low) << 16 | (lower & low)
