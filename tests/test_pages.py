@@ -1,5 +1,6 @@
 """The pages of parity and bench: on a phone, by keyboard, for screen readers, light and dark."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -142,6 +143,17 @@ def test_no_name_of_a_case_crosses_a_line_of_paritys_plot():
     for text in axes.texts:
         assert frame.x0 <= text.get_window_extent().x0
         assert text.get_window_extent().x1 <= frame.x1
+
+
+def test_every_output_has_its_lane():
+    report = parity_report()
+    names = ["anything", "dq", "row_max", "out"]
+    for case in report.cases:
+        case.comparisons[:] = [
+            replace(x, output=name) for x, name in zip(case.comparisons, names, strict=False)
+        ]
+    (axes,) = ratio_plot(report).axes
+    assert [x.get_text() for x in axes.get_yticklabels()] == ["out", "row_max", "dq", "anything"]
 
 
 def test_no_label_crosses_a_line_of_benchs_plots():

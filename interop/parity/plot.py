@@ -21,13 +21,18 @@ from interop.rendering.plots import (
 from twin_attention.contract.operands import FlashOperands
 
 OUTPUTS = (
-    "out", "lse", *(f"d{name}" for name in FlashOperands._fields), "douts", "dlses",
+    "out", "lse", "row_max", *(f"d{name}" for name in FlashOperands._fields), "douts", "dlses",
     "q", "k_pages", "v_pages",
 )  # fmt: skip
 LEFT_EDGE = 1e-3
 LANE_HEIGHT = 0.8
 LETTER = 0.055  # inches of a letter of a name
 WIDTH, PLOT_WIDTH = 10, 8.5  # inches, with and without the names of outputs
+
+
+def _place(output: str) -> tuple[int, str]:
+    """Return where an output stands among others: behind all others if it is unknown."""
+    return OUTPUTS.index(output) if output in OUTPUTS else len(OUTPUTS), output
 
 
 def ratio_plot(report: Report) -> Figure:
@@ -38,7 +43,7 @@ def ratio_plot(report: Report) -> Figure:
     """
     titles = report.titles
     lanes = _lanes(report)
-    outputs = [name for name in OUTPUTS if any(output == name for output, _ in lanes)]
+    outputs = sorted({output for output, _ in lanes}, key=_place)
     ratios = [ratio for lane in lanes.values() for _, _, ratio in lane]
     right_edge = max([6.0, *(10 * ratio for ratio in ratios if 1 < ratio < math.inf)])
     step = len(titles) + 1  # the lanes of one output, and a gap

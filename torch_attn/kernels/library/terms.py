@@ -230,7 +230,8 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         radius = terms.relative.shape[1] // 2
     if terms.slopes is not None:
         is_own = len(terms.slopes.shape) == 2
-        of_batch = spec.heads_q if is_own else 0
+        # Triton 3.6 loses the constants of inner tuples where the outer one has none: this is one.
+        of_batch = tl.constexpr(spec.heads_q if is_own else 0)
         batch = spec.num_sequences if isinstance(spec, VarlenSpec) else spec.batch
         # The sequence of padding has no slopes.
         count = batch if is_own else batch + 1
