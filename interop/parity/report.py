@@ -29,9 +29,9 @@ _INTRODUCTION = (
     "fails."
 )
 _MATRIX = (
-    "Cases of a function that passed, of those that ran, and the largest error over its budget; a "
+    "How many cases of a function passed and ran, and the largest error over its budget. A "
     "family stands under its framework, and foreign ones have the other's kernels. Where two "
-    "frameworks ran the same kernels, so many results had the same bits."
+    "frameworks ran the same kernels, the number of results with the same bits follows."
 )
 _CAPTION = (
     "A dot is a case; within a lane the cases stand from top to bottom in the order they ran. The "
@@ -115,7 +115,7 @@ def _passed(cases: list[CaseResult], subject: str) -> Cell:
 
 
 def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
-    """Return how many results of a pair are equal, of those that were compared."""
+    """Return how many of the compared results of a pair are equal."""
     both = [
         c.agreement.max_error == 0 and c.agreement.finite
         for case in cases

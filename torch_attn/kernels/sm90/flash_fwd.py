@@ -372,12 +372,10 @@ def _consume(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
-    # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
     HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
-    # Not with lists or intervals, which do not tell a row that sees one key.
-    BOUNDED: gl.constexpr = (
-        rule.small_cap and dtype == gl.bfloat16 and not HAS_LISTS and not IS_PART
-    )
+    IS_PLAIN: gl.constexpr = not (HAS_LISTS or IS_PART)  # a row that sees one key is known
+    # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
+    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and IS_PLAIN
     step = 0  # over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
@@ -386,7 +384,7 @@ def _consume(
     q_slot = CONSUMER
     if AHEAD:
         # Only a program that takes items from a counter may have none.
-        exists = not (IS_PACKED or HAS_LISTS or IS_PART) or item < problem.num_items
+        exists = (IS_PLAIN and not IS_PACKED) or item < problem.num_items
         if exists:
             mbarrier.wait(q_full.index(CONSUMER), 0)
             mbarrier.wait(k_full.index(0), 0)
