@@ -1,12 +1,17 @@
 """Terms of scores in the torch operators: every way in which PyTorch may call them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton.language as tl
 from torch.func import grad, vmap
 from torch.library import opcheck
 
+from interop.parity.cases import FlashCase
 from torch_attn import explain, flash_attention
 from torch_attn.flash_ops import DENSE, PACKED
+from torch_attn.kernels.library.terms import Bias, Terms, terms_argument
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 
 OPTIONS = (None, None, 0, None, True, "ieee", False, 0.0)
@@ -106,3 +111,14 @@ def test_a_table_in_16_bits_has_its_gradient_in_them(operands):
 def test_explicit_kernels_say_why_they_pass(operands):
     said = explain(flash_attention, *operands[:3], relative_bias=operands[3])
     assert said.implementation in ("reference", "triton")
+
+
+def test_all_terms_at_once_have_a_constant_beside_those_of_inner_tuples():
+    # Triton 3.6 loses the constants of the bias, such as its alignment, where Terms has none.
+    case = FlashCase("", 2, 8, 8, 2, 2, 32, relative=3, bias="bhqk", dropout_rate=0.5)
+    bias = Bias(SimpleNamespace(shape=(2, 2, 8, 8), strides=(128, 64, 8, 1)))
+    terms = Terms(*(SimpleNamespace(shape=shape) for shape in ((2, 7), (2,), (2,))), bias)
+    call = SimpleNamespace(layouts=(terms, None), spec=case.spec)
+    found = terms_argument(call)["terms"]
+    assert found.bias.align.value == 8
+    assert any(x is None or isinstance(x, tl.constexpr) for x in found)

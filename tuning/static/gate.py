@@ -72,9 +72,6 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "dropout-packed": {
         "causal": True, "seq_q": 16384, "seq_kv": 16384, "dropout_rate": 0.1,
     },
-    "all-terms": {
-        "causal": True, "bias": "hqk", "relative": 128, "alibi": "heads", "dropout_rate": 0.1,
-    },
     "terms-packed": {
         "causal": True, "seq_q": 16384, "seq_kv": 16384, "relative": 128, "alibi": "heads",
     },
@@ -134,7 +131,7 @@ _AOT = {
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
-    "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128), "all-terms": (64,),
+    "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
     "tree": HEAD_DIMS, "tree-packed": (64, 128),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
