@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,8 @@ from torch_attn.attention import Attention
 from torch_attn.autograd import Backward, Forward, has_gradient, run_kept, with_left_out
 from torch_attn.calls import Call
 from torch_attn.dispatch import choose
-from torch_attn.launch import Launch
 from torch_attn.operands import aligned, cast_inputs, operand
 from torch_attn.operators import readable
-from torch_attn.overlap import compiled_behind
 from torch_attn.replay import Capture
 from twin_attention.contract.operands import (
     CONSTANTS,
@@ -40,6 +38,9 @@ from twin_attention.contract.validate import (
     check_flash_options,
     check_saved,
 )
+
+if TYPE_CHECKING:
+    from torch_attn.launch import Launch
 
 
 class FlashAttention(Attention):
@@ -109,6 +110,8 @@ class FlashAttention(Attention):
         spec: Any = call.spec
         operator = self._with_row_max if spec.row_max else self.operator
         if call.is_new and call.is_recorded:
+            from torch_attn.overlap import compiled_behind  # imports Triton
+
             launches = partial(self._launches_of_backward, call, operands)
             with compiled_behind(launches, operands[0].device):
                 return run_kept(operator, call, operands, return_lse)

@@ -73,8 +73,8 @@ RACES = {
     ),
     "a copy of no group": (
         READS_FIRST, check_backward, flash_bwd_dq_kernel,
-        "v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)\n    commit()",
-        "v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC)",
+        "strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)\n    commit()",
+        "strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)",
     ),
 }  # fmt: skip
 

@@ -189,8 +189,8 @@ def test_opcheck(implementation):
     q, k, v, cu, _ = operands()
     sinks = draw(HEADS).requires_grad_()
     qkv = [x.requires_grad_() for x in (q, k, v)]
-    options = (None, None, 0, None, True, "ieee", False, implementation)
-    no_tree_nor_terms = (None,) * 5
+    options = (None, None, 0, None, True, "ieee", False, 0.0, implementation)
+    no_tree_nor_terms = (None,) * 6
     for sink in (None, sinks):
         arguments = (*qkv, cu, cu, sink, *no_tree_nor_terms, *options)
         torch.library.opcheck(torch.ops.torch_attn.flash_varlen_fwd.default, arguments)
@@ -273,6 +273,6 @@ def test_the_adapter_has_flash_attns_signature_and_meaning():
     got = flash_attn_varlen_func(*x, 14, 14, 0.0, 0.3, True, (5, -1), 2.0)
     options = {"scale": 0.3, "causal": True, "window_size": (5, None), "softcap": 2.0}
     assert got.equal(flash_attention_varlen(*x, **options))
-    for name, value in (("dropout_p", 0.1), ("block_table", x[3]), ("return_attn_probs", True)):
+    for name, value in (("block_table", x[3]), ("return_attn_probs", True)):
         with pytest.raises(NotImplementedError, match=f"^{name}: expected"):
             flash_attn_varlen_func(*x, 14, 14, **{name: value})

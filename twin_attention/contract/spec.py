@@ -71,7 +71,7 @@ class FlashOptions(NamedTuple):
     deterministic: bool | None = None
     precision: Precision = "ieee"
     row_max: bool = False
-    dropout_rate: float = 0.0
+    dropout_rate: float = 0  # torch.compile takes an int as fixed, and follows a float
 
     @property
     def window(self) -> Window:
@@ -200,7 +200,7 @@ class AttentionSpec:
     depths: bool = False
     terms: tuple[str, ...] = ()
     row_max: bool = False
-    dropout_rate: float = 0.0
+    dropout_rate: float = 0  # torch.compile takes an int as fixed, and follows a float
 
     @classmethod
     def of(
