@@ -1,4 +1,4 @@
-"""What scores have beside q·k, and dropout: biases, tables, slopes, row maxima."""
+"""Time what scores have beside q·k, and dropout: biases, tables, slopes, row maxima."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What first calls wait for is done at once, and what goes wrong beside a call does not stop it."""
+"""Check that first calls do at once what they wait for, and survive what goes wrong beside them."""
 
 import subprocess
 import sys

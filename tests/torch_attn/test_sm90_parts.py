@@ -46,7 +46,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks(monkeypatch, name):
-    """What ranks get is what the whole sequence has; memory that is not written yet is NaN."""
+    """Compare what ranks get with the whole sequence; memory that is not written yet is NaN."""
     (case, plan, mode), launched = CASES[name], []
 
     def run(self, operation, *tensors):

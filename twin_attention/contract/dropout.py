@@ -25,7 +25,7 @@ LEVELS = 1 << 16  # a rate is rounded to a multiple of 1 / LEVELS
 
 
 class DropoutRule(NamedTuple):
-    """How a probability is dropped.
+    """Say which probabilities are dropped, and what the others are multiplied by.
 
     Attributes:
         threshold: of the 16 bits of a pair, below which it is dropped, from 1 to 65535.

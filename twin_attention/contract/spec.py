@@ -261,7 +261,7 @@ class AttentionSpec:
 
     @property
     def dropout(self) -> DropoutRule | None:
-        """How probabilities are dropped; None where none is."""
+        """Return how probabilities are dropped; None where none is."""
         return DropoutRule.of(self.dropout_rate)
 
     @property

@@ -15,7 +15,9 @@ from torch_attn.kernels.library.segments import STAYS, VISITED
 
 
 class Marks(NamedTuple):
-    """What shows a work item's rows to those that it visits, beside the window; 0 for none.
+    """Hold what decides, beside the window, which of the visited rows an item's rows see.
+
+    Each is 0 where a problem has none.
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.
