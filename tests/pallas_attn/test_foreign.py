@@ -112,7 +112,7 @@ def check(family, target, operands, dout, launches, **options):
 
     launches.clear()
     with use_target(target):
-        *ours, gradients = run(operands, dout)
+        *ours, gradients = jax.block_until_ready(run(operands, dout))
         launched = [*launches]
     spec = problem(**operands._asdict(), **options)[1]
     tensors, backend = jax.tree.map(to_torch, operands), Backend(family, target)
