@@ -189,7 +189,7 @@ def test_vmap_makes_one_problem_where_it_can(has_sinks, launches):
         return (attention(q, k, v, sinks=sinks if has_sinks else None) ** 2).sum()
 
     gradients = jax.grad(loss, (0, 1, 2, 3))
-    ours = jax.jit(jax.vmap(gradients))(q, k, v, sinks)
+    ours = jax.block_until_ready(jax.jit(jax.vmap(gradients))(q, k, v, sinks))
     assert launches.count("flash_fwd") == (3 if has_sinks else 1)
     for i in range(3):
         expected = jax.jit(gradients)(q[i], k[i], v[i], sinks[i])
