@@ -1,9 +1,13 @@
 """The Python examples of the documentation run, each by itself, as a reader pastes it."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import pallas_attn
+import torch_attn
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -40,6 +44,17 @@ def test_an_example_runs_alone(key: str):
 def test_the_main_pages_have_examples():
     with_examples = {name for name, _ in EXAMPLES.values()}
     assert {"README.md", "docs/semantics.md", "docs/numerics.md"} <= with_examples
+
+
+@pytest.mark.parametrize("side", [torch_attn, pallas_attn])
+def test_the_readme_has_the_signature(side):
+    (written,) = re.findall(
+        r"^`flash_attention(\(.*?\))`", PAGES["README.md"].read_text(), re.M | re.S
+    )
+    signature = inspect.signature(side.flash_attention)
+    parameters = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
+    plain = str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+    assert " ".join(written.split()).replace('"', "'") == plain
 
 
 @pytest.mark.parametrize("name", PAGES)
