@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
 
 from pallas_attn.decode_ops import PAGED_DECODE, append, merge
 from pallas_attn.dispatch import Implementation, choose_backends
+from pallas_attn.keywords import DecodeKeywords
 from pallas_attn.operands import device_of, operand
 from twin_attention.contract.operands import AppendOperands, describe_operands
 from twin_attention.contract.spec import AppendSpec, MergeSpec
@@ -23,33 +24,21 @@ from twin_attention.contract.validate import (
 
 @overload
 def paged_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
-    block_tables: jax.Array, seq_lens: jax.Array, *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
-    num_splits: int | None = ..., cascade: bool = ..., return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *, return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
-    block_tables: jax.Array, seq_lens: jax.Array, *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
-    num_splits: int | None = ..., cascade: bool = ..., return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *, return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
-    block_tables: jax.Array, seq_lens: jax.Array, *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
-    num_splits: int | None = ..., cascade: bool = ..., return_lse: bool,
-    implementation: Implementation | None = ...,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
+    seq_lens: jax.Array,
+    *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def paged_decode(
     q: jax.Array,

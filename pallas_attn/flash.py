@@ -2,104 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 
 from pallas_attn.dispatch import Implementation
 from pallas_attn.flash_ops import DENSE, or_as_xla_says
+from pallas_attn.keywords import FlashKeywords
 from twin_attention.contract.spec import Precision
 
 
 @overload
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
-    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
-    alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    **keywords: Unpack[FlashKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
-    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
-    alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    **keywords: Unpack[FlashKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
-    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
-    alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, return_lse: bool, return_row_max: Literal[False] = ...,
+    **keywords: Unpack[FlashKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
-    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
-    alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    **keywords: Unpack[FlashKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
-    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
-    alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, return_lse: Literal[True], return_row_max: Literal[True],
+    **keywords: Unpack[FlashKeywords],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., q_segment_ids: jax.Array | None = ...,
-    kv_segment_ids: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    bias: jax.Array | None = ..., relative_bias: jax.Array | None = ...,
-    alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool = ..., return_row_max: bool,
-    implementation: Implementation | None = ...,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    *, return_lse: bool = ..., return_row_max: bool,
+    **keywords: Unpack[FlashKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
 def flash_attention(
     q: jax.Array,

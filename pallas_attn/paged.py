@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 
 from pallas_attn.decode_ops import PAGED_ATTENTION
 from pallas_attn.dispatch import Implementation
+from pallas_attn.keywords import PagedKeywords
 
 
 @overload
 def paged_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
     seq_lens: jax.Array, cu_seqlens_q: jax.Array,
-    *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
-    num_splits: int | None = ..., return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[False] = ..., **keywords: Unpack[PagedKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def paged_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
     seq_lens: jax.Array, cu_seqlens_q: jax.Array,
-    *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
-    num_splits: int | None = ..., return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[True], **keywords: Unpack[PagedKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def paged_attention(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
     seq_lens: jax.Array, cu_seqlens_q: jax.Array,
-    *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: jax.Array | None = ..., k_scale: jax.Array | None = ...,
-    v_scale: jax.Array | None = ..., tree_ends: jax.Array | None = ...,
-    num_splits: int | None = ..., return_lse: bool,
-    implementation: Implementation | None = ...,
+    *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 def paged_attention(
     q: jax.Array,

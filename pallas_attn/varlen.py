@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import numpy as np
 
 from pallas_attn.dispatch import Implementation
 from pallas_attn.flash_ops import PACKED, or_as_xla_says
+from pallas_attn.keywords import VarlenKeywords
 from pallas_attn.operands import operand
 from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate import check_offset_values, check_offsets_arguments
@@ -17,86 +18,38 @@ from twin_attention.contract.validate import check_offset_values, check_offsets_
 @overload
 def flash_attention_varlen(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    **keywords: Unpack[VarlenKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: bool, return_row_max: Literal[False] = ...,
+    **keywords: Unpack[VarlenKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[True], return_row_max: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: jax.Array, k: jax.Array, v: jax.Array, cu_seqlens_q: jax.Array, cu_seqlens_kv: jax.Array,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: jax.Array | None = ..., kv_ends: jax.Array | None = ...,
-    q_depths: jax.Array | None = ..., kv_depths: jax.Array | None = ...,
-    relative_bias: jax.Array | None = ..., alibi_slopes: jax.Array | None = ...,
-    dropout_rate: float = ..., dropout_seed: jax.Array | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool = ..., return_row_max: bool,
-    implementation: Implementation | None = ...,
+    *, return_lse: bool = ..., return_row_max: bool,
+    **keywords: Unpack[VarlenKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
 def flash_attention_varlen(
     q: jax.Array,

@@ -1,6 +1,7 @@
 """The public functions as type checkers see them, in the README's examples and in `USES`."""
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import pallas_attn
+import torch_attn
 from tests.test_docs import ROOT, examples
 
 USES = """
@@ -25,6 +28,9 @@ def use(x: {array}, flag: bool) -> None:
     assert_type(flash_attention(x, x, x, causal=True, return_lse=False), {array})
     assert_type(flash_attention(x, x, x, return_lse=True), tuple[{array}, {array}])
     assert_type(flash_attention(x, x, x, return_lse=flag), {array} | tuple[{array}, {array}])
+    assert_type(flash_attention(x, x, x, return_row_max=True), tuple[{array}, {array}])
+    both = flash_attention(x, x, x, return_lse=True, return_row_max=True)
+    assert_type(both, tuple[{array}, {array}, {array}])
     assert_type(paged_decode(x, x, x, x, x, implementation="triton"), {array})
     assert_type(paged_decode(x, x, x, x, x, return_lse=True), tuple[{array}, {array}])
     assert_type(paged_decode(x, x, x, x, x, return_lse=flag), {array} | tuple[{array}, {array}])
@@ -34,6 +40,7 @@ def use(x: {array}, flag: bool) -> None:
 """
 MISUSES = (
     'flash_attention(x, x, x, implementation="cudnn")',
+    "flash_attention(x, x, x, is_causal=True)",
     "append_kv(x, x, x, x, x, x, q=x)",
 )
 # A section that names a module goes before one with a pattern.
@@ -98,6 +105,19 @@ def test_mypy(programs):
     environment = os.environ | {"MYPYPATH": str(ROOT)}
     command = [sys.executable, "-m", "mypy", *files]
     assert_right_but_for_the_misuse(errors_of(command, programs, env=environment))
+
+
+@pytest.mark.parametrize("side", [torch_attn, pallas_attn])
+def test_type_checkers_know_every_keyword(side):
+    for function, known in (
+        (side.flash_attention, side.keywords.FlashKeywords),
+        (side.flash_attention_varlen, side.keywords.VarlenKeywords),
+        (side.paged_decode, side.keywords.DecodeKeywords),
+        (side.paged_attention, side.keywords.PagedKeywords),
+    ):
+        parameters = inspect.signature(function).parameters.values()
+        keywords = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY}
+        assert keywords - {"return_lse", "return_row_max"} == {*known.__annotations__}
 
 
 @pytest.mark.parametrize("package", ["twin_attention", "torch_attn", "pallas_attn", "interop"])

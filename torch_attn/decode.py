@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch_attn.decode_ops import (
     count_write,
 )
 from torch_attn.dispatch import Implementation, check_implementation
+from torch_attn.keywords import DecodeKeywords
 from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec, MergeSpec
@@ -29,30 +30,18 @@ from twin_attention.contract.validate import (
 
 @overload
 def paged_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., cascade: bool = ..., return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    *, return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., cascade: bool = ..., return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    *, return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor, *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., cascade: bool = ..., return_lse: bool,
-    implementation: Implementation | None = ...,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
+    *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_decode(
     q: Tensor,

@@ -2,104 +2,51 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
 from torch_attn.dispatch import Implementation
 from torch_attn.flash_ops import DENSE, or_as_torch_says
+from torch_attn.keywords import FlashKeywords
 from twin_attention.contract.spec import Precision
 
 
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    bias: Tensor | None = ..., relative_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    **keywords: Unpack[FlashKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    bias: Tensor | None = ..., relative_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    **keywords: Unpack[FlashKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    bias: Tensor | None = ..., relative_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: bool, return_row_max: Literal[False] = ...,
+    **keywords: Unpack[FlashKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    bias: Tensor | None = ..., relative_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    **keywords: Unpack[FlashKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    bias: Tensor | None = ..., relative_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: Literal[True], return_row_max: Literal[True],
+    **keywords: Unpack[FlashKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., q_segment_ids: Tensor | None = ...,
-    kv_segment_ids: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    bias: Tensor | None = ..., relative_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool = ..., return_row_max: bool,
-    implementation: Implementation | None = ...,
+    q: Tensor, k: Tensor, v: Tensor,
+    *, return_lse: bool = ..., return_row_max: bool,
+    **keywords: Unpack[FlashKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,

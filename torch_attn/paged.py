@@ -2,46 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
 from torch_attn.decode_ops import PAGED_ATTENTION
 from torch_attn.dispatch import Implementation
+from torch_attn.keywords import PagedKeywords
 
 
 @overload
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., return_lse: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[False] = ..., **keywords: Unpack[PagedKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., return_lse: Literal[True],
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[True], **keywords: Unpack[PagedKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    *,
-    scale: float | None = ..., window_size: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ..., sinks: Tensor | None = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., tree_ends: Tensor | None = ...,
-    num_splits: int | None = ..., return_lse: bool,
-    implementation: Implementation | None = ...,
+    *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def paged_attention(
     q: Tensor,

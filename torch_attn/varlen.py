@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
 from torch_attn.dispatch import Implementation
 from torch_attn.flash_ops import PACKED, or_as_torch_says
+from torch_attn.keywords import VarlenKeywords
 from torch_attn.operands import operand
 from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate import check_offset_values, check_offsets_arguments
@@ -16,86 +17,38 @@ from twin_attention.contract.validate import check_offset_values, check_offsets_
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[False] = ...,
+    **keywords: Unpack[VarlenKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[True], return_row_max: Literal[False] = ...,
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool, return_row_max: Literal[False] = ...,
-    implementation: Implementation | None = ...,
+    *, return_lse: bool, return_row_max: Literal[False] = ...,
+    **keywords: Unpack[VarlenKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[False] = ..., return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[False] = ..., return_row_max: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: Literal[True], return_row_max: Literal[True],
-    implementation: Implementation | None = ...,
+    *, return_lse: Literal[True], return_row_max: Literal[True],
+    **keywords: Unpack[VarlenKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor,
-    *,
-    causal: bool = ..., scale: float | None = ...,
-    window_size: tuple[int | None, int | None] | None = ..., softcap: float | None = ...,
-    sinks: Tensor | None = ..., kv_ends: Tensor | None = ...,
-    q_depths: Tensor | None = ..., kv_depths: Tensor | None = ...,
-    relative_bias: Tensor | None = ..., alibi_slopes: Tensor | None = ...,
-    dropout_rate: float = ..., dropout_seed: Tensor | None = ...,
-    deterministic: bool | None = ..., precision: Precision = ...,
-    return_lse: bool = ..., return_row_max: bool,
-    implementation: Implementation | None = ...,
+    *, return_lse: bool = ..., return_row_max: bool,
+    **keywords: Unpack[VarlenKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def flash_attention_varlen(
     q: Tensor,

@@ -1,0 +1,58 @@
+"""Keywords of the public functions that do not change what they return, for type checkers."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from torch import Tensor
+
+from torch_attn.dispatch import Implementation
+from twin_attention.contract.spec import Precision
+
+
+class VarlenKeywords(TypedDict, total=False):
+    """Of `flash_attention_varlen`."""
+
+    causal: bool
+    scale: float | None
+    window_size: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Tensor | None
+    kv_ends: Tensor | None
+    q_depths: Tensor | None
+    kv_depths: Tensor | None
+    relative_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_rate: float
+    dropout_seed: Tensor | None
+    deterministic: bool | None
+    precision: Precision
+    implementation: Implementation | None
+
+
+class FlashKeywords(VarlenKeywords, total=False):
+    """Of `flash_attention`."""
+
+    q_segment_ids: Tensor | None
+    kv_segment_ids: Tensor | None
+    bias: Tensor | None
+
+
+class PagedKeywords(TypedDict, total=False):
+    """Of `paged_attention`."""
+
+    scale: float | None
+    window_size: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    tree_ends: Tensor | None
+    num_splits: int | None
+    implementation: Implementation | None
+
+
+class DecodeKeywords(PagedKeywords, total=False):
+    """Of `paged_decode`."""
+
+    cascade: bool
