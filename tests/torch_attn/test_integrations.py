@@ -144,6 +144,39 @@ def test_terms_go_with_the_heads(mesh, placement, own_slopes):
     torch.testing.assert_close(of_table.to_local(), own[4])
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 16), (1, 16), (4, 1), (1, 1)], ids=str)
+def test_a_bias_goes_with_the_axis_that_it_has(mesh, placement, sizes):
+    def attend(q, k, v, bias):
+        out = torch_attn.flash_attention(q, k, v, bias=bias)
+        return out, *torch.autograd.grad(out, (q, k, v, bias), 2 * out)
+
+    axis = 0 if placement == Shard(0) else 1
+    of_bias = Shard(axis) if sizes[axis] > 1 else Replicate()
+    whole = [*tensors(), torch.randn(*sizes, 5, 7, requires_grad=True)]
+    shards = [
+        DTensor.from_local(local(x, [p], mesh), mesh, [p])
+        for x, p in zip(whole, [placement] * 3 + [of_bias], strict=True)
+    ]
+    *results, dbias = attend(*shards)
+    *wanted, _ = attend(*whole)
+    for x, want in zip(results, wanted, strict=True):
+        assert x.placements == (placement,)
+        torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
+    assert dbias.placements == (of_bias if sizes[axis] > 1 else Partial(),)
+    *_, own = attend(*(x.to_local().detach().requires_grad_() for x in shards))
+    torch.testing.assert_close(dbias.to_local(), own)
+
+
+def test_dropout_counts_the_whole_batch_and_all_heads(mesh):
+    seed = torch.tensor([1, 2], dtype=torch.int32)
+    whole = tensors()
+    shards = [DTensor.from_local(local(x, [Shard(0)], mesh), mesh, [Shard(0)]) for x in whole]
+    of_seed = DTensor.from_local(seed, mesh, [Replicate()])
+    out = torch_attn.flash_attention(*shards, dropout_rate=0.5, dropout_seed=of_seed)
+    assert out.placements == (Replicate(),)
+
+
 def test_heads_that_do_not_divide_are_not_sharded(mesh):
     """Six kv heads on four devices would leave a device's query heads without their kv heads."""
     q, k = torch.randn(4, 5, 12, 16), torch.randn(4, 7, 6, 16)
