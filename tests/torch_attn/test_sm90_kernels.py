@@ -54,7 +54,7 @@ CASES = [
     FlashCase("ragged", 2, 100, 200, 2, 2, 80),
     FlashCase("narrow values", 1, 140, 270, 2, 2, 96, 64, causal=True),
     FlashCase("wide values", 1, 140, 270, 2, 2, 64, 128),
-    FlashCase("groups", 2, 150, 390, 4, 2, 64, causal=True),
+    FlashCase("groups", 1, 150, 390, 4, 2, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),
 ]
 # Queries and keys of packed sequences.
