@@ -22,6 +22,8 @@ from tests.sides import EXPLICIT, IMPLEMENTATIONS, SIDES, Side
 from twin_attention.targets.family import FAMILIES
 
 ON_GPU = torch.cuda.is_available()
+# Some of their tests take most of a minute: at the end the other workers would wait for them.
+LONG = ("tests/tuning/", "tests/parity/", "tests/test_site.py")
 compile_quickly()
 
 settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=10)
@@ -72,7 +74,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of a side with an implementation that it has not."""
+    """Leave out tests of a side with an implementation that it has not; begin with long ones."""
     kept, left_out = [], []
     for item in items:
         arguments = item.callspec.params if hasattr(item, "callspec") else {}
@@ -85,4 +87,4 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             has_it = has_it and (decodes or "/test_decode" not in item.nodeid)
         (kept if has_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: not item.nodeid.startswith(LONG))

@@ -20,6 +20,8 @@ and 3.9; what is used and why:
   That must not happen while they are patched, or no Gluon kernel compiles later.
 - `create_dot` multiplies in IEEE precision whatever it is asked for. `_Builder` gives it operands
   in TF32, as tensor cores take them.
+- The check of integers for overflow takes half the time of a launch, and its result goes to a
+  `device_assert` that does nothing without `debug`. `_Builder` turns it off.
 - ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that
   Triton 3.6 cannot run a loop whose bounds are known only at run time.
 
@@ -31,6 +33,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache, update_wrapper
 from operator import attrgetter
 from types import FunctionType, SimpleNamespace
@@ -107,6 +110,10 @@ class Interpreted:
 
 class _Builder(InterpreterBuilder):
     """Triton's interpreter, with bfloat16 and bool arrays that keep their dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = replace(self.options, sanitize_overflow=False)
 
     def get_bf16(self, value: float) -> TensorHandle:
         return TensorHandle(np.array([value], dtype=BFLOAT16), tl.bfloat16)

@@ -49,13 +49,21 @@ def test_alignment(seq_q, seq_kv, causal, window):
     assert_like_jax(jax.jit, operands, is_causal=causal, local_window_size=window)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+# From queries that see nothing at the end to none that sees anything.
+WINDOWS = (
+    (1, 0), (1, 2), (-1, 2), (-2, 9), (3, -1), (9, -2), (-8, 9), (-9, 12), (-1, -1), (2, -3), -4,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "window",
-    # From queries that see nothing at the end to none that sees anything.
-    [(1, 0), (1, 2), (-1, 2), (-2, 9), (3, -1), (9, -2), (-8, 9), (-9, 12), (-1, -1), (2, -3), -4],
+    ("seq_q", "seq_kv", "window", "causal"),
+    # Each window with more queries and with fewer, causal in one of the two.
+    [
+        (*lengths, window, causal)
+        for i, window in enumerate(WINDOWS)
+        for lengths, causal in (((9, 7), i % 2 == 0), ((5, 9), i % 2 == 1))
+    ],
 )
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(9, 7), (5, 9)])
 def test_a_window_without_a_key_for_some_queries(seq_q, seq_kv, window, causal):
     options = {"local_window_size": window, "is_causal": causal}
     assert_like_jax(jax.jit, inputs(seq_q, seq_kv), return_residual=True, **options)

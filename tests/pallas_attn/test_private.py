@@ -115,10 +115,13 @@ def test_a_triton_that_is_not_installed_is_no_missing_name(monkeypatch):
     private.missing.cache_clear()
 
 
-# The project is imported anew for each name.
+# The project is imported anew for each name, and traced; what XLA compiles is the same each time.
 PROGRAM = """
 import importlib, json, sys
 import jax, numpy as np
+jax.config.update("jax_compilation_cache_dir", sys.argv[2])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 real = importlib.import_module
 q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 16))
 scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 4
@@ -143,23 +146,12 @@ for group, place, name in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.parametrize("group", private.GROUPS)
-def test_without_a_private_name_calls_on_a_cpu_are_right(group):
+def test_without_a_private_name_calls_on_a_cpu_are_right(tmp_path):
     """Each name of those to compile with; one of a module of Mosaic GPU's, for its time."""
-    names = [x for x in NAMES if x[0] == group]
-    if group == "mosaic":
-        names = [*{place: (group, place, name) for _, place, name in names}.values()]
-    command = [sys.executable, "-c", PROGRAM, json.dumps(names)]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-
-
-def test_the_import_looks_no_compiler_up():
-    program = (
-        "import sys, pallas_attn\n"
-        "loaded = {'triton', 'jax.experimental.mosaic.gpu'} & {*sys.modules}\n"
-        "assert not loaded, loaded"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    names = [x for x in NAMES if x[0] != "mosaic"]
+    names += {x[1]: x for x in NAMES if x[0] == "mosaic"}.values()
+    command = [sys.executable, "-c", PROGRAM, json.dumps(names), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=600, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 
 
 def test_nothing_is_missing_in_tested_versions():

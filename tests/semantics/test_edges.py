@@ -68,11 +68,20 @@ def test_sizes_of_zero(side, implementation, torch_device, sizes):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"causal": True}, {"window_size": (9, 4)}, {"causal": True, "softcap": 2.0}],
+    ("scale", "options"),
+    [
+        (0.0, {}),
+        (0.0, {"causal": True}),
+        (0.0, {"window_size": (9, 4)}),
+        (0.0, {"causal": True, "softcap": 2.0}),
+        (1e-46, {"window_size": (9, 4)}),
+        (1e-46, {"causal": True, "softcap": 2.0}),
+        (1e-40, {"causal": True}),
+        (-1e-46, {}),
+        (-1e-46, {"causal": True, "softcap": 2.0}),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-40, -1e-46])
 def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale, options):
     """Every key that a query sees counts alike, forward and backward."""
     case = FlashCase("scale", 1, 20, 30, 2, 1, head_dim=16, dtype="float32", scale=scale, **options)

@@ -9,7 +9,7 @@ from interop.parity.inputs import make_inputs
 from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget
 from tests.sides import attention
-from tuning.static.gate import FRAMEWORKS, compiler
+from tuning.static.gate import FRAMEWORKS, Problem, compiler
 from twin_attention.targets.target import TARGETS
 
 
@@ -17,7 +17,7 @@ from twin_attention.targets.target import TARGETS
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_compiled_float32_products_start_from_zero(framework, target):
     """Triton turns ``acc + dot(a, b)`` into ``dot(a, b, acc)``, which adds to acc row by row."""
-    spec = FlashCase("", 1, 1024, 1024, 1, 1, head_dim=16, dtype="float32").spec
+    spec = Problem(framework, target, "float32", 16, "causal").spec
     compiled = {name: kernel.asm["ttir"] for name, _, kernel in compiler(framework)(spec, target)}
     ttir = compiled["flash_bwd_dkdv"]
     zeros = set(re.findall(r"(%\w+) = arith\.constant dense<0\.0+e\+00>", ttir))

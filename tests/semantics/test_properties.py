@@ -87,7 +87,8 @@ def test_grouped_heads_equal_repeated_ones(side, implementation, torch_device):
     group = case.spec.group_size
     repeated = inputs | {x: inputs[x].repeat_interleave(group, dim=2) for x in "kv"}
     options = case.options | {"implementation": implementation}
-    a, b = attention(side, inputs, **options), attention(side, repeated, **options)
+    a = attention(side, inputs, **options)
+    b = attention(side, repeated, **options | {"implementation": "reference"})
     sums = {x: b[x].unflatten(2, (-1, group)).sum(3) for x in ("dk", "dv")}
     assert_twins(a, b | sums, inputs, case.spec)
 
@@ -123,7 +124,7 @@ def test_scale_is_a_factor_of_q(side, implementation, torch_device):
     inputs = make_inputs(CASE, torch_device)
     scaled = inputs | {"q": inputs["q"] * 0.25}
     a = attention(side, inputs, implementation=implementation, scale=0.25)
-    b = attention(side, scaled, implementation=implementation, scale=1.0)
+    b = attention(side, scaled, implementation="reference", scale=1.0)
     assert_twins(a, b | {"dq": b["dq"] * 0.25}, inputs, replace(CASE, scale=0.25).spec)
 
 
@@ -185,7 +186,8 @@ def test_determinism_follows_the_framework_unless_asked_for(
     inputs = make_inputs(CASE, torch_device)
     if side.api is torch_attn:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: of_framework)
-    jax.clear_caches()
+    else:
+        jax.clear_caches()
     options = CASE.options | {"implementation": "reference", "deterministic": asked}
     attention(type(side)(torch_device), inputs, **options)
     assert seen == [of_framework if asked is None else asked]

@@ -41,7 +41,7 @@ def test_with_other_options(side, implementation, torch_device, changes):
 def test_slopes_are_a_table_that_falls_with_the_distance(side, implementation, torch_device):
     slopes = replace(CASE, relative=None, alibi="heads")
     inputs = make_inputs(slopes, torch_device)
-    want = run(side, slopes, inputs, implementation)
+    want = run(side, slopes, inputs, "reference")
     distance = torch.arange(-99, 100, device=torch_device).abs()
     inputs["relative_bias"] = -inputs.pop("alibi_slopes")[:, None] * distance
     got = run(side, CASE, inputs, implementation)
@@ -67,7 +67,7 @@ def test_far_distances_share_an_entry(side, implementation, torch_device):
     inputs["relative_bias"] = torch.cat(
         [table[:, :1].expand(-1, 91), table, table[:, -1:].expand(-1, 91)], 1
     ).contiguous()
-    wide = run(side, CASE, inputs, implementation)["drelative_bias"]
+    wide = run(side, CASE, inputs, "reference")["drelative_bias"]
     first, last = wide[:, :92].sum(1), wide[:, -92:].sum(1)
     got = torch.cat([first[:, None], wide[:, 92:-92], last[:, None]], 1)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -82,7 +82,7 @@ def test_an_entry_of_minus_infinity_hides_keys(side, implementation, torch_devic
     got = run(side, case, inputs, implementation)
     assert (got["drelative_bias"][:, hidden] == 0).all()
     inputs["relative_bias"][:, hidden] = 0
-    want = run(side, replace(case, window_size=(20, 3)), inputs, implementation)
+    want = run(side, replace(case, window_size=(20, 3)), inputs, "reference")
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
     inputs["relative_bias"].fill_(-torch.inf)
@@ -92,7 +92,7 @@ def test_an_entry_of_minus_infinity_hides_keys(side, implementation, torch_devic
 
 
 def test_the_gradient_has_the_same_bits_every_time(bitwise_side, torch_device):
-    case = replace(CASE, batch=3, seq_q=200, seq_kv=200, window_size=None, deterministic=True)
+    case = replace(CASE, batch=2, seq_q=140, seq_kv=140, window_size=None, deterministic=True)
     inputs = make_inputs(case, torch_device)
     first, second = (run(bitwise_side, case, inputs, "triton") for _ in range(2))
     assert all(torch.equal(first[name], x) for name, x in second.items())

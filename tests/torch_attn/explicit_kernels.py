@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import cycle
 from typing import Any
 
+import pytest
 import torch
 
 from interop.parity.cases import FlashCase, VarlenCase
@@ -15,6 +18,22 @@ from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.targets.family import FAMILIES, Backend
 
 MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
+
+
+def in_two_modes(cases: Iterable[Any], first: str = "writes first") -> pytest.MarkDecorator:
+    """Run a test of `case` and `mode`: each case at random, and in one of the other modes in turn.
+
+    Args:
+        first: the mode of the first case. Another one for the next kernel has each case in both.
+    """
+    fixed = [first, *({"writes first", "reads first"} - {first})]
+    runs = [
+        pytest.param(case, MODES[name], id=f"{case.name}-{name}")
+        for case, mode in zip(cases, cycle(fixed), strict=False)
+        for name in (mode, "random")
+    ]
+    return pytest.mark.parametrize(("case", "mode"), runs)
+
 
 # Of segment ids and trees: the tiles of every kernel are listed first.
 LISTED = [

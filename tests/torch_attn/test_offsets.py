@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from interop.parity.cases import FlashCase
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.library.block_mask import Lists, find_list
 from torch_attn.kernels.library.pages import StateStrides
 from torch_attn.kernels.portable.combine_bwd import combine_bwd_kernel
+from tuning.static.gate import Problem
 from tuning.static.triton_aot import compile_kernels
 
 SIZE = 128
@@ -60,7 +60,7 @@ def test_lists_of_heads_that_lie_far_apart():
 
 def test_sums_are_addressed_in_64_bits():
     """The sums of one head pass 2^31 elements from 2^31 / D queries on."""
-    spec = FlashCase("", 1, 256, 256, 1, 1, 192).spec
+    spec = Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon").spec  # the gate's own test
     kernels = {
         name: compiled.asm["ttgir"]
         for name, _config, compiled in compile_kernels(spec, "sm80", family="gluon")

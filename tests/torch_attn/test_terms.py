@@ -61,7 +61,7 @@ def test_vmap(operands, implementation, own_slopes):
     def loss(q, table):
         return attend(q, k, v, table, slopes, implementation=implementation).square().sum()
 
-    for dims in ((0, 0), (0, None), (None, 0)):
+    for dims in ((0, 0), (None, 0) if own_slopes else (0, None)):
         args = [x if dim == 0 else x[0] for x, dim in zip(both, dims, strict=True)]
         got = vmap(grad(loss, (0, 1)), dims)(*args)
         each = [

@@ -6,12 +6,14 @@ part of them, with every feature. Here a few stand for all.
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from multiprocessing import get_context
 
 import pytest
 
 from interop.parity.cases import AppendCase
+from tuning.static import triton_aot
 from tuning.static.gate import (
     CHUNK_FEATURES,
     DECODE_FEATURES,
@@ -24,6 +26,7 @@ from tuning.static.gate import (
     not_compiled,
     problems,
 )
+from tuning.static.operands import run_kernels
 from tuning.static.resources import Resources, measure
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.targets import sm90
@@ -173,8 +176,9 @@ def test_gate_judges_a_changed_configuration(framework):
     assert shared == f"{forward.resources.shared} B of shared memory, of {99 * 1024}"
 
 
-def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90():
-    forward, *_ = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
+def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90(monkeypatch):
+    monkeypatch.setattr(triton_aot, "run_kernels", partial(run_kernels, deterministic=()))
+    (forward,) = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
     assert (forward.kernel, forward.resources.occupancy) == ("flash_fwd", 4)
     assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
 
