@@ -110,9 +110,14 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
     )
     tensors = jax.tree.map(lambda x: outlines.operand_of(x.shape, x.dtype.name), operands)
     function = backend.family.function(operation)
-    outline = outlines.outline(
-        lambda: function(*tensors, spec, backend), tuple(jax.tree.leaves(tensors)), card
-    )
+    # A pool is written in place by torch, and a result in JAX.
+    pools = (tensors[0].k_pages, tensors[0].v_pages) if operation == "append_kv" else ()
+
+    def results() -> Any:
+        found = function(*tensors, spec, backend)
+        return (*pools, *([] if found is None else [found])) if pools else found
+
+    outline = outlines.outline(results, tuple(jax.tree.leaves(tensors)), card, pools)
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:
