@@ -17,6 +17,7 @@ from interop.parity import sides
 from interop.parity.cases import Case
 from interop.parity.environment import BITWISE
 from interop.parity.inputs import Tensors
+from tests.without_lowering import name_of
 from torch_attn.targets import target_of
 
 
@@ -94,7 +95,8 @@ def _implementations() -> tuple[str, ...]:
 
 def takes(side: Side, implementation: str, case: Case) -> bool:
     """Return True if an implementation has a case's problem, forward and backward."""
-    subject = sides.Subject(side.api.__name__, implementation, _target())
+    package = side.api.__name__
+    subject = sides.Subject(package, name_of(package, implementation), _target())
     return sides.supports(subject, case)
 
 

@@ -205,7 +205,7 @@ def kernels(target, function, *types, **options):
 
 pool, fp8 = ((64, 16, 2, 64), "float16"), ((64, 16, 2, 64), "float8_e4m3fn")
 tables = ((3, 16), "int32"), ((3,), "int32")
-q, new, dense = ((3, 4, 64), "float16"), ((3, 2, 64), "float16"), ((1, 128, 4, 32), "float32")
+few, new, dense = ((3, 4, 64), "float16"), ((3, 2, 64), "float16"), ((1, 128, 4, 32), "float32")
 states, mask = (((2, 3, 4, 64), "float16"), ((2, 3, 4), "float32")), jnp.ones((1, 1, 1), bool)
 dilated = lambda q: pallas_attn.dilated_attention(q, q, q, (64, 128), (1, 2))
 sparse = lambda q: pallas_attn.block_sparse_attention(q, q, q, mask)
@@ -213,8 +213,8 @@ one = jnp.float32(1)
 for x, options in (pool, {}), (fp8, {"k_scale": one, "v_scale": one}):
     assert kernels("sm90", pallas_attn.append_kv, new, new, x, x, *tables, **options) == 1
     options |= {"implementation": None if x is pool else "torch_triton", "num_splits": 3}
-    assert kernels("sm90", pallas_attn.paged_decode, q, x, x, *tables, **options) == 2
-assert kernels("sm80", pallas_attn.paged_attention, q, pool, pool, *tables, ((4,), "int32"),
+    assert kernels("sm90", pallas_attn.paged_decode, few, x, x, *tables, **options) == 2
+assert kernels("sm80", pallas_attn.paged_attention, few, pool, pool, *tables, ((4,), "int32"),
                num_splits=1) == 1
 assert kernels("sm80", pallas_attn.merge_states, *states) == 1
 assert kernels("sm80", dilated, dense) == 2  # one length, and the merge
