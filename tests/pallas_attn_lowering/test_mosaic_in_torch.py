@@ -62,8 +62,10 @@ def outline_of(spec, target, operation, sinks=False, dlse=True):
 @pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
 def test_the_steps_of_a_paged_decode(kv_dtype):
     """The merge writes into what the decode has written, and a pool is not copied."""
-    case = DecodeCase("", (300, 40), heads_q=8, heads_kv=2, head_dim=128, max_pages=64, num_splits=3,
-                      kv_dtype=kv_dtype)  # fmt: skip
+    case = DecodeCase(
+        "", (300, 40), heads_q=8, heads_kv=2, head_dim=128, max_pages=64, num_splits=3,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
     spec, cache = case.spec, case.spec.cache
     assert PAGED.supports("paged_decode", spec, "sm90") is None
     pool = of((cache.num_pages, cache.page_size, 2, 128), cache.dtype)
@@ -81,8 +83,10 @@ def test_the_steps_of_a_paged_decode(kv_dtype):
 
 
 def test_the_steps_of_paged_attention():
-    case = PagedCase("", (3000, 4000), heads_q=8, heads_kv=8, head_dim=128, max_pages=300,
-                     new_tokens=(2048, 3000), num_splits=1)  # fmt: skip
+    case = PagedCase(
+        "", (3000, 4000), heads_q=8, heads_kv=8, head_dim=128, max_pages=300,
+        new_tokens=(2048, 3000), num_splits=1,
+    )  # fmt: skip
     spec, cache, family = case.spec, case.spec.cache, FAMILIES["sm90"]
     assert family.supports("paged_attention", spec, "sm90") is None
     pool = of((cache.num_pages, cache.page_size, 8, 128), cache.dtype)

@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from torch_attn import launch
-from torch_attn.kernels.ordered_sums import gradient_of_sums
 from torch_attn.kernels.library.sequences import num_padded_rows
+from torch_attn.kernels.ordered_sums import gradient_of_sums
 from tuning.static.operands import operands_of, run_kernels
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, VarlenSpec
 from twin_attention.targets.family import FAMILIES, Backend
