@@ -122,7 +122,11 @@ def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
 
 
 def _operate(
-    step: Any, values: dict[int, Tensor], like: Tensor, spec: AttentionSpec, backend: Backend
+    step: Any,
+    values: dict[int, Tensor],
+    like: Tensor,
+    spec: AttentionSpec | DecodeSpec,
+    backend: Backend,
 ) -> None:
     """Do what XLA does between kernels."""
     args = _replace(step.args, values)
@@ -229,7 +233,7 @@ def _replace(x: Any, values: dict[int, Tensor]) -> Any:
 def plan(
     operation: str,
     types: Any,
-    spec: AttentionSpec,
+    spec: AttentionSpec | DecodeSpec,
     backend: Backend,
     device: torch.device,
     changes: Any,

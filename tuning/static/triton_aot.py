@@ -47,12 +47,12 @@ def compile_kernels(
     (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)
     with _driver(device or target), launch.recording(limit) as compiled:
         run_kernels(spec, Backend(chosen, target), *operands_of(spec, _empty, sinks))
-        if family == "triton" and _has_sums(spec):
+        if family == "triton" and isinstance(spec, AttentionSpec) and _has_sums(spec):
             _order_sums(spec, Backend(chosen, target))
     return list({(name, x.hash): (name, config, x) for name, config, x in compiled}.values())
 
 
-def _has_sums(spec: Any) -> bool:
+def _has_sums(spec: AttentionSpec) -> bool:
     """Return True for a problem whose gradients Mosaic's kernels add up."""
     return type(spec) in (AttentionSpec, VarlenSpec) and not (
         spec.dtype_bits != 16 or spec.terms or spec.dropout or spec.segmented or spec.tree
