@@ -247,15 +247,15 @@ def test_every_feature_becomes_a_program(family):
     assert traced > (3 if family is GLUON else 4)
 
 
-CACHES = {
+OTHERS = {
     "decode-fp8": ["paged_decode"], "decode-cascade": ["find_prefixes", "paged_decode", "combine"],
     "paged-page-7": ["paged_attention"], "append-rotary-interleaved": ["append_kv"],
-    "merge-bf16": ["combine"],
+    "merge-bf16": ["combine"], "bias-keys": ["flash_bwd_dq"],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CACHES)
-def test_caches_and_merges(name, launches, monkeypatch):
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations(name, launches, monkeypatch):
     """What Pallas's Triton lowering runs too; a pool is a result, which torch writes in place."""
     choose_upcast = ptx.choose_upcast
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
@@ -263,7 +263,7 @@ def test_caches_and_merges(name, launches, monkeypatch):
     inputs = make_inputs(case, "cpu")
     expected = run(Subject("torch_attn", "triton"), case, inputs)
     found = run(Subject("pallas_attn", "torch_triton", "sm80"), case, inputs)
-    assert [x for x in CACHES[name] if x in launches] == CACHES[name], launches
+    assert [x for x in OTHERS[name] if x in launches] == OTHERS[name], launches
     for x in set(expected) - {"douts", "dlses"}:  # XLA's own
         np.testing.assert_array_equal(to_numpy(found[x]), to_numpy(expected[x]), err_msg=x)
 
