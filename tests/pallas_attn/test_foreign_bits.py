@@ -39,7 +39,7 @@ CASES = [
     if not case.spec.is_empty
 ]
 # Sums that each framework takes by itself.
-SUMS = {"dsinks", "douts", "dlses"}
+SUMS = {"dsinks", "dbias", "douts", "dlses"}
 GRADIENTS = {"dq", "dk", "dv"}
 
 
