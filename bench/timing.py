@@ -8,8 +8,8 @@ stream of its own, which would overtake the fill, so its calls wait for it and t
 gaps that the host leaves.
 
 A card at its power cap slows down within tens of milliseconds of work. So a turn first makes as
-many uncounted calls as `triton.testing.do_bench` does. Every round also calls that function, as a
-cross-check.
+many uncounted calls as `triton.testing.do_bench` does. The first round also calls that function, as
+a cross-check.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Timing:
         span: from the start of its first kernel to the end of its last one; None of `time_host`.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order; none of `time_host`.
-        events: milliseconds by CUDA events, from `triton.testing.do_bench`, the median over
-            rounds; None for a call of JAX, and for one that is very short or very long.
+        events: milliseconds by CUDA events, from `triton.testing.do_bench`; None for a call of JAX,
+            and for one that is very short or very long.
         memory: bytes that it adds at its peak; None for a call of JAX.
     """
 
@@ -117,7 +117,7 @@ def time_calls(
     """
     plans = {name: _plan(call, wait, round_ms) for name, call in calls.items()}
     host: dict[Name, list[list[float]]] = {name: [] for name in calls}
-    events: dict[Name, list[float]] = {name: [] for name in calls}
+    events: dict[Name, float] = {}
     traces: dict[Name, list[list[list[Kernel]]]] = {name: [] for name in calls}
     for turn in range(rounds):
         names = _order(calls, turn)
@@ -128,15 +128,14 @@ def time_calls(
             traces[name].append(counted)
             host[name].append(_host_latencies(calls[name], wait, _FEWEST))
             busy, _ = device_times([counted])
-            if plans[name].queued and _EVENTS[0] < busy.median < _EVENTS[1]:
-                events[name].append(_by_events(calls[name], round_ms))
+            if turn == 0 and plans[name].queued and _EVENTS[0] < busy.median < _EVENTS[1]:
+                events[name] = _by_events(calls[name], round_ms)
     found = {}
     for name, call in calls.items():
         busy, span = device_times(traces[name])
         kernels = tuple(kernel.name for kernel in traces[name][0][0])
         memory = _peak_memory(call) if plans[name].queued else None
-        checked = median(events[name]) if len(events[name]) == rounds else None
-        found[name] = Timing(busy, span, summarize(host[name]), kernels, checked, memory)
+        found[name] = Timing(busy, span, summarize(host[name]), kernels, events.get(name), memory)
     return found
 
 

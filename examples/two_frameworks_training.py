@@ -115,7 +115,7 @@ def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
     dtype = "bfloat16" if on_gpu else "float32"  # of kernels in Gluon and Mosaic, and of a CPU's
     torch.manual_seed(0)
     of_torch = torch_model.Transformer(
-        CONFIG, device="cuda" if on_gpu else "cpu", compute_dtype=getattr(torch, dtype)
+        CONFIG, device="cuda:0" if on_gpu else "cpu", compute_dtype=getattr(torch, dtype)
     )
     of_jax = jax_model.Transformer(CONFIG, compute_dtype=jnp.dtype(dtype))
     copy_to_jax(of_torch, of_jax)

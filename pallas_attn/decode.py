@@ -105,7 +105,8 @@ def paged_decode(
             (tokens times query heads), and for more than 1024 sequences. Not with num_splits.
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton"
-            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
+            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
+            "torch_triton" (the kernels of torch_attn in Triton, inside this program), "reference"
             (plain JAX in float32, which copies the keys out of their pages), or None: the kernels
             on a CUDA device, the reference elsewhere.
 
@@ -231,8 +232,9 @@ def append_kv(
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
         implementation: "mosaic" (a kernel in Pallas's Mosaic GPU, without `cu_seqlens_q` and
             rotation; from jax 0.11 on), "triton" (a Pallas kernel in the Triton lowering; on a CPU
-            in the Pallas interpreter), "reference" (plain JAX), or None: the kernel on a CUDA
-            device, the reference elsewhere.
+            in the Pallas interpreter), "torch_triton" (the kernel of torch_attn in Triton, inside
+            this program), "reference" (plain JAX), or None: the kernel on a CUDA device, the
+            reference elsewhere.
 
     Returns:
         k_pages and v_pages with the new tokens, shaped and typed as those given. With q the triple
@@ -303,7 +305,8 @@ def merge_states(
             Dv is 16 to 256 in steps of 8.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
         implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
-            Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter), "reference"
+            Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter),
+            "torch_triton" (the kernel of torch_attn in Triton, inside this program), "reference"
             (plain JAX), or None: the kernel on a CUDA device, the reference elsewhere.
 
     Returns:

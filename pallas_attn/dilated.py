@@ -94,8 +94,8 @@ def dilated_attention(
         precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
             of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: of `flash_attention`. The merge runs with it where it is
-            "triton" or "reference", and with None otherwise.
+        implementation: of `flash_attention`. The merge runs with it where it names portable kernels
+            or the reference, and with None otherwise.
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S]
@@ -133,7 +133,8 @@ def dilated_attention(
     if len(outs) == 1:
         out, lse = outs[0], lses[0]
     else:
-        merging = implementation if implementation in ("triton", "reference") else None
+        merges = ("triton", "torch_triton", "reference")
+        merging = implementation if implementation in merges else None
         out, lse = merge_states(outs, lses, implementation=merging)
     return once((out, lse) if return_lse else out, "dilated_attention")
 

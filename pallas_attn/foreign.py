@@ -29,6 +29,10 @@ def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value)
 
 
+def _sum(x: jax.Array, axes: tuple[int, ...] | int, keepdims: bool = False) -> jax.Array:
+    return jnp.sum(x, axes, keepdims=keepdims)
+
+
 def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
     return x.at[(slice(None),) * axis + (index,)].set(values)
 
@@ -46,7 +50,7 @@ _OPERATIONS = {
     "neg": jnp.negative,
     "set": _set,
     "sub": jnp.subtract,
-    "sum": jnp.sum,
+    "sum": _sum,
     "unsqueeze": jnp.expand_dims,
     "view": jnp.reshape,
 }
@@ -110,9 +114,14 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
     )
     tensors = jax.tree.map(lambda x: outlines.operand_of(x.shape, x.dtype.name), operands)
     function = backend.family.function(operation)
-    outline = outlines.outline(
-        lambda: function(*tensors, spec, backend), tuple(jax.tree.leaves(tensors)), card
-    )
+    # A pool is written in place by torch, and a result in JAX.
+    pools = (tensors[0].k_pages, tensors[0].v_pages) if operation == "append_kv" else ()
+
+    def host_function() -> Any:
+        found = function(*tensors, spec, backend)
+        return (*pools, *([] if found is None else [found])) if pools else found
+
+    outline = outlines.outline(host_function, tuple(jax.tree.leaves(tensors)), card, pools)
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:

@@ -40,7 +40,8 @@ class Operation(NamedTuple):
     """Describe an operation.
 
     Attributes:
-        name: of a function that is a `fusion`; "full" of a number; or "reshape".
+        name: of a function that is a `fusion`; "full" of a number; "reshape"; or "bitcast", of
+            the same memory in another dtype.
         args: its arguments, with a `Value` for an array.
         results: what it returns.
     """
@@ -145,8 +146,10 @@ class _Writer:
             self.steps.append(Operation("full", (operands[0],), results))
         elif _is_value(operands) and _keeps_order(name, operands[0], results[0]):
             self.steps.append(Operation("reshape", tuple(operands), results))
+        elif name == "bitcast_convert_type" and _is_value(operands):
+            self.steps.append(Operation("bitcast", tuple(operands), results))
         else:
-            expected = "kernels, functions that are a fusion, zeros and reshapes"
+            expected = "kernels, functions that are a fusion, zeros, reshapes and bitcasts"
             fail(NotImplementedError, "implementation", expected, f"{name} of JAX")
         return results
 

@@ -94,8 +94,10 @@ def paged_attention(
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "mosaic" (explicit kernels for SM90 and long chunks; from jax 0.11 on),
             "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
-            "reference" (plain JAX in float32, O(Tq · B · max_pages · page_size) memory), or None:
-            the fastest kernels for the problem on a CUDA device, the reference elsewhere.
+            "gluon" (the kernels of torch_attn in Gluon, inside this program, for SM90 and long
+            chunks), "torch_triton" (those in Triton), "reference" (plain JAX in float32,
+            O(Tq · B · max_pages · page_size) memory), or None: the fastest kernels for the problem
+            on a CUDA device, the reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

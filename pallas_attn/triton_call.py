@@ -84,12 +84,21 @@ def kernel_call(
     )
 
 
-def result_types(launch: Any, written: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of a launch's results; arguments as `kernel_call` has them."""
+def result_types(
+    inputs: Sequence[Any], launch: Any, read: tuple[int, ...], written: tuple[int, ...]
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of a launch's results; arguments as `kernel_call` has them.
+
+    What is read before has the type of the input, of which the kernel may see the bits alone.
+    """
     layouts = [x for x in _leaves(launch.layouts) if x is not None]
     dtype_name = import_module("torch_attn.operands").dtype_name
+    given = dict(zip(read, inputs, strict=True))
     return [
-        jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype)) for i in written
+        jax.ShapeDtypeStruct(given[i].shape, given[i].dtype)
+        if i in given
+        else jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype))
+        for i in written
     ]
 
 
@@ -99,13 +108,13 @@ def _leaves(layouts: Any) -> Any:
 
 @kernel_call_p.def_abstract_eval
 def _abstract(*inputs, launch, card, read, written, zeroed):
-    return [ShapedArray(x.shape, x.dtype) for x in result_types(launch, written)]
+    return [ShapedArray(x.shape, x.dtype) for x in result_types(inputs, launch, read, written)]
 
 
 def _call(*inputs, launch, card, read, written, zeroed):
     compiled = import_module("torch_attn.ahead").compile_ahead(launch, card)
     buffers = arrange_buffers(compiled.parameters, written, zeroed)
-    types = dict(zip(written, result_types(launch, written), strict=True))
+    types = dict(zip(written, result_types(inputs, launch, read, written), strict=True))
     values = dict(zip(read, inputs, strict=True))
     for i in {*written} - {*read}:
         values[i] = jax.lax.empty(types[i].shape, types[i].dtype)

@@ -11,6 +11,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+from tests import without_lowering
+
+if without_lowering.HIDDEN:
+    without_lowering.hide()
+
 import gc
 
 import pytest
@@ -25,6 +30,8 @@ ON_GPU = torch.cuda.is_available()
 # Some of their tests take most of a minute: at the end the other workers would wait for them.
 LONG = ("tests/tuning/", "tests/parity/", "tests/test_site.py")
 compile_quickly()
+if without_lowering.HIDDEN:
+    without_lowering.ask_for_others()
 
 settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("gpu", deadline=None, derandomize=True, max_examples=60)
@@ -85,6 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if asked in EXPLICIT:
             decodes = "paged" in (x.folder for x in FAMILIES[package] if x.name == asked)
             has_it = has_it and (decodes or "/test_decode" not in item.nodeid)
+        has_it = has_it and without_lowering.keeps(item.nodeid)
         (kept if has_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = sorted(kept, key=lambda item: not item.nodeid.startswith(LONG))

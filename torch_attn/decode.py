@@ -107,9 +107,10 @@ def paged_decode(
             It changes nothing with a window to the left, with more than 32 query rows a kv head
             (tokens times query heads), and for more than 1024 sequences. Not with num_splits.
         return_lse: return the log-sum-exp of the scores as well.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "reference"
-            (plain torch in float32, which copies the keys out of their pages), or None: the
-            kernels on a CUDA device, the reference elsewhere.
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "mosaic" (the
+            kernels of pallas_attn in Mosaic GPU), "reference" (plain torch in float32, which copies
+            the keys out of their pages), or None: the kernels on a CUDA device, the reference
+            elsewhere.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse

@@ -28,10 +28,11 @@ from torch_attn.kernels.preprocess import preprocess
 from torch_attn.launch import tensors_of
 from torch_attn.layouts import leaves, replace_leaves
 from torch_attn.mosaic_call import compile_module, launcher_of
-from torch_attn.operands import compact, dtype_name
+from torch_attn.operands import compact, dtype_name, is_compact
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import card_of
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.operands import DecodeOperands
+from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.config import repeat_configs, requested_configs
 from twin_attention.targets.family import Backend, portable_backend
@@ -63,13 +64,15 @@ def function_of(operation: str) -> Callable[..., Any]:
     """Return what runs an operation of a family of `pallas_attn`, such as "flash_fwd".
 
     It is called as the family's own function is, on tensors. One that is not compact, as arrays of
-    JAX are, is copied.
+    JAX are, is copied; but not a pool of pages.
     """
     return partial(_run, operation)
 
 
 def _run(operation: str, *arguments: Any) -> Any:
     *given, spec, backend = arguments
+    if isinstance(spec, DecodeSpec):
+        _check_pools(given[0])
     operands = tuple(replace_leaves(tuple(given), lambda x: None if x is None else compact(x)))
     tensors = tensors_of(operands)
     device = tensors[0].device
@@ -92,6 +95,15 @@ def _run(operation: str, *arguments: Any) -> Any:
     return _replace(results, values)
 
 
+def _check_pools(operands: DecodeOperands[Tensor]) -> None:
+    """Refuse pools that would be copied at each call."""
+    for name in ("k_pages", "v_pages"):
+        x = getattr(operands, name)
+        if not is_compact(x):
+            expected = "a contiguous pool that begins at a multiple of 256 bytes, for Mosaic"
+            fail(NotImplementedError, name, expected, f"strides {x.stride()}")
+
+
 def _type_of(x: Tensor | None) -> _Type | None:
     return None if x is None else _Type(tuple(x.shape), dtype_name(x.dtype))
 
@@ -110,7 +122,11 @@ def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
 
 
 def _operate(
-    step: Any, values: dict[int, Tensor], like: Tensor, spec: AttentionSpec, backend: Backend
+    step: Any,
+    values: dict[int, Tensor],
+    like: Tensor,
+    spec: AttentionSpec | DecodeSpec,
+    backend: Backend,
 ) -> None:
     """Do what XLA does between kernels."""
     args = _replace(step.args, values)
@@ -121,6 +137,9 @@ def _operate(
         computed: tuple[Tensor, ...] = (found.zero_() if number == 0 else found.fill_(number),)
     elif step.name == "reshape":
         computed = (args[0].view(results[0].shape),)
+    elif step.name == "bitcast":
+        dtype = getattr(torch, results[0].dtype)
+        computed = (args[0].view(dtype).view(results[0].shape),)
     else:
         new = tuple(new_tensor(x, like) for x in results)
         computed = FUSIONS[step.name](*args, new=new, problem=spec, target=backend.target)
@@ -214,7 +233,7 @@ def _replace(x: Any, values: dict[int, Tensor]) -> Any:
 def plan(
     operation: str,
     types: Any,
-    spec: AttentionSpec,
+    spec: AttentionSpec | DecodeSpec,
     backend: Backend,
     device: torch.device,
     changes: Any,
@@ -232,17 +251,19 @@ def plan(
             lambda *operands: function(*operands, spec, backend), types, card_of(device)
         )
     uses = Counter(x.number for step in found.steps for x in _values(step))
+    uses.update(x.number for x in leaves(tuple(found.results)) if hasattr(x, "number"))
     fresh: set[int] = set()
     steps: list[Any] = []
     for step in found.steps:
-        if getattr(step, "name", None) == "full":
-            fresh.update(x.number for x in step.results)
         if hasattr(step, "call"):
             last = step.operands[len(step.operands) - step.num_aliased :]
             if not all(x.number in fresh and uses[x.number] == 1 for x in last):
-                expected = "kernels that write into memory that is filled for them"
+                expected = "kernels that write into memory that is made for them"
                 fail(NotImplementedError, operation, expected, "into another array's")
             step = _compile(step, device)
+        if isinstance(step, _Launch) or step.name == "full":
+            made = [x for x, _ in step.results] if isinstance(step, _Launch) else step.results
+            fresh.update(x.number for x in made)
         steps.append(step)
     return tuple(steps), found.results
 

@@ -34,7 +34,8 @@ class Value(NamedTuple):
     """A tensor of an outline.
 
     Attributes:
-        number: the operands have the first ones, in order.
+        number: the operands have the first ones, in order. A tensor's memory in another dtype has
+            the tensor's number.
         shape, dtype: the tensor's, which is contiguous.
     """
 
@@ -67,7 +68,8 @@ class Kernel(NamedTuple):
         launch: all but the operands' addresses.
         operands: those of the launch, in order; None for one that no argument has.
         read: which of them have values before, by position.
-        written: which may have others behind it: what the host function allocated.
+        written: which may have others behind it: what the host function allocated, and operands
+            that it writes.
         zeroed: which of the others are 0 before.
     """
 
@@ -95,17 +97,23 @@ def operand_of(shape: tuple[int, ...], dtype: str) -> Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def outline(function: Callable[..., Any], operands: tuple[Tensor, ...], card: Card) -> Outline:
+def outline(
+    function: Callable[..., Any],
+    operands: tuple[Tensor, ...],
+    card: Card,
+    written: tuple[Tensor, ...] = (),
+) -> Outline:
     """Call a host function, and describe what it would do.
 
     Args:
         function: a function without arguments, which calls a host function on the operands.
         operands: those of `operand_of`.
         card: what it would run on.
+        written: operands that the host function's kernels write.
     """
     with described(card), torch.no_grad(), Capture() as found:
         results = function()
-        writer = _Writer(operands)
+        writer = _Writer(operands, written)
         with found.paused():
             for step in found.steps:
                 writer.add(step)
@@ -115,15 +123,15 @@ def outline(function: Callable[..., Any], operands: tuple[Tensor, ...], card: Ca
 class _Writer:
     """Writes an outline from what was captured. Tensors are known by their id."""
 
-    def __init__(self, operands: tuple[Tensor, ...]) -> None:
+    def __init__(self, operands: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
         self.steps: list[Operation | Kernel] = []
         self._kept: list[Tensor] = []  # an id is another tensor's once this one is gone
         self._numbers: dict[int, int] = {}
-        self._allocated: set[int] = set()
         self._unwritten: dict[int, bool] = {}  # allocated, and whether it is 0
         self._selected: dict[int, tuple[Tensor, int, int]] = {}  # base, axis and index of a view
         for x in operands:
             self._name(x)
+        self._writable = {self._numbers[id(x)] for x in written}
 
     def add(self, step: Any) -> None:
         """Add a step of a `Capture`."""
@@ -133,10 +141,13 @@ class _Writer:
         name = step.function.overloadpacket.__name__
         if step.is_allocation or name == "new_zeros":
             number = self._name(step.result)
-            self._allocated.add(number)
+            self._writable.add(number)
             self._unwritten[number] = name == "new_zeros"
         elif name == "zero_":
             self._unwritten[self._numbers[id(step.result)]] = True
+        elif name == "detach" or step.function is torch.ops.aten.view.dtype:
+            self._kept.append(step.result)
+            self._numbers[id(step.result)] = self._numbers[id(step.args[0])]
         elif name == "select":
             self._name(step.result)
             self._selected[id(step.result)] = step.args
@@ -171,7 +182,7 @@ class _Writer:
         for i, x in enumerate(operands):
             if x is None:
                 continue
-            if x.number in self._allocated:
+            if x.number in self._writable:
                 written.append(i)
             if x.number not in self._unwritten:
                 read.append(i)

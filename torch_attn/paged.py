@@ -94,7 +94,8 @@ def paged_attention(
             batch. None chooses by the shapes.
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "gluon" (explicit kernels for SM90 and long chunks), "triton" (Triton
-            kernels; on a CPU in Triton's interpreter), "reference" (plain torch in float32,
+            kernels; on a CPU in Triton's interpreter), "mosaic" (the kernels of pallas_attn in
+            Mosaic GPU, for SM90 and long chunks), "reference" (plain torch in float32,
             O(Tq · B · max_pages · page_size) memory), or None: the fastest kernels for the problem
             on a CUDA device, the reference elsewhere.
 

@@ -19,7 +19,7 @@ def load(module: str) -> ModuleType:
     """
     try:
         return import_module(module)
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # FlashInfer's, without a part of CUTLASS's DSL
         raise Absent(f"{module} cannot be imported: {error}") from error
 
 

@@ -16,6 +16,9 @@ import pytest
 import torch
 
 import pallas_attn
+from interop.parity.cases import KINDS
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import Subject, run
 from pallas_attn import explain, foreign, triton_call
 from pallas_attn.flash_ops import DENSE, PACKED
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
@@ -26,6 +29,7 @@ from tuning.static import gate
 from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets import ptx
 from twin_attention.targets.describe import describe
 from twin_attention.targets.family import FOREIGN, Backend
 from twin_attention.targets.target import NUM_SMS, use_target
@@ -42,6 +46,7 @@ LAUNCHED = []  # one list, since what one test has traced another one may run
 
 def call(inputs, *, launch, card, read, written, zeroed):
     layouts = [x for x in leaves(launch.layouts) if x is not None]
+    results = triton_call.result_types(inputs, launch, read, written)
 
     def run(*arrays):
         tensors = dict(zip(read, map(to_torch, arrays), strict=True))
@@ -49,14 +54,16 @@ def call(inputs, *, launch, card, read, written, zeroed):
             dtype = layouts[i].dtype
             poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min
             tensors[i] = torch.full(layouts[i].shape, 0 if i in zeroed else poison, dtype=dtype)
-        # An operand that no argument has is not passed at all.
-        every = tuple(tensors.get(i) for i in range(len(layouts)))
+        # An operand that no argument has is not passed at all. A kernel may see another's bits.
+        every = tuple(
+            tensors[i].view(layouts[i].dtype) if i in tensors else None for i in range(len(layouts))
+        )
         LAUNCHED.append(launch.name)
         with described(card):
             interpret_launch(launch, every, WRITES_FIRST)
         return [to_numpy(tensors[i]) for i in written]
 
-    return jax.pure_callback(run, triton_call.result_types(launch, written), *inputs)
+    return jax.pure_callback(run, results, *inputs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,12 +89,16 @@ def to_torch(x):
     x = np.array(x)
     if x.dtype == jnp.bfloat16:
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    if x.dtype == jnp.float8_e4m3fn:
+        return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
     return torch.from_numpy(x)
 
 
 def to_numpy(x):
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(jnp.bfloat16)
+    if x.dtype == torch.float8_e4m3fn:
+        return x.view(torch.uint8).numpy().view(jnp.float8_e4m3fn)
     return x.numpy()
 
 
@@ -243,6 +254,27 @@ def test_every_feature_becomes_a_program(family):
             gradients = jax.eval_shape(run, out, lse, operands, out, lse)
             assert gradients.q.shape == operands.q.shape
     assert traced > (3 if family is GLUON else 4)
+
+
+OTHERS = {
+    "decode-fp8": ["paged_decode"], "decode-cascade": ["find_prefixes", "paged_decode", "combine"],
+    "paged-page-7": ["paged_attention"], "append-rotary-interleaved": ["append_kv"],
+    "bias-keys": ["flash_bwd_dq"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_operations(name, launches, monkeypatch):
+    """What Pallas's Triton lowering runs too; a pool is a result, which torch writes in place."""
+    choose_upcast = ptx.choose_upcast
+    monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
+    (case,) = (case for cases in KINDS for case in cases("quick", name))
+    inputs = make_inputs(case, "cpu")
+    expected = run(Subject("torch_attn", "triton"), case, inputs)
+    found = run(Subject("pallas_attn", "torch_triton", "sm80"), case, inputs)
+    assert [x for x in OTHERS[name] if x in launches] == OTHERS[name], launches
+    for x in expected:
+        np.testing.assert_array_equal(to_numpy(found[x]), to_numpy(expected[x]), err_msg=x)
 
 
 def test_no_interpreter_runs_them_outside_jit():

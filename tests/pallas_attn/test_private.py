@@ -32,7 +32,7 @@ SPEC = AttentionSpec(1, 64, 64, 2, 2, 64, 64, "bfloat16", 0.125)
 DECODE = DecodeSpec(1, 1, 2, PagedCache(3, 16, 4, 2, 64, 64, "bfloat16"), "bfloat16", 0.125)
 MOSAIC, MOSAIC_SM90, PAGED, TRITON, REFERENCE = FAMILIES["pallas_attn"]
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
-IN_TORCH, IN_TORCH_SM90 = FOREIGN["torch_attn"]
+IN_TORCH, IN_TORCH_SM90, _ = FOREIGN["torch_attn"]
 PROBLEMS = {
     "triton": [(TRITON, "flash_fwd", SPEC, "sm80"), (TRITON, "paged_decode", DECODE, "sm90")],
     "foreign": [

@@ -178,7 +178,7 @@ def test_they_need_no_triton_lowering_of_pallas():
 import sys
 for name in ("jax._src.pallas.triton", "jax._src.pallas.triton.lowering"):
     sys.modules[name] = None
-import jax, pallas_attn
+import functools, jax, jax.numpy as jnp, pallas_attn
 from twin_attention.targets.target import use_target
 q = jax.ShapeDtypeStruct((1, 100, 2, 32), "float32")
 def text(implementation):
@@ -195,6 +195,30 @@ for attention, *others in (
     with use_target("sm90"):
         traced = jax.jit(attention).trace(q, *others)
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@triton_kernel") == 1
+
+def kernels(target, function, *types, **options):
+    function = functools.partial(function, **options)
+    operands = [jax.ShapeDtypeStruct(*x) for x in types]
+    with use_target(target):
+        traced = jax.jit(function).trace(*operands)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("@triton_kernel")
+
+pool, fp8 = ((64, 16, 2, 64), "float16"), ((64, 16, 2, 64), "float8_e4m3fn")
+tables = ((3, 16), "int32"), ((3,), "int32")
+few, new, dense = ((3, 4, 64), "float16"), ((3, 2, 64), "float16"), ((1, 128, 4, 32), "float32")
+states, mask = (((2, 3, 4, 64), "float16"), ((2, 3, 4), "float32")), jnp.ones((1, 1, 1), bool)
+dilated = lambda q: pallas_attn.dilated_attention(q, q, q, (64, 128), (1, 2))
+sparse = lambda q: pallas_attn.block_sparse_attention(q, q, q, mask)
+one = jnp.float32(1)
+for x, options in (pool, {}), (fp8, {"k_scale": one, "v_scale": one}):
+    assert kernels("sm90", pallas_attn.append_kv, new, new, x, x, *tables, **options) == 1
+    options |= {"implementation": None if x is pool else "torch_triton", "num_splits": 3}
+    assert kernels("sm90", pallas_attn.paged_decode, few, x, x, *tables, **options) == 2
+assert kernels("sm80", pallas_attn.paged_attention, few, pool, pool, *tables, ((4,), "int32"),
+               num_splits=1) == 1
+assert kernels("sm80", pallas_attn.merge_states, *states) == 1
+assert kernels("sm80", dilated, dense) == 2  # one length, and the merge
+assert kernels("sm80", sparse, dense) == 1
 try:
     text("triton")
 except NotImplementedError as error:
@@ -231,5 +255,5 @@ def test_a_package_that_is_not_installed_is_a_reason(package, monkeypatch):
 
 def test_other_functions_are_refused():
     spec = AttentionSpec(1, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1)
-    assert "flash attention alone" in TORCH_TRITON.supports("paged_decode", spec, "sm90")
+    assert TORCH_TRITON.supports("paged_decode", spec, "sm90") is None
     assert jnp.dtype(spec.dtype) == jnp.bfloat16

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from interop.parity.cases import DecodeCase, PagedCase
 from tuning.static.operands import flash_operands
+from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets.family import FOREIGN, Backend
 
 SPEC = AttentionSpec(2, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1, Window(None, 0))
-FAMILIES = {family.folder: family for family in FOREIGN["torch_attn"]}
+*EXPLICIT, PAGED = FOREIGN["torch_attn"]
+FAMILIES = {family.folder: family for family in EXPLICIT}
 if (reason := FAMILIES["sm80"].supports("flash_fwd", SPEC, "sm80")) is not None:
     pytest.skip(reason, allow_module_level=True)
 
@@ -54,6 +57,43 @@ def outline_of(spec, target, operation, sinks=False, dlse=True):
     function, backend = family.function(operation), Backend(family, target)
     card = Card(int(target.removeprefix("sm")))
     return outline(lambda *x: function(*x, spec, backend), given, card)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "float8_e4m3fn"])
+def test_the_steps_of_a_paged_decode(kv_dtype):
+    """The merge writes into what the decode has written, and a pool is not copied."""
+    case = DecodeCase(
+        "", (300, 40), heads_q=8, heads_kv=2, head_dim=128, max_pages=64, num_splits=3,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    spec, cache = case.spec, case.spec.cache
+    assert PAGED.supports("paged_decode", spec, "sm90") is None
+    pool = of((cache.num_pages, cache.page_size, 2, 128), cache.dtype)
+    scales = [of((2,), "float32")] * 2 if kv_dtype else [None, None]
+    q, tables = of((2, 1, 8, 128), spec.dtype), of((2, cache.max_pages), "int32")
+    operands = DecodeOperands(q, pool, pool, tables, of((2,), "int32"), None, *scales)
+    function, backend = PAGED.function("paged_decode"), Backend(PAGED, "sm90")
+    found = outline(lambda x: function(x, spec, backend), (operands,), Card(90))
+    views = ["reshape", "bitcast"] * 2
+    assert names(found) == [*(views if kv_dtype else ()), "kernel", "kernel"]
+    decode, merge = found.steps[-2:]
+    assert (decode.num_aliased, merge.num_aliased) == (0, 2)
+    assert merge.operands[-2:] == decode.results[:2]
+    assert tuple(found.results) == merge.results
+
+
+def test_the_steps_of_paged_attention():
+    case = PagedCase(
+        "", (3000, 4000), heads_q=8, heads_kv=8, head_dim=128, max_pages=300,
+        new_tokens=(2048, 3000), num_splits=1,
+    )  # fmt: skip
+    spec, cache, family = case.spec, case.spec.cache, FAMILIES["sm90"]
+    assert family.supports("paged_attention", spec, "sm90") is None
+    pool = of((cache.num_pages, cache.page_size, 8, 128), cache.dtype)
+    q, tables = of((spec.tokens, 8, 128), spec.dtype), of((2, cache.max_pages), "int32")
+    operands = PagedOperands(q, pool, pool, tables, of((2,), "int32"), of((3,), "int32"))
+    function, backend = family.function("paged_attention"), Backend(family, "sm90")
+    assert names(outline(lambda x: function(x, spec, backend), (operands,), Card(90))) == ["kernel"]
 
 
 def of(shape, dtype):

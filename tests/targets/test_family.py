@@ -12,6 +12,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     PagedCache,
     VarlenSpec,
+    Window,
 )
 from twin_attention.targets import family, sm90
 from twin_attention.targets.describe import describe, describe_call
@@ -433,6 +434,9 @@ def test_tiles_of_tf32_that_are_unlike_are_not_multiplied_by_wgmma(kernel, sizes
     assert sm90.portable_uses_wgmma(kernel, replace(case.spec, precision="ieee"))
 
 
+SHORT = {"batch": 32, "seq_q": 512, "seq_kv": 512}
+
+
 @pytest.mark.parametrize(
     ("operation", "changes", "expected"),
     [
@@ -444,6 +448,16 @@ def test_tiles_of_tf32_that_are_unlike_are_not_multiplied_by_wgmma(kernel, sizes
         # Short: the host would take longer than the device.
         ("flash_bwd", {"num_sequences": 12, "seq_q": 600, "seq_kv": 600}, "mosaic"),
         ("flash_bwd", {}, "mosaic"),
+        ("flash_bwd", SHORT, "gluon"),
+        ("flash_bwd", SHORT | {"head_dim": 96}, "gluon"),
+        ("flash_bwd", SHORT | {"head_dim": 64}, "mosaic"),
+        ("flash_bwd", SHORT | {"deterministic": True}, "mosaic"),
+        ("flash_bwd", SHORT | {"softcap": 9.0}, "mosaic"),
+        ("flash_bwd", SHORT | {"window": Window(99, 0)}, "mosaic"),
+        ("flash_bwd", SHORT | {"batch": 1, "heads_q": 1, "heads_kv": 1}, "mosaic"),
+        ("flash_bwd", {"head_dim": 256, "window": Window(None, 0)}, "gluon"),
+        ("flash_bwd", {"head_dim": 256}, "mosaic"),
+        ("flash_fwd", SHORT, "mosaic"),
     ],
 )
 def test_none_takes_kernels_of_the_other_side_where_they_are_faster(

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
+from interop.parity.cases import DecodeCase
 from torch_attn import foreign, mosaic_call, private
 from torch_attn.mosaic_call import Compiled, LaunchFunction, compile_module, launcher_of
 from torch_attn.operands import COMPACT, compact, is_compact
 from torch_attn.replay import capture
+from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN, Backend
 
@@ -114,6 +116,18 @@ class Outline(NamedTuple):
     results: tuple
 
 
+def outline_of_decode(function, operands, card):
+    """Return one whose second kernel merges parts into what the first has written."""
+    x, bits = Value(0, (4, 64)), Value(1, (4, 128), "int16")
+    out, part, merged = Value(2, (64,)), Value(3, (4, 64)), Value(4, (64,))
+    steps = (
+        Step("bitcast", (x,), (bits,)),
+        Call("second", (bits, x), (out, part), 0),
+        Call("third", (part, out), (merged,), 1),
+    )
+    return Outline(steps, (merged,))
+
+
 def outline(function, operands, card):
     """Return one with all that there is: a reshape, zeros in place, a constant."""
     assert [x.shape for x in operands] == [(4, 64), (4, 64)]
@@ -135,13 +149,13 @@ def outline(function, operands, card):
 @pytest.fixture
 def kernels(monkeypatch):
     """Return the two kernels of `outline`, on a CPU that stands in for a GPU."""
-    found = {"first": C(6), "second": C(4)}
+    found = {"first": C(6), "second": C(4), "third": C(3)}
     monkeypatch.setattr(mosaic_call, "COMPACT", 1)  # a CPU's copies are not as aligned
 
     class Ahead:
         plugin = staticmethod(lambda: "a path")
         lower_ahead = staticmethod(lambda call: call)
-        outline = staticmethod(outline)
+        outline = staticmethod(lambda *args: outlines["made"](*args))
 
     monkeypatch.setattr(foreign, "import_module", lambda name: Ahead)
     monkeypatch.setattr(foreign, "compile_module", lambda module, *_: found[module].compiled)
@@ -159,6 +173,9 @@ def kernels(monkeypatch):
     foreign.plan.cache_clear()
 
 
+outlines = {"made": outline}
+
+
 def aligned(shape, dtype="float32"):
     """Return a compact tensor of NaN."""
     x = torch.full((2 * torch.Size(shape).numel() + COMPACT,), torch.nan)
@@ -171,7 +188,7 @@ def test_a_call_allocates_and_launches_what_the_outline_says(kernels):
     attend = foreign.function_of("flash_fwd")
     x, y = aligned((4, 64)), aligned((64, 4)).mT  # which is copied
     out, nothing, last, summed = attend(x, y, SPEC, backend)
-    first, second = (kernels[name].calls for name in kernels)
+    first, second, _ = (kernels[name].calls for name in kernels)
     (_, stream, (of_x, _constant, filled, sums, of_out, of_sums)), *_ = first
     assert (stream, of_x, of_out) == (STREAM, x.data_ptr(), out.data_ptr())
     assert sums == of_sums == summed.data_ptr() != filled
@@ -194,10 +211,28 @@ def test_a_call_is_captured_and_replayed(kernels, monkeypatch):
     _, again = capture(lambda *tensors: attend(*tensors, SPEC, backend), (x, y))
     new_x, new_y = aligned((4, 64)), aligned((4, 64))
     out, _, last, summed = again(new_x, new_y)
-    first, second = (kernels[name].calls[-1] for name in kernels)
+    first, second = (kernels[name].calls[-1] for name in ("first", "second"))
     assert first[1] == second[1] == STREAM + 1
     assert (first[2][0], first[2][4]) == (new_x.data_ptr(), out.data_ptr())
     assert first[2][3] == first[2][5] == summed.data_ptr()
     assert second[2] == tuple(z.data_ptr() for z in (new_y, summed, out, last))
     assert torch.equal(summed, torch.zeros(64))
     assert (out.shape, last.shape) == ((4, 64), (4, 64))
+
+
+def test_a_kernel_writes_into_what_another_has_written(kernels, monkeypatch):
+    monkeypatch.setitem(outlines, "made", outline_of_decode)
+    x = aligned((4, 64))
+    (out,) = foreign.function_of("flash_fwd")(x, SPEC, Backend(FOREIGN["torch_attn"][0], "sm80"))
+    (_, _, (bits, of_x, first, part)), *_ = kernels["second"].calls
+    assert bits == of_x == x.data_ptr()
+    assert kernels["third"].calls == [(77, STREAM, (part, first, out.data_ptr()))]
+    assert first == out.data_ptr()
+
+
+def test_a_pool_is_not_copied():
+    case = DecodeCase("", (3, 4))
+    pool = torch.zeros(8, 16, 4, 64)[:, :, ::2]
+    operands = DecodeOperands(pool[0], pool, pool, pool, pool)
+    with pytest.raises(NotImplementedError, match=r"k_pages: expected a contiguous pool"):
+        foreign.function_of("paged_decode")(operands, case.spec, None)

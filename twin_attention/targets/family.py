@@ -18,7 +18,12 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    DecodeSpec,
+    PartialSpec,
+)
 from twin_attention.contract.validate import fail
 from twin_attention.targets import foreign, paged, sm80, sm90
 from twin_attention.targets.config import (
@@ -122,11 +127,10 @@ def _jax_runs(
     """Return what a family of `torch_attn` supports where JAX launches its kernels."""
 
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
-        if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
-            return "JAX launches its kernels of flash attention alone"
-        for name in ("bias", "relative_bias"):
-            if isinstance(spec, AttentionSpec) and name in spec.terms:
-                return f"JAX launches no kernel of its gradient of `{name}`"
+        if isinstance(spec, PartialSpec):
+            return "JAX launches no kernels that take a result over other keys"
+        if isinstance(spec, AttentionSpec) and "relative_bias" in spec.terms:
+            return "JAX launches no kernel of its gradient of `relative_bias`"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
                 return (
@@ -150,9 +154,10 @@ def _torch_runs(
     """Return what a family of `pallas_attn` supports where PyTorch launches its kernels."""
 
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
-        if not isinstance(spec, AttentionSpec) or isinstance(spec, BlockSparseSpec | PartialSpec):
-            return "PyTorch launches its kernels of dense and packed flash attention alone"
-        if not spec.compact:
+        attends = isinstance(spec, AttentionSpec | DecodeSpec)
+        if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
+            return "PyTorch launches its kernels of dense, packed and paged attention alone"
+        if isinstance(spec, AttentionSpec) and not spec.compact:
             return (
                 "its kernels read contiguous tensors that begin at multiples of 256 bytes, as "
                 "arrays of JAX do"
@@ -281,7 +286,10 @@ FAMILIES = {
 FOREIGN = {
     "torch_attn": tuple(
         Family("mosaic", "pallas_attn", folder, supports=_torch_runs(supports), is_foreign=True)
-        for folder, supports in (("sm80", _mosaic_sm80_supports), ("sm90", _mosaic_sm90_supports))
+        for folder, supports in (
+            ("sm80", _mosaic_sm80_supports), ("sm90", _mosaic_sm90_supports),
+            ("paged", _mosaic_paged_supports),
+        )
     ),
     "pallas_attn": tuple(
         Family(
