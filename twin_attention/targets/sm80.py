@@ -29,10 +29,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no result over other keys"
     if reason := unlisted(spec):
         return reason
-    if spec.terms:
-        return f"its kernels take no {spec.terms[0]}"
-    if spec.dropout is not None:
-        return "its kernels have no dropout"
+    if reason := lacks_terms(spec):
+        return reason
     if spec.row_max and operation == "flash_fwd":
         return "its kernels return no row maxima"
     if target != "sm80":
@@ -40,6 +38,13 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
     return None
+
+
+def lacks_terms(spec: AttentionSpec) -> str | None:
+    """Return which term of a problem kernels without terms lack, or None."""
+    if spec.terms:
+        return f"its kernels take no {spec.terms[0]}"
+    return None if spec.dropout is None else "its kernels have no dropout"
 
 
 def unlisted(spec: AttentionSpec) -> str | None:

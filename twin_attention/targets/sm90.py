@@ -40,12 +40,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if reason := sm80.unlisted(spec):
         return reason
-    if spec.terms:
-        return f"its kernels take no {spec.terms[0]}"
-    if spec.dropout is not None:
-        return "its kernels have no dropout"
-    if spec.row_max and operation == "flash_fwd":
-        return "its kernels return no row maxima"
+    if operation != "flash_fwd" and (reason := sm80.lacks_terms(spec)):
+        return reason
     if target != "sm90":
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:
