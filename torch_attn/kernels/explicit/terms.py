@@ -96,16 +96,14 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
         if not terms.falling:
             slope = gl.where(offset >= QUERIES, -slope, slope)
         eights += eight.to(gl.float32) * (slope * SIGN) + near.to(gl.float32) * slope
-        if not terms.falling:
+        if not terms.falling:  # noqa: SIM102 (Triton evaluates both sides of an "and")
             if (offset < QUERIES) & (offset + KEYS > 0):
                 after = gl.maximum(near + eight * SIGN, 0).to(gl.float32)
                 eights -= after * (2.0 * slope)
     if terms.relative is not None:
         # Most tiles are so far off that all of their distances share an entry.
-        is_before, is_behind = (
-            offset + KEYS <= 1 - terms.radius,
-            offset - QUERIES + 1 >= terms.radius,
-        )
+        is_before = offset + KEYS <= 1 - terms.radius
+        is_behind = offset - QUERIES + 1 >= terms.radius
         eights += gl.where(is_before, own.first, gl.where(is_behind, own.last, 0.0))
         if not (is_before | is_behind):
             place = gl.minimum(gl.maximum(near + eight * SIGN, -terms.radius), terms.radius)
@@ -220,24 +218,22 @@ def draw(
         if TRANSPOSED:
             like = gl.zeros([BLOCK_KV, BLOCK_Q], gl.int32, LAYOUT)
             like = gl.reshape(like, [BLOCK_KV // 16, 2, 8, BLOCK_Q // 16, 2, 8])
-            row, of_row, column, of_column = _blocks(
-                like.type.layout, BLOCK_KV // 16, BLOCK_Q // 16
-            )
-            key, query = block_kv + row // 2 * 8 + of_row, block_q + column * 8 + of_column
         else:
             like = gl.zeros([BLOCK_Q, BLOCK_KV], gl.int32, LAYOUT)
             like = gl.reshape(like, [BLOCK_Q // 16, 2, 8, BLOCK_KV // 32, 4, 8])
-            row, of_row, column, of_column = _blocks(
-                like.type.layout, BLOCK_Q // 16, BLOCK_KV // 32
-            )
-            query, key = block_q + row * 8 + of_row, block_kv + column * 8 + of_column
+        layout: gl.constexpr = like.type.layout
+        block, of_block, other, of_other = _blocks(layout, like.shape[0], like.shape[3])
+        if TRANSPOSED:
+            key, query = block_kv + block // 2 * 8 + of_block, block_q + other * 8 + of_other
+        else:
+            query, key = block_q + block * 8 + of_block, block_kv + other * 8 + of_other
         words = philox(
             own.element, own.head, query.to(gl.uint32), key.to(gl.uint32), own.seed_low,
             own.seed_high,
         )  # fmt: skip
         if TRANSPOSED:
             # The upper half of what is compared counts.
-            shift = ((1 - row % 2) * 16).to(gl.uint32)
+            shift = ((1 - block % 2) * 16).to(gl.uint32)
             words = words[0] << shift, words[1] << shift, words[2] << shift, words[3] << shift
     return words
 
