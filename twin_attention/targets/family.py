@@ -125,7 +125,8 @@ def _jax_runs(
         if operation not in ("flash_fwd", "flash_bwd") or isinstance(spec, PartialSpec):
             return "JAX launches its kernels of flash attention alone"
         for name in ("bias", "relative_bias"):
-            if isinstance(spec, AttentionSpec) and name in spec.terms:
+            is_term = isinstance(spec, AttentionSpec) and name in spec.terms
+            if is_term and operation == "flash_bwd":
                 return f"JAX launches no kernel of its gradient of `{name}`"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
@@ -246,7 +247,7 @@ def _older_jax(needed: tuple[int, ...] = (0, 11)) -> str | None:
 FAMILIES = {
     "torch_attn": (
         Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports),
-        Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports),
+        Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports, slower=sm90.slower),
         Family(
             "triton",
             "torch_attn",

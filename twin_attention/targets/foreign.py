@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from twin_attention.contract.cost import backward_flops, forward_flops
 from twin_attention.contract.spec import VarlenSpec
+from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
 
 # Of the host, for a launch in JAX: 6 us were measured on an H100, and its own take 2 to 3 us.
@@ -30,6 +31,8 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     if target != "sm90" or not isinstance(spec, VarlenSpec) or operation not in _LAUNCHES:
         return False
     if operation == "flash_fwd":
+        if sm90.slower(operation, spec, target) is not None:
+            return False
         faster = max(spec.head_dim, spec.head_dim_v) <= 64
     else:
         faster = not spec.deterministic

@@ -29,10 +29,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no result over other keys"
     if reason := unlisted(spec):
         return reason
-    if reason := lacks_terms(spec):
+    if reason := lacks_terms(operation, spec):
         return reason
-    if spec.row_max and operation == "flash_fwd":
-        return "its kernels return no row maxima"
     if target != "sm80":
         return "its kernels are for SM80"
     if spec.dtype_bits != 16:
@@ -40,11 +38,15 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     return None
 
 
-def lacks_terms(spec: AttentionSpec) -> str | None:
-    """Return which term of a problem kernels without terms lack, or None."""
+def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
+    """Return what kernels lack that take no terms, for a problem that needs it, or None."""
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
-    return None if spec.dropout is None else "its kernels have no dropout"
+    if spec.dropout is not None:
+        return "its kernels have no dropout"
+    if spec.row_max and operation == "flash_fwd":
+        return "its kernels return no row maxima"
+    return None
 
 
 def unlisted(spec: AttentionSpec) -> str | None:

@@ -1,8 +1,8 @@
 """Terms of scores, and dropout, in the layout that tensor cores leave their sums in.
 
-The same numbers as `torch_attn.kernels.library.terms` and `library.dropout` give. Of a tile a thread
-has rows i and i + 8, and in each eight columns the same two: what follows from these is computed
-once, and what the eights differ by is a constant of the code.
+They give the same numbers as `torch_attn.kernels.library.terms` and `library.dropout`. A thread has
+rows i and i + 8 of a tile, and the same two columns in each eight. What follows from these is
+computed once, and what the eights differ by is a constant of the code.
 
 Each function takes scores with queries down and keys across, or, TRANSPOSED, keys down and queries
 across.
@@ -58,16 +58,17 @@ def head_terms(terms, element, head):
         place = element * terms.of_batch + head
         slope = gl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
     if terms.relative is not None:
-        table = terms.relative + head.to(gl.int64) * (2 * terms.radius + 1) + terms.radius
-        first = gl.load(table - terms.radius).to(gl.float32)
-        last = gl.load(table + terms.radius).to(gl.float32)
+        row = terms.relative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
+        table = row + terms.radius
+        first = gl.cast(gl.load(row), gl.float32)
+        last = gl.cast(gl.load(table + terms.radius), gl.float32)
     if terms.bias.entries is not None:
         bias = terms.bias.entries + gl.cast(element, gl.int64) * terms.bias.batch
         bias += gl.cast(head, gl.int64) * terms.bias.head
     if terms.seed is not None:
         counted, counted_head = element.to(gl.uint32), head.to(gl.uint32)
-        seed_low = gl.load(terms.seed).to(gl.uint32, bitcast=True)
-        seed_high = gl.load(terms.seed + 1).to(gl.uint32, bitcast=True)
+        seed_low = gl.cast(gl.load(terms.seed), gl.uint32, bitcast=True)
+        seed_high = gl.cast(gl.load(terms.seed + 1), gl.uint32, bitcast=True)
     return HeadTerms(slope, table, first, last, bias, counted, counted_head, seed_low, seed_high)
 
 
@@ -158,10 +159,10 @@ def load_bias(
             query, key = query[None, :], key[:, None]
         else:
             query, key = query[:, None], key[None, :]
-        if not terms.bias.of_rows:
-            place = key
-        elif not terms.bias.of_keys:
+        if not terms.bias.of_keys:
             place = query
+        elif not terms.bias.of_rows:
+            place = key
         else:
             place = query + key
         bias = gl.load(own.bias + place)

@@ -526,9 +526,8 @@ def _consume(
             if DROPS:
                 e = drop(e, terms, words)
             packed = pack(e, dtype)
-        _clear_values(
-            v_tile, v_full, step, problem, marks, 0, begin, before, seq_kv, start_kv, True
-        )
+        if EDGES:
+            _clear_values(v_tile, v_full, step, problem, marks, 0, begin, before, seq_kv, start_kv)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1
@@ -593,10 +592,10 @@ def _consume(
                     arrive(V_READ + previous, READERS)
                     acc = scale_rows(acc, alpha)
                     packed = pack(e, dtype)
-                _clear_values(
-                    v_tile, v_full, step, problem, marks, index, begin, before, seq_kv, start_kv,
-                    masked,
-                )  # fmt: skip
+                if masked:
+                    _clear_values(
+                        v_tile, v_full, step, problem, marks, index, begin, before, seq_kv, start_kv
+                    )
                 index += 1
                 step += 1
         if not OUT_IN_Q:
@@ -691,14 +690,13 @@ def _clear_values(
     before,
     seq_kv,
     start_kv,
-    MASKED: gl.constexpr,
 ):
     """Clear what a tile of values has of other sequences, and of padding, once it is there."""
     NUM_STAGES: gl.constexpr = v_tile[0].shape[0]
-    if problem.num_sequences is not None and MASKED:
+    if problem.num_sequences is not None:
         slot = step % NUM_STAGES
         clear_rows(v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1)
-    if problem.segments is not None and MASKED:
+    if problem.segments is not None:
         slot = step % NUM_STAGES
         padded = step_has_padding(index, begin, before)
         clear_padding(
