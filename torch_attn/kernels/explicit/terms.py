@@ -240,6 +240,30 @@ def draw(
 
 
 @gluon.jit
+def tile_terms(
+    terms,
+    own,
+    own_q,
+    start_q,
+    start_kv,
+    seq_q,
+    seq_kv,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Return what `load_bias` and `draw` do, for a tile with queries down; 0 for a bias by TMA.
+
+    Args:
+        own_q: the tile's first query, counted from the sequence's first; keys are counted so.
+    """
+    bias = 0
+    if terms.bias.boxes is None:
+        bias = load_bias(terms, own, start_q, start_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT)
+    return bias, draw(terms, own, own_q, start_kv, BLOCK_Q, BLOCK_KV, LAYOUT)
+
+
+@gluon.jit
 def _blocks(LAYOUT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Return which block of rows and of columns, and which row and column in eight, are a thread's.
 

@@ -57,12 +57,11 @@ from torch_attn.kernels.explicit.steps import listed_tiles, step_has_padding
 from torch_attn.kernels.explicit.terms import (
     allocate_bias_boxes,
     bias_boxes,
-    draw,
     drop,
     head_terms,
-    load_bias,
     load_bias_box,
     read_bias_box,
+    tile_terms,
 )
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
@@ -467,27 +466,21 @@ def _consume(
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         if IS_PART:
-            carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
-            m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
-            has_carry = m_carry != float("-inf")
-            carried = head_rows(
-                results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q,
+            m_i, l_i, acc, has_carry = _load_part(
+                results, problem, batch, head, start_q + CONSUMER * 64, rows, seq_q, m_i, l_i,
                 HEAD_DIM_V,
             )  # fmt: skip
-            # All of them are read, so that the loads do not wait for lse.
-            acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
-            m_i = gl.maximum(m_i, m_carry * LOG2E)
-            quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
-            of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
-            l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
         else:
             acc = zeros(64, HEAD_DIM_V)
 
+        # The first tile of keys
         if ADDS or DROPS:
             first_row = start_q + CONSUMER * 64
             own, own_q = _own_terms(terms, batch, head, first_row, problem, place)
-
-        # The first tile of keys
+            start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
+            bias, words = tile_terms(
+                terms, own, own_q, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
+            )
         if HAS_LISTS:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
@@ -500,14 +493,7 @@ def _consume(
             if HAS_BOXES:
                 bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
             arrive(K_READ + slot, READERS)
-        if ADDS or DROPS:
-            start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            words = draw(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
         if ADDS:
-            if not HAS_BOXES:
-                bias = load_bias(
-                    terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
-                )
             s = scores_with_terms(s, terms, own, rule, start_kv - first_row - diagonal, bias)
         elif EDGES:
             s = scaled_scores(s, rule)
@@ -553,19 +539,18 @@ def _consume(
                     arrive(TURN + NEXT, 256)
                 if ADDS or DROPS:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    words = draw(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
-                    if not HAS_BOXES:
-                        bias = load_bias(
-                            terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
-                        )
+                    bias, words = tile_terms(
+                        terms, own, own_q, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
+                    )
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 if HAS_BOXES:
                     bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
                 if ADDS:
-                    offset = start_kv - first_row - diagonal
-                    s = scores_with_terms(s, terms, own, rule, offset, bias)
+                    s = scores_with_terms(
+                        s, terms, own, rule, start_kv - first_row - diagonal, bias
+                    )
                 elif masked:
                     s = scaled_scores(s, rule)
                 if masked:
@@ -630,39 +615,104 @@ def _consume(
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
             rescale = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
         lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
-        if results.row_max is not None:
-            gl.store(results.row_max + lse_row + rows, m_i * LN2, mask=rows < seq_q)
-        if sinks_ptr is not None:
-            alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
-            if SINK_LAST:
-                rescale = rescale * alpha
-        if DROPS:
-            rescale = rescale * terms.dropout.scale
-        l_safe, lse = row_statistics(m_i, l_i)
-        gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
+        factor = _store_statistics(
+            results, lse_row + rows, rows < seq_q, sinks_ptr, head, terms, m_i, l_i, rescale,
+            SINK_LAST,
+        )  # fmt: skip
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
 
         # Normalise and store.
-        acc = scale_rows(acc, rescale / l_safe)
-        if IS_PART:
-            carried = head_rows(
-                results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q,
-                HEAD_DIM_V,
-            )  # fmt: skip
-            store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
-        else:
-            if not OUT_IN_Q:
-                tma.store_wait(0)
-                barrier()
-            store_result(
-                results.out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
-                IS_PACKED, HEAD_DIM_V,
-            )  # fmt: skip
+        _store_out(
+            results, out_tile, scale_rows(acc, factor), problem, batch, head, start_q, rows, seq_q,
+            CONSUMER, OUT_IN_Q, HEAD_DIM_V,
+        )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _load_part(
+    results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V: gl.constexpr
+):  # fmt: skip
+    """Start rows from a result over other keys; returns m_i, l_i, acc and which rows have one."""
+    carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
+    m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
+    has_carry = m_carry != float("-inf")
+    carried = head_rows(results.out[0], batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
+    # All of them are read, so that the loads do not wait for lse.
+    acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    m_i = gl.maximum(m_i, m_carry * LOG2E)
+    quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
+    of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
+    return m_i, l_i, acc, has_carry
+
+
+@gluon.jit
+def _store_statistics(
+    results,
+    rows,
+    exists,
+    sinks_ptr,
+    head,
+    terms,
+    m_i,
+    l_i,
+    rescale,
+    SINK_LAST: gl.constexpr,
+):
+    """Store what rows have beside out; returns what acc is multiplied by.
+
+    Args:
+        rows: of lse, and which of them `exists`.
+        rescale: what acc is to be multiplied by anyway.
+        SINK_LAST: acc does not know of the sink's maximum.
+    """
+    if results.row_max is not None:
+        gl.store(results.row_max + rows, m_i * LN2, mask=exists)
+    if sinks_ptr is not None:
+        alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        if SINK_LAST:
+            rescale = rescale * alpha
+    if terms.seed is not None:
+        rescale = rescale * terms.dropout.scale
+    l_safe, lse = row_statistics(m_i, l_i)
+    gl.store(results.lse + rows, lse, mask=exists)
+    return rescale / l_safe
+
+
+@gluon.jit
+def _store_out(
+    results,
+    out_tile,
+    acc,
+    problem,
+    batch,
+    head,
+    start_q,
+    rows,
+    seq_q,
+    CONSUMER: gl.constexpr,
+    OUT_IN_Q: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):
+    """Store a consumer's rows, or start to."""
+    if problem.intervals is not None:
+        carried = head_rows(
+            results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+        )
+        store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    else:
+        if not OUT_IN_Q:
+            tma.store_wait(0)
+            barrier()
+        store_result(
+            results.out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
+            problem.num_sequences is not None, HEAD_DIM_V,
+        )  # fmt: skip
 
 
 @gluon.jit
