@@ -614,18 +614,18 @@ def _consume(
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
             rescale = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
-        lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
-        factor = _store_statistics(
-            results, lse_row + rows, rows < seq_q, sinks_ptr, head, terms, m_i, l_i, rescale,
+        rescale, l_safe = _store_statistics(
+            results, problem, batch, head, rows, seq_q, sinks_ptr, terms, m_i, l_i, rescale,
             SINK_LAST,
         )  # fmt: skip
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
 
         # Normalise and store.
+        acc = scale_rows(acc, rescale / l_safe)
         _store_out(
-            results, out_tile, scale_rows(acc, factor), problem, batch, head, start_q, rows, seq_q,
-            CONSUMER, OUT_IN_Q, HEAD_DIM_V,
+            results, out_tile, acc, problem, batch, head, start_q, rows, seq_q, CONSUMER, OUT_IN_Q,
+            HEAD_DIM_V,
         )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
@@ -654,25 +654,25 @@ def _load_part(
 @gluon.jit
 def _store_statistics(
     results,
-    rows,
-    exists,
-    sinks_ptr,
+    problem,
+    batch,
     head,
+    rows,
+    seq_q,
+    sinks_ptr,
     terms,
     m_i,
     l_i,
     rescale,
     SINK_LAST: gl.constexpr,
 ):
-    """Store what rows have beside out; returns what acc is multiplied by.
+    """Store what rows have beside out; returns what acc is multiplied by, and divided by.
 
     Args:
-        rows: of lse, and which of them `exists`.
         rescale: what acc is to be multiplied by anyway.
         SINK_LAST: acc does not know of the sink's maximum.
     """
-    if results.row_max is not None:
-        gl.store(results.row_max + rows, m_i * LN2, mask=exists)
+    row_max = m_i
     if sinks_ptr is not None:
         alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
         if SINK_LAST:
@@ -680,8 +680,11 @@ def _store_statistics(
     if terms.seed is not None:
         rescale = rescale * terms.dropout.scale
     l_safe, lse = row_statistics(m_i, l_i)
-    gl.store(results.lse + rows, lse, mask=exists)
-    return rescale / l_safe
+    lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
+    gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
+    if results.row_max is not None:
+        gl.store(results.row_max + lse_row + rows, row_max * LN2, mask=rows < seq_q)
+    return rescale, l_safe
 
 
 @gluon.jit
