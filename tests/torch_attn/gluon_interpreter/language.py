@@ -90,8 +90,8 @@ _fake("split")(lambda x: tuple(Tensor(part) for part in x.values.unbind(-1)))
 @_fake("philox", of=(dropout,))
 def _philox(*numbers: Any) -> tuple[Tensor, ...]:
     """Return the words of a generator as the contract has them, in 64 bits."""
-    *counters, low, high = (torch.as_tensor(values_of(x)).long() & 0xFFFFFFFF for x in numbers)
-    words = philox(array_namespace(low), tuple(counters), (low, high))
+    a, b, c, d, *key = (torch.as_tensor(values_of(x)).long() & 0xFFFFFFFF for x in numbers)
+    words = philox(array_namespace(a), (a, b, c, d), (key[0], key[1]))
     return tuple(Tensor(x.to(torch.uint32)) for x in torch.broadcast_tensors(*words))
 
 
