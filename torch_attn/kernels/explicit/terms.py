@@ -155,17 +155,16 @@ def load_bias(
         query, key = start_q + gl.arange(0, BLOCK_Q, of_queries), gl.arange(0, BLOCK_KV, of_keys)
         query = gl.minimum(query, seq_q - 1).to(gl.int64) * terms.bias.row
         key = gl.maximum(gl.minimum(start_kv + key, seq_kv - 1), 0)
-        if TRANSPOSED:
-            query, key = query[None, :], key[:, None]
-        else:
-            query, key = query[:, None], key[None, :]
         if not terms.bias.of_keys:
-            place = query
+            bias = gl.load(own.bias + query)
+            bias = bias[None, :] if TRANSPOSED else bias[:, None]
         elif not terms.bias.of_rows:
-            place = key
+            bias = gl.load(own.bias + key)
+            bias = bias[:, None] if TRANSPOSED else bias[None, :]
+        elif TRANSPOSED:
+            bias = gl.load(own.bias + (query[None, :] + key[:, None]))
         else:
-            place = query + key
-        bias = gl.load(own.bias + place)
+            bias = gl.load(own.bias + (query[:, None] + key[None, :]))
     return bias
 
 
