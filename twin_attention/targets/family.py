@@ -58,7 +58,8 @@ class Family:
         supports: None for an operation, a problem and a target that it has kernels for, else the
             reason why it has none. The operation is the name of a function, such as "flash_fwd";
             the target is "sm80", "sm90", or None in the interpreter.
-        slower: why a family behind it is faster for a problem that it supports, else None.
+        slower: why a problem that it supports is left to a family behind it, which is faster or
+            was timed, else None.
         is_foreign: the other side launches its kernels too, and this is how that side knows it.
         faster: True for a problem that it is faster for than the families of the side that
             launches it; a foreign family's alone.
