@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.targets import capability, num_sms, shared_memory
 from pallas_attn.triton_call import kernel_call
+from twin_attention.contract.operands import TERMS
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
@@ -101,8 +102,8 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _has_sinks(operands: tuple[Any, ...]) -> bool:
-    """Return True for operands that do not join a batch: sinks, and a seed, which counts it."""
-    names = ("sinks", "dropout_seed")
+    """Return True for operands that do not join a batch: sinks, terms and a seed."""
+    names = ("sinks", *TERMS, "dropout_seed")
     return any(getattr(x, name, None) is not None for x in operands for name in names)
 
 

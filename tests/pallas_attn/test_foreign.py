@@ -200,6 +200,25 @@ def test_segment_ids_in_a_tree(family, target, launches):
     check(family, target, operands, dout, launches, causal=True, deterministic=True)
 
 
+def test_a_forward_with_terms(launches):
+    (bias,), slopes = problem(1, [(1, 4, 70, 72)], "bfloat16"), jnp.full(4, 0.1)
+    q, k, v = problem(0, [(1, n, h, 64) for n, h in ((70, 4), (72, 2), (72, 2))], "bfloat16")
+    operands = FlashOperands(q, k, v, bias=bias, alibi_slopes=slopes, dropout_seed=jnp.arange(2))
+    options = {"dropout_rate": 0.2, "return_lse": True, "return_row_max": True}
+    attention = partial(pallas_attn.flash_attention, **options, implementation="gluon")
+    with use_target("sm90"):
+        ours = jax.jit(lambda x: attention(**x._asdict()))(operands)
+    assert launches == ["flash_fwd"]
+    asked = {"causal": False, "scale": None, "window_size": None, "softcap": None, **options}
+    asked |= {"precision": "ieee", "deterministic": False}
+    spec = DENSE.problem(**operands._asdict(), **asked)[1]
+    theirs = GLUON_SM90.function("flash_fwd")(
+        jax.tree.map(to_torch, operands), spec, Backend(GLUON_SM90, "sm90")
+    )
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(np.asarray(x), to_numpy(y))
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_vmap_makes_one_problem_where_it_can(has_sinks, launches):
     q, k, v = problem(0, [(2, 2, 33, h, 32) for h in (2, 1, 1)], "float32")

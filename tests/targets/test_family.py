@@ -14,7 +14,7 @@ from twin_attention.contract.spec import (
     VarlenSpec,
     Window,
 )
-from twin_attention.targets import family, sm90
+from twin_attention.targets import family, foreign, sm90
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
@@ -157,6 +157,30 @@ def test_the_backward_of_packed_sequences_in_mosaic(monkeypatch, head_dims, reas
     assert backend.family.folder == ("sm90" if reason is None else "portable")
     if reason is not None:
         assert any(line.endswith(f": {reason}") for line in passed_over)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"terms": ("alibi_slopes",)}, "alibi_slopes"),
+        ({"dropout_rate": 0.1}, "dropout"),
+        ({"row_max": True}, "row maxima"),
+    ],
+)
+def test_terms_run_in_the_explicit_forward_by_name(monkeypatch, fields, name):
+    packed = VarlenSpec(**vars(replace(SPEC, **fields)), num_sequences=3)
+    long = replace(packed, seq_q=2**16, seq_kv=2**16, heads_q=16, heads_kv=16)
+    assert choice("gluon", "sm90", packed)[0] == Backend(GLUON_SM90, "sm90")
+    for spec in (replace(SPEC, **fields), packed):
+        backend, reasons = choice(None, "sm90", spec)
+        assert backend == Backend(TRITON, "sm90")
+        assert f"gluon: its forward with {name} was not timed" in reasons
+    assert not foreign.gluon_is_faster("flash_fwd", long, "sm90")
+    monkeypatch.setattr(sm90, "UNTIMED", frozenset())
+    assert choice(None, "sm90", packed)[0] == Backend(GLUON_SM90, "sm90")
+    assert foreign.gluon_is_faster("flash_fwd", long, "sm90")
+    with pytest.raises(NotImplementedError, match="its kernels"):
+        choice("mosaic", "sm90", replace(SPEC, **fields, compact=True))
 
 
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import cycle
 from typing import Any
 
@@ -62,15 +62,25 @@ def check_results(results: dict[str, torch.Tensor], expected: Expectation) -> No
 
 
 def check_forward(
-    case: FlashCase | VarlenCase, mode: Mode, backend: Backend, replaced: Any = None
+    case: FlashCase | VarlenCase,
+    mode: Mode,
+    backend: Backend,
+    replaced: Any = None,
+    change: Callable[[dict[str, torch.Tensor]], None] = lambda inputs: None,
 ) -> list[str]:
-    """Hold out and lse of a case to the contract; returns the names of the kernels."""
+    """Hold out, lse and row maxima of a case to the contract; returns the names of the kernels.
+
+    Args:
+        change: changes the inputs first.
+    """
     inputs, spec = make_inputs(case, "cpu"), case.spec
+    change(inputs)
     (expected,) = expectations(inputs, parts_of(spec))
     del inputs["dout"], inputs["dlse"]
     with interpreted(mode, replace=replaced) as launched:
         results = backend.family.function("flash_fwd")(_operands(case)(**inputs), spec, backend)
-    check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
+    names = ("out", "lse", "row_max")[: len(results)]
+    check_results(dict(zip(names, results, strict=True)), expected)
     return launched
 
 

@@ -161,6 +161,58 @@ def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
 
 
+# A bias of pairs comes by TMA, or from global memory where its rows are no multiples of 16 bytes.
+TERMS = [
+    FlashCase("ALiBi", 1, 150, 270, 2, 1, 64, alibi="heads"),
+    FlashCase("ALiBi, causal", 2, 150, 270, 2, 1, 128, alibi="all", causal=True),
+    FlashCase("table", 1, 150, 400, 2, 1, 96, relative=40, terms_in_q_dtype=True),
+    FlashCase("wide table", 1, 131, 37, 2, 1, relative=300, dtype="float16", window_size=(60, 9)),
+    FlashCase("dropout", 2, 150, 270, 2, 1, 64, dropout_rate=0.3, sinks=True),
+    FlashCase("bias", 2, 150, 264, 2, 1, 128, bias="bhqk", terms_in_q_dtype=True),
+    FlashCase("bias, float32", 2, 150, 272, 2, 1, 64, bias="hqk", causal=True),
+    FlashCase("bias, odd rows", 1, 150, 270, 2, 1, 64, bias="hqk", terms_in_q_dtype=True),
+    FlashCase("bias of keys", 2, 70, 270, 2, 1, 64, bias="bk"),
+    FlashCase("bias of queries", 2, 70, 270, 2, 1, 64, bias="hq", softcap=3.0),
+    FlashCase("bias of heads", 1, 70, 140, 2, 1, 256, bias="h", dropout_rate=0.5),
+    FlashCase("maxima", 1, 300, 150, 2, 1, 64, causal=True, sinks=True, softcap=5.0, row_max=True),
+    FlashCase(
+        "all terms", 2, 97, 200, 4, 2, 96, 64, bias="bhqk", relative=20, alibi="all",
+        segments="documents", tree="nested", causal=True, window_size=(90, None), softcap=30.0,
+        sinks=True, dropout_rate=0.2, row_max=True, terms_in_q_dtype=True,
+    ),
+    VarlenCase(
+        "packed", ((140, 300), (0, 30), (70, 200)), (9, 9), 2, 1, 128, relative=30, alibi="all",
+        dropout_rate=0.3, causal=False, row_max=True,
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TERMS, ids=lambda case: case.name)
+def test_forward_with_terms(case):
+    assert check_forward(case, Mode(), BACKEND)[-1] == "flash_fwd"
+
+
+def _hide_by_bias(inputs):
+    inputs["bias"][..., :128] = -torch.inf  # the first tile
+    inputs["bias"][..., 70:75, :] = -torch.inf  # and all keys of some rows
+
+
+def _negate_slopes(inputs):
+    inputs["alibi_slopes"].neg_()
+
+
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        (FlashCase("hidden", 1, 100, 256, 1, 1, bias="qk"), _hide_by_bias),
+        (FlashCase("rising", 1, 100, 330, 2, 1, alibi="heads"), _negate_slopes),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_forward_with_any_values_of_terms(case, change):
+    check_forward(case, WRITES_FIRST, BACKEND, change=change)
+
+
 NEIGHBOURS = (("q", 30, 180), ("k", 40, 210), ("v", 40, 210), ("dout", 30, 180))
 
 

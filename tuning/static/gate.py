@@ -137,11 +137,15 @@ _PORTABLE_FEATURES = {
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
+# Those of terms of scores, which the explicit kernels of SM90 have, with these head sizes.
+_TERM_FEATURES = ("bias", "terms", "terms-packed", "dropout", "row-max")
+_TERM_HEAD_DIMS = (64, 128, 256)
 # Those of them that the explicit kernels of a target have.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"),
     *product(("segments", "tree", "tree-packed"), TARGETS),
+    *product(_TERM_FEATURES, ("sm90",)),
 }  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -276,6 +280,8 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
             has_feature = (
                 feature not in _PORTABLE_FEATURES or (feature, target) in _EXPLICIT_FEATURES
             )
+            if feature in _TERM_FEATURES:
+                has_feature = has_feature and head_dim in _TERM_HEAD_DIMS
             if has_feature and problem.spec.head_dim >= HEAD_DIM_MIN:
                 yield problem
         chunks = EXPLICIT_CHUNK_FEATURES if target == "sm90" else ()

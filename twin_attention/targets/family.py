@@ -63,7 +63,8 @@ class Family:
         supports: None for an operation, a problem and a target that it has kernels for, else the
             reason why it has none. The operation is the name of a function, such as "flash_fwd";
             the target is "sm80", "sm90", or None in the interpreter.
-        slower: why a family behind it is faster for a problem that it supports, else None.
+        slower: why a problem that it supports is left to a family behind it, which is faster or
+            was timed, else None.
         is_foreign: the other side launches its kernels too, and this is how that side knows it.
         faster: True for a problem that it is faster for than the families of the side that
             launches it; a foreign family's alone.
@@ -129,7 +130,8 @@ def _jax_runs(
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         if isinstance(spec, PartialSpec):
             return "JAX launches no kernels that take a result over other keys"
-        if isinstance(spec, AttentionSpec) and "relative_bias" in spec.terms:
+        has_table = isinstance(spec, AttentionSpec) and "relative_bias" in spec.terms
+        if has_table and operation == "flash_bwd":
             return "JAX launches no kernel of its gradient of `relative_bias`"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
@@ -251,7 +253,7 @@ def _older_jax(needed: tuple[int, ...] = (0, 11)) -> str | None:
 FAMILIES = {
     "torch_attn": (
         Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports),
-        Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports),
+        Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports, slower=sm90.slower),
         Family(
             "triton",
             "torch_attn",

@@ -1,4 +1,4 @@
-"""Say for which problems kernels of the other side are faster, of those that were timed.
+"""Say for which problems kernels of the other side are faster.
 
 The records are ``bench/results/h200-packed-sm90.md``: Gluon's kernels in PyTorch beside Mosaic's
 and the portable ones in JAX. On an H100 JAX took 1.03 times as long as PyTorch for Gluon's packed
@@ -14,14 +14,19 @@ of Mosaic's in JAX, without a mask and with a causal one:
 | 16384 | 1.00, 1.03 | 0.92, 0.93 | 1.02, 1.05 |
 
 On another day 1024 tokens at head dimension 96 with a causal mask gave 1.08, and 6144 at 256 1.21.
-Those of more than 1.04 run in Gluon, but for heads of 64, where the gain is near what a launch in
+Ratios above 1.04 run in Gluon, but for heads of 64, where the gain is near what a launch in
 JAX costs.
+
+Segment ids and ends run in JAX's portable kernels alone. ``bench/results/h100-tree.md`` has a tree
+at head dimension 128: they took 3.03 ms forward and 12.0 forward and backward, Gluon's kernels
+2.00 and 8.39 in PyTorch. In JAX those were not timed; the machine code is the same file.
 """
 
 from __future__ import annotations
 
 from twin_attention.contract.cost import backward_flops, forward_flops
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
+from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
 
 # Of the host, for a launch in JAX: 6 us were measured on an H100, and its own take 2 to 3 us.
@@ -34,36 +39,47 @@ _SHORT = 1024  # tokens
 def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True where Gluon's SM90 kernels are faster than those of `pallas_attn`.
 
-    A backward that is to be deterministic was not timed, nor a dense one with a window, a softcap,
-    segment ids or ends.
+    A backward that is to be deterministic was not timed, nor a window of depths, nor a dense one
+    with a window or a softcap.
 
     Args:
         operation: the function that is to run, such as "flash_fwd".
         spec: the problem.
         target: "sm80", "sm90", or None in an interpreter.
     """
-    if target != "sm90" or not isinstance(spec, AttentionSpec) or operation not in _LAUNCHES:
+    if target != "sm90" or operation not in _LAUNCHES:
         return False
-    head_dim, is_packed = max(spec.head_dim, spec.head_dim_v), isinstance(spec, VarlenSpec)
-    if operation == "flash_fwd":
+    if not isinstance(spec, AttentionSpec) or isinstance(spec, BlockSparseSpec):
+        return False
+    if sm90.slower(operation, spec, target) is not None:
+        return False
+    head_dim, launches = max(spec.head_dim, spec.head_dim_v), _LAUNCHES[operation]
+    is_packed = isinstance(spec, VarlenSpec)
+    if spec.segmented or spec.tree:
+        faster = head_dim > 64 and not spec.depths
+        launches += 1  # of the lists of tiles
+    elif operation == "flash_fwd":
         faster = is_packed and head_dim <= 64
     else:
-        faster = not spec.deterministic and (is_packed or _dense_backward_is_faster(spec, head_dim))
-    seconds = _flops(operation, spec) / _FLOPS_OF_SECOND
-    return faster and seconds >= _LAUNCHES[operation] * _SECONDS_OF_LAUNCH
+        faster = is_packed or _dense_backward_is_faster(spec, head_dim)
+    faster = faster and not (operation == "flash_bwd" and spec.deterministic)
+    return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
 
 
 def _dense_backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
     is_causal = spec.window == Window(None, 0)
-    others = spec.softcap is not None or spec.segmented or spec.tree
-    if type(spec) is not AttentionSpec or others or not (is_causal or spec.window == Window()):
+    is_plain = type(spec) is AttentionSpec and spec.softcap is None
+    if not is_plain or not (is_causal or spec.window == Window()):
         return False
     is_short = max(spec.seq_q, spec.seq_kv) <= _SHORT
     return (is_short and head_dim > 64) or (is_causal and head_dim > 128)
 
 
 def _flops(operation: str, spec: AttentionSpec) -> int:
-    """Count the operations; of packed sequences, as if they had one length."""
+    """Count the operations of the pairs that the window shows.
+
+    Which of them ids and ends hide is data on the device. Packed sequences count as of one length.
+    """
     count = forward_flops if operation == "flash_fwd" else backward_flops
     if not isinstance(spec, VarlenSpec):
         return count(spec)

@@ -29,16 +29,23 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels take no result over other keys"
     if reason := unlisted(spec):
         return reason
+    if reason := lacks_terms(operation, spec):
+        return reason
+    if target != "sm80":
+        return "its kernels are for SM80"
+    if spec.dtype_bits != 16:
+        return f"its products take float16 and bfloat16, not {spec.dtype}"
+    return None
+
+
+def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
+    """Return what kernels lack that take no terms, for a problem that needs it, or None."""
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.dropout is not None:
         return "its kernels have no dropout"
     if spec.row_max and operation == "flash_fwd":
         return "its kernels return no row maxima"
-    if target != "sm80":
-        return "its kernels are for SM80"
-    if spec.dtype_bits != 16:
-        return f"its products take float16 and bfloat16, not {spec.dtype}"
     return None
 
 

@@ -17,6 +17,8 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
+# What no card has run the forward with: there `None` takes the portable kernels.
+UNTIMED = frozenset({"bias", "relative_bias", "alibi_slopes", "dropout", "row maxima"})
 # Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
 
@@ -40,12 +42,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if reason := sm80.unlisted(spec):
         return reason
-    if spec.terms:
-        return f"its kernels take no {spec.terms[0]}"
-    if spec.dropout is not None:
-        return "its kernels have no dropout"
-    if spec.row_max and operation == "flash_fwd":
-        return "its kernels return no row maxima"
+    if operation != "flash_fwd" and (reason := sm80.lacks_terms(operation, spec)):
+        return reason
     if target != "sm90":
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:
@@ -55,6 +53,15 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     if operation in ("flash_bwd", "partial_bwd", "partial_dq"):
         return _supports_backward(spec)
     return None
+
+
+def slower(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why a problem that the kernels cover is left to the portable ones, or None."""
+    if operation != "flash_fwd" or not isinstance(spec, AttentionSpec):
+        return None
+    others = {"dropout": spec.dropout is not None, "row maxima": spec.row_max}
+    asked = (*spec.terms, *(name for name in others if others[name]))
+    return next((f"its forward with {x} was not timed" for x in asked if x in UNTIMED), None)
 
 
 def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
@@ -79,6 +86,8 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
     if isinstance(spec, PartialSpec):
         return "its kernels take no result over other keys"
+    if isinstance(spec, AttentionSpec) and (reason := sm80.lacks_terms(operation, spec)):
+        return reason
     if reason := sm80.mosaic_leaves(spec):
         return reason
     if not isinstance(spec, VarlenSpec):

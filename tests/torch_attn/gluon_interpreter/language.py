@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from array_api_compat import array_namespace
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
@@ -25,6 +26,8 @@ from tests.torch_attn.gluon_interpreter.values import (
     torch_dtype,
     values_of,
 )
+from torch_attn.kernels.library import dropout
+from twin_attention.contract.dropout import philox
 from twin_attention.targets.ptx import cap_scores, capped_exponentials
 from twin_attention.targets.tanh import NEAR, NEAR_LIMIT
 
@@ -67,7 +70,7 @@ _fake("log2")(lambda x: _elementwise(torch.log2, x))
 _fake("log")(lambda x: _elementwise(torch.log, x))
 _fake("abs")(lambda x: _elementwise(torch.abs, x))
 _fake("multiple_of", "max_contiguous")(lambda x, _: x)
-_fake("cast")(lambda x, dtype: x.to(dtype) if hasattr(x, "to") else scalar(x))
+_fake("cast")(lambda x, dtype, **_: x.to(dtype) if hasattr(x, "to") else scalar(x))
 _fake("sum")(lambda x, axis: _tensor_or_scalar(x.values.sum(axis)))
 _fake("max")(lambda x, axis: Tensor(x.values.amax(axis)))
 _fake("reduce")(
@@ -82,6 +85,14 @@ _fake("expand_dims")(lambda x, axis: Tensor(x.values.unsqueeze(axis)))
 _fake("permute")(lambda x, order: Tensor(x.values.permute(tuple(order))))
 _fake("join")(lambda a, b: Tensor(torch.stack((a.values, b.values), -1)))
 _fake("split")(lambda x: tuple(Tensor(part) for part in x.values.unbind(-1)))
+
+
+@_fake("philox", of=(dropout,))
+def _philox(*numbers: Any) -> tuple[Tensor, ...]:
+    """Return the words of a generator as the contract has them, in 64 bits."""
+    a, b, c, d, *key = (torch.as_tensor(values_of(x)).long() & 0xFFFFFFFF for x in numbers)
+    words = philox(array_namespace(a), (a, b, c, d), (key[0], key[1]))
+    return tuple(Tensor(x.to(torch.uint32)) for x in torch.broadcast_tensors(*words))
 
 
 @_fake()

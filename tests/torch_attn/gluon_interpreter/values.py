@@ -67,7 +67,13 @@ def _tensor_operator(function: Callable[..., Any], swapped: bool) -> Callable[..
         if not isinstance(other, Tensor | int | float):
             return NotImplemented
         a, b = self.values, values_of(other)
-        return Tensor(function(*((b, a) if swapped else (a, b))), self.layout)
+        is_word = a.dtype == torch.uint32  # with which torch computes nothing
+        if is_word:
+            a, b = a.long(), b.long() if isinstance(b, torch.Tensor) else b
+        result = function(*((b, a) if swapped else (a, b)))
+        if is_word and result.dtype == torch.int64:
+            result = (result & 0xFFFFFFFF).to(torch.uint32)
+        return Tensor(result, self.layout)
 
     return apply
 

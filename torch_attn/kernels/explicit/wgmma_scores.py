@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.registers import pack
 from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.explicit.terms import add_terms
 from torch_attn.kernels.library.scores import attention_mask
 from twin_attention.targets.ptx import (
     cap_constraints,
@@ -28,9 +29,21 @@ def scaled_scores(s, rule):
     # As a tensor it would be a branch, and Triton 3.6 has kept the side without the product.
     gl.static_assert(not isinstance(rule.scale_first, gl.tensor))
     if rule.softcap is not None:
-        s = _cap(s, rule, rule.softcap)
+        s = _cap(s, rule, rule.cap_scale, rule.softcap)
     elif rule.scale_first:
         s = s * rule.scale
+    return s
+
+
+@gluon.jit
+def scores_with_terms(s, terms, own, rule, offset, bias):
+    """Return products q·k as scores: scaled, with the terms added, and capped.
+
+    Other arguments as `terms.add_terms` takes them.
+    """
+    s = add_terms(s, terms, own, rule, offset, bias)
+    if rule.softcap is not None:
+        s = _cap(s, rule, 1.0 / rule.softcap, rule.softcap)
     return s
 
 
@@ -46,7 +59,7 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, MASKE
     if rule.softcap is None:
         s = scaled_scores(s, rule)
     else:
-        s = _cap(s, rule, 1.0)
+        s = _cap(s, rule, rule.cap_scale, 1.0)
         exp2_scale = exp2_scale * rule.softcap
         dcap = 1.0 - s * s
     if MASKED:
@@ -111,12 +124,12 @@ def _first(a, b):
 
 
 @gluon.jit
-def _cap(s, rule, b):
-    """Return ``b * tanh(score / softcap)`` of products q·k."""
+def _cap(s, rule, a, b):
+    """Return ``b * tanh(a * s)``."""
     CODE: gl.constexpr = _CAP if rule.small_cap else _CAP_EXACTLY
     COUNT: gl.constexpr = s.shape[0] * s.shape[1] // 128
     return gl.inline_asm_elementwise(
-        CODE[COUNT], _CONSTRAINTS[COUNT], [s, rule.cap_scale, b], dtype=gl.float32,
+        CODE[COUNT], _CONSTRAINTS[COUNT], [s, a, b], dtype=gl.float32,
         is_pure=True, pack=COUNT,
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ class Bias(NamedTuple):
         batch, head, row: strides in elements, 0 for an axis of 1.
         align: a divisor of the strides, which tells the compiler how wide a load may be.
         of_rows, of_keys: it has more than one row, and more than one key.
+        boxes: TMA descriptor of the entries, where a kernel loads its tiles so.
     """
 
     entries: Any = None
@@ -33,6 +34,7 @@ class Bias(NamedTuple):
     align: Any = None
     of_rows: Any = None
     of_keys: Any = None
+    boxes: Any = None
 
 
 class Terms(NamedTuple):
@@ -50,6 +52,7 @@ class Terms(NamedTuple):
         of_batch: distance of two batch elements' slopes, 0 where they share them.
         count: batch elements with slopes.
         dropout: `twin_attention.contract.dropout.DropoutRule`.
+        falling: no query sees a key behind it.
     """
 
     relative: Any = None
@@ -61,6 +64,7 @@ class Terms(NamedTuple):
     of_batch: Any = None
     count: Any = None
     dropout: Any = None
+    falling: Any = None
 
 
 @triton.jit
@@ -237,7 +241,8 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         count = batch if is_own else batch + 1
     terms = terms._replace(bias=with_strides(terms.bias), dbias=with_strides(terms.dbias))
     numbers = {"radius": radius, "of_batch": of_batch, "count": count, "dropout": spec.dropout}
-    return {"terms": terms._replace(**numbers)}
+    falling = tl.constexpr(spec.bounded_window.right == 0)
+    return {"terms": terms._replace(**numbers, falling=falling)}
 
 
 def with_strides(bias: Bias) -> Bias:

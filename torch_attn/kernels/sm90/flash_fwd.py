@@ -6,6 +6,8 @@ waits for, and which products run under which softmax. Shah et al. 2024, FlashAt
 algorithms 1 and 2.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -52,15 +54,26 @@ from torch_attn.kernels.explicit.items import (
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.steps import listed_tiles, step_has_padding
+from torch_attn.kernels.explicit.terms import (
+    allocate_bias_boxes,
+    bias_boxes,
+    drop,
+    head_terms,
+    load_bias_box,
+    read_bias_box,
+    tile_terms,
+)
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     clear_padding,
     clear_rows,
+    load_pieces,
     load_tile,
     maps_of,
     num_pieces,
     store_result,
     stored_maps_of,
+    tile_bytes,
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -76,10 +89,13 @@ from torch_attn.kernels.explicit.wgmma_scores import (
     hide,
     rounding_of_one_key,
     scaled_scores,
+    scores_with_terms,
     softmax_update,
 )
 from torch_attn.kernels.library.mask import mask_argument
-from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
+from torch_attn.kernels.library.sequences import rows_of_sequence
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, row_statistics
+from torch_attn.kernels.library.terms import terms_argument, terms_of
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
@@ -101,15 +117,29 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 AHEAD_HEAD_DIM = 96
 
 
+class Results(NamedTuple):
+    """What the kernel writes.
+
+    Attributes:
+        out: in the kernel its descriptors, or in a tuple its pointer, see `stored_maps_of`.
+        lse: [B, Hq, Sq] float32, natural logarithm.
+        row_max: [B, Hq, Sq] float32, each row's largest score; or None.
+    """
+
+    out: Any
+    lse: Any
+    row_max: Any
+
+
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
 def flash_fwd_kernel(
     q,
     k,
     v,
     sinks_ptr,
-    out,
-    lse_ptr,
+    results,
     counter_ptr,
+    terms,
     mask,
     seq_q,
     seq_kv,
@@ -146,7 +176,12 @@ def flash_fwd_kernel(
     in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
     keys join. out counts where lse is finite. Without sinks a tile without keys is passed over.
 
+    A bias of pairs comes with the keys: a tile of it is part of their stage. What is dropped is
+    drawn while the tile's products run.
+
     Args:
+        results: `Results`.
+        terms: `torch_attn.kernels.library.terms.Terms`.
         num_items: tiles of queries of all heads, one work item each.
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
@@ -167,19 +202,22 @@ def flash_fwd_kernel(
     out_tile = q_tile
     if not OUT_IN_Q and mask.intervals is None:
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
+    bias_tile = q_tile
+    if terms.bias.boxes is not None:
+        bias_tile = allocate_bias_boxes(terms.bias.boxes, NUM_STAGES, BLOCK_Q, BLOCK_KV)
     q_full = allocate_barriers(NUM_TILES_Q)
     q_read = allocate_barriers(NUM_TILES_Q)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
-    tiles = (q_tile, k_tile, v_tile, out_tile)
+    tiles = (q_tile, k_tile, v_tile, out_tile, bias_tile)
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
     if mask.intervals is not None:
-        carried = out
+        carried = results.out
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.intervals,
@@ -188,14 +226,14 @@ def flash_fwd_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                tiles, barriers, shared, out, lse_ptr, problem, rule, window_left, window_right,
+                tiles, barriers, shared, results, terms, problem, rule, window_left, window_right,
                 sinks_ptr, mask.lists, part, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES,
                 AHEAD, OUT_IN_Q,
             ))
             if part < NUM_CONSUMERS
             else (_produce, (
-                tiles, barriers, shared, counter_ptr, (q, k, v), carried, problem, window_left,
-                window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                tiles, barriers, shared, counter_ptr, (q, k, v), terms.bias, carried, problem,
+                window_left, window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
                 sinks_ptr is None,
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
@@ -260,6 +298,7 @@ def _produce(
     shared,
     counter_ptr,
     loads,
+    bias,
     carried,
     problem,
     window_left,
@@ -275,7 +314,7 @@ def _produce(
 
     PASSES_OVER: a tile that sees no key in its intervals has no work.
     """
-    q_tile, k_tile, v_tile, _out_tile = tiles
+    q_tile, k_tile, v_tile, _out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
@@ -308,7 +347,14 @@ def _produce(
                     wait_for_all(K_READ + slot, READERS)
                 row = keys.first
                 row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
-                load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+                if bias.boxes is not None:
+                    load_bias_box(
+                        bias, bias_tile, slot, batch, head, rows.start, row, k_full.index(slot),
+                        tile_bytes(BLOCK_KV, HEAD_DIM),
+                    )  # fmt: skip
+                    load_pieces(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+                else:
+                    load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
                 phase = turn * NUM_CONSUMERS // NUM_TILES_Q & 1
                 for consumer in gl.static_range(NUM_CONSUMERS):
@@ -338,8 +384,8 @@ def _consume(
     tiles,
     barriers,
     shared,
-    out,
-    lse_ptr,
+    results,
+    terms,
     problem,
     rule,
     window_left,
@@ -356,7 +402,7 @@ def _consume(
     OUT_IN_Q: gl.constexpr,
 ):
     """Compute 64 rows of each of a program's work items."""
-    q_tile, k_tile, v_tile, out_tile = tiles
+    q_tile, k_tile, v_tile, out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # The keys are some of all, and join a result over others.
@@ -367,15 +413,22 @@ def _consume(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
+    HAS_BIAS: gl.constexpr = terms.bias.entries is not None
+    ADDS: gl.constexpr = HAS_BIAS or terms.relative is not None or terms.slopes is not None
+    HAS_BOXES: gl.constexpr = terms.bias.boxes is not None
+    DROPS: gl.constexpr = terms.seed is not None
     # The main loop's turn comes from the first consumer, which has waited for the same tiles.
-    LOADS_AWAITED: gl.constexpr = PING_PONG < 2 or CONSUMER == 0
+    LOADS_AWAITED: gl.constexpr = PING_PONG < 2 or CONSUMER == 0 or HAS_BOXES
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
     IS_PLAIN: gl.constexpr = not (HAS_LISTS or IS_PART)  # a row that sees one key is known
     # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
-    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and IS_PLAIN
+    ASKS: gl.constexpr = ADDS or DROPS or results.row_max is not None
+    BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and IS_PLAIN and not ASKS
+    # A row's largest score is without the sink, which joins at the end.
+    SINK_LAST: gl.constexpr = BOUNDED or results.row_max is not None
     step = 0  # over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
@@ -409,26 +462,25 @@ def _consume(
             reach_left = 0
         m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
-        if sinks_ptr is not None and not BOUNDED:
+        if sinks_ptr is not None and not SINK_LAST:
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         if IS_PART:
-            carried = lse_ptr + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
-            m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
-            has_carry = m_carry != float("-inf")
-            carried = head_rows(
-                out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
-            )
-            # All of them are read, so that the loads do not wait for lse.
-            acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
-            m_i = gl.maximum(m_i, m_carry * LOG2E)
-            quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
-            of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
-            l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
+            m_i, l_i, acc, has_carry = _load_part(
+                results, problem, batch, head, start_q + CONSUMER * 64, rows, seq_q, m_i, l_i,
+                HEAD_DIM_V,
+            )  # fmt: skip
         else:
             acc = zeros(64, HEAD_DIM_V)
 
         # The first tile of keys
+        if ADDS or DROPS:
+            first_row = start_q + CONSUMER * 64
+            own, own_q = _own_terms(terms, batch, head, first_row, problem, place)
+            start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
+            bias, words = tile_terms(
+                terms, own, own_q, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
+            )
         if HAS_LISTS:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
@@ -438,9 +490,14 @@ def _consume(
             mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
             s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
             s = warpgroup_mma_wait(0, deps=(s,))
+            if HAS_BOXES:
+                bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
             arrive(K_READ + slot, READERS)
-        if EDGES:
+        if ADDS:
+            s = scores_with_terms(s, terms, own, rule, start_kv - first_row - diagonal, bias)
+        elif EDGES:
             s = scaled_scores(s, rule)
+        if EDGES:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
             if HAS_LISTS:
@@ -448,21 +505,15 @@ def _consume(
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
-            e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
+            e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS)
             if IS_PART:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
+            if DROPS:
+                e = drop(e, terms, words)
             packed = pack(e, dtype)
-        if IS_PACKED:
-            slot = step % NUM_STAGES
-            clear_rows(v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1)
-        if problem.segments is not None:
-            slot = step % NUM_STAGES
-            padded = step_has_padding(0, begin, before)
-            clear_padding(
-                v_tile, slot, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot),
-                step // NUM_STAGES & 1,
-            )  # fmt: skip
+        if EDGES:
+            _clear_values(v_tile, v_full, step, problem, marks, 0, begin, before, seq_kv, start_kv)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
         index = 1
@@ -486,11 +537,23 @@ def _consume(
                 acc = add_product(acc, p, v_tile, previous)
                 if PING_PONG:
                     arrive(TURN + NEXT, 256)
+                if ADDS or DROPS:
+                    start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
+                    bias, words = tile_terms(
+                        terms, own, own_q, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
+                    )
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                if HAS_BOXES:
+                    bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
-                if masked:
+                if ADDS:
+                    s = scores_with_terms(
+                        s, terms, own, rule, start_kv - first_row - diagonal, bias
+                    )
+                elif masked:
                     s = scaled_scores(s, rule)
+                if masked:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
                     if HAS_LISTS:
@@ -506,22 +569,18 @@ def _consume(
                     right, l_i = bounded_update(right, l_i, rule, masked)
                     packed = join_columns(left, right, packed)
                 else:
-                    e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked)
+                    e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked or ADDS)
+                    if DROPS:
+                        e = drop(e, terms, words)
                     # Rescale what was accumulated
                     acc, p = wait_product(acc, p)
                     arrive(V_READ + previous, READERS)
                     acc = scale_rows(acc, alpha)
                     packed = pack(e, dtype)
-                if IS_PACKED and masked:
-                    clear_rows(
-                        v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1
+                if masked:
+                    _clear_values(
+                        v_tile, v_full, step, problem, marks, index, begin, before, seq_kv, start_kv
                     )
-                if problem.segments is not None and masked:
-                    padded = step_has_padding(index, begin, before)
-                    clear_padding(
-                        v_tile, slot, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot),
-                        step // NUM_STAGES & 1,
-                    )  # fmt: skip
                 index += 1
                 step += 1
         if not OUT_IN_Q:
@@ -555,64 +614,178 @@ def _consume(
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
             rescale = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
-        if sinks_ptr is not None:
-            alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
-            if BOUNDED:
-                rescale = rescale * alpha
-        l_safe, lse = row_statistics(m_i, l_i)
-        lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
-        gl.store(lse_ptr + lse_row + rows, lse, mask=rows < seq_q)
+        rescale, l_safe = _store_statistics(
+            results, problem, batch, head, rows, seq_q, sinks_ptr, terms, m_i, l_i, rescale,
+            SINK_LAST,
+        )  # fmt: skip
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
 
         # Normalise and store.
         acc = scale_rows(acc, rescale / l_safe)
-        if IS_PART:
-            carried = head_rows(
-                out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
-            )
-            store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
-        else:
-            if not OUT_IN_Q:
-                tma.store_wait(0)
-                barrier()
-            store_result(
-                out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
-                IS_PACKED, HEAD_DIM_V,
-            )  # fmt: skip
+        _store_out(
+            results, out_tile, acc, problem, batch, head, start_q, rows, seq_q, CONSUMER, OUT_IN_Q,
+            HEAD_DIM_V,
+        )  # fmt: skip
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
     tma.store_wait(0)
 
 
+@gluon.jit
+def _load_part(
+    results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V: gl.constexpr
+):  # fmt: skip
+    """Start rows from a result over other keys; returns m_i, l_i, acc and which rows have one."""
+    carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
+    m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
+    has_carry = m_carry != float("-inf")
+    carried = head_rows(results.out[0], batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
+    # All of them are read, so that the loads do not wait for lse.
+    acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    m_i = gl.maximum(m_i, m_carry * LOG2E)
+    quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
+    of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
+    return m_i, l_i, acc, has_carry
+
+
+@gluon.jit
+def _store_statistics(
+    results,
+    problem,
+    batch,
+    head,
+    rows,
+    seq_q,
+    sinks_ptr,
+    terms,
+    m_i,
+    l_i,
+    rescale,
+    SINK_LAST: gl.constexpr,
+):
+    """Store what rows have beside out; returns what acc is multiplied by, and divided by.
+
+    Args:
+        rescale: what acc is to be multiplied by anyway.
+        SINK_LAST: acc does not know of the sink's maximum.
+    """
+    row_max = m_i
+    if sinks_ptr is not None:
+        alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        if SINK_LAST:
+            rescale = rescale * alpha
+    if terms.seed is not None:
+        rescale = rescale * terms.dropout.scale
+    l_safe, lse = row_statistics(m_i, l_i)
+    lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
+    gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
+    if results.row_max is not None:
+        gl.store(results.row_max + lse_row + rows, row_max * LN2, mask=rows < seq_q)
+    return rescale, l_safe
+
+
+@gluon.jit
+def _store_out(
+    results,
+    out_tile,
+    acc,
+    problem,
+    batch,
+    head,
+    start_q,
+    rows,
+    seq_q,
+    CONSUMER: gl.constexpr,
+    OUT_IN_Q: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):
+    """Store a consumer's rows, or start to."""
+    if problem.intervals is not None:
+        carried = head_rows(
+            results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+        )
+        store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    else:
+        if not OUT_IN_Q:
+            tma.store_wait(0)
+            barrier()
+        store_result(
+            results.out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
+            problem.num_sequences is not None, HEAD_DIM_V,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _own_terms(terms, batch, head, first_row, problem, place):
+    """Return the `HeadTerms` of a consumer's rows, and the first row as dropout counts it."""
+    element, own_q = batch, first_row
+    if problem.num_sequences is not None:
+        element = place.sequence
+        first, _size = rows_of_sequence(
+            problem.offsets, element, problem.size, problem.num_sequences, problem.size
+        )
+        own_q = first_row - first
+    return head_terms(terms, element, head), own_q
+
+
+@gluon.jit
+def _clear_values(
+    v_tile,
+    v_full,
+    step,
+    problem,
+    marks,
+    index,
+    begin,
+    before,
+    seq_kv,
+    start_kv,
+):
+    """Clear what a tile of values has of other sequences, and of padding, once it is there."""
+    NUM_STAGES: gl.constexpr = v_tile[0].shape[0]
+    if problem.num_sequences is not None:
+        slot = step % NUM_STAGES
+        clear_rows(v_tile, slot, seq_kv - start_kv, v_full.index(slot), step // NUM_STAGES & 1)
+    if problem.segments is not None:
+        slot = step % NUM_STAGES
+        padded = step_has_padding(index, begin, before)
+        clear_padding(
+            v_tile, slot, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot),
+            step // NUM_STAGES & 1,
+        )  # fmt: skip
+
+
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous; without B for
-        packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, where the problem asks for
+        it, each row's largest score, as lse; all contiguous, without B for packed sequences.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    launch_forward(operands, out, lse, spec, backend)
-    return out, lse
+    row_max = lse.new_empty(lse.shape) if spec.row_max else None
+    launch_forward(operands, Results(out, lse, row_max), spec, backend)
+    return (out, lse) if row_max is None else (out, lse, row_max)
 
 
 def launch_forward(
     operands: AttentionOperands[Tensor],
-    out: Tensor,
-    lse: Tensor,
+    results: Results,
     spec: AttentionSpec,
     backend: Backend,
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
     q = operands.q
-    tensors = (q, operands.k, operands.v, operands.sinks, out, lse, item_counter(q, spec))
-    tensors = (*tensors, listed_mask("flash_fwd", operands, spec, backend))
+    tensors = (q, operands.k, operands.v, operands.sinks, results, item_counter(q, spec))
+    mask = listed_mask("flash_fwd", operands, spec, backend)
+    tensors = (*tensors, terms_of(operands, spec), mask)
     # Four warps are one consumer; Triton adds those of the other parts.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
 
@@ -622,37 +795,58 @@ def _prepare(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
-    q, k, v, _sinks, out, *_ = call.layouts
+    q, k, v, _sinks, results, *_ = call.layouts
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
+    terms = terms_argument(call)["terms"]
+    boxes = bias_boxes(terms.bias, config.block_q, config.block_kv)
+    size_of_bias = 0
+    if boxes is not None:
+        tile = config.block_q * config.block_kv * terms.bias.entries.dtype.itemsize
+        size_of_bias = config.num_stages * tile
+        if not _room_for(spec, config, 1, size_of_bias, out_in_q=_columns_agree(spec)):
+            boxes, size_of_bias = None, 0
     arguments = {
         "q": maps_of(q, 64),
         "k": maps_of(k, config.block_kv),
         "v": maps_of(v, config.block_kv),
-        "out": stored_maps_of(spec, out, 64),
+        "results": results._replace(out=stored_maps_of(spec, results.out, 64)),
+        "terms": terms._replace(bias=terms.bias._replace(boxes=boxes)),
         # A list may be empty, and the one tile that is visited for it hides all.
         "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
         or spec.segmented
         or spec.tree
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
+        # A consumer reads a tile of the bias when it has the item's rows.
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
+        and boxes is None
         and _room_for(spec, config, 2),
-        "OUT_IN_Q": not isinstance(spec, PartialSpec) and _out_in_q(spec, config),
+        "OUT_IN_Q": not isinstance(spec, PartialSpec)
+        and _columns_agree(spec)
+        and not _room_for(spec, config, 1, size_of_bias),
     }
     return persistent(
         call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
     )
 
 
-def _room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> bool:
+def _room_for(
+    spec: AttentionSpec,
+    config: SpecializedConfig,
+    tiles_q: int,
+    size_of_bias: int = 0,
+    out_in_q: bool = False,
+) -> bool:
     """Return True if shared memory has room for tiles of queries beside all others."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     keys = config.num_stages * config.block_kv
-    rows, rows_v = keys + tiles_q * config.block_q, keys + config.block_q
-    return 2 * (columns * rows + columns_v * rows_v) + 1024 <= SHARED_MEMORY_LIMIT["sm90"]
+    rows = keys + tiles_q * config.block_q
+    rows_v = keys + (0 if out_in_q else config.block_q)
+    size = 2 * (columns * rows + columns_v * rows_v) + size_of_bias + 1024
+    return size <= SHARED_MEMORY_LIMIT["sm90"]
 
 
-def _out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
-    """Return True if the output's tiles have to lie where the queries' were."""
+def _columns_agree(spec: AttentionSpec) -> bool:
+    """Return True if a tile of the output may lie where one of the queries was."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
-    return columns == columns_v and not _room_for(spec, config, 1)
+    return columns == columns_v

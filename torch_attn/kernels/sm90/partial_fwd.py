@@ -5,7 +5,7 @@ The twin of `torch_attn.kernels.portable.partial_fwd`.
 
 from torch import Tensor
 
-from torch_attn.kernels.sm90.flash_fwd import launch_forward
+from torch_attn.kernels.sm90.flash_fwd import Results, launch_forward
 from twin_attention.contract.operands import PartialOperands
 from twin_attention.contract.spec import PartialSpec
 from twin_attention.targets.family import Backend
@@ -19,5 +19,5 @@ def partial_fwd(
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
     """Add the keys of the operands to a result, in place: as the portable `partial_fwd`."""
-    launch_forward(operands, out, lse, spec, backend)
+    launch_forward(operands, Results(out, lse, None), spec, backend)
     return out, lse
