@@ -444,6 +444,12 @@ def test_tiles_of_tf32_that_are_unlike_are_not_multiplied_by_wgmma(kernel, sizes
         # Short: the host would take longer than the device.
         ("flash_bwd", {"num_sequences": 12, "seq_q": 600, "seq_kv": 600}, "mosaic"),
         ("flash_bwd", {}, "mosaic"),
+        ("flash_fwd", {"segmented": True}, "gluon"),
+        ("flash_bwd", {"tree": True}, "gluon"),
+        ("flash_fwd", {"tree": True, "num_sequences": 12}, "gluon"),
+        ("flash_fwd", {"segmented": True, "head_dim": 64}, "triton"),
+        ("flash_bwd", {"tree": True, "deterministic": True}, "triton"),
+        ("flash_fwd", {"segmented": True, "seq_q": 600, "seq_kv": 600}, "triton"),
     ],
 )
 def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
@@ -463,8 +469,9 @@ def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
     assert ("faster than this side's own" in said.reason) == (expected == "gluon")
     assert ("torch_triton" in said.by_name) == (operation == "flash_fwd")
     assert said.foreign == ("torch_attn" if expected == "gluon" else None)
+    own = "triton" if spec.segmented or spec.tree else "mosaic"
     backend, _ = choose("pallas_attn", None, operation, spec, "sm80", True)
-    assert backend.family.name == "mosaic"
+    assert backend.family.name == own
     monkeypatch.setattr(family, "find_spec", lambda name: None)
     backend, passed_over = choose("pallas_attn", None, operation, spec, "sm90", True)
     assert backend.family.name in ("mosaic", "triton")
