@@ -449,6 +449,7 @@ def test_tiles_of_tf32_that_are_unlike_are_not_multiplied_by_wgmma(kernel, sizes
         ("flash_fwd", {"tree": True, "num_sequences": 12}, "gluon"),
         ("flash_fwd", {"segmented": True, "head_dim": 64}, "triton"),
         ("flash_bwd", {"tree": True, "deterministic": True}, "triton"),
+        ("flash_fwd", {"tree": True, "depths": True}, "triton"),
         ("flash_fwd", {"segmented": True, "seq_q": 600, "seq_kv": 600}, "triton"),
     ],
 )

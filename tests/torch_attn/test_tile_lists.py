@@ -1,4 +1,4 @@
-"""Lists of tiles: all that is seen, and nothing unmasked that is not, for any ids and ends."""
+"""Lists of tiles: all that is seen, and nothing unmasked that is not, for any ids, ends, depths."""
 
 from __future__ import annotations
 
@@ -40,13 +40,22 @@ def random_ends(generator: torch.Generator, size: int) -> torch.Tensor:
     return values[stretch].int()
 
 
+def random_depths(generator: torch.Generator, size: int) -> torch.Tensor:
+    """Make depths up to 20 in stretches, some of which are within a window of 9 of all."""
+    stretch = torch.arange(size) // 90
+    values = torch.randint(0, 21, (int(stretch.max()) + 1,), generator=generator)
+    return values[stretch].int()
+
+
 @settings(max_examples=8, deadline=None)
 @given(lengths(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 999), st.data())
 def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data):
     generator = torch.Generator().manual_seed(seed)
     size_q, size_kv = sizes
     has_ends = has_ends or not has_ids
-    window = Window(data.draw(st.sampled_from([None, 70])), 0 if has_ends else None)
+    has_depths = has_ends and data.draw(st.booleans())
+    left = None if has_depths else data.draw(st.sampled_from([None, 70]))
+    window = Window(left, 0 if has_ends else None)
     q, kv = torch.zeros(2, size_q, 1, 16).half(), torch.zeros(2, size_kv, 1, 16).half()
     options: dict[str, Any] = {}
     seen = visible(size_q, size_kv, window)[None].repeat(2, 1, 1)
@@ -60,9 +69,14 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
         ends = torch.stack([random_ends(generator, size_kv) for _ in range(2)])
         options |= {"kv_ends": ends}
         seen &= torch.arange(size_q)[:, None] + size_kv - size_q < ends[:, None]
+    if has_depths:
+        window = Window(9, 0)
+        depths = [torch.stack([random_depths(generator, x) for _ in range(2)]) for x in sizes]
+        options |= dict(zip(("q_depths", "kv_depths"), depths, strict=True))
+        seen &= depths[0][:, :, None] - depths[1][:, None] <= 9
     spec = AttentionSpec(
         2, size_q, size_kv, 1, 1, 16, 16, "float16", 1.0, window, deterministic=True,
-        segmented=has_ids, tree=has_ends,
+        segmented=has_ids, tree=has_ends, depths=has_depths,
     )  # fmt: skip
     operands = FlashOperands(q, kv, kv, **options)
     for kernel in KERNELS:

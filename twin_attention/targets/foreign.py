@@ -24,7 +24,7 @@ _FLOPS_OF_SECOND = 4e14
 def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True where Gluon's SM90 kernels are faster than those of `pallas_attn`.
 
-    A backward that is to be deterministic was not timed.
+    A backward that is to be deterministic was not timed, nor a window of depths.
 
     Args:
         operation: the function that is to run, such as "flash_fwd".
@@ -37,7 +37,7 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
         return False
     head_dim, launches = max(spec.head_dim, spec.head_dim_v), _LAUNCHES[operation]
     if spec.segmented or spec.tree:
-        faster = head_dim > 64
+        faster = head_dim > 64 and not spec.depths
         launches += 1  # of the lists of tiles
     else:
         faster = isinstance(spec, VarlenSpec) and (head_dim <= 64 or operation == "flash_bwd")
