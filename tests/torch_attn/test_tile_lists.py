@@ -40,22 +40,13 @@ def random_ends(generator: torch.Generator, size: int) -> torch.Tensor:
     return values[stretch].int()
 
 
-def random_depths(generator: torch.Generator, size: int) -> torch.Tensor:
-    """Make depths up to 20 in stretches, some of which are within a window of 9 of all."""
-    stretch = torch.arange(size) // 90
-    values = torch.randint(0, 21, (int(stretch.max()) + 1,), generator=generator)
-    return values[stretch].int()
-
-
 @settings(max_examples=8, deadline=None)
 @given(lengths(), st.booleans(), st.booleans(), st.booleans(), st.integers(0, 999), st.data())
 def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data):
     generator = torch.Generator().manual_seed(seed)
     size_q, size_kv = sizes
     has_ends = has_ends or not has_ids
-    has_depths = has_ends and data.draw(st.booleans())
-    left = None if has_depths else data.draw(st.sampled_from([None, 70]))
-    window = Window(left, 0 if has_ends else None)
+    window = Window(data.draw(st.sampled_from([None, 70])), 0 if has_ends else None)
     q, kv = torch.zeros(2, size_q, 1, 16).half(), torch.zeros(2, size_kv, 1, 16).half()
     options: dict[str, Any] = {}
     seen = visible(size_q, size_kv, window)[None].repeat(2, 1, 1)
@@ -69,14 +60,9 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
         ends = torch.stack([random_ends(generator, size_kv) for _ in range(2)])
         options |= {"kv_ends": ends}
         seen &= torch.arange(size_q)[:, None] + size_kv - size_q < ends[:, None]
-    if has_depths:
-        window = Window(9, 0)
-        depths = [torch.stack([random_depths(generator, x) for _ in range(2)]) for x in sizes]
-        options |= dict(zip(("q_depths", "kv_depths"), depths, strict=True))
-        seen &= depths[0][:, :, None] - depths[1][:, None] <= 9
     spec = AttentionSpec(
         2, size_q, size_kv, 1, 1, 16, 16, "float16", 1.0, window, deterministic=True,
-        segmented=has_ids, tree=has_ends, depths=has_depths,
+        segmented=has_ids, tree=has_ends,
     )  # fmt: skip
     operands = FlashOperands(q, kv, kv, **options)
     for kernel in KERNELS:
@@ -86,6 +72,26 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
         for element in range(2):
             own, others = (x[element] if has_ids else x[element] & False for x in padding)
             check_lists(lists[element], pairs[element], *blocks, own, others)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_lists_of_a_window_of_depths(kernel):
+    """Of two sequences, with depths that grow by position, one more slowly than the other."""
+    q = torch.zeros(2, 300, 1, 16).half()
+    ends = torch.full((2, 300), 2**31 - 1, dtype=torch.int32)
+    per_depth = torch.tensor([[20], [10]])
+    depths = [(torch.arange(300) // x).int() for x in (per_depth, per_depth + 5)]
+    operands = FlashOperands(q, q, q, kv_ends=ends, q_depths=depths[0], kv_depths=depths[1])
+    spec = AttentionSpec(
+        2, 300, 300, 1, 1, 16, 16, "float16", 1.0, Window(9, 0), deterministic=True, tree=True,
+        depths=True,
+    )  # fmt: skip
+    pairs = visible(300, 300, Window(None, 0)) & (depths[0][:, :, None] - depths[1][:, None] <= 9)
+    pairs = pairs if kernel != "flash_bwd_dkdv" else pairs.mT
+    lists, *blocks = lists_of(kernel, operands, spec)
+    nothing = torch.zeros(300, dtype=torch.bool)
+    for element in range(2):
+        check_lists(lists[element], pairs[element], *blocks, nothing, nothing)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
