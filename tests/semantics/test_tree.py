@@ -123,20 +123,20 @@ def test_a_window_counts_depths(side, implementation, torch_device):
         torch.testing.assert_close(got["out"][:, rows], want["out"], rtol=1e-5, atol=1e-5)
 
 
-WILD = st.sampled_from([-(2**31), -1, 2**31 - 1]) | st.integers(0, 45)
-DEEP = st.sampled_from([0, 2**30 - 1]) | st.integers(0, 45)
+WILD = st.sampled_from([-(2**31), -1, 2**31 - 1]) | st.integers(0, 25)
+DEEP = st.sampled_from([0, 2**30 - 1]) | st.integers(0, 25)
 
 
 @settings(
-    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(*(st.lists(x, min_size=40, max_size=40) for x in (WILD, DEEP, DEEP)))
+@given(*(st.lists(x, min_size=20, max_size=20) for x in (WILD, DEEP, DEEP)))
 def test_numbers_that_are_no_tree_mean_what_the_formula_says(
     side, torch_device, ends, q_depths, kv_depths
 ):
     """Ends before their key, intervals that cross, and depths that contradict them."""
     case = replace(
-        CASE, seq_q=40, seq_kv=40, tree="any", depths=True, window_size=(7, None), sinks=False
+        CASE, seq_q=20, seq_kv=20, tree="any", depths=True, window_size=(7, None), sinks=False
     )
     inputs = make_inputs(case, torch_device)
     numbers = {"kv_ends": ends, "q_depths": q_depths, "kv_depths": kv_depths}
