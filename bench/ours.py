@@ -67,7 +67,8 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
     sequences, and where it has roots alone also by "segments" ids.
     """
     kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
-    keys = [*filter(has_kernels, product(FAMILY_NAMES, targets))]
+    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
+    keys = [*filter(has_kernels, product(names, targets))]
     return {
         Subject(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
         for kind, (name, target) in product(kinds, keys)
@@ -193,7 +194,7 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
 def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, tensors: Any) -> Call:
     import torch
 
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     api, options = import_module(side), case.options | {"implementation": family}
     if kind == "separate":
         own, offsets = separate(case, tensors)

@@ -51,7 +51,12 @@ def add_parsers(commands: argparse._SubParsersAction) -> None:
 def _add_arguments(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]
 ) -> None:
-    parser.add_argument("--filter", default="", metavar="TEXT", help="part of a case's name")
+    parser.add_argument(
+        "--filter",
+        default="",
+        metavar="TEXT",
+        help="part of a case's name and pass, such as 'd128 forward'",
+    )
     parser.add_argument(
         "--only",
         nargs="+",
@@ -126,8 +131,8 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def _jobs(name: str, targets: Sequence[Any], pattern: str) -> list[AnyJob]:
-    """Return a suite's jobs of the cases whose names contain a pattern."""
-    return [job for job in load(name).jobs(targets) if pattern in job.case["name"]]
+    """Return a suite's jobs whose titles, the case's name and the pass, contain a pattern."""
+    return [job for job in load(name).jobs(targets) if pattern in job.title]
 
 
 def _only(jobs: Sequence[AnyJob], texts: Sequence[str]) -> list[AnyJob]:

@@ -127,7 +127,7 @@ def _shared_job(*shape: int, factories: DecodeFactories) -> Job:
     *sizes, pages = shape
     batch, length, heads_q, heads_kv = sizes
     case = _batch(batch, length, heads_q, heads_kv)
-    case = replace(case, name=f"{case.name}-{pages}-pages-shared")
+    case = replace(case, name=f"cascade-{case.name}-{pages}-pages")
     cascades: DecodeFactories = {
         Subject(f"{subject.implementation} cascade", subject.target): partial(_cascade, factory)
         for subject, factory in factories.items()

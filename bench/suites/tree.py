@@ -48,9 +48,9 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 def cases() -> list[TreeCase]:
     """Return every tree in order of worth, as a run may be cut off."""
     documents, length, head_dim = DOCUMENTS
-    first, *others = [_prompt(*shape) for shape in TREES]
     name = f"documents-{documents}x{length}-d{head_dim}"
-    return [first, tree_case(name, [-1] * documents, [length] * documents, head_dim), *others]
+    roots = tree_case(name, [-1] * documents, [length] * documents, head_dim)
+    return [roots, *(_prompt(*shape) for shape in TREES)]
 
 
 def _prompt(prompt: int, count: int, length: int, head_dim: int) -> TreeCase:

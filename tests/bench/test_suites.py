@@ -82,12 +82,14 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("kvcache", "64x8192-heads-32-8-d256", DECODES),
         ("kvcache", "64x8192-heads-32-8-64-tokens", NATIVE),
         ("kvcache", "64x8192-heads-32-8-64-tokens-drafts", NATIVE),
-        ("kvcache", "64x8704-heads-32-8-512-pages-shared", NATIVE | on_hopper(
+        ("kvcache", "cascade-64x8704-heads-32-8-512-pages", NATIVE | on_hopper(
             *(f"{x} cascade" for x in (*PORTABLE, "torch triton graph")))),
         ("tree", "tree-8192-16x1024-d128", set(TREE) | on_hopper(
-            *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate")))),
-        ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(*(
-            f"{x} {y}" for x in (*PORTABLE, *EXPLICIT) for y in ("tree", "separate", "segments")))),
+            *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT, "jax gluon")
+              for y in ("tree", "separate")))),
+        ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(
+            *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT, "jax gluon")
+              for y in ("tree", "separate", "segments")))),
         ("scores", "bias-1x4096", set(SCORES) | on_hopper(*PORTABLE, *EXPLICIT)),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
         ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}

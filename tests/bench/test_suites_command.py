@@ -70,6 +70,30 @@ def test_what_it_cannot_do_it_refuses(gpu, monkeypatch, capsys, arguments, messa
     _refused(capsys, arguments, message)
 
 
+BOTH = ("forward", "both")
+DRAFTS = "heads-32-8-64-tokens"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "titles"),
+    [
+        (["tree", "--filter", "documents"], [f"documents-16x1024-d128 {x}" for x in BOTH]),
+        (["tree", "--filter", "16x1024-d64 both"], ["tree-8192-16x1024-d64 both"]),
+        (["kvcache", "--filter", "cascade"],
+         [f"cascade-64x{x}-pages decode" for x in (
+             "8704-heads-32-8-512", "8704-heads-32-8-0", "1024-heads-32-8-0")]),
+        (["kvcache", "--filter", "64-tokens"],
+         [f"{x}-{DRAFTS}{y} decode" for x in ("1x32768", "64x8192") for y in ("", "-drafts")]),
+    ],
+)  # fmt: skip
+def test_a_filter_leaves_cases_and_passes(gpu, monkeypatch, arguments, titles):
+    _card(monkeypatch)
+    measured = []
+    monkeypatch.setattr(suites, "measure", lambda name, jobs, *_: measured.extend(jobs) or 0)
+    assert command.main(arguments) == 0
+    assert [job.title for job in measured] == titles
+
+
 def _refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit:
         command.main(arguments)

@@ -194,10 +194,13 @@ def test_packed_sequences(family, target, head_dim, launches):
 )
 def test_segment_ids_in_a_tree(family, target, launches):
     ids = jnp.arange(70, dtype=jnp.int32)[None] // 30
+    depths = jnp.arange(70, dtype=jnp.int32)[None] % 30
     operands, dout = dense(
-        32, "float16", q_segment_ids=ids, kv_segment_ids=ids, kv_ends=jnp.minimum(ids * 30 + 25, 70)
-    )
-    check(family, target, operands, dout, launches, causal=True, deterministic=True)
+        32, "float16", q_segment_ids=ids, kv_segment_ids=ids, q_depths=depths, kv_depths=depths,
+        kv_ends=jnp.minimum(ids * 30 + 25, 70),
+    )  # fmt: skip
+    options = {"causal": True, "window_size": (9, None), "deterministic": True}
+    check(family, target, operands, dout, launches, **options)
 
 
 def test_a_forward_with_terms(launches):
@@ -223,16 +226,19 @@ def test_a_forward_with_terms(launches):
 def test_vmap_makes_one_problem_where_it_can(has_sinks, launches):
     q, k, v = problem(0, [(2, 2, 33, h, 32) for h in (2, 1, 1)], "float32")
     (sinks,) = problem(1, [(2, 2)], "float32")
+    ids = jnp.arange(2 * 2 * 33, dtype=jnp.int32).reshape(2, 2, 33) // 20
 
-    def loss(q, k, v, sinks):
+    def loss(q, k, v, sinks, ids):
         attention = partial(pallas_attn.flash_attention, implementation="torch_triton")
-        return (attention(q, k, v, sinks=sinks if has_sinks else None) ** 2).sum()
+        options = {"sinks": sinks if has_sinks else None}
+        options |= {"q_segment_ids": ids, "kv_segment_ids": ids}
+        return (attention(q, k, v, **options) ** 2).sum()
 
     gradients = jax.grad(loss, (0, 1, 2, 3))
-    ours = jax.block_until_ready(jax.jit(jax.vmap(gradients))(q, k, v, sinks))
+    ours = jax.block_until_ready(jax.jit(jax.vmap(gradients))(q, k, v, sinks, ids))
     assert launches.count("flash_fwd") == (2 if has_sinks else 1)
     for i in range(2):
-        expected = jax.jit(gradients)(q[i], k[i], v[i], sinks[i])
+        expected = jax.jit(gradients)(q[i], k[i], v[i], sinks[i], ids[i])
         for x, y in zip(ours, expected, strict=True):
             np.testing.assert_array_equal(x[i], y)
 

@@ -4,6 +4,8 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
@@ -121,6 +123,31 @@ def test_a_window_counts_depths(side, implementation, torch_device):
         one = {name: inputs[name][:, rows] for name in ("q", "k", "v")} | {"sinks": inputs["sinks"]}
         want = attention(side, one, **options | BY_REFERENCE)
         torch.testing.assert_close(got["out"][:, rows], want["out"], rtol=1e-5, atol=1e-5)
+
+
+WILD = st.sampled_from([-(2**31), -1, 2**31 - 1]) | st.integers(0, 25)
+DEEP = st.sampled_from([0, 2**30 - 1]) | st.integers(0, 25)
+
+
+@settings(
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(*(st.lists(x, min_size=20, max_size=20) for x in (WILD, DEEP, DEEP)))
+def test_numbers_that_are_no_tree_mean_what_the_formula_says(
+    side, torch_device, ends, q_depths, kv_depths
+):
+    """Ends before their key, intervals that cross, and depths that contradict them."""
+    case = replace(
+        CASE, seq_q=20, seq_kv=20, tree="any", depths=True, window_size=(7, None), sinks=False
+    )
+    inputs = make_inputs(case, torch_device)
+    numbers = {"kv_ends": ends, "q_depths": q_depths, "kv_depths": kv_depths}
+    inputs |= {
+        name: torch.tensor([x], dtype=torch.int32, device=torch_device)
+        for name, x in numbers.items()
+    }
+    got = attention(side, inputs, implementation="triton", **case.options)
+    assert_within_budget(got, inputs, case.spec)
 
 
 def test_packed_trees_count_from_their_first_key(side, implementation, torch_device):

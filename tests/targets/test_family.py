@@ -482,6 +482,13 @@ SHORT = {"batch": 32, "seq_q": 512, "seq_kv": 512}
         ("flash_bwd", {"head_dim": 256, "window": Window(None, 0)}, "gluon"),
         ("flash_bwd", {"head_dim": 256}, "mosaic"),
         ("flash_fwd", SHORT, "mosaic"),
+        ("flash_fwd", {"segmented": True}, "gluon"),
+        ("flash_bwd", {"tree": True}, "gluon"),
+        ("flash_fwd", {"tree": True, "num_sequences": 12}, "gluon"),
+        ("flash_fwd", {"segmented": True, "head_dim": 64}, "triton"),
+        ("flash_bwd", {"tree": True, "deterministic": True}, "triton"),
+        ("flash_fwd", {"tree": True, "depths": True}, "triton"),
+        ("flash_fwd", {"segmented": True, "seq_q": 600, "seq_kv": 600}, "triton"),
     ],
 )
 def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
@@ -501,8 +508,9 @@ def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
     assert ("faster than this side's own" in said.reason) == (expected == "gluon")
     assert ("torch_triton" in said.by_name) == (operation == "flash_fwd")
     assert said.foreign == ("torch_attn" if expected == "gluon" else None)
+    own = "triton" if spec.segmented or spec.tree else "mosaic"
     backend, _ = choose("pallas_attn", None, operation, spec, "sm80", True)
-    assert backend.family.name == "mosaic"
+    assert backend.family.name == own
     monkeypatch.setattr(family, "find_spec", lambda name: None)
     backend, passed_over = choose("pallas_attn", None, operation, spec, "sm90", True)
     assert backend.family.name in ("mosaic", "triton")

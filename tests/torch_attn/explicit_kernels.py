@@ -35,16 +35,23 @@ def in_two_modes(cases: Iterable[Any], first: str = "writes first") -> pytest.Ma
     return pytest.mark.parametrize(("case", "mode"), runs)
 
 
-# Of segment ids and trees: the tiles of every kernel are listed first.
+# Of segment ids, trees and windows of depths: the tiles of every kernel are listed first.
 LISTED = [
     FlashCase("documents", 1, 260, 260, 1, 1, 64, segments="documents", causal=True),
     FlashCase("shuffled", 2, 140, 150, 1, 1, 128, segments="shuffled", softcap=5.0, sinks=True),
     FlashCase("tree", 1, 300, 300, 1, 1, 96, tree="nested", causal=True),
     FlashCase(
+        "depths", 2, 70, 140, 1, 1, 64, tree="nested", segments="documents", depths=True,
+        causal=True, window_size=(9, None),
+    ),
+    FlashCase(
         "any ends", 1, 150, 200, 2, 1, 64, tree="any", segments="documents", causal=True,
         window_size=(90, None),
     ),
-    VarlenCase("packed trees", ((140, 150), (0, 30), (70, 70)), (9, 9), 2, 1, tree="nested"),
+    VarlenCase(
+        "packed trees", ((140, 150), (0, 30), (70, 70)), (9, 9), 2, 1, tree="nested", depths=True,
+        window_size=(9, None),
+    ),
     FlashCase("large heads", 1, 70, 140, 1, 1, 192, segments="shuffled", tree="any", causal=True),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Lists of tiles: all that is seen, and nothing unmasked that is not, for any ids and ends."""
+"""Lists of tiles: all that is seen, and nothing unmasked that is not, for any ids, ends, depths."""
 
 from __future__ import annotations
 
@@ -72,6 +72,26 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
         for element in range(2):
             own, others = (x[element] if has_ids else x[element] & False for x in padding)
             check_lists(lists[element], pairs[element], *blocks, own, others)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_lists_of_a_window_of_depths(kernel):
+    """Of two sequences, with depths that grow by position, one more slowly than the other."""
+    q = torch.zeros(2, 300, 1, 16).half()
+    ends = torch.full((2, 300), 2**31 - 1, dtype=torch.int32)
+    per_depth = torch.tensor([[20], [10]])
+    depths = [(torch.arange(300) // x).int() for x in (per_depth, per_depth + 5)]
+    operands = FlashOperands(q, q, q, kv_ends=ends, q_depths=depths[0], kv_depths=depths[1])
+    spec = AttentionSpec(
+        2, 300, 300, 1, 1, 16, 16, "float16", 1.0, Window(9, 0), deterministic=True, tree=True,
+        depths=True,
+    )  # fmt: skip
+    pairs = visible(300, 300, Window(None, 0)) & (depths[0][:, :, None] - depths[1][:, None] <= 9)
+    pairs = pairs if kernel != "flash_bwd_dkdv" else pairs.mT
+    lists, *blocks = lists_of(kernel, operands, spec)
+    nothing = torch.zeros(300, dtype=torch.bool)
+    for element in range(2):
+        check_lists(lists[element], pairs[element], *blocks, nothing, nothing)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -26,7 +26,7 @@ from torch_attn.kernels.library.sequences import (
     offsets_of,
 )
 from torch_attn.kernels.library.tiles import visible_tiles
-from torch_attn.kernels.library.tree import Tree, ends_of
+from torch_attn.kernels.library.tree import Tree, depths_of, ends_of
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -51,6 +51,8 @@ def tile_lists_kernel(
     q_ids_ptr,
     kv_ids_ptr,
     ends_ptr,
+    q_depths_ptr,
+    reach_ptr,
     cu_seqlens_q_ptr,
     cu_seqlens_kv_ptr,
     seq_q,
@@ -70,7 +72,8 @@ def tile_lists_kernel(
     are powers of two, and divide SCAN_ROWS, which are read at a time. Grid: (tiles · batch), of
     packed sequences `count_sequence_tiles`.
 
-    Operands: ids [B, Sq] and [B, Skv] and ends [B, Skv], or [Tkv], int32 and contiguous, or None.
+    Operands: ids [B, Sq] and [B, Skv], ends [B, Skv], or [Tkv], depths of queries and reach of keys
+    as `Depths` has them, int32 and contiguous, or None.
     lists int32: a counter, which becomes 0, of the work items that programs take; and then [B,
     tiles, 2 T + HEADER], where T is how many tiles there may be, 1 at least. Entries are the first
     rows of tiles, with 1 added where the tile has padding. From entry T on a list has its header;
@@ -83,10 +86,12 @@ def tile_lists_kernel(
     OTHER: tl.constexpr = BLOCK_KV if OF_KEYS else BLOCK_Q
     if OF_KEYS:
         ids_ptr, other_ids_ptr = q_ids_ptr, kv_ids_ptr
+        depths_ptr, other_depths_ptr = q_depths_ptr, reach_ptr
         cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_q_ptr, cu_seqlens_kv_ptr
         size, size_other, left, right = seq_q, seq_kv, window_left, window_right
     else:
         ids_ptr, other_ids_ptr = kv_ids_ptr, q_ids_ptr
+        depths_ptr, other_depths_ptr = reach_ptr, q_depths_ptr
         cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_kv_ptr, cu_seqlens_q_ptr
         size, size_other, left, right = seq_kv, seq_q, window_right, window_left
         diagonal = -diagonal
@@ -120,6 +125,11 @@ def tile_lists_kernel(
         ends = tl.load(ends_ptr + row + rows, mask=exists, other=LARGEST)
         first_end = tl.min(ends, 0)
         last_end = tl.max(tl.where(exists, ends, 0), 0)
+    least_depth, greatest_depth = 0, 0
+    if depths_ptr is not None:
+        depths = tl.load(depths_ptr + row + rows, mask=exists, other=LARGEST)
+        least_depth = tl.min(depths, 0)
+        greatest_depth = tl.max(tl.where(exists, depths, -LARGEST), 0)
 
     # List the tiles of the window that hold something of it.
     num_masked, num_whole = 0, 0
@@ -157,6 +167,17 @@ def tile_lists_kernel(
                 position = starts - diagonal - first
                 seen &= position < last_end
                 whole &= position + OTHER - 1 < first_end
+        if depths_ptr is not None:
+            other_depths_at = other_depths_ptr + row_other + others
+            # Of a query and a key, the query's is not greater.
+            if OF_KEYS:
+                other_depths = tl.load(other_depths_at, mask=other_exists, other=-LARGEST)
+                seen &= tl.max(other_depths, 1) >= least_depth
+                whole &= tl.min(other_depths, 1) >= greatest_depth
+            else:
+                other_depths = tl.load(other_depths_at, mask=other_exists, other=LARGEST)
+                seen &= tl.min(other_depths, 1) <= greatest_depth
+                whole &= tl.max(other_depths, 1) <= least_depth
         whole &= seen
         masked = (seen & ~whole).to(tl.int32)
         entry = starts + padded
@@ -185,14 +206,14 @@ def listed_mask(
     """
     of_keys = kernel in ("flash_fwd", "flash_bwd_dq")
     offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
-    tree = None
+    depths, tree = depths_of(operands, spec), None
     if segments is not None or ends is not None:
         config = config_of(kernel, spec, backend, operands.q.device)
         assert isinstance(config, FlashConfig)
         blocks = config.block_q, config.block_kv
         lists = _allocate(operands.q, spec, of_keys, *blocks)
         ids = (None, None) if segments is None else (segments.q, segments.kv)
-        tensors = (lists, *ids, ends, *offsets)
+        tensors = (lists, *ids, ends, *(depths or (None, None)), *offsets)
         launch("tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks)
         segments = segments and Segments(segments.q, segments.kv, lists)
         tree = None if ends is None else Tree(ends, lists)
@@ -200,7 +221,7 @@ def listed_mask(
         kept, intervals = lists_of_keys(operands), intervals_of_keys(operands)
     else:
         kept, intervals = lists_of_queries(operands), intervals_of_queries(operands)
-    return Mask(kept, offsets, segments, tree, None, intervals)
+    return Mask(kept, offsets, segments, tree, depths, intervals)
 
 
 def _allocate(q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> Tensor:

@@ -77,6 +77,9 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     },
     "tree": {"causal": True, "tree": "nested"},
     "tree-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "tree": "nested"},
+    "tree-depths": {
+        "causal": True, "window_size": (256, None), "tree": "nested", "depths": True,
+    },
     "tree-all-options": {
         "causal": True, "window_size": (256, None), "softcap": 30.0, "sinks": True,
         "tree": "nested", "depths": True,
@@ -132,7 +135,7 @@ _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
     "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
-    "tree": HEAD_DIMS, "tree-packed": (64, 128),
+    "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
@@ -144,7 +147,7 @@ _TERM_HEAD_DIMS = (64, 128, 256)
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"),
-    *product(("segments", "tree", "tree-packed"), TARGETS),
+    *product(("segments", "tree", "tree-packed", "tree-depths"), TARGETS),
     *product(_TERM_FEATURES, ("sm90",)),
 }  # fmt: skip
 # The explicit kernels' head sizes: of each row the largest, and those that need two column pieces.

@@ -63,8 +63,8 @@ class Family:
         supports: None for an operation, a problem and a target that it has kernels for, else the
             reason why it has none. The operation is the name of a function, such as "flash_fwd";
             the target is "sm80", "sm90", or None in the interpreter.
-        slower: why a problem that it supports is left to a family behind it, which is faster or
-            was timed, else None.
+        slower: why None leaves a problem that it supports to the families behind it, such as one
+            that is faster; else None.
         is_foreign: the other side launches its kernels too, and this is how that side knows it.
         faster: True for a problem that it is faster for than the families of the side that
             launches it; a foreign family's alone.
@@ -252,7 +252,7 @@ def _older_jax(needed: tuple[int, ...] = (0, 11)) -> str | None:
 
 FAMILIES = {
     "torch_attn": (
-        Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports),
+        Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports, slower=sm80.slower),
         Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports, slower=sm90.slower),
         Family(
             "triton",

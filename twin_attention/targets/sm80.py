@@ -51,10 +51,15 @@ def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
 
 def unlisted(spec: AttentionSpec) -> str | None:
     """Return why no list tells the tiles that segment ids, ends and depths show, or None."""
-    if spec.depths:
-        return "its windows count no depths"
     if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
         return f"with segment ids or kv_ends it takes at most {MOST_LISTED} pairs of tokens"
+    return None
+
+
+def slower(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why Gluon's kernels leave a problem that they cover to the portable ones, or None."""
+    if isinstance(spec, AttentionSpec) and spec.depths:
+        return "a window of depths was not timed in its kernels"
     return None
 
 

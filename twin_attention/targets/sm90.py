@@ -57,6 +57,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why a problem that the kernels cover is left to the portable ones, or None."""
+    if reason := sm80.slower(operation, spec, target):
+        return reason
     if operation != "flash_fwd" or not isinstance(spec, AttentionSpec):
         return None
     others = {"dropout": spec.dropout is not None, "row maxima": spec.row_max}

@@ -1,4 +1,4 @@
-"""Keys that a query does not see for their segment or their end: as the portable kernels have them.
+"""Keys that a query does not see for their segment, end or depth, as portable kernels have them.
 
 A score is hidden by comparing what its row has with what its column has. The rows' stays in
 registers; the columns' is loaded in steps that need a mask alone, where there are registers before
@@ -25,12 +25,16 @@ class Marks(NamedTuple):
             visited, from row 0 on.
         ends: where queries stay, pointer to the keys' ends, from key 0 on; where keys stay, their
             ends, counted as queries are.
+        depths: depths of the queries that stay, or the greatest depths that see the keys that stay.
+        other_depths: pointer to those of the rows that are visited, from row 0 on.
     """
 
     ids: Any
     own_ids: Any
     other_ids: Any
     ends: Any
+    depths: Any
+    other_depths: Any
 
 
 @gluon.jit
@@ -38,18 +42,21 @@ def mark_queries(mask, row_q, row_kv, rows, num_rows):
     """Return the `Marks` of queries.
 
     Args:
-        mask: what has segments and a tree: a `library.mask.Mask`, or an `items.Problem`.
-        row_q, row_kv: where the ids of query 0 and of key 0 are, and the end of key 0.
+        mask: what has segments, a tree and depths: a `library.mask.Mask`, or an `items.Problem`.
+        row_q, row_kv: where the ids and depths of query 0 and of key 0 are, and the end of key 0.
         rows: the queries', up to `num_rows`.
     """
     # Triton 3.6 cannot return None.
-    ids, own_ids, other_ids, ends = 0, 0, 0, 0
+    ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
         own_ids, other_ids = mask.segments.q + row_q, mask.segments.kv + row_kv
         ids = _load_ids(own_ids, rows, num_rows)
     if mask.tree is not None:
         ends = mask.tree.ends + row_kv
-    return Marks(ids, own_ids, other_ids, ends)
+    if mask.depths is not None:
+        depths = gl.load(mask.depths.q + row_q + rows, mask=rows < num_rows, other=0)
+        other_depths = mask.depths.reach + row_kv
+    return Marks(ids, own_ids, other_ids, ends, depths, other_depths)
 
 
 @gluon.jit
@@ -61,7 +68,7 @@ def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
         rows: the keys', up to `num_rows`.
         diagonal: position of query 0 of the sequence, counted as ends are.
     """
-    ids, own_ids, other_ids, ends = 0, 0, 0, 0
+    ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
         own_ids, other_ids = mask.segments.kv + row_kv, mask.segments.q + row_q
         ids = _load_ids(own_ids, rows, num_rows)
@@ -69,7 +76,10 @@ def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
         ends = gl.load(mask.tree.ends + row_kv + rows, mask=rows < num_rows, other=0)
         # Any numbers may stand there.
         ends = gl.minimum(gl.maximum(ends, 0), num_rows) - diagonal
-    return Marks(ids, own_ids, other_ids, ends)
+    if mask.depths is not None:
+        depths = gl.load(mask.depths.reach + row_kv + rows, mask=rows < num_rows, other=0)
+        other_depths = mask.depths.q + row_q
+    return Marks(ids, own_ids, other_ids, ends, depths, other_depths)
 
 
 @gluon.jit
@@ -80,18 +90,20 @@ def _load_ids(ids_ptr, rows, num_rows):
 
 @gluon.jit
 def load_keys(mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load what hides BLOCK keys from `start` on, for `hide_keys`: their segments and their ends.
+    """Load what hides BLOCK keys from `start` on, for `hide_keys`: segments, ends and reach.
 
     Args:
         LAYOUT: of the scores. Queries are rows.
     """
-    ids, ends = 0, 0
+    ids, ends, reach = 0, 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_keys, BLOCK, LAYOUT)
     if mask.tree is not None:
         key = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
         ends = gl.load(marks.ends + key, mask=key < num_keys, other=0)
-    return ids, ends
+    if mask.depths is not None:
+        reach = _load_depths(marks, start, num_keys, BLOCK, LAYOUT)
+    return ids, ends, reach
 
 
 @gluon.jit
@@ -102,25 +114,31 @@ def hide_keys(s, mask, marks, position, of_keys):
         position: of the queries, which are rows.
         of_keys: what `load_keys` returns.
     """
-    ids, ends = of_keys
+    ids, ends, reach = of_keys
     if mask.segments is not None:
         s = _where(marks.ids[:, None], ids[None, :], s, "eq")
     if mask.tree is not None:
         s = _where(position[:, None], ends[None, :], s, "lt")
+    if mask.depths is not None:
+        s = _where(marks.depths[:, None], reach[None, :], s, "le")
     return s
 
 
 @gluon.jit
 def load_queries(mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load what hides keys from BLOCK queries from `start` on, for `hide_queries`: their segments.
+    """Load what hides keys from BLOCK queries from `start` on, for `hide_queries`.
+
+    That is their segments and their depths.
 
     Args:
         LAYOUT: of the scores. Keys are rows.
     """
-    ids = 0
+    ids, depths = 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT)
-    return ids
+    if mask.depths is not None:
+        depths = _load_depths(marks, start, num_queries, BLOCK, LAYOUT)
+    return ids, depths
 
 
 @gluon.jit
@@ -130,12 +148,21 @@ def hide_queries(s, mask, marks, start, of_queries):
     Args:
         of_queries: what `load_queries` returns. Keys are rows.
     """
+    ids, depths = of_queries
     if mask.segments is not None:
-        s = _where(marks.ids[:, None], of_queries[None, :], s, "eq")
+        s = _where(marks.ids[:, None], ids[None, :], s, "eq")
     if mask.tree is not None:
         row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = _where(row[None, :], marks.ends[:, None], s, "lt")
+    if mask.depths is not None:
+        s = _where(depths[None, :], marks.depths[:, None], s, "le")
     return s
+
+
+@gluon.jit
+def _load_depths(marks, start, num_rows, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    return gl.load(marks.other_depths + rows, mask=rows < num_rows, other=0)
 
 
 @gluon.jit

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes; or None.
         num_sequences: how many packed sequences there are; or None.
-        segments, tree: of the kernel's `library.mask.Mask`.
+        segments, tree, depths: of the kernel's `library.mask.Mask`.
         intervals: what each row sees of the other axis, the library's `RowIntervals`; or None.
     """
 
@@ -52,6 +52,7 @@ class Problem(NamedTuple):
     num_sequences: Any
     segments: Any
     tree: Any
+    depths: Any
     intervals: Any
 
 

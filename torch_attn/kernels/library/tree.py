@@ -239,17 +239,23 @@ def ends_of(operands: AttentionOperands[Tensor]) -> Tensor | None:
     return operands.kv_ends.contiguous()
 
 
+def depths_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Depths | None:
+    """Return the depths that the window counts, contiguous; None where it counts none."""
+    if spec.depth_window is None:
+        return None
+    assert isinstance(operands, FlashOperands | VarlenOperands)
+    assert operands.q_depths is not None
+    assert operands.kv_depths is not None
+    reach = operands.kv_depths.contiguous() + min(spec.depth_window, DEPTH_MAX)
+    return Depths(operands.q_depths.contiguous(), reach)
+
+
 def tree_of(
     operands: AttentionOperands[Tensor], spec: AttentionSpec
 ) -> tuple[Tree | None, Depths | None]:
     """Return the ends of keys, and the depths that the window counts; None without them."""
-    ends, depths = ends_of(operands), None
+    ends = ends_of(operands)
     if ends is None:
         return None, None
-    if spec.depth_window is not None:
-        assert isinstance(operands, FlashOperands | VarlenOperands)
-        assert operands.q_depths is not None
-        assert operands.kv_depths is not None
-        reach = operands.kv_depths.contiguous() + min(spec.depth_window, DEPTH_MAX)
-        depths = Depths(operands.q_depths.contiguous(), reach)
+    depths = depths_of(operands, spec)
     return Tree(ends, tree_ranges(ends, depths and depths.reach)), depths

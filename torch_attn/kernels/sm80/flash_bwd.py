@@ -314,9 +314,8 @@ def flash_bwd_dkdv_kernel(
     commit()
     # Keys are counted as queries are.
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
-    marks = mark_keys(
-        mask, batch * total_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv
-    )
+    row_q = batch * total_q if first_q is None else first_q
+    marks = mark_keys(mask, row_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv)
     padded_rows = count_sequence_tiles(total_q, num_sequences, ROW_PADDING) * ROW_PADDING
     if num_sequences is not None:
         # Where the sequence's rows of lse2, delta and the sums begin.

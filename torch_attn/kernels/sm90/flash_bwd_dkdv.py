@@ -154,7 +154,7 @@ def flash_bwd_dkdv_kernel(
         shared = allocate_hand_over(2 if sums.dq is None else 3)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences, mask.segments, mask.tree, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last parts load, and
     # add dq.

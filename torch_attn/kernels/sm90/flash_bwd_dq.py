@@ -143,7 +143,7 @@ def flash_bwd_dq_kernel(
         shared = allocate_hand_over(2)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(
@@ -324,7 +324,7 @@ def _consume_keys(
             lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
-        of_keys = (0, 0)
+        of_keys = (0, 0, 0)
         if HAS_LISTS:
             start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
             of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
@@ -444,7 +444,7 @@ def _consume_keys(
                 # p = exp(s - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
-                hidden = (0, 0)
+                hidden = (0, 0, 0)
                 if HAS_LISTS and masked:
                     hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(

@@ -220,7 +220,7 @@ def flash_fwd_kernel(
         carried = results.out
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last part loads.
     gl.warp_specialize(

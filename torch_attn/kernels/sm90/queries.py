@@ -139,6 +139,8 @@ def mark_item(problem, place, batch, keys, key):
         )
     row_kv = batch.to(gl.int64) * problem.size
     row_q = batch.to(gl.int64) * problem.size_other
+    if problem.num_sequences is not None:
+        row_q += place.first_other
     rows = key + keys.diagonal
     return mark_keys(problem, row_q, row_kv, rows, keys.end, keys.diagonal - first)
 
