@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.distributed import context
-from torch_attn.distributed.peers import Peers, Transfer
+from torch_attn.distributed.peers import Peers, Transfer, room_for
 
 TIME_LIMIT = 240.0  # of a wait for another rank, which may compile kernels, in seconds
 
@@ -34,7 +34,7 @@ class Room:
 
     Attributes:
         size: ranks.
-        boxes: mailboxes by receiver, sender, distance and number of the tensor.
+        boxes: mailboxes by receiver, sender and number of the tensor.
     """
 
     def __init__(self, size: int) -> None:
@@ -59,24 +59,23 @@ class SimulatedPeers(Peers):
         self.room, self.rank, self.size = room, rank, room.size
         self.group = self
 
-    def shift(self, tensors, distance, sends=True, receives=True) -> Transfer:
+    def exchange(self, tensors, sent, received, of_gradients=False) -> Transfer:
         boxes = self.room.boxes
-        if sends:
-            to = (self.rank + distance) % self.size
+        for rank, start, end, _ in sent:
             for n, x in enumerate(tensors):
-                boxes[to, self.rank, n].put(x.detach().clone())
-        if not receives:
-            return Transfer(None)
-        source = (self.rank - distance) % self.size
-        received = tuple(torch.full_like(x, torch.nan) for x in tensors)
-        arrival = Arrival([boxes[self.rank, source, n] for n in range(len(tensors))], received)
-        return Transfer(received, (arrival,))
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self.room.show(self.rank, x.detach()))
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return torch.stack([y[self.rank] for y in self.room.show(self.rank, x)]).sum(0)
+                boxes[rank, self.rank, n].put(x[:, start:end].detach().clone())
+        into, places = room_for(tensors, received)
+        for x in into:
+            x.fill_(torch.nan)
+        arrivals = []
+        for (rank, start, end, _), place in zip(received, places, strict=True):
+            parts = tuple(x[:, place] for x in into)
+            if rank == self.rank:
+                for part, x in zip(parts, tensors, strict=True):
+                    part.copy_(x[:, start:end])
+            else:
+                arrivals.append(Arrival([boxes[self.rank, rank, n] for n in range(len(parts))], parts))
+        return Transfer(into if received else None, arrivals)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.stack([y[self.rank] for y in self.room.show(self.rank, x.detach())])

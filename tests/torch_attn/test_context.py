@@ -27,7 +27,8 @@ from torch_attn.distributed.context import Problem
 from torch_attn.distributed.sums import GradientSums
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.sum import sum_kernel
-from twin_attention.contract.context import EXCHANGES, LAYOUTS
+from twin_attention.contract.context import LAYOUTS
+from twin_attention.contract.exchange import EXCHANGES
 from twin_attention.contract.spec import Window
 
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
@@ -163,22 +164,29 @@ def test_the_same_bits_every_time(ranks, torch_device):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, torch_device):
-    plan, sent = context_plan(96, 8, "contiguous"), []
-    shift = SimulatedPeers.shift
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, exchange, torch_device):
+    """Of 320 keys of a rank one other sees those of a block, or all of them."""
+    plan, routes = context_plan(1280, 4, "contiguous"), []
+    original = SimulatedPeers.exchange
 
-    def counted(self, tensors, distance, sends=True, receives=True):
-        sent.append((self.rank, distance, sends, receives))
-        return shift(self, tensors, distance, sends, receives)
+    def counted(self, tensors, sent, received, of_gradients=False):
+        routes.append((self.rank, of_gradients, sent, received))
+        return original(self, tensors, sent, received, of_gradients)
 
-    monkeypatch.setattr(SimulatedPeers, "shift", counted)
-    case = replace(CASE, window_size=(11, None))  # a rank has 12 tokens
+    monkeypatch.setattr(SimulatedPeers, "exchange", counted)
+    case = replace(CASE, batch=1, seq_q=1280, seq_kv=1280, window_size=(40, None))
     inputs, spec = problem(case, plan, torch_device)
-    assert_within_budget(attend(ranks, case, plan, inputs, exchange="ring"), inputs, spec)
-    assert {abs(distance) for _, distance, _, _ in sent} == {1}
-    assert (7, 1, False, True) in sent  # the last rank's keys are seen by no other
-    assert (0, 1, True, False) in sent
-    assert len(sent) == 3 * 8  # keys forward, keys and gradients backward
+    got = attend(ranks, case, plan, inputs, exchange=exchange, implementation="reference")
+    assert_within_budget(got, inputs, spec)
+    found = {
+        (rank, rows.rank, rows.end - rows.start)
+        for rank, _, sent, _ in routes
+        for rows in sent
+        if rows.rank != rank
+    }
+    assert {(rank, to) for rank, to, _ in found} == {(r, r + s) for r in range(4) for s in (1, -1) if 0 <= r + s < 4}
+    assert {count for _, _, count in found} == {128}
 
 
 @pytest.mark.parametrize("fault", ["stale keys", "no window", "16 bits", "own gradients"])
@@ -188,8 +196,8 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
     intervals = context._intervals
 
     def stale(self, q, k, v):
-        for distance, operands in hops(self, q, k, v):
-            yield distance, operands and operands._replace(k=k, v=v)
+        for step, operands in hops(self, q, k, v):
+            yield step, operands and operands._replace(k=k, v=v)
 
     def rounded(self, operation, *tensors):
         found = run(self, operation, *tensors)

@@ -10,14 +10,14 @@ all that a kernel needs to know (`Intervals`), whatever the layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_jax_array
 
-from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
+from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import (
     check_context_plan,
     check_rank,
@@ -26,8 +26,6 @@ from twin_attention.contract.validate import (
 )
 
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
-EXCHANGES = ("ring", "gather", "heads")
-_SHORT = 2048  # tokens of a rank whose kernels are too short to hide a transfer
 _BLOCK_MAX = 128  # tokens that "balanced" moves together: a tile of the kernels
 _BLOCKS_LEAST = 16  # of a rank, so that it has work to choose from
 
@@ -63,6 +61,14 @@ class ContextPlan:
     size: int
     layout: str
     cu_seqlens: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Every call looks its plan up, and there may be many documents.
+        return hash((self.seq_len, self.size, self.layout, self.cu_seqlens))
 
     @property
     def local_len(self) -> int:
@@ -219,50 +225,6 @@ def intervals_of(begins: Any, ends: Any, positions: Any) -> Intervals:
     return Intervals(
         search(positions, begins, "left"), search(positions, ends, "left"), query_begins, query_ends
     )
-
-
-def choose_exchange(exchange: str | None, plan: ContextPlan) -> tuple[str, str]:
-    """Return how ranks exchange keys, and why.
-
-    Args:
-        exchange: what the caller asked for; None leaves it to the plan.
-        plan: of the sequence.
-    """
-    if exchange is not None:
-        return exchange, "it was asked for"
-    if plan.local_len < _SHORT:
-        return "gather", f"{plan.local_len} tokens of a rank are too few to hide a transfer"
-    return "ring", "the keys of the next rank travel while those of this one are read"
-
-
-def describe_exchange(exchange: str | None, plan: ContextPlan, window: Window) -> str:
-    """Return how ranks exchange keys and why, in how many steps, in a line for `explain`."""
-    chosen, reason = choose_exchange(exchange, plan)
-    if chosen != "ring":
-        return f"{chosen}: {reason}"
-    steps = len(plan.distances(window)) - 1
-    return f"{chosen}: {reason}; keys of other ranks come in {steps} of up to {plan.size - 1} steps"
-
-
-def problem_of_rank(
-    exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
-) -> AttentionSpec:
-    """Return the problem that a rank's kernels have.
-
-    Args:
-        exchange: the one that was chosen.
-        spec: of a rank's queries and keys, a `PartialSpec`.
-        plan, options: of the call.
-    """
-    if exchange == "ring":
-        return spec
-    if exchange == "gather":
-        return replace(spec, seq_kv=plan.seq_len)
-    heads_q, heads_kv = spec.heads_q // plan.size, spec.heads_kv // plan.size
-    fields = {"seq_q": plan.seq_len, "seq_kv": plan.seq_len, "window": options.window}
-    fields |= {"heads_q": heads_q, "heads_kv": heads_kv}
-    fields |= {"segmented": plan.cu_seqlens is not None}
-    return AttentionSpec(**vars(spec) | fields)
 
 
 def context_plan(
