@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from twin_attention.contract.exchange import Rows
 from twin_attention.targets.target import use_target
 
 _ROUNDS, _CALLS, _WARMUP = 3, 5, 3  # of ranks that are timed together
@@ -43,42 +44,58 @@ class Alone(Peers):
         self,
         rank: int,
         shards: Sequence[tuple[Tensor, ...]],
-        sent: dict[tuple[int, int], tuple[Tensor, ...]],
+        sent: dict[tuple[int, int, int], tuple[Tensor, ...]],
     ) -> None:
         """Take what all ranks of a problem share.
 
         Args:
             rank: this one.
             shards: keys and values of every rank.
-            sent: the gradients that the ranks sent last, by receiver and distance.
+            sent: the gradients that the ranks sent last, by receiver, sender and token.
         """
         self.rank, self.size, self.group = rank, len(shards), "one process"
         self._shards, self._sent = shards, sent
 
-    def shift(
+    def exchange(
         self,
         tensors: tuple[Tensor, ...],
-        distance: int,
-        sends: bool = True,
-        receives: bool = True,
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
     ) -> Transfer:
-        if distance > 0:
-            keys = self._shards[(self.rank - distance) % self.size]
-            return Transfer(keys if receives else None)
-        if sends:  # gradients of keys, which go back
-            self._sent[(self.rank + distance) % self.size, distance] = tensors
-        if not receives:
-            return Transfer(None)
-        nothing = tuple(map(torch.zeros_like, tensors))
-        return Transfer(self._sent.get((self.rank, distance), nothing))
+        if not of_gradients:
+            return Transfer(self._keys(tuple(received)))
+        for rank, start, end, token in sent:
+            rows = tuple(x[:, start:end] for x in tensors)
+            self._sent[rank, self.rank, token] = rows
+        parts = []
+        for rank, start, end, token in received:
+            rows = tuple(x[:, start:end] for x in tensors)
+            if rank != self.rank:
+                nothing = tuple(x.new_zeros(x.shape[0], end - start, *x.shape[2:]) for x in tensors)
+                rows = self._sent.get((self.rank, rank, token), nothing)
+            parts.append(rows)
+        return Transfer(_joined(parts))
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    @cache  # noqa: B019 (as many as steps)
+    def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
+        """Return the keys of a step, which are there before they are asked for."""
+        return _joined(
+            [tuple(x[:, start:end] for x in self._shards[rank]) for rank, start, end, _ in received]
+        )
+
+    def all_to_all(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-    reduce_scatter = all_to_all = all_gather
 
     def gather_objects(self, x: Any) -> list[Any]:
         return [x] * self.size
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+    """Return rows of several ranks behind each other; one rank's without a copy."""
+    if len(parts) < 2:
+        return tuple(x.contiguous() for x in parts[0]) if parts else None
+    return tuple(torch.cat(xs, 1) for xs in zip(*parts, strict=True))
 
 
 class Ranks:
@@ -116,7 +133,7 @@ def assembled(case: Any, results: Sequence[Sequence[Tensor]], is_packed: bool) -
 def in_turn(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
     """Return the call of all ranks in turn, which exchange nothing."""
     shards = [tuple(shares(case, tensors[1:3], rank)) for rank in range(case.ranks)]
-    sent: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    sent: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def of_rank(rank: int) -> Run:
         *inputs, dout = shares(case, tensors, rank)

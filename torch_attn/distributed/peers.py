@@ -74,7 +74,7 @@ class Peers(ABC):
         What one rank sends to another comes in the order in which it is sent.
 
         Args:
-            tensors: [B, S, H, D] each, contiguous; keys and values, or their gradients.
+            tensors: [B, S, H, D] each: keys and values, or their gradients.
             sent: which rows go to whom.
             received: whose rows come, put together along S in this order; this rank's own may be
                 among them.
@@ -116,6 +116,7 @@ class GroupPeers(Peers):
         received: Sequence[Rows],
         of_gradients: bool = False,
     ) -> Transfer:
+        tensors = tuple(x.contiguous() for x in tensors)
         into, places = room_for(tensors, received)
         sends = [(rows.rank, [x[:, rows.start : rows.end] for x in tensors]) for rows in sent]
         receives = []
@@ -133,13 +134,13 @@ class GroupPeers(Peers):
     def _operations(
         self, operation: Any, messages: Sequence[tuple[int, Sequence[Tensor]]]
     ) -> Iterator[dist.P2POp]:
-        """Yield one operation for each stretch of memory."""
+        """Yield an operation for the rows of each batch element, which lie behind each other."""
         # Gloo tells what goes from one rank to another apart by tags: both sides count alike.
         tags: Counter[int] = Counter()
         for rank, parts in messages:
             peer = dist.get_global_rank(self._group, rank)
             for part in parts:
-                for x in (part,) if part.is_contiguous() else part:
+                for x in part:
                     yield dist.P2POp(operation, x, peer, self._group, tags[rank])
                     tags[rank] += 1
 
