@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import torch_attn
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
+from interop.parity.ranks import Room, SimulatedPeers, run_ranks
 from tests.oracle import assert_within_budget
-from tests.torch_attn.simulated_ranks import Room, SimulatedPeers, run_ranks, simulate
 from torch_attn.dispatch import choose
 from torch_attn.distributed import (
     context,
@@ -46,8 +46,7 @@ DOCUMENTS = (0, 13, 13, 60, 61, 90)
 
 
 @pytest.fixture
-def ranks(monkeypatch):
-    simulate(monkeypatch)
+def ranks():
     return run_ranks
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from interop.parity.cases import FlashCase
+from interop.parity.ranks import run_ranks
 from tests.oracle import assert_within_budget
 from tests.torch_attn.explicit_kernels import MODES, gluon_backend
 from tests.torch_attn.gluon_interpreter import interpreted
-from tests.torch_attn.simulated_ranks import one_at_a_time, run_ranks
 from tests.torch_attn.test_context import attend, problem
 from torch_attn.distributed import context, context_plan
 from twin_attention.targets import config
@@ -34,6 +34,11 @@ CASES = {
         context_plan(276, 2, "stripe"),
         "random",
     ),
+    "gather": (
+        replace(CASE, window_size=(40, None), deterministic=True),
+        context_plan(512, 2, "contiguous"),
+        "random",
+    ),
     "softcap": (
         replace(
             SHORT, causal=False, softcap=3.0, head_dim_v=128, dtype="float16", deterministic=True
@@ -48,12 +53,16 @@ CASES = {
 def test_ranks(monkeypatch, name):
     """Compare what ranks get with the whole sequence; memory that is not written yet is NaN."""
     (case, plan, mode), launched = CASES[name], []
+    exchange = "gather" if name == "gather" else "ring"
 
     def run(self, operation, *tensors):
         function = BACKEND.family.function(operation)
-        assert BACKEND.family.supports(operation, self.call.spec, "sm90") is None
-        with one_at_a_time, interpreted(MODES[mode]) as names:
-            results = context._RUN[operation](function, self.call.spec, BACKEND, *tensors)
+        spec = self.call.spec
+        if operation != "partial_dq":
+            spec = replace(spec, seq_kv=tensors[context._PLACE_OF_KEYS[operation]].shape[1])
+        assert BACKEND.family.supports(operation, spec, "sm90") is None
+        with interpreted(MODES[mode]) as names:
+            results = context._RUN[operation](function, spec, BACKEND, *tensors)
         launched.extend(names)
         return results
 
@@ -62,7 +71,7 @@ def test_ranks(monkeypatch, name):
     with mock.patch.dict(CONDITIONS, always):
         config._shipped.cache_clear()
         inputs, spec = problem(case, plan, torch.device("cpu"))
-        got = attend(run_ranks, case, plan, inputs, exchange="ring")
+        got = attend(run_ranks, case, plan, inputs, exchange=exchange)
     config._shipped.cache_clear()
     assert_within_budget(got, inputs, spec)
     assert ("flash_bwd_fused" in launched) != case.deterministic

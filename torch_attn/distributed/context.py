@@ -333,17 +333,16 @@ class Problem(NamedTuple):
             operation: "partial_fwd", "partial_bwd" or "partial_dq".
             tensors: as `_RUN` takes them, a tensor first.
         """
-        # What is left out differs between the first hop and the others, whose calls are told apart.
-        left_out = tuple(x is None for x in tensors)
-        options = self.call.spec, left_out, self.rows_aligned, self.call.implementation
+        # Calls of one step are told apart from those of another, so that each is found at once.
+        left_out = tuple([x is None for x in tensors])
+        place = _PLACE_OF_KEYS.get(operation)
+        num_keys = self.call.spec.seq_kv if place is None else tensors[place].shape[1]
+        options = self.call.spec, num_keys, left_out, self.rows_aligned, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
-            spec = replace(self.call.spec, rows_aligned=self.rows_aligned)
-            if operation != "partial_dq":
-                k = tensors[_PLACE_OF_KEYS[operation]]
-                spec = replace(spec, seq_kv=k.shape[1])
+            spec = replace(self.call.spec, seq_kv=num_keys, rows_aligned=self.rows_aligned)
             call = Call(operation, _RUN[operation], spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
