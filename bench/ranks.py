@@ -91,6 +91,62 @@ class Alone(Peers):
         return [x] * self.size
 
 
+class FromHost(Alone):
+    """A rank that runs by itself: the others' keys, and gradients of them, are in host memory."""
+
+    def __init__(
+        self,
+        rank: int,
+        shards: Sequence[tuple[Tensor, ...]],
+        sent: dict[tuple[int, int, int], tuple[Tensor, ...]],
+    ) -> None:
+        super().__init__(rank, shards, sent)
+        self._device = shards[0][0].device
+        self._held = [tuple(map(_on_host, shard)) for shard in shards]
+        self._copies = torch.cuda.Stream() if self._device.type == "cuda" else None
+
+    def exchange(
+        self,
+        tensors: tuple[Tensor, ...],
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
+    ) -> Transfer:
+        if of_gradients:
+            arrived = super().exchange(tensors, sent, received, of_gradients)
+            for rank, _, _, token in sent:
+                place = rank, self.rank, token
+                self._sent[place] = tuple(map(_on_host, self._sent[place]))
+            found = arrived.received
+            return Transfer(found and tuple(x.to(self._device) for x in found))
+        with torch.cuda.stream(self._copies):  # of None nothing
+            found = self._keys(tuple(received))
+            event = self._copies and self._copies.record_event()
+        return Transfer(found, () if event is None else (_Copied(event),))
+
+    def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
+        parts = [
+            tuple(x[:, start:end].to(self._device, non_blocking=True) for x in self._held[rank])
+            for rank, start, end, _ in received
+        ]
+        return _joined(parts)
+
+
+class _Copied:
+    """Wait on the card for copies to it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a copy in host memory, from which copies to a card do not wait."""
+    return x.cpu().pin_memory() if x.is_cuda else x.clone()
+
+
 def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
     """Return rows of several ranks behind each other; one rank's without a copy."""
     if len(parts) < 2:
@@ -130,14 +186,21 @@ def assembled(case: Any, results: Sequence[Sequence[Tensor]], is_packed: bool) -
     return [x[0] if is_packed else x for x in whole]
 
 
-def in_turn(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
-    """Return the call of all ranks in turn, which exchange nothing."""
+def in_turn(
+    target: str,
+    case: Any,
+    operation: str,
+    tensors: list[Tensor],
+    exchange: str = "ring",
+    peers: type[Alone] = Alone,
+) -> Call:
+    """Return the call of all ranks in turn, which exchange nothing with each other."""
     shards = [tuple(shares(case, tensors[1:3], rank)) for rank in range(case.ranks)]
     sent: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def of_rank(rank: int) -> Run:
         *inputs, dout = shares(case, tensors, rank)
-        attend = partial(_attend, case, Alone(rank, shards, sent))
+        attend = partial(_attend, case, peers(rank, shards, sent), exchange)
         call = Call(prepare_torch(attend, operation, inputs, dout), None)
         return for_target(call, target).run
 
@@ -151,8 +214,18 @@ def in_turn(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Ca
     return Call(run, result)
 
 
-def _attend(case: Any, mesh: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    options = case.options | {"plan": case.plan, "mesh": mesh, "exchange": "ring"}
+def in_turn_gathered(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of all ranks in turn, each of which has all keys that it needs at once."""
+    return in_turn(target, case, operation, tensors, "gather")
+
+
+def in_turn_from_host(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of all ranks in turn, with keys that come from host memory."""
+    return in_turn(target, case, operation, tensors, peers=FromHost)
+
+
+def _attend(case: Any, mesh: Any, exchange: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    options = case.options | {"plan": case.plan, "mesh": mesh, "exchange": exchange}
     return context_attention(q, k, v, **options)
 
 
@@ -216,7 +289,8 @@ def _serve(
     tensors = attention_tensors(case.whole, device)
     *inputs, dout = shares(case, tensors, rank)
     with use_target(target):
-        run = prepare_torch(partial(_attend, case, dist.group.WORLD), operation, inputs, dout)
+        attend = partial(_attend, case, dist.group.WORLD, "ring")
+        run = prepare_torch(attend, operation, inputs, dout)
         answers: dict[str, Callable[[], Any]] = {
             "run": lambda: len(leaves(run())),
             "results": lambda: [x.detach().cpu() for x in leaves(run())],
@@ -303,8 +377,8 @@ def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) 
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((case.ranks,), ("context",), auto, devices=devices[: case.ranks])
     placement = jax.NamedSharding(mesh, jax.P(None, "context"))
-    options = case.options | {"plan": case.plan, "mesh": mesh, "axis_name": "context"}
-    attend = partial(context_attention, exchange="ring", **options)
+    options = {"plan": case.plan, "mesh": mesh, "axis_name": "context", "exchange": "ring"}
+    attend = partial(context_attention, **case.options | options)
 
     def place(x: Tensor) -> Any:
         batch = to_jax(x if x.ndim == 4 else x[None])

@@ -117,7 +117,7 @@ def context_attention(
         mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
             but that of the tokens are replicated.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None: "ring", or "gather" where a rank has few tokens.
+            evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient inside `shard_map` is this rank's

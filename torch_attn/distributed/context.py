@@ -4,7 +4,8 @@
 read those that arrived before. A partial result goes from hop to hop in float32 and is rounded once
 (Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
 there, so that no rank passes on what another one sent.
-"gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
+"gather": each rank gathers the keys that its queries see and attends once; gradients are summed
+where the keys are held.
 "heads": each rank gets all tokens of some heads, and attends as without a group (Jacobs et al.
 2023, DeepSpeed Ulysses, arXiv 2309.14509).
 """
@@ -99,13 +100,12 @@ def context_attention(
         mesh: a `DeviceMesh` of one dimension, a process group, or `Peers` that exchange in their
             own way, of ``plan.size`` ranks.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None: "ring", or "gather" where a rank has few tokens.
+            evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share: their sum is
             the whole.
-        deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
-            the group's.
+        deterministic: as in `flash_attention`.
         return_lse: return the log-sum-exp as well. It is differentiable.
         implementation: as in `flash_attention`; "ring" and "gather" have "gluon" on SM90, "triton"
             and "reference".
