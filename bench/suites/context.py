@@ -35,10 +35,10 @@ NOTE = (
     "number of ranks. 'triton dense' runs the portable kernels. 'rank' is the "
     "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
     "hand: the kernels without the exchange; 'gather' reads them in one step, and 'host keys' "
-    "copies them from host memory while it reads those before. 'ring' are ranks on as many GPUs, with the exchange: "
-    "in torch a process each, by CUDA events of the slowest rank, in jax one process. The lengths "
-    "of 'lognormal' documents are those of the suite 'packed', around a mean of 1024. FLOPs are "
-    "a rank's share of the pairs that are seen."
+    "copies them from host memory while it reads those before. 'ring' are ranks on as many GPUs, "
+    "with the exchange: in torch a process each, by CUDA events of the slowest rank, in jax one "
+    "process. The lengths of 'lognormal' documents are those of the suite 'packed', around a mean "
+    "of 1024. FLOPs are a rank's share of the pairs that are seen."
 )
 
 CHANNELS, HEADS = 2048, 2  # HEADS are checked
@@ -95,7 +95,9 @@ def context_cases() -> Iterator[ContextCase]:
 
 def jobs(targets: Sequence[str]) -> list[Job]:
     """Return forward, and forward with backward, of every case, for the device's own target."""
-    return [job(case, operation, targets[0]) for case in context_cases() for operation in OPERATIONS]
+    return [
+        job(case, operation, targets[0]) for case in context_cases() for operation in OPERATIONS
+    ]
 
 
 def job(case: ContextCase, operation: Operation, target: str) -> Job:

@@ -323,8 +323,9 @@ class ContextCase(FlashCase):
     def part(self) -> AttentionSpec:
         """Return the problem of a rank's kernels."""
         whole = super().spec
-        part = PartialSpec(**vars(whole) | {"window": Window()})
-        part = replace(part, seq_q=self.plan.local_len, seq_kv=self.plan.local_len)
+        part = PartialSpec(**vars(whole))
+        local = self.plan.local_len
+        part = replace(part, seq_q=local, seq_kv=local, window=Window())
         exchange, _ = choose_exchange(self.exchange, self.plan, whole.window, part)
         options = FlashOptions(window_left=whole.window.left, window_right=whole.window.right)
         return problem_of_rank(exchange, part, self.plan, options)

@@ -152,7 +152,7 @@ def attend_in_threads(
         }
         own = {name: x.clone().requires_grad_(bool(gradients)) for name, x in own.items()}
         named = case.options | {"plan": plan, "mesh": peers, "return_lse": True} | options
-        found = torch_attn.distributed.context_attention(**own, **named)
+        found: Any = torch_attn.distributed.context_attention(**own, **named)
         if not gradients:
             return found
         of = [shard_sequence(x, plan, peers.rank, 1 + n) for n, x in enumerate(gradients)]
@@ -175,7 +175,9 @@ def attend_under_vmap(case: ContextCase, **options: Any) -> Callable[..., tuple[
     on_rank = partial(pallas_attn.distributed.context_attention, plan=plan, **named)
 
     def attend(q, k, v, sinks=None):
-        shards = (jnp.stack([shard_sequence(x, plan, r) for r in range(plan.size)]) for x in (q, k, v))
+        shards = (
+            jnp.stack([shard_sequence(x, plan, r) for r in range(plan.size)]) for x in (q, k, v)
+        )
         run = jax.vmap(lambda q, k, v: on_rank(q, k, v, sinks=sinks), axis_name=AXIS)
         out, lse = run(*shards)
         return unshard_sequence(list(out), plan), unshard_sequence(list(lse), plan, 2)

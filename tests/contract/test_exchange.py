@@ -63,10 +63,13 @@ def test_what_one_sends_another_receives(plan: ContextPlan, window: Window, exch
                 if other != rank:
                     assert back == gathered
                 assert [x.end - x.start for x in step.gathered if x.rank == other] == [
-                    end - start for start, end, _ in ([x[1:] for x in theirs.received if x.rank == rank])
+                    end - start
+                    for start, end, _ in ([x[1:] for x in theirs.received if x.rank == rank])
                 ]
         first = next(iter(zip(*steps, strict=True)))
-        assert all(step.gathered[0].rank == rank for rank, step in enumerate(first) if step.gathered)
+        assert all(
+            step.gathered[0].rank == rank for rank, step in enumerate(first) if step.gathered
+        )
 
 
 def test_a_window_receives_blocks_alone():

@@ -1,6 +1,5 @@
 """Training with ranks that share documents, in torch."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -335,8 +334,8 @@ class Problem(NamedTuple):
         """
         # Calls of one step are told apart from those of another, so that each is found at once.
         left_out = tuple([x is None for x in tensors])
-        place = _PLACE_OF_KEYS.get(operation)
-        num_keys = self.call.spec.seq_kv if place is None else tensors[place].shape[1]
+        keys = tensors[_PLACE_OF_KEYS[operation]] if operation in _PLACE_OF_KEYS else None
+        num_keys = self.call.spec.seq_kv if keys is None else keys.shape[1]
         options = self.call.spec, num_keys, left_out, self.rows_aligned, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:

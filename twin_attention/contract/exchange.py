@@ -87,9 +87,7 @@ class _Keys(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def exchange_steps(
-    plan: ContextPlan, window: Window, exchange: str, rank: int
-) -> tuple[Step, ...]:
+def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) -> tuple[Step, ...]:
     """Return the steps in which a rank reads all keys that its queries see, own keys first.
 
     All ranks have equally many steps.
@@ -111,7 +109,9 @@ def exchange_steps(
     return tuple(found)
 
 
-def _step(plan: ContextPlan, window: Window, rank: int, holders: dict[int, tuple[int, ...]]) -> Step:
+def _step(
+    plan: ContextPlan, window: Window, rank: int, holders: dict[int, tuple[int, ...]]
+) -> Step:
     """Return a step of a rank.
 
     Args:
@@ -137,7 +137,9 @@ def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, .
             seen = intervals_of(begins, ends, plan.positions(holder))
             runs = _runs(seen.query_begins < seen.query_ends)
         held += [Rows(holder, start, end, start) for start, end in runs]
-    holder_of = np.concatenate([np.full(x.end - x.start, x.rank) for x in held] or [np.zeros(0, int)])
+    holder_of = np.concatenate(
+        [np.full(x.end - x.start, x.rank) for x in held] or [np.zeros(0, int)]
+    )
     token_of = np.concatenate([np.arange(x.start, x.end) for x in held] or [np.zeros(0, int)])
     positions = plan.positions_by_rank[holder_of, token_of]
     order = np.argsort(positions, kind="stable")

@@ -125,8 +125,8 @@ def draw(seed: int, index: int, longest: int) -> Problem:
     shared = _Draw(Random(f"{seed}/{index // VARIANTS}"), longest)
     own = _Draw(Random(f"{seed}/{index // VARIANTS}/{index % VARIANTS}"), longest)
     kind = shared.weighted(
-        (_flash, 8), (_varlen, 8), (_block_sparse, 2), (_context, 2), (_decode, 3), (_paged, 4), (_append, 3),
-        (_merge, 1),
+        (_flash, 8), (_varlen, 8), (_block_sparse, 2), (_context, 2), (_decode, 3), (_paged, 4),
+        (_append, 3), (_merge, 1),
     )  # fmt: skip
     case = kind(f"fuzz-{seed}-{index}", shared, own)
     differentiable = isinstance(case, FlashCase | VarlenCase)
