@@ -15,6 +15,7 @@ from tests.torch_attn.explicit_kernels import MODES, gluon_backend
 from tests.torch_attn.gluon_interpreter import interpreted
 from tests.torch_attn.test_context import attend, problem
 from torch_attn.distributed import context, context_plan
+from torch_attn.kernels.sm90 import partial_fwd
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 
@@ -49,17 +50,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "from_nothing"),
+    [*((name, False) for name in CASES), ("documents", True), ("gather", True)],
+)
+def test_ranks(monkeypatch, name, from_nothing):
     """Compare what ranks get with the whole sequence; memory that is not written yet is NaN."""
     (case, plan, mode), launched = CASES[name], []
     exchange = "gather" if name == "gather" else "ring"
 
     def run(self, operation, *tensors):
         function = BACKEND.family.function(operation)
-        spec = self.call.spec
-        if operation != "partial_dq":
-            spec = replace(spec, seq_kv=tensors[context._PLACE_OF_KEYS[operation]].shape[1])
+        spec = self.spec_of(operation, tensors)
         assert BACKEND.family.supports(operation, spec, "sm90") is None
         with interpreted(MODES[mode]) as names:
             results = context._RUN[operation](function, spec, BACKEND, *tensors)
@@ -67,6 +69,7 @@ def test_ranks(monkeypatch, name):
         return results
 
     monkeypatch.setattr(context.Problem, "run", run)
+    monkeypatch.setattr(partial_fwd, "STARTS_FROM_NOTHING", from_nothing)
     always = dict.fromkeys((">= 1024 keys", ">= 2048 keys"), lambda spec: True)
     with mock.patch.dict(CONDITIONS, always):
         config._shipped.cache_clear()

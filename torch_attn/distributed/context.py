@@ -313,12 +313,14 @@ class Problem(NamedTuple):
     Attributes:
         peers, call, plan: of the call.
         rows_aligned: of its tensors, so that one family runs all hops.
+        first: no keys were read yet.
     """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
     rows_aligned: bool = True
+    first: bool = False
 
     @property
     def window(self) -> Window:
@@ -334,17 +336,29 @@ class Problem(NamedTuple):
         """
         # Calls of one step are told apart from those of another, so that each is found at once.
         left_out = tuple([x is None for x in tensors])
-        keys = tensors[_PLACE_OF_KEYS[operation]] if operation in _PLACE_OF_KEYS else None
-        num_keys = self.call.spec.seq_kv if keys is None else keys.shape[1]
-        options = self.call.spec, num_keys, left_out, self.rows_aligned, self.call.implementation
+        spec = self.call.spec
+        options = spec, self._num_keys(operation, tensors), left_out, self.first, self.rows_aligned
+        options = *options, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
-            spec = replace(self.call.spec, seq_kv=num_keys, rows_aligned=self.rows_aligned)
+            spec = self.spec_of(operation, tensors)
             call = Call(operation, _RUN[operation], spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
+
+    def spec_of(self, operation: str, tensors: tuple[Tensor | None, ...]) -> AttentionSpec:
+        """Return the problem of an operation on tensors."""
+        num_keys = self._num_keys(operation, tensors)
+        is_first = operation == "partial_fwd" and self.first
+        return replace(
+            self.call.spec, seq_kv=num_keys, rows_aligned=self.rows_aligned, first=is_first
+        )
+
+    def _num_keys(self, operation: str, tensors: tuple[Tensor | None, ...]) -> int:
+        keys = tensors[_PLACE_OF_KEYS[operation]] if operation in _PLACE_OF_KEYS else None
+        return self.call.spec.seq_kv if keys is None else keys.shape[1]
 
     def hops(
         self, q: Tensor, k: Tensor, v: Tensor
@@ -436,11 +450,12 @@ class _Attention(torch.autograd.Function):
         new = q.new_zeros if problem.plan.has_padding else q.new_empty
         out = new((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         lse = out.new_full((batch, heads, rows), -torch.inf)
+        problem = problem._replace(first=True)
         for _, operands in problem.hops(q, k, v):
             if operands is not None:
-                operands = operands._replace(sinks=sinks)
+                operands = operands._replace(sinks=sinks if problem.first else None)
                 out, lse = problem.run("partial_fwd", out, lse, *operands)
-                sinks = None  # which count once
+                problem = problem._replace(first=False)
         out = out.to(q.dtype)
         ctx.save_for_backward(*saved, out, lse)
         return out, lse

@@ -130,7 +130,7 @@ def flash_fwd_kernel(
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT: gl.constexpr,
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
@@ -144,7 +144,8 @@ def flash_fwd_kernel(
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
     in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
-    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over.
+    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over, but
+    for the first keys.
 
     Args:
         num_items: tiles of queries of all heads, one work item each.
@@ -155,7 +156,8 @@ def flash_fwd_kernel(
             the items as they come, see `next_item`, and tells the consumers; else None.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
-        OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
+        OUT: "staged" in shared memory of its own; "in q", the queries', where there is no more; or
+            of a part in float32, "joined" to a result over other keys, or the "first" result.
     """
     dtype: gl.constexpr = q[0].dtype
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
@@ -165,7 +167,7 @@ def flash_fwd_kernel(
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
-    if not OUT_IN_Q and mask.intervals is None:
+    if OUT == "staged":
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
     q_full = allocate_barriers(NUM_TILES_Q)
     q_read = allocate_barriers(NUM_TILES_Q)
@@ -178,7 +180,7 @@ def flash_fwd_kernel(
     shared, carried = (), ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
-    if mask.intervals is not None:
+    if OUT == "joined":
         carried = out
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
@@ -190,13 +192,13 @@ def flash_fwd_kernel(
             (_consume, (
                 tiles, barriers, shared, out, lse_ptr, problem, rule, window_left, window_right,
                 sinks_ptr, mask.lists, part, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES,
-                AHEAD, OUT_IN_Q,
+                AHEAD, OUT,
             ))
             if part < NUM_CONSUMERS
             else (_produce, (
                 tiles, barriers, shared, counter_ptr, (q, k, v), carried, problem, window_left,
                 window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-                sinks_ptr is None,
+                sinks_ptr is None and OUT != "first",
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
         ],
@@ -295,7 +297,7 @@ def _produce(
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
-        if problem.intervals is not None:
+        if len(carried) > 0:
             first = head_rows(
                 carried[0], batch, rows.end, rows.start, head, problem.heads_q, HEAD_DIM_V
             )
@@ -353,14 +355,16 @@ def _consume(
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT: gl.constexpr,
 ):
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    # The keys are some of all, and join a result over others.
+    # The keys are some of all, and join a result over others where there is one.
     IS_PART: gl.constexpr = problem.intervals is not None
+    JOINS: gl.constexpr = OUT == "joined"
+    OUT_IN_Q: gl.constexpr = OUT == "in q"
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -412,7 +416,7 @@ def _consume(
         if sinks_ptr is not None and not BOUNDED:
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
-        if IS_PART:
+        if JOINS:
             carried = lse_ptr + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
             m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
             has_carry = m_carry != float("-inf")
@@ -449,7 +453,7 @@ def _consume(
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
             e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES)
-            if IS_PART:
+            if JOINS:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
             packed = pack(e, dtype)
@@ -637,7 +641,7 @@ def _prepare(call: KernelCall) -> Prepared:
         or spec.seq_kv % config.block_kv != 0,
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and _room_for(spec, config, 2),
-        "OUT_IN_Q": not isinstance(spec, PartialSpec) and _out_in_q(spec, config),
+        "OUT": _place_of_out(spec, config),
     }
     return persistent(
         call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
@@ -652,7 +656,9 @@ def _room_for(spec: AttentionSpec, config: SpecializedConfig, tiles_q: int) -> b
     return 2 * (columns * rows + columns_v * rows_v) + 1024 <= SHARED_MEMORY_LIMIT["sm90"]
 
 
-def _out_in_q(spec: AttentionSpec, config: SpecializedConfig) -> bool:
-    """Return True if the output's tiles have to lie where the queries' were."""
+def _place_of_out(spec: AttentionSpec, config: SpecializedConfig) -> str:
+    """Return the kernel's `OUT`."""
+    if isinstance(spec, PartialSpec):
+        return "first" if spec.first else "joined"
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
-    return columns == columns_v and not _room_for(spec, config, 1)
+    return "in q" if columns == columns_v and not _room_for(spec, config, 1) else "staged"
