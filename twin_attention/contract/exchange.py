@@ -17,14 +17,15 @@ from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
 
 EXCHANGES = ("ring", "gather", "heads")
 _BLOCK = 128  # rows that travel together: a tile of the kernels
-_RUNS_MAX = 8  # of one rank's rows in a step; with more, what is between them travels too
-_PIECES_MAX = 4  # of a run; with more, keys are put in order after they came
+_RUNS_MAX = 4  # of one rank's rows in a step; with more, what is between them travels too
+_PIECES_MAX = 2  # of a run, and a few beside; with more, keys are put in order after they came
+_PIECES_BESIDE = 8
 # What `exchange=None` counts with, of an H100 with NVLink and NCCL.
 _FLOPS = 600e12  # a second, of the kernels
 _MEMORY = 2.5e12  # bytes a second
 _LINK = 120e9  # bytes a second that one rank receives
 _STEP = 100e-6  # seconds that launches and the exchange of a step take, however small it is
-_RANKS_COUNTED = 8
+_RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 
 
 class Rows(NamedTuple):
@@ -128,15 +129,8 @@ def _step(
 @lru_cache(maxsize=1024)
 def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, ...]) -> _Keys:
     """Return the keys of some ranks that the queries of one see, in the order of the sequence."""
-    begins, ends = (bound[plan.positions(rank)] for bound in plan.bounds(window))
-    held: list[Rows] = []
-    for holder in holders:
-        if holder == rank:  # all of them, so that each row has a gradient
-            runs = [(0, plan.local_len)]
-        else:
-            seen = intervals_of(begins, ends, plan.positions(holder))
-            runs = _runs(seen.query_begins < seen.query_ends)
-        held += [Rows(holder, start, end, start) for start, end in runs]
+    begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
+    held = [rows for holder in holders for rows in _needed(plan, window, rank, holder)]
     holder_of = np.concatenate(
         [np.full(x.end - x.start, x.rank) for x in held] or [np.zeros(0, int)]
     )
@@ -145,9 +139,26 @@ def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, .
     order = np.argsort(positions, kind="stable")
     intervals = intervals_of(begins, ends, positions[order])
     pieces = _pieces(holder_of[order], token_of[order])
-    if len(pieces) <= _PIECES_MAX * len(held):
+    if len(pieces) <= _PIECES_MAX * len(held) + _PIECES_BESIDE:
         return _Keys(tuple(pieces), None, intervals)
     return _Keys(tuple(held), order, intervals)
+
+
+@lru_cache(maxsize=16)
+def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
+    """Return what `ContextPlan.bounds` does, [2, seq_len]."""
+    return np.stack(plan.bounds(window))
+
+
+@lru_cache(maxsize=4096)
+def _needed(plan: ContextPlan, window: Window, rank: int, holder: int) -> tuple[Rows, ...]:
+    """Return the rows of a holder's keys that go to a rank: those that its queries see."""
+    runs = [(0, plan.local_len)]  # all of its own, so that each has a gradient
+    if holder != rank:
+        begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
+        seen = intervals_of(begins, ends, plan.positions_by_rank[holder])
+        runs = _runs(seen.query_begins < seen.query_ends)
+    return tuple(Rows(holder, start, end, start) for start, end in runs)
 
 
 def _runs(seen: np.ndarray) -> list[tuple[int, int]]:
@@ -221,10 +232,15 @@ class _Sizes(NamedTuple):
         )
 
 
+@lru_cache(maxsize=16)
+def _pairs(plan: ContextPlan, window: Window) -> np.ndarray:
+    return plan.pairs(window)
+
+
 @lru_cache(maxsize=256)
 def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) -> float:
     """Estimate how long a forward takes; all ranks wait for the slowest in each step."""
-    size, pairs = plan.size, plan.pairs(window)
+    size, pairs = plan.size, _pairs(plan, window)
     counted = range(0, size, max(1, size // _RANKS_COUNTED))
     holders = [tuple(range(size))] if exchange == "gather" else None
     computing, arriving = [], []
@@ -232,12 +248,13 @@ def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) ->
         of_step = {q: holders[0] if holders else ((q - distance) % size,) for q in counted}
         seen = max(int(pairs[q, list(ranks)].sum()) for q, ranks in of_step.items())
         rows = max(
-            sum(x.end - x.start for x in _keys_of(plan, window, q, ranks).received if x.rank != q)
+            sum(x.end - x.start for r in ranks if r != q for x in _needed(plan, window, q, r))
             for q, ranks in of_step.items()
         )
-        memory = 2 * plan.local_len * sizes.out
-        if holders:
+        if holders:  # keys are put together
             memory = 2 * (plan.local_len + rows) * sizes.keys
+        else:  # out is read and written, where a query sees some key
+            memory = 2 * min(plan.local_len, seen) * sizes.out
         computing.append(_STEP + seen * sizes.flops / _FLOPS + memory / _MEMORY)
         arriving.append(rows * sizes.keys / _LINK)
     if holders:
