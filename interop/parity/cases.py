@@ -1001,7 +1001,7 @@ def _quick_context() -> Iterator[ContextCase]:
     base = ContextCase("", batch=1, seq_q=96, seq_kv=96, heads_q=2, head_dim=16, causal=True)
     yield replace(base, name="context-ring", ranks=4, heads_kv=1, exchange="ring")
     yield replace(
-        base, name="context-documents-all-options", batch=2, heads_q=4, head_dim_v=24,
+        base, name="context-all-options", batch=2, heads_q=4, head_dim_v=24,
         dtype="float16", window_size=(30, None), softcap=4.0, sinks=True, scale=0.3,
         sharding="balanced", documents=(13, 47, 1, 29), exchange="ring",
     )  # fmt: skip

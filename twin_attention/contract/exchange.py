@@ -6,7 +6,7 @@ All of it follows from a plan and a window, on the host, and every rank finds th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -289,7 +289,8 @@ def problem_of_rank(
     if exchange == "gather":
         return replace(spec, seq_kv=plan.seq_len)
     heads_q, heads_kv = spec.heads_q // plan.size, spec.heads_kv // plan.size
-    fields = {"seq_q": plan.seq_len, "seq_kv": plan.seq_len, "window": options.window}
-    fields |= {"heads_q": heads_q, "heads_kv": heads_kv}
-    fields |= {"segmented": plan.cu_seqlens is not None}
-    return AttentionSpec(**vars(spec) | fields)
+    same = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
+    return replace(
+        AttentionSpec(**same), seq_q=plan.seq_len, seq_kv=plan.seq_len, heads_q=heads_q,
+        heads_kv=heads_kv, window=options.window, segmented=plan.cu_seqlens is not None,
+    )  # fmt: skip
