@@ -320,15 +320,23 @@ class ContextCase(FlashCase):
         return replace(super().spec, segmented=bool(self.documents and size))
 
     @property
+    def way(self) -> str:
+        """Return how ranks exchange keys."""
+        return choose_exchange(self.exchange, self.plan, super().spec.window, self._own_part)[0]
+
+    @property
     def part(self) -> AttentionSpec:
         """Return the problem of a rank's kernels."""
-        whole = super().spec
-        part = PartialSpec(**vars(whole))
+        window = super().spec.window
+        options = FlashOptions(window_left=window.left, window_right=window.right)
+        return problem_of_rank(self.way, self._own_part, self.plan, options)
+
+    @property
+    def _own_part(self) -> PartialSpec:
+        """Return the problem of a rank's queries and its own keys."""
         local = self.plan.local_len
-        part = replace(part, seq_q=local, seq_kv=local, window=Window())
-        exchange, _ = choose_exchange(self.exchange, self.plan, whole.window, part)
-        options = FlashOptions(window_left=whole.window.left, window_right=whole.window.right)
-        return problem_of_rank(exchange, part, self.plan, options)
+        part = PartialSpec(**vars(super().spec))
+        return replace(part, seq_q=local, seq_kv=local, window=Window())
 
 
 @dataclass(frozen=True)

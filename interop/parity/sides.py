@@ -98,8 +98,8 @@ def supports(subject: Subject, case: Case) -> bool:
     if subject.side == "torch_attn" and getattr(case, "layout", None) == "strided":
         spec = replace(spec, compact=False)
     if isinstance(case, ContextCase):
-        if subject.side == "pallas_attn" and case.exchange == "gather":
-            return False  # JAX has no batching rule for the sum over ranks
+        if subject.side == "pallas_attn" and case.way == "gather":
+            return False  # under `vmap` JAX does not differentiate a sum over ranks
         spec = case.part
         if isinstance(spec, PartialSpec):
             operations = ("partial_fwd", "partial_bwd")
