@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
+from twin_attention.contract.exchange import Rows
 from twin_attention.targets.target import use_target
 
 _ROUNDS, _CALLS, _WARMUP = 3, 5, 3  # of ranks that are timed together
@@ -43,42 +44,114 @@ class Alone(Peers):
         self,
         rank: int,
         shards: Sequence[tuple[Tensor, ...]],
-        sent: dict[tuple[int, int], tuple[Tensor, ...]],
+        sent: dict[tuple[int, int, int], tuple[Tensor, ...]],
     ) -> None:
         """Take what all ranks of a problem share.
 
         Args:
             rank: this one.
             shards: keys and values of every rank.
-            sent: the gradients that the ranks sent last, by receiver and distance.
+            sent: the gradients that the ranks sent last, by receiver, sender and token.
         """
         self.rank, self.size, self.group = rank, len(shards), "one process"
         self._shards, self._sent = shards, sent
 
-    def shift(
+    def exchange(
         self,
         tensors: tuple[Tensor, ...],
-        distance: int,
-        sends: bool = True,
-        receives: bool = True,
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
     ) -> Transfer:
-        if distance > 0:
-            keys = self._shards[(self.rank - distance) % self.size]
-            return Transfer(keys if receives else None)
-        if sends:  # gradients of keys, which go back
-            self._sent[(self.rank + distance) % self.size, distance] = tensors
-        if not receives:
-            return Transfer(None)
-        nothing = tuple(map(torch.zeros_like, tensors))
-        return Transfer(self._sent.get((self.rank, distance), nothing))
+        if not of_gradients:
+            return Transfer(self._keys(tuple(received)))
+        for rank, start, end, token in sent:
+            rows = tuple(x[:, start:end] for x in tensors)
+            self._sent[rank, self.rank, token] = rows
+        parts = []
+        for rank, start, end, token in received:
+            rows = tuple(x[:, start:end] for x in tensors)
+            if rank != self.rank:
+                nothing = tuple(x.new_zeros(x.shape[0], end - start, *x.shape[2:]) for x in tensors)
+                rows = self._sent.get((self.rank, rank, token), nothing)
+            parts.append(rows)
+        return Transfer(_joined(parts))
 
-    def all_gather(self, x: Tensor) -> Tensor:
+    @cache  # noqa: B019 (as many as steps)
+    def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
+        """Return the keys of a step, which are there before they are asked for."""
+        return _joined(
+            [tuple(x[:, start:end] for x in self._shards[rank]) for rank, start, end, _ in received]
+        )
+
+    def all_to_all(self, x: Tensor) -> Tensor:
         raise NotImplementedError
-
-    reduce_scatter = all_to_all = all_gather
 
     def gather_objects(self, x: Any) -> list[Any]:
         return [x] * self.size
+
+
+class FromHost(Alone):
+    """A rank that runs by itself: the others' keys, and gradients of them, are in host memory."""
+
+    def __init__(
+        self,
+        rank: int,
+        shards: Sequence[tuple[Tensor, ...]],
+        sent: dict[tuple[int, int, int], tuple[Tensor, ...]],
+    ) -> None:
+        super().__init__(rank, shards, sent)
+        self._device = shards[0][0].device
+        self._held = [tuple(map(_on_host, shard)) for shard in shards]
+        self._copies = torch.cuda.Stream() if self._device.type == "cuda" else None
+
+    def exchange(
+        self,
+        tensors: tuple[Tensor, ...],
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
+    ) -> Transfer:
+        if of_gradients:
+            arrived = super().exchange(tensors, sent, received, of_gradients)
+            for rank, _, _, token in sent:
+                place = rank, self.rank, token
+                self._sent[place] = tuple(map(_on_host, self._sent[place]))
+            found = arrived.received
+            return Transfer(found and tuple(x.to(self._device) for x in found))
+        with torch.cuda.stream(self._copies):  # of None nothing
+            found = self._keys(tuple(received))
+            event = self._copies and self._copies.record_event()
+        return Transfer(found, () if event is None else (_Copied(event),))
+
+    def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
+        parts = [
+            tuple(x[:, start:end].to(self._device, non_blocking=True) for x in self._held[rank])
+            for rank, start, end, _ in received
+        ]
+        return _joined(parts)
+
+
+class _Copied:
+    """Wait on the card for copies to it."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a copy in host memory, from which copies to a card do not wait."""
+    return x.cpu().pin_memory() if x.is_cuda else x.clone()
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
+    """Return rows of several ranks behind each other; one rank's without a copy."""
+    if len(parts) < 2:
+        return tuple(x.contiguous() for x in parts[0]) if parts else None
+    return tuple(torch.cat(xs, 1) for xs in zip(*parts, strict=True))
 
 
 class Ranks:
@@ -113,14 +186,21 @@ def assembled(case: Any, results: Sequence[Sequence[Tensor]], is_packed: bool) -
     return [x[0] if is_packed else x for x in whole]
 
 
-def in_turn(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
-    """Return the call of all ranks in turn, which exchange nothing."""
+def in_turn(
+    target: str,
+    case: Any,
+    operation: str,
+    tensors: list[Tensor],
+    exchange: str = "ring",
+    peers: type[Alone] = Alone,
+) -> Call:
+    """Return the call of all ranks in turn, which exchange nothing with each other."""
     shards = [tuple(shares(case, tensors[1:3], rank)) for rank in range(case.ranks)]
-    sent: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    sent: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}
 
     def of_rank(rank: int) -> Run:
         *inputs, dout = shares(case, tensors, rank)
-        attend = partial(_attend, case, Alone(rank, shards, sent))
+        attend = partial(_attend, case, peers(rank, shards, sent), exchange)
         call = Call(prepare_torch(attend, operation, inputs, dout), None)
         return for_target(call, target).run
 
@@ -134,8 +214,18 @@ def in_turn(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Ca
     return Call(run, result)
 
 
-def _attend(case: Any, mesh: Any, q: Tensor, k: Tensor, v: Tensor) -> Any:
-    options = case.options | {"plan": case.plan, "mesh": mesh, "exchange": "ring"}
+def in_turn_gathered(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of all ranks in turn, each of which has all keys that it needs at once."""
+    return in_turn(target, case, operation, tensors, "gather")
+
+
+def in_turn_from_host(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of all ranks in turn, with keys that come from host memory."""
+    return in_turn(target, case, operation, tensors, peers=FromHost)
+
+
+def _attend(case: Any, mesh: Any, exchange: str, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    options = case.options | {"plan": case.plan, "mesh": mesh, "exchange": exchange}
     return context_attention(q, k, v, **options)
 
 
@@ -199,7 +289,8 @@ def _serve(
     tensors = attention_tensors(case.whole, device)
     *inputs, dout = shares(case, tensors, rank)
     with use_target(target):
-        run = prepare_torch(partial(_attend, case, dist.group.WORLD), operation, inputs, dout)
+        attend = partial(_attend, case, dist.group.WORLD, "ring")
+        run = prepare_torch(attend, operation, inputs, dout)
         answers: dict[str, Callable[[], Any]] = {
             "run": lambda: len(leaves(run())),
             "results": lambda: [x.detach().cpu() for x in leaves(run())],
@@ -286,8 +377,8 @@ def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) 
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((case.ranks,), ("context",), auto, devices=devices[: case.ranks])
     placement = jax.NamedSharding(mesh, jax.P(None, "context"))
-    options = case.options | {"plan": case.plan, "mesh": mesh, "axis_name": "context"}
-    attend = partial(context_attention, exchange="ring", **options)
+    options = {"plan": case.plan, "mesh": mesh, "axis_name": "context", "exchange": "ring"}
+    attend = partial(context_attention, **case.options | options)
 
     def place(x: Tensor) -> Any:
         batch = to_jax(x if x.ndim == 4 else x[None])

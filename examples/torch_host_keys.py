@@ -19,6 +19,7 @@ from torch_attn import flash_attention
 from torch_attn.distributed import (
     ContextPlan,
     Peers,
+    Rows,
     Transfer,
     context_attention,
     context_plan,
@@ -64,33 +65,39 @@ class HostKeys(Peers):
         self._keys, self._gradients, self._device = keys, gradients, device
         self._copies = torch.cuda.Stream() if device == "cuda" else None
 
-    def shift(
+    def exchange(
         self,
         tensors: tuple[Tensor, ...],
-        distance: int,
-        sends: bool = True,
-        receives: bool = True,
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
     ) -> Transfer:
-        if distance < 0:  # gradients of keys go back to where they are held
-            if sends:
-                for total, x in zip(self._gradients[self.rank + distance], tensors, strict=True):
-                    total += x.cpu()  # on a GPU the host waits
+        if of_gradients:  # they go back to where keys are held
+            for rank, start, end, token in sent:
+                for total, x in zip(self._gradients[rank], tensors, strict=True):
+                    held = total[:, token : token + end - start]
+                    held += x[:, start:end].cpu()  # on a GPU the host waits
             return Transfer(None)
-        if not receives:
+        if not received:
             return Transfer(None)
-        source = self._keys[(self.rank - distance) % self.size]
         if self._copies is None:
-            return Transfer(source)
+            return Transfer(self._copied(received))
         with torch.cuda.stream(self._copies):
-            received = tuple(x.to(self._device, non_blocking=True) for x in source)
+            found = self._copied(received)
             event = torch.cuda.Event()
             event.record()
-        return Transfer(received, (Copy(event, received),))
+        return Transfer(found, (Copy(event, found),))
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        raise NotImplementedError("one rank at a time exchanges by 'ring' alone")
+    def _copied(self, received: Sequence[Rows]) -> tuple[Tensor, ...]:
+        """Return copies of rows of keys and values on the device."""
+        parts = [
+            [x[:, start:end].to(self._device, non_blocking=True) for x in self._keys[rank]]
+            for rank, start, end, _ in received
+        ]
+        return tuple(torch.cat(xs, 1) if len(xs) > 1 else xs[0] for xs in zip(*parts, strict=True))
 
-    reduce_scatter = all_to_all = all_gather
+    def all_to_all(self, x: Tensor) -> Tensor:
+        raise NotImplementedError("one rank at a time does not exchange heads")
 
     def gather_objects(self, x: Any) -> list[Any]:
         return [x] * self.size

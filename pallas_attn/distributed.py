@@ -34,16 +34,18 @@ from pallas_attn.flash_ops import or_as_xla_says
 from pallas_attn.kernels import reference
 from pallas_attn.operands import operand
 from twin_attention.contract.context import (
-    EXCHANGES,
     ContextPlan,
     Intervals,
-    choose_exchange,
     context_plan,
-    describe_exchange,
     intervals_of,
-    problem_of_rank,
     shard_sequence,
     unshard_sequence,
+)
+from twin_attention.contract.exchange import (
+    EXCHANGES,
+    choose_exchange,
+    describe_exchange,
+    problem_of_rank,
 )
 from twin_attention.contract.operands import (
     FlashOperands,
@@ -115,7 +117,7 @@ def context_attention(
         mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
             but that of the tokens are replicated.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None: "ring", or "gather" where a rank has few tokens.
+            evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient inside `shard_map` is this rank's
@@ -171,7 +173,9 @@ def context_attention(
     described = describe_operands(operands, operand)
     check_context_attention(described, options, plan.local_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
-    chosen, _ = choose_exchange(exchange, plan)
+    part = PartialOperands(*described[:3], *[None] * 4)
+    spec = PartialSpec.of(part, described.q.dtype, options)
+    chosen, _ = choose_exchange(exchange, plan, options.window, spec)
     problem = _Problem(plan, axis_name, chosen, options, implementation)
     attend = _attend_heads if chosen == "heads" else _attend_in_hops
     out, lse = attend(problem, operands)
@@ -201,12 +205,12 @@ def problem_of_context(
     described = describe_operands(operands, operand)
     check_context_attention(described, checked, plan.local_len if mesh is None else plan.seq_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
-    chosen, _ = choose_exchange(exchange, plan)
     part = PartialOperands(*described[:3], *[None] * 4)
     spec = PartialSpec.of(part, described.q.dtype, checked)
     spec = replace(spec, seq_q=plan.local_len, seq_kv=plan.local_len)
-    spec = problem_of_rank(chosen, spec, plan, checked)
-    return tuple(operands[:4]), spec, describe_exchange(exchange, plan, checked.window)
+    chosen, _ = choose_exchange(exchange, plan, checked.window, spec)
+    said = describe_exchange(exchange, plan, checked.window, spec)
+    return tuple(operands[:4]), problem_of_rank(chosen, spec, plan, checked), said
 
 
 PROBLEMS[context_attention] = problem_of_context  # of `explain`

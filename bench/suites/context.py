@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from importlib import import_module
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from bench.calls import PREPARE
@@ -19,9 +18,9 @@ from bench.report.tables import by_case, by_operation, number, ratio, to_grid
 from bench.report.training import status
 from bench.suites.columns import MEMORY, TFLOPS, of_median
 from bench.suites.packed import lognormal
+from interop.parity import cases
 from interop.parity.cases import FlashCase, VarlenCase
 from interop.rendering.tables import Grid
-from twin_attention.contract.context import ContextPlan, context_plan
 from twin_attention.targets.target import use_target
 
 if TYPE_CHECKING:
@@ -35,10 +34,11 @@ NOTE = (
     "documents flash_attention_varlen, over the whole sequence on one GPU: its time divided by the "
     "number of ranks. 'triton dense' runs the portable kernels. 'rank' is the "
     "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
-    "hand: the kernels without the exchange. 'ring' are ranks on as many GPUs, with the exchange: "
-    "in torch a process each, by CUDA events of the slowest rank, in jax one process. The lengths "
-    "of 'lognormal' documents are those of the suite 'packed', around a mean of 1024. FLOPs are "
-    "a rank's share of the pairs that are seen."
+    "hand: the kernels without the exchange; 'gather' reads them in one step, and 'host keys' "
+    "copies them from host memory while it reads those before. 'ring' are ranks on as many GPUs, "
+    "with the exchange: in torch a process each, by CUDA events of the slowest rank, in jax one "
+    "process. The lengths of 'lognormal' documents are those of the suite 'packed', around a mean "
+    "of 1024. FLOPs are a rank's share of the pairs that are seen."
 )
 
 CHANNELS, HEADS = 2048, 2  # HEADS are checked
@@ -49,24 +49,8 @@ NAMES = {"forward": "Forward", "both": "Forward and backward"}
 
 
 @dataclass(frozen=True)
-class ContextCase(FlashCase):
-    """One call of `context_attention`.
-
-    Attributes:
-        ranks: that share the sequence.
-        sharding: the plan's layout.
-        documents: lengths of packed documents; () for one.
-    """
-
-    ranks: int = 2
-    sharding: str = "zigzag"
-    documents: tuple[int, ...] = ()
-
-    @cached_property
-    def plan(self) -> ContextPlan:
-        """Return which rank holds which tokens."""
-        offsets = [0, *accumulate(self.documents)] if self.documents else None
-        return context_plan(self.seq_q, self.ranks, self.sharding, offsets)
+class ContextCase(cases.ContextCase):
+    """One call of `context_attention` beside that of the whole sequence."""
 
     @property
     def whole(self) -> FlashCase | VarlenCase:
@@ -97,7 +81,7 @@ def _case(
     )  # fmt: skip
 
 
-def cases() -> Iterator[ContextCase]:
+def context_cases() -> Iterator[ContextCase]:
     """Yield the cases in order of worth, as a run may be cut off."""
     for ranks in (4, 8, 2):
         yield _case(ranks, 8192)
@@ -111,7 +95,9 @@ def cases() -> Iterator[ContextCase]:
 
 def jobs(targets: Sequence[str]) -> list[Job]:
     """Return forward, and forward with backward, of every case, for the device's own target."""
-    return [job(case, operation, targets[0]) for case in cases() for operation in OPERATIONS]
+    return [
+        job(case, operation, targets[0]) for case in context_cases() for operation in OPERATIONS
+    ]
 
 
 def job(case: ContextCase, operation: Operation, target: str) -> Job:
@@ -131,7 +117,11 @@ def job(case: ContextCase, operation: Operation, target: str) -> Job:
 
 
 # Functions of `bench.ranks`, which imports torch.
-RANKS = {"torch rank": "in_turn", "torch ring": "together", "jax ring": "over_devices"}
+RANKS = {
+    "torch rank": "in_turn", "torch rank gather": "in_turn_gathered",
+    "torch rank host keys": "in_turn_from_host", "torch ring": "together",
+    "jax ring": "over_devices",
+}  # fmt: skip
 
 
 def _ranks(

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cached_property
+from itertools import accumulate, product
 from typing import Any, TypeVar
 
+from twin_attention.contract.context import ContextPlan, context_plan
+from twin_attention.contract.exchange import choose_exchange, problem_of_rank
 from twin_attention.contract.operands import TERMS
 from twin_attention.contract.spec import (
     WINDOW_UNLIMITED,
@@ -23,9 +26,11 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     DilatedSpec,
     Dilation,
+    FlashOptions,
     MergeSpec,
     PagedCache,
     PagedSpec,
+    PartialSpec,
     Precision,
     VarlenSpec,
     Window,
@@ -278,6 +283,63 @@ class DilatedCase(FlashCase):
 
 
 @dataclass(frozen=True)
+class ContextCase(FlashCase):
+    """One call of `context_attention` on every rank.
+
+    Attributes:
+        ranks: that share the sequence.
+        sharding: the plan's layout.
+        documents: lengths of packed documents, behind which there is padding; () for one document.
+        exchange: the call's option.
+        seq_kv: as long as `seq_q`.
+        segments, tree, depths, relative, terms_in_q_dtype, alibi, bias, dropout_rate, row_max,
+            layout: as in `FlashCase`, but always their defaults.
+    """
+
+    ranks: int = 2
+    sharding: str = "zigzag"
+    documents: tuple[int, ...] = ()
+    exchange: str | None = None
+
+    @cached_property
+    def plan(self) -> ContextPlan:
+        """Return which rank holds which tokens."""
+        offsets = [0, *accumulate(self.documents)] if self.documents else None
+        return context_plan(self.seq_q, self.ranks, self.sharding, offsets)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return the call's arguments other than tensors, the plan and the ranks."""
+        names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
+        return {name: getattr(self, name) for name in (*names, "exchange")}
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """Return the problem of the whole sequence with its defaults resolved."""
+        size = self.plan.size  # a plan that cannot be has no problem
+        return replace(super().spec, segmented=bool(self.documents and size))
+
+    @property
+    def way(self) -> str:
+        """Return how ranks exchange keys."""
+        return choose_exchange(self.exchange, self.plan, super().spec.window, self._own_part)[0]
+
+    @property
+    def part(self) -> AttentionSpec:
+        """Return the problem of a rank's kernels."""
+        window = super().spec.window
+        options = FlashOptions(window_left=window.left, window_right=window.right)
+        return problem_of_rank(self.way, self._own_part, self.plan, options)
+
+    @property
+    def _own_part(self) -> PartialSpec:
+        """Return the problem of a rank's queries and its own keys."""
+        local = self.plan.local_len
+        part = PartialSpec(**vars(super().spec))
+        return replace(part, seq_q=local, seq_kv=local, window=Window())
+
+
+@dataclass(frozen=True)
 class DecodeCase:
     """One call of `paged_decode`.
 
@@ -464,7 +526,7 @@ class MergeCase:
         )
 
 
-# Or a BlockSparseCase or DilatedCase, which are FlashCases.
+# Or a BlockSparseCase, DilatedCase or ContextCase, which are FlashCases.
 Case = FlashCase | VarlenCase | DecodeCase | PagedCase | AppendCase | MergeCase
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ
 C = TypeVar("C", bound=Case)
@@ -491,6 +553,11 @@ def dilated_cases(suite: str = "quick", pattern: str = "") -> list[DilatedCase]:
     return _choose(suite, pattern, _quick_dilated, _full_dilated, _large_dilated)
 
 
+def context_cases(suite: str = "quick", pattern: str = "") -> list[ContextCase]:
+    """Return the cases of a suite whose names contain `pattern`."""
+    return _choose(suite, pattern, _quick_context, _full_context, _large_context)
+
+
 def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
     """Return the cases of a suite whose names contain `pattern`."""
     return _choose(suite, pattern, _quick_decode, _full_decode, _large_decode)
@@ -513,8 +580,8 @@ def merge_cases(suite: str = "quick", pattern: str = "") -> list[MergeCase]:
 
 # The cases of each function.
 KINDS = (
-    flash_cases, varlen_cases, block_sparse_cases, dilated_cases, decode_cases, paged_cases,
-    append_cases, merge_cases,
+    flash_cases, varlen_cases, block_sparse_cases, dilated_cases, context_cases, decode_cases,
+    paged_cases, append_cases, merge_cases,
 )  # fmt: skip
 
 
@@ -936,6 +1003,52 @@ def _large_dilated() -> Iterator[DilatedCase]:
     for d in (64, 128):
         yield replace(base, name=f"large-dilated-d{d}", head_dim=d)
         yield replace(base, name=f"large-dilated-d{d}-causal", head_dim=d, causal=True)
+
+
+def _quick_context() -> Iterator[ContextCase]:
+    base = ContextCase("", batch=1, seq_q=96, seq_kv=96, heads_q=2, head_dim=16, causal=True)
+    yield replace(base, name="context-ring", ranks=4, heads_kv=1, exchange="ring")
+    yield replace(
+        base, name="context-all-options", batch=2, heads_q=4, head_dim_v=24,
+        dtype="float16", window_size=(30, None), softcap=4.0, sinks=True, scale=0.3,
+        sharding="balanced", documents=(13, 47, 1, 29), exchange="ring",
+    )  # fmt: skip
+    yield replace(
+        base, name="context-gather", ranks=3, sharding="stripe", exchange="gather", causal=False
+    )
+    yield replace(base, name="context-fp32-heads", dtype="float32", exchange="heads", softcap=9.0)
+
+
+def _full_context() -> Iterator[ContextCase]:
+    for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")):
+        base = ContextCase(
+            f"context-full-{short}", 1, 1536, 1536, 4, 4, dtype=dtype, causal=True, ranks=4
+        )
+        for name, changes in _full_context_changes():
+            yield replace(base, name=f"{base.name}-{name}", **changes)
+
+
+def _full_context_changes() -> Iterator[Change]:
+    documents = {"documents": (700, 30, 1, 400, 300), "sharding": "balanced"}
+    for exchange in ("ring", "gather"):
+        way = {"exchange": exchange}
+        for d in (64, 128):
+            yield f"{exchange}-d{d}", way | {"head_dim": d}
+        yield f"{exchange}-window", way | {"window_size": (100, None), "head_dim": 128}
+        yield f"{exchange}-documents", way | documents
+    yield "ring-d256", {"exchange": "ring", "head_dim": 256}
+    yield "ring-full", {"exchange": "ring", "causal": False, "batch": 2, "heads_kv": 2}
+    yield "ring-8-sinks", {"exchange": "ring", "ranks": 8, "sinks": True, "softcap": 20.0}
+    yield "ring-deterministic", {"exchange": "ring", "deterministic": True, "head_dim": 128}
+    yield "gather-stripe", {"exchange": "gather", "sharding": "stripe", "window_size": (9, None)}
+    yield "heads-documents", documents | {"exchange": "heads"}
+
+
+def _large_context() -> Iterator[ContextCase]:
+    base = ContextCase("", 1, 16384, 16384, 4, 2, head_dim=128, causal=True, exchange="ring")
+    for ranks in (2, 8):
+        yield replace(base, name=f"large-context-{ranks}", ranks=ranks)
+    yield replace(base, name="large-context-window", ranks=8, window_size=(1000, None))
 
 
 def _quick_decode() -> Iterator[DecodeCase]:

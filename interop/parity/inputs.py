@@ -13,6 +13,7 @@ from interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     Case,
+    ContextCase,
     DecodeCase,
     FlashCase,
     MergeCase,
@@ -46,7 +47,8 @@ def make_inputs(case: Case, device: str) -> Tensors:
     Returns:
         The tensors of the call by argument name, normally distributed. Of a "strided" flash case,
         q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]; with segment ids q, k, v
-        and dout are NaN in the padding. A block-sparse case has a mask of booleans. A flash case
+        and dout are NaN in the padding. The documents of a context case are segment ids, for the
+        oracle. A block-sparse case has a mask of booleans. A flash case
         with gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case
         has without B; there q, k, v and dout are NaN in the padding. A decode case has
         its pages in random order; what no sequence uses is poisoned: pages, slots past the
@@ -101,6 +103,9 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
     if case.segments:
         inputs["q_segment_ids"] = _segment_ids(case, normal, spec.seq_q)
         inputs["kv_segment_ids"] = _segment_ids(case, normal, spec.seq_kv)
+    if isinstance(case, ContextCase) and case.documents:
+        ids = torch.from_numpy(case.plan.document_ids).to(q.device).expand(case.batch, -1)
+        inputs |= dict.fromkeys(("q_segment_ids", "kv_segment_ids"), ids.contiguous())
     if case.tree:
         packed = _trees(case, [(spec.seq_q, spec.seq_kv)] * spec.batch, q.device)
         sizes = {"q_depths": spec.seq_q}

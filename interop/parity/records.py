@@ -209,6 +209,8 @@ def problem_text(problem: dict[str, Any]) -> str:
         words.append(problem["pattern"])
     if problem.get("ranks"):
         words.append(f"{problem['ranks']} ranks {problem['sharding']}")
+    if problem.get("exchange"):
+        words.append(problem["exchange"])
     if problem.get("documents"):
         words.append(f"{len(problem['documents'])} documents")
     if problem.get("dilation_rates"):
@@ -230,6 +232,8 @@ def function_of(problem: dict[str, Any]) -> str:
         if "softcap" not in problem:
             return "append_kv"
         return "paged_decode" if problem.get("new_tokens") is None else "paged_attention"
+    if "ranks" in problem:
+        return "context_attention"
     if "dilation_rates" in problem:
         return "dilated_attention"
     if "tile_q" in problem:

@@ -12,12 +12,15 @@ import jax
 import torch
 
 import pallas_attn
+import pallas_attn.distributed
 import torch_attn
+import torch_attn.distributed
 from interop.exchange import to_jax, to_torch
 from interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     Case,
+    ContextCase,
     DecodeCase,
     DilatedCase,
     MergeCase,
@@ -25,8 +28,11 @@ from interop.parity.cases import (
     VarlenCase,
 )
 from interop.parity.inputs import Tensors, has_gradient
+from interop.parity.ranks import AXIS, Room, SimulatedPeers, attend_in_threads, attend_under_vmap
+from twin_attention.contract.context import shard_sequence
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.operands import CONSTANTS
+from twin_attention.contract.spec import PartialSpec
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
@@ -91,6 +97,12 @@ def supports(subject: Subject, case: Case) -> bool:
     spec = case.spec
     if subject.side == "torch_attn" and getattr(case, "layout", None) == "strided":
         spec = replace(spec, compact=False)
+    if isinstance(case, ContextCase):
+        if subject.side == "pallas_attn" and case.way == "gather":
+            return False  # under `vmap` JAX does not differentiate a sum over ranks
+        spec = case.part
+        if isinstance(spec, PartialSpec):
+            operations = ("partial_fwd", "partial_bwd")
     return all(
         any(family.supports(operation, spec, subject.target) is None for family in families)
         for operation in operations
@@ -113,15 +125,31 @@ def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
 def call(side: Side, case: Case, inputs: Tensors, implementation: str) -> Tensors:
     """Return a side's results of a case, by name: see `results`."""
     options = {**case.options, "implementation": implementation}
+    if isinstance(case, ContextCase):
+        return _results_of_ranks(side, case, inputs, implementation)
     return results(side, _function(case), inputs, **options)
+
+
+def _results_of_ranks(
+    side: Side, case: ContextCase, inputs: Tensors, implementation: str
+) -> Tensors:
+    """Return what the ranks of a case got, over the whole sequence."""
+    operands = {x: inputs[x] for x in ("q", "k", "v", "sinks") if x in inputs}
+    gradients = [inputs[name] for name in GRADIENTS if name in inputs]
+    found = side.attend_on_ranks(case, operands, gradients, implementation)
+    return dict(zip((*OUTPUTS, *(f"d{name}" for name in operands)), found, strict=False))
 
 
 def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
     """Return what a side says that it runs for a case."""
     side = SIDES[subject.side]()
-    function = getattr(side.api, _function(case))
     operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
     options = {**case.options, "implementation": subject.implementation}
+    if isinstance(case, ContextCase):
+        operands = side.of_rank(case, operands)
+        function = side.distributed.context_attention
+    else:
+        function = getattr(side.api, _function(case))
     with use_target(subject.target):
         return side.api.explain(function, **operands, **options)
 
@@ -147,7 +175,19 @@ def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tenso
 class TorchSide:
     """torch_attn on torch tensors."""
 
-    api = torch_attn
+    api, distributed = torch_attn, torch_attn.distributed
+
+    def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
+        """Return tensors, plan and mesh of the first rank's call."""
+        own = {x: shard_sequence(operands[x], case.plan, 0) for x in "qkv"}
+        mesh = SimulatedPeers(Room(case.ranks), 0)
+        return own | {"sinks": operands.get("sinks"), "plan": case.plan, "mesh": mesh}
+
+    def attend_on_ranks(
+        self, case: ContextCase, operands: Tensors, gradients: Sequence[Any], implementation: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Return out, lse, and the operands' gradients, as `call` does."""
+        return attend_in_threads(case, operands, gradients, implementation=implementation)
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
         """Return tensors as arrays of the side's framework."""
@@ -181,7 +221,7 @@ class TorchSide:
 class PallasSide:
     """pallas_attn on torch tensors, jitted. An object caches what it has compiled."""
 
-    api = pallas_attn
+    api, distributed = pallas_attn, pallas_attn.distributed
     compiler_options: dict[str, bool] = {}  # noqa: RUF012 - of `jax.jit`; never changed
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
@@ -195,6 +235,24 @@ class PallasSide:
         arrays = self.share(operands)
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
         compiled = self._compile(name, (*arrays,), bool(dout), tuple(sorted(options.items())))
+        found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
+        return tuple(map(to_torch, leaves(found)))
+
+    def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
+        """Return arrays, plan and mesh of the call on all ranks, whose devices need not exist."""
+        own = {x: operands.get(x) for x in ("q", "k", "v", "sinks")}
+        mesh = jax.sharding.AbstractMesh((case.ranks,), (AXIS,))
+        return own | {"plan": case.plan, "axis_name": AXIS, "mesh": mesh}
+
+    def attend_on_ranks(
+        self, case: ContextCase, operands: Tensors, gradients: Sequence[Any], implementation: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Return out, lse, and the operands' gradients, as `call` does."""
+        arrays = self.share(operands)
+        dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
+        attend = _by_position(attend_under_vmap(case, implementation=implementation), arrays)
+        call = _with_gradients(attend, (*arrays,)) if dout else lambda _, *x: attend(*x)
+        compiled = jax.jit(call, compiler_options=self.compiler_options or None)
         found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
         return tuple(map(to_torch, leaves(found)))
 

@@ -101,6 +101,17 @@ def test_causal_work_of_documents_is_equal(seed: int, size: int):
     assert work.max() <= 1.05 * work.mean()
 
 
+def test_documents_stay_whole_where_work_is_equal_with_them():
+    lengths = [900, 150, 700, 800, 200, 100, 850, 396]
+    offsets = np.append(0, np.cumsum(lengths))
+    plan = context_plan(4096, 2, "balanced", offsets)
+    assert plan.distances(Window(None, 0)) == (0, 1)  # of documents that had to be cut
+    cut = [len(set(plan.owners[a:b])) > 1 for a, b in pairwise(offsets)]
+    assert sum(cut) <= 1
+    work = plan.pairs(Window(None, 0)).sum(1)
+    assert work.max() <= 1.03 * work.mean()
+
+
 def test_a_window_needs_near_ranks_alone():
     plan = context_plan(64, 8, "contiguous")
     assert plan.distances(Window(7, 0)) == (0, 1)

@@ -1,7 +1,5 @@
 """Training with ranks that share documents, in torch."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -13,22 +11,14 @@ from examples.torch_context_training import (
     train_on_a_rank,
     train_on_one_device,
 )
-from tests.torch_attn.simulated_ranks import run_ranks, simulate
+from interop.parity.ranks import run_ranks
 from twin_attention.contract.context import ContextPlan
 
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Run ranks as threads, of which one makes its model at a time."""
-    simulate(monkeypatch)
+    """Run ranks as threads."""
     monkeypatch.setattr(torch_context_training, "STEPS", 2)
-    lock, make = threading.Lock(), torch_context_training.make_model
-
-    def make_alone():
-        with lock:
-            return make()
-
-    monkeypatch.setattr(torch_context_training, "make_model", make_alone)
 
     def on_rank(peers):
         def sum_over_ranks(x):

@@ -12,12 +12,12 @@ def test_results_are_those_of_one_call(torch_device):
 
 
 def test_gradients_that_stay_on_the_card_are_missed(monkeypatch, torch_device):
-    shift = HostKeys.shift
+    exchange = HostKeys.exchange
 
-    def keys_alone(self, tensors, distance, sends=True, receives=True):
-        return shift(self, tensors, distance, sends, receives) if distance > 0 else Transfer(None)
+    def keys_alone(self, tensors, sent, received, of_gradients=False):
+        return Transfer(None) if of_gradients else exchange(self, tensors, sent, received)
 
-    monkeypatch.setattr(HostKeys, "shift", keys_alone)
+    monkeypatch.setattr(HostKeys, "exchange", keys_alone)
     assert largest_error(torch_device, seq_len=96, parts=4) > 100 * TOLERANCE
 
 

@@ -190,6 +190,7 @@ def test_every_case_is_one_of_a_function(suite):
     names = {
         "FlashCase": "flash_attention", "VarlenCase": "flash_attention_varlen",
         "BlockSparseCase": "block_sparse_attention", "DilatedCase": "dilated_attention",
+        "ContextCase": "context_attention",
         "DecodeCase": "paged_decode", "PagedCase": "paged_attention", "AppendCase": "append_kv",
         "MergeCase": "merge_states",
     }  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_attn
-from interop.parity.cases import DecodeCase, FlashCase, decode_cases
+from interop.parity.cases import DecodeCase, FlashCase, context_cases, decode_cases
 from interop.parity.check import worst
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
@@ -152,3 +152,16 @@ def test_gradients_of_out_alone(side, torch_device):
     results = dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
     del inputs["dlse"]
     assert worst(results, expectations(inputs, parts_of(CASE.spec))) <= 1
+
+
+@pytest.mark.parametrize("case", context_cases(), ids=lambda case: case.name)
+def test_ranks_on_both_sides(case):
+    """What ranks of one device got is right over the whole sequence, and each side explains it."""
+    inputs = make_inputs(case, "cpu")
+    expected = expectations(inputs, parts_of(case.spec))
+    sides = [Subject(side, "reference") for side in SIDES]
+    found = [subject for subject in sides if supports(subject, case)]
+    assert len(found) == (1 if case.exchange == "gather" else 2)
+    for subject in found:
+        assert worst(run(subject, case, inputs), expected) <= 1
+        assert case.exchange in str(explain(subject, case, inputs))

@@ -70,7 +70,8 @@ if __name__ == "__main__":
         "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=LIMIT
     )
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("context",))
-    for exchange, layout in (("ring", "zigzag"), ("gather", "stripe"), ("heads", "balanced")):
+    ways = ("ring", "zigzag"), ("gather", "stripe"), ("gather", "zigzag"), ("heads", "balanced")
+    for exchange, layout in ways:
         check(mesh["context"], context_plan(96, size, layout), exchange)
     check(dist.group.WORLD, context_plan(96, size, "contiguous"), "ring")
     check_torch_conventions(mesh["context"], rank)

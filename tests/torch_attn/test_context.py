@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import torch_attn
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
+from interop.parity.ranks import Room, SimulatedPeers, run_ranks
 from tests.oracle import assert_within_budget
-from tests.torch_attn.simulated_ranks import Room, SimulatedPeers, run_ranks, simulate
 from torch_attn.dispatch import choose
 from torch_attn.distributed import (
     context,
@@ -28,7 +28,8 @@ from torch_attn.distributed.context import Problem
 from torch_attn.distributed.sums import GradientSums
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.sum import sum_kernel
-from twin_attention.contract.context import EXCHANGES, LAYOUTS
+from twin_attention.contract.context import LAYOUTS
+from twin_attention.contract.exchange import EXCHANGES, Rows
 from twin_attention.contract.spec import Window
 
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
@@ -46,8 +47,7 @@ DOCUMENTS = (0, 13, 13, 60, 61, 90)
 
 
 @pytest.fixture
-def ranks(monkeypatch):
-    simulate(monkeypatch)
+def ranks():
     return run_ranks
 
 
@@ -168,33 +168,41 @@ def test_the_same_bits_every_time(ranks, torch_device):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, torch_device):
-    plan, sent = context_plan(96, 8, "contiguous"), []
-    shift = SimulatedPeers.shift
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, exchange, torch_device):
+    """Of 256 keys of a rank the next one sees those of a block."""
+    plan, routes = context_plan(1024, 4, "contiguous"), []
+    original = SimulatedPeers.exchange
 
-    def counted(self, tensors, distance, sends=True, receives=True):
-        sent.append((self.rank, distance, sends, receives))
-        return shift(self, tensors, distance, sends, receives)
+    def counted(self, tensors, sent, received, of_gradients=False):
+        routes.append((self.rank, of_gradients, sent, received))
+        return original(self, tensors, sent, received, of_gradients)
 
-    monkeypatch.setattr(SimulatedPeers, "shift", counted)
-    case = replace(CASE, window_size=(11, None))  # a rank has 12 tokens
+    monkeypatch.setattr(SimulatedPeers, "exchange", counted)
+    sizes = {"batch": 1, "seq_q": 1024, "seq_kv": 1024, "heads_q": 1, "heads_kv": 1}
+    case = replace(CASE, **sizes, window_size=(40, None))
     inputs, spec = problem(case, plan, torch_device)
-    assert_within_budget(attend(ranks, case, plan, inputs, exchange="ring"), inputs, spec)
-    assert {abs(distance) for _, distance, _, _ in sent} == {1}
-    assert (7, 1, False, True) in sent  # the last rank's keys are seen by no other
-    assert (0, 1, True, False) in sent
-    assert len(sent) == 3 * 8  # keys forward, keys and gradients backward
+    got = attend(ranks, case, plan, inputs, exchange=exchange, implementation="reference")
+    assert_within_budget(got, inputs, spec)
+    found = [
+        (to_earlier, rank, rows.rank, rows.end - rows.start)
+        for rank, to_earlier, sent, _ in routes
+        for rows in sent
+    ]
+    keys = [(False, rank, rank + 1, 128) for rank in range(3)]
+    gradients = [(True, rank + 1, rank, 128) for rank in range(3)]
+    assert sorted(found) == sorted([*keys, *keys, *gradients])  # keys forward and backward
 
 
 @pytest.mark.parametrize("fault", ["stale keys", "no window", "16 bits", "own gradients"])
 def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
     """Faults seen in ring attentions elsewhere are above the budget."""
     hops, send_back, run = Problem.hops, Problem.send_back, Problem.run
-    intervals = context._intervals
+    steps = context._steps
 
     def stale(self, q, k, v):
-        for distance, operands in hops(self, q, k, v):
-            yield distance, operands and operands._replace(k=k, v=v)
+        for step, operands in hops(self, q, k, v):
+            yield step, operands and operands._replace(k=k, v=v)
 
     def rounded(self, operation, *tensors):
         found = run(self, operation, *tensors)
@@ -207,12 +215,12 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
         monkeypatch.setattr(Problem, "hops", stale)
     if fault == "no window":
         monkeypatch.setattr(
-            context, "_intervals", lambda *a: intervals(*a[:2], Window(None, 0), *a[3:])
+            context, "_steps", lambda plan, window, *a: steps(plan, Window(None, 0), *a)
         )
     if fault == "16 bits":
         monkeypatch.setattr(Problem, "run", rounded)
     if fault == "own gradients":
-        monkeypatch.setattr(Problem, "send_back", lambda self, d, dx: send_back(self, d, dx[::-1]))
+        monkeypatch.setattr(Problem, "send_back", lambda self, x, dx: send_back(self, x, dx[::-1]))
     plan = context_plan(96, 4)
     case = replace(CASE, window_size=(40, None), dtype="float32")
     inputs, spec = problem(case, plan, torch_device)
@@ -315,7 +323,7 @@ def test_derivatives_that_are_refused(ranks):
     [
         ({"exchange": "ring"}, 4, "ring: it was asked for; keys of other ranks come in 3 of up to"),
         ({"exchange": "ring", "window_size": (3, None)}, 4, "keys of other ranks come in 2 of up"),
-        ({}, 4, "gather: 24 tokens of a rank are too few to hide a transfer"),
+        ({}, 4, "gather: by estimate a forward takes 0.4 ms in a ring, and 0.1 ms after a gather"),
         ({"exchange": "heads"}, 1, "heads: it was asked for"),
     ],
 )
@@ -341,14 +349,17 @@ def test_explain(monkeypatch, options, kernel_heads, exchange):
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_sums_of_gradients(count):
     """Gradients are summed in float32, in the order in which they come, a few in a pass."""
-    first, *others = torch.randn(count, 2, 5000)
-    sums = GradientSums(tuple(first))
-    for x in others:
-        sums.add(tuple(x))
-        sums.add(None)
-    expected = reduce(torch.add, others, first)
-    total = sums.total(torch.bfloat16)
-    assert torch.equal(torch.stack(total), expected.bfloat16())
+    first, *others = torch.randn(count, 2, 1, 5000, 1, 1)
+    every, sums = Rows(0, 0, 5000, 0), GradientSums()
+    for x in (first, *others):
+        sums.add(tuple(x.clone()), (every,))
+        sums.add(None, ())
+    part = torch.randn(2, 1, 30, 1, 1)
+    sums.add(tuple(part), (Rows(1, 5, 25, 100), Rows(1, 25, 35, 4000)))
+    expected = reduce(torch.add, others, first.clone())
+    expected[:, :, 100:120] += part[:, :, :20]
+    expected[:, :, 4000:4010] += part[:, :, 20:]
+    torch.testing.assert_close(torch.stack(sums.total(torch.float32)), expected)
 
 
 def test_sum_kernel():

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from interop.parity.cases import FlashCase
+from interop.parity.ranks import run_ranks
 from tests.oracle import assert_within_budget
 from tests.torch_attn.explicit_kernels import MODES, gluon_backend
 from tests.torch_attn.gluon_interpreter import interpreted
-from tests.torch_attn.simulated_ranks import one_at_a_time, run_ranks
 from tests.torch_attn.test_context import attend, problem
 from torch_attn.distributed import context, context_plan
+from torch_attn.kernels.sm90 import partial_fwd
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 
@@ -34,6 +35,11 @@ CASES = {
         context_plan(276, 2, "stripe"),
         "random",
     ),
+    "gather": (
+        replace(CASE, window_size=(40, None), deterministic=True),
+        context_plan(512, 2, "contiguous"),
+        "random",
+    ),
     "softcap": (
         replace(
             SHORT, causal=False, softcap=3.0, head_dim_v=128, dtype="float16", deterministic=True
@@ -44,25 +50,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_ranks(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "from_nothing"),
+    [*((name, False) for name in CASES), ("documents", True), ("gather", True)],
+)
+def test_ranks(monkeypatch, name, from_nothing):
     """Compare what ranks get with the whole sequence; memory that is not written yet is NaN."""
     (case, plan, mode), launched = CASES[name], []
+    exchange = "gather" if name == "gather" else "ring"
 
     def run(self, operation, *tensors):
         function = BACKEND.family.function(operation)
-        assert BACKEND.family.supports(operation, self.call.spec, "sm90") is None
-        with one_at_a_time, interpreted(MODES[mode]) as names:
-            results = context._RUN[operation](function, self.call.spec, BACKEND, *tensors)
+        spec = self.spec_of(operation, tensors)
+        assert BACKEND.family.supports(operation, spec, "sm90") is None
+        with interpreted(MODES[mode]) as names:
+            results = context._RUN[operation](function, spec, BACKEND, *tensors)
         launched.extend(names)
         return results
 
     monkeypatch.setattr(context.Problem, "run", run)
+    monkeypatch.setattr(partial_fwd, "STARTS_FROM_NOTHING", from_nothing)
     always = dict.fromkeys((">= 1024 keys", ">= 2048 keys"), lambda spec: True)
     with mock.patch.dict(CONDITIONS, always):
         config._shipped.cache_clear()
         inputs, spec = problem(case, plan, torch.device("cpu"))
-        got = attend(run_ranks, case, plan, inputs, exchange="ring")
+        got = attend(run_ranks, case, plan, inputs, exchange=exchange)
     config._shipped.cache_clear()
     assert_within_budget(got, inputs, spec)
     assert ("flash_bwd_fused" in launched) != case.deterministic

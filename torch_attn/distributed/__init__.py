@@ -14,10 +14,12 @@ from twin_attention.contract.context import (
     shard_sequence,
     unshard_sequence,
 )
+from twin_attention.contract.exchange import Rows
 
 __all__ = [
     "ContextPlan",
     "Peers",
+    "Rows",
     "Transfer",
     "context_attention",
     "context_plan",

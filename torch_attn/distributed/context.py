@@ -4,7 +4,8 @@
 read those that arrived before. A partial result goes from hop to hop in float32 and is rounded once
 (Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
 there, so that no rank passes on what another one sent.
-"gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
+"gather": each rank gathers the keys that its queries see and attends once; gradients are summed
+where the keys are held.
 "heads": each rank gets all tokens of some heads, and attends as without a group (Jacobs et al.
 2023, DeepSpeed Ulysses, arXiv 2309.14509).
 """
@@ -16,7 +17,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -31,12 +31,13 @@ from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import autocast_dtype, cast_inputs, operand, rows_aligned
 from torch_attn.operators import readable
-from twin_attention.contract.context import (
+from twin_attention.contract.context import ContextPlan, Intervals
+from twin_attention.contract.exchange import (
     EXCHANGES,
-    ContextPlan,
-    Intervals,
+    Step,
     choose_exchange,
     describe_exchange,
+    exchange_steps,
     problem_of_rank,
 )
 from twin_attention.contract.operands import (
@@ -98,13 +99,12 @@ def context_attention(
         mesh: a `DeviceMesh` of one dimension, a process group, or `Peers` that exchange in their
             own way, of ``plan.size`` ranks.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None: "ring", or "gather" where a rank has few tokens.
+            evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share: their sum is
             the whole.
-        deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
-            the group's.
+        deterministic: as in `flash_attention`.
         return_lse: return the log-sum-exp as well. It is differentiable.
         implementation: as in `flash_attention`; "ring" and "gather" have "gluon" on SM90, "triton"
             and "reference".
@@ -231,12 +231,14 @@ def _check(
     described = describe_operands(operands, operand)
     check_context_attention(described, options, plan.local_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
-    chosen, _ = choose_exchange(exchange, plan)
     spec: AttentionSpec = PartialSpec.of(
         PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options
     )
+    chosen, _ = choose_exchange(exchange, plan, options.window, spec)
+    if chosen == "gather":
+        (step,) = exchange_steps(plan, options.window, chosen, peers.rank)
+        spec = replace(spec, seq_kv=step.num_keys)
     if chosen != "heads":
-        spec = problem_of_rank(chosen, spec, plan, options)
         choose(implementation, "partial_fwd", q.device, spec)
     return _Call(options, spec, chosen, implementation), tuple(operands[:4])
 
@@ -257,27 +259,45 @@ def problem_of_context(
     names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
     given = *(options[name] for name in names), options["return_lse"]
     call, tensors = _check(peers, plan, (q, k, v, sinks), given, exchange, None)
-    spec = call.spec
+    spec, window = call.spec, call.options.window
+    said = describe_exchange(exchange, plan, window, spec)
     if call.exchange == "heads":
-        spec = problem_of_rank(call.exchange, call.spec, plan, call.options)
-    return tensors, spec, describe_exchange(exchange, plan, call.options.window)
+        spec = problem_of_rank(call.exchange, spec, plan, call.options)
+    return tensors, spec, said
 
 
 PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
-@lru_cache(maxsize=256)
-def _intervals(
-    plan: ContextPlan, rank: int, window: Window, rank_kv: int | None, device: torch.device
-) -> Intervals:
-    found = plan.intervals(rank, window, rank_kv)
-    return Intervals(*(torch.from_numpy(x).to(device) for x in found))
+class _Step(NamedTuple):
+    """A `Step` whose arrays are on a device.
+
+    Attributes:
+        step: on the host.
+        order, inverse: of its keys, where they do not come in the order of the sequence.
+        intervals: of its keys.
+        is_own: its keys are those of this rank.
+    """
+
+    step: Step
+    order: Tensor | None
+    inverse: Tensor | None
+    intervals: Intervals
+    is_own: bool
 
 
 @lru_cache(maxsize=256)
-def _hops(plan: ContextPlan, window: Window) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return whose keys the queries of each rank see, [size, size] bool, and at which distances."""
-    return plan.needed(window), plan.distances(window)
+def _steps(
+    plan: ContextPlan, window: Window, exchange: str, rank: int, device: torch.device
+) -> tuple[_Step, ...]:
+    found = []
+    for step in exchange_steps(plan, window, exchange, rank):
+        order = step.order if step.order is None else torch.from_numpy(step.order).to(device)
+        intervals = Intervals(*(torch.from_numpy(x).to(device) for x in step.intervals))
+        inverse = None if order is None else order.argsort()
+        is_own = [rows.rank for rows in step.received] == [rank]
+        found.append(_Step(step, order, inverse, intervals, is_own))
+    return tuple(found)
 
 
 @lru_cache(maxsize=256)
@@ -293,12 +313,14 @@ class Problem(NamedTuple):
     Attributes:
         peers, call, plan: of the call.
         rows_aligned: of its tensors, so that one family runs all hops.
+        first: no keys were read yet.
     """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
     rows_aligned: bool = True
+    first: bool = False
 
     @property
     def window(self) -> Window:
@@ -312,55 +334,64 @@ class Problem(NamedTuple):
             operation: "partial_fwd", "partial_bwd" or "partial_dq".
             tensors: as `_RUN` takes them, a tensor first.
         """
-        # What is left out differs between the first hop and the others, whose calls are told apart.
-        left_out = tuple(x is None for x in tensors)
-        options = self.call.spec, left_out, self.rows_aligned, self.call.implementation
+        # Calls of one step are told apart from those of another, so that each is found at once.
+        left_out = tuple([x is None for x in tensors])
+        spec = self.call.spec
+        options = spec, self._num_keys(operation, tensors), left_out, self.first, self.rows_aligned
+        options = *options, self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
-            spec = replace(self.call.spec, rows_aligned=self.rows_aligned)
+            spec = self.spec_of(operation, tensors)
             call = Call(operation, _RUN[operation], spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
 
+    def spec_of(self, operation: str, tensors: tuple[Tensor | None, ...]) -> AttentionSpec:
+        """Return the problem of an operation on tensors."""
+        num_keys = self._num_keys(operation, tensors)
+        is_first = operation == "partial_fwd" and self.first
+        return replace(
+            self.call.spec, seq_kv=num_keys, rows_aligned=self.rows_aligned, first=is_first
+        )
+
+    def _num_keys(self, operation: str, tensors: tuple[Tensor | None, ...]) -> int:
+        keys = tensors[_PLACE_OF_KEYS[operation]] if operation in _PLACE_OF_KEYS else None
+        return self.call.spec.seq_kv if keys is None else keys.shape[1]
+
     def hops(
         self, q: Tensor, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[int, PartialOperands[Tensor] | None]]:
-        """Return the distance and the operands of each hop, own keys first; None for no keys.
+    ) -> Iterator[tuple[_Step, PartialOperands[Tensor] | None]]:
+        """Yield each step and its operands, own keys first; None for no keys.
 
         The next keys are on their way while the caller works with those it was given.
         """
-        peers, plan, device = self.peers, self.plan, q.device
-        if self.call.exchange == "gather":
-            keys = (_in_sequence(peers.all_gather(x), plan) for x in (k, v))
-            bounds = _intervals(plan, peers.rank, self.window, None, device)
-            yield 0, _operands(q, tuple(keys), bounds)
-            return
-        needed, distances = _hops(plan, self.window)
-        arrived = k, v
-        for distance, following in zip(distances, (*distances[1:], None), strict=True):
-            transfer = Transfer(None)
-            if following is not None:
-                after, before = ((peers.rank + d) % plan.size for d in (following, -following))
-                transfer = peers.shift(
-                    (k, v), following, needed[after, peers.rank], needed[peers.rank, before]
-                )
-            if arrived is None:
-                yield distance, None
-            else:
-                rank_kv = (peers.rank - distance) % plan.size
-                bounds = _intervals(plan, peers.rank, self.window, rank_kv, device)
-                yield distance, _operands(q, arrived, bounds)
+        call, peers = self.call, self.peers
+        steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)
+        transfer = self._fetch(steps[0], k, v)
+        for step, following in zip(steps, (*steps[1:], None), strict=True):
             arrived = transfer.wait()
+            if following is not None:
+                transfer = self._fetch(following, k, v)
+            if arrived is not None and step.order is not None:
+                arrived = tuple(x.index_select(1, step.order) for x in arrived)
+            yield step, None if arrived is None else _operands(q, arrived, step.intervals)
 
-    def send_back(self, distance: int, gradients: tuple[Tensor, ...]) -> Transfer:
-        """Begin to send gradients of keys to the rank that holds them, and to receive its own."""
-        peers, (needed, _) = self.peers, _hops(self.plan, self.window)
-        after, before = ((peers.rank + d) % self.plan.size for d in (distance, -distance))
-        return peers.shift(
-            gradients, -distance, needed[peers.rank, before], needed[after, peers.rank]
-        )
+    def _fetch(self, step: _Step, k: Tensor, v: Tensor) -> Transfer:
+        """Begin to exchange the keys of a step."""
+        if step.is_own and not step.step.sent:
+            return Transfer((k, v))
+        return self.peers.exchange((k, v), step.step.sent, step.step.received)
+
+    def send_back(self, step: _Step, gradients: tuple[Tensor, ...]) -> Transfer:
+        """Begin to send gradients of a step's keys to the ranks that hold them, and to receive."""
+        _, _, _, _, returned, gathered = step.step
+        if step.is_own and not returned and len(gathered) == 1:
+            return Transfer(gradients)
+        if step.inverse is not None:
+            gradients = tuple(x.index_select(1, step.inverse) for x in gradients)
+        return self.peers.exchange(gradients, returned, gathered, of_gradients=True)
 
 
 def _operands(q: Tensor, keys: tuple[Tensor, ...], bounds: Intervals) -> PartialOperands[Tensor]:
@@ -398,6 +429,8 @@ def _run_dq(
 
 
 _NO_CARRY = (None,) * len(GradientCarry._fields)
+# Of k among their tensors
+_PLACE_OF_KEYS = {"partial_fwd": 3, "partial_bwd": 5 + len(_NO_CARRY)}
 _RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq": _run_dq}
 
 
@@ -417,10 +450,12 @@ class _Attention(torch.autograd.Function):
         new = q.new_zeros if problem.plan.has_padding else q.new_empty
         out = new((batch, rows, heads, v.shape[3]), dtype=torch.float32)
         lse = out.new_full((batch, heads, rows), -torch.inf)
-        for distance, operands in problem.hops(q, k, v):
+        problem = problem._replace(first=True)
+        for _, operands in problem.hops(q, k, v):
             if operands is not None:
-                operands = operands._replace(sinks=None if distance else sinks)
+                operands = operands._replace(sinks=sinks if problem.first else None)
                 out, lse = problem.run("partial_fwd", out, lse, *operands)
+                problem = problem._replace(first=False)
         out = out.to(q.dtype)
         ctx.save_for_backward(*saved, out, lse)
         return out, lse
@@ -435,27 +470,20 @@ class _Attention(torch.autograd.Function):
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
-        carry, own, transfer = _NO_CARRY, (), Transfer(None)
-        for distance, operands in problem.hops(q, k, v):
-            found = own  # their shapes, where this rank has nothing to send
+        carry, of_keys = _NO_CARRY, GradientSums()
+        arriving, rows = Transfer(None), ()
+        for step, operands in problem.hops(q, k, v):
             if operands is not None:
                 *carry, dk, dv = problem.run("partial_bwd", dout, dlse, out, lse, *carry, *operands)
-                found = dk, dv
-            if distance == 0:
-                own = found
-                of_keys = GradientSums(own)
-            else:
-                arriving = problem.send_back(distance, tuple(found))
-                of_keys.add(transfer.wait())
-                transfer = arriving
-        of_keys.add(transfer.wait())
+            # Where this rank has no keys, these are the shapes of what the others send.
+            following = problem.send_back(step, (dk, dv))
+            of_keys.add(arriving.wait(), rows)
+            arriving, rows = following, step.step.gathered
+        of_keys.add(arriving.wait(), rows)
         *_, delta = carry
         assert delta is not None  # own keys are the first hop
         assert lse is not None
         (dq,) = problem.run("partial_dq", q, *carry)
-        if problem.call.exchange == "gather":
-            peers, plan = problem.peers, problem.plan
-            of_keys = GradientSums([peers.reduce_scatter(_by_rank(x, plan)) for x in own])
         dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:

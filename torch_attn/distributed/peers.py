@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -11,11 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from twin_attention.contract.exchange import Rows
 from twin_attention.contract.validate import fail, type_name
-
-# Torch 2.13 renamed them.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Transfer(NamedTuple):
@@ -38,6 +37,16 @@ class Transfer(NamedTuple):
         return self.received
 
 
+def room_for(
+    tensors: Sequence[Tensor], received: Sequence[Rows]
+) -> tuple[tuple[Tensor, ...], list[slice]]:
+    """Return memory for rows that come, and where in it those of each sender are."""
+    ends = list(accumulate(rows.end - rows.start for rows in received))
+    total = ends[-1] if ends else 0
+    into = tuple(x.new_empty((x.shape[0], total, *x.shape[2:])) for x in tensors)
+    return into, [slice(*x) for x in pairwise([0, *ends])]
+
+
 class Peers(ABC):
     """The ranks that share a sequence, and how tensors go from one to another.
 
@@ -53,28 +62,24 @@ class Peers(ABC):
     group: Hashable
 
     @abstractmethod
-    def shift(
+    def exchange(
         self,
         tensors: tuple[Tensor, ...],
-        distance: int,
-        sends: bool = True,
-        receives: bool = True,
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
     ) -> Transfer:
-        """Begin to send tensors to the rank `distance` after this one, and to receive others.
+        """Begin to send rows of tensors to other ranks, and to receive rows of theirs.
+
+        What one rank sends to another comes in the order in which it is sent.
 
         Args:
-            tensors: the rank as far before this one sends such shapes and dtypes.
-            distance: from 1 to size - 1, or negative.
-            sends, receives: the other rank receives them, and it sends some.
+            tensors: [B, S, H, D] each: keys and values, or their gradients.
+            sent: which rows go to whom.
+            received: whose rows come, put together along S in this order; this rank's own may be
+                among them.
+            of_gradients: they are gradients, of the tokens `Rows.token` and after.
         """
-
-    @abstractmethod
-    def all_gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks, [size, ...] in their order."""
-
-    @abstractmethod
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Return the sum over ranks of this rank's part of tensors [size, ...]."""
 
     @abstractmethod
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -104,37 +109,40 @@ class GroupPeers(Peers):
         self.group = self._group = mesh
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
 
-    def shift(
+    def exchange(
         self,
         tensors: tuple[Tensor, ...],
-        distance: int,
-        sends: bool = True,
-        receives: bool = True,
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+        of_gradients: bool = False,
     ) -> Transfer:
-        after, before = (
-            dist.get_global_rank(self._group, (self.rank + d) % self.size)
-            for d in (distance, -distance)
-        )
         tensors = tuple(x.contiguous() for x in tensors)
-        received = tuple(map(torch.empty_like, tensors)) if receives else None
-        ops = []
-        for tag, x in enumerate(tensors):
-            if sends:
-                ops.append(dist.P2POp(dist.isend, x, after, self._group, tag))
-        for tag, x in enumerate(received or ()):
-            ops.append(dist.P2POp(dist.irecv, x, before, self._group, tag))
+        into, places = room_for(tensors, received)
+        sends = [(rows.rank, [x[:, rows.start : rows.end] for x in tensors]) for rows in sent]
+        receives = []
+        for (rank, start, end, _), place in zip(received, places, strict=True):
+            parts = [x[:, place] for x in into]
+            if rank == self.rank:
+                for part, x in zip(parts, tensors, strict=True):
+                    part.copy_(x[:, start:end])
+            else:
+                receives.append((rank, parts))
+        ops = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
         works = dist.batch_isend_irecv(ops) if ops else ()
-        return Transfer(received, works, tensors)
+        return Transfer(into if received else None, works, tensors)
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        gathered = x.new_empty((self.size, *x.shape))
-        _all_gather(gathered.flatten(0, 1), x.contiguous(), self._group)
-        return gathered
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        part = x.new_empty(x.shape[1:])
-        _reduce_scatter(part, x.flatten(0, 1), group=self._group)
-        return part
+    def _operations(
+        self, operation: Any, messages: Sequence[tuple[int, Sequence[Tensor]]]
+    ) -> Iterator[dist.P2POp]:
+        """Yield an operation for the rows of each batch element, which lie behind each other."""
+        # Gloo tells what goes from one rank to another apart by tags: both sides count alike.
+        tags: Counter[int] = Counter()
+        for rank, parts in messages:
+            peer = dist.get_global_rank(self._group, rank)
+            for part in parts:
+                for x in part:
+                    yield dist.P2POp(operation, x, peer, self._group, tags[rank])
+                    tags[rank] += 1
 
     def all_to_all(self, x: Tensor) -> Tensor:
         received = torch.empty_like(x)

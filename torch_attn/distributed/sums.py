@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from torch_attn.kernels.sum import sum_tensors
+from twin_attention.contract.exchange import Rows
 
 _AT_A_TIME = 4  # addends of a pass over memory
 
@@ -18,17 +21,43 @@ class GradientSums:
     A few are kept and summed in one pass over memory, in the order in which they are given.
     """
 
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        """Take gradients in float32, contiguous."""
-        self._addends = [tuple(own)]
+    def __init__(self) -> None:
+        self._addends: list[tuple[Tensor, ...]] = []
 
-    def add(self, arrived: Sequence[Tensor] | None) -> None:
-        """Add gradients of the same shapes; None for nothing."""
+    def add(self, arrived: Sequence[Tensor] | None, rows: Sequence[Rows]) -> None:
+        """Add gradients that arrived, None for nothing; those of all rows first.
+
+        Args:
+            arrived: [B, S, H, D] float32 each, which may be overwritten.
+            rows: what `Peers.exchange` was to receive.
+        """
         if arrived is None:
             return
+        start = 0
+        for _, group in groupby(rows, key=attrgetter("rank")):
+            of_rank = list(group)
+            count = sum(x.end - x.start for x in of_rank)
+            found = tuple(x[:, start : start + count] for x in arrived)
+            if not self._addends:
+                self._addends = [tuple(x.contiguous() for x in found)]
+            elif count == self._addends[0][0].shape[1] and all(x.is_contiguous() for x in found):
+                self._add_whole(found)  # all rows, in their order
+            else:
+                self._add_rows(found, of_rank)
+            start += count
+
+    def _add_whole(self, found: tuple[Tensor, ...]) -> None:
         if len(self._addends) == _AT_A_TIME:
             self._addends = [self.total(torch.float32)]
-        self._addends.append(tuple(arrived))
+        self._addends.append(found)
+
+    def _add_rows(self, found: tuple[Tensor, ...], rows: Sequence[Rows]) -> None:
+        start = 0
+        for _, first, end, token in rows:
+            count = end - first
+            for total, x in zip(self._addends[0], found, strict=True):
+                total[:, token : token + count] += x[:, start : start + count]
+            start += count
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the sums in a dtype."""

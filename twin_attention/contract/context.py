@@ -10,14 +10,15 @@ all that a kernel needs to know (`Intervals`), whatever the layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_jax_array
 
-from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
+from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import (
     check_context_plan,
     check_rank,
@@ -26,10 +27,9 @@ from twin_attention.contract.validate import (
 )
 
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
-EXCHANGES = ("ring", "gather", "heads")
-_SHORT = 2048  # tokens of a rank whose kernels are too short to hide a transfer
 _BLOCK_MAX = 128  # tokens that "balanced" moves together: a tile of the kernels
 _BLOCKS_LEAST = 16  # of a rank, so that it has work to choose from
+_IMBALANCE_MAX = 1.03  # of the rank with most work over the mean, where documents stay whole
 
 
 class Intervals(NamedTuple):
@@ -64,6 +64,14 @@ class ContextPlan:
     layout: str
     cu_seqlens: tuple[int, ...] | None = None
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Every call looks its plan up, and there may be many documents.
+        return hash((self.seq_len, self.size, self.layout, self.cu_seqlens))
+
     @property
     def local_len(self) -> int:
         """Tokens of each rank."""
@@ -83,17 +91,63 @@ class ContextPlan:
         return self._balanced_owners()
 
     def _balanced_owners(self) -> np.ndarray:
+        """Keep the longest documents whole with which the ranks' causal work is about equal.
+
+        A rank that holds a whole document reads it without an exchange.
+        """
+        begins, _ = self.bounds(Window(None, 0))
+        seen = np.arange(self.seq_len) + 1 - begins
+        seen[self._num_tokens :] = 0
+        longest = float(self.local_len) if self.cu_seqlens is not None and self.size > 1 else 0.0
+        while longest >= 2 * _BLOCK_MAX:
+            owners = self._deal_documents(seen, int(longest))
+            work = np.bincount(owners, seen, self.size)
+            if work.max() <= _IMBALANCE_MAX * work.mean():
+                return owners
+            longest /= 2**0.5
+        return self._deal_blocks(seen)
+
+    def _deal_documents(self, seen: np.ndarray, longest: int) -> np.ndarray:
+        """Deal documents out, and blocks of longer ones: the costliest first.
+
+        Each goes to the rank that has least, in work or in tokens, afterwards; if no rank has room,
+        parts of it go where there is most.
+
+        Args:
+            seen: a token's work, the number of keys that it sees under a causal mask.
+            longest: tokens of a document that stays whole.
+        """
+        parts = []
+        for start, end in pairwise([*(self.cu_seqlens or (0,)), self.seq_len]):
+            is_whole = end - start <= longest and end <= self._num_tokens
+            step = max(end - start, 1) if is_whole else _BLOCK_MAX
+            parts += [(first, min(first + step, end)) for first in range(start, end, step)]
+        before = np.append(0, np.cumsum(seen))
+        share = max(before[-1] / self.size, 1)
+        work, room = np.zeros(self.size), np.full(self.size, self.local_len)
+        owners = np.empty(self.seq_len, np.int32)
+        for start, end in sorted(parts, key=lambda part: before[part[0]] - before[part[1]]):
+            while start < end:
+                count, cost = end - start, before[end] - before[start]
+                load = np.maximum((work + cost) / share, 1 - (room - count) / self.local_len)
+                rank = np.argmin(np.where(room >= count, load, np.inf))
+                if room[rank] < count:
+                    rank = np.argmax(room)
+                    count = room[rank]
+                owners[start : start + count] = rank
+                work[rank] += before[start + count] - before[start]
+                room[rank] -= count
+                start += count
+        return owners
+
+    def _deal_blocks(self, seen: np.ndarray) -> np.ndarray:
         """Deal blocks of tokens out: of the costliest left, the first to the rank with least work.
 
-        Each round gives every rank one block, so that all hold equally many tokens. A token's work
-        is the number of keys that it sees under a causal mask.
+        Each round gives every rank one block, so that all hold equally many tokens.
         """
         block = _BLOCK_MAX
         while self.local_len % block or (block > 1 and self.local_len // block < _BLOCKS_LEAST):
             block //= 2
-        begins, _ = self.bounds(Window(None, 0))
-        seen = np.arange(self.seq_len) + 1 - begins
-        seen[self._num_tokens :] = 0
         cost = seen.reshape(-1, block).sum(1)
         order = np.argsort(-cost, kind="stable")
         work, owners = np.zeros(self.size, np.int64), np.empty(len(cost), np.int32)
@@ -221,50 +275,6 @@ def intervals_of(begins: Any, ends: Any, positions: Any) -> Intervals:
     )
 
 
-def choose_exchange(exchange: str | None, plan: ContextPlan) -> tuple[str, str]:
-    """Return how ranks exchange keys, and why.
-
-    Args:
-        exchange: what the caller asked for; None leaves it to the plan.
-        plan: of the sequence.
-    """
-    if exchange is not None:
-        return exchange, "it was asked for"
-    if plan.local_len < _SHORT:
-        return "gather", f"{plan.local_len} tokens of a rank are too few to hide a transfer"
-    return "ring", "the keys of the next rank travel while those of this one are read"
-
-
-def describe_exchange(exchange: str | None, plan: ContextPlan, window: Window) -> str:
-    """Return how ranks exchange keys and why, in how many steps, in a line for `explain`."""
-    chosen, reason = choose_exchange(exchange, plan)
-    if chosen != "ring":
-        return f"{chosen}: {reason}"
-    steps = len(plan.distances(window)) - 1
-    return f"{chosen}: {reason}; keys of other ranks come in {steps} of up to {plan.size - 1} steps"
-
-
-def problem_of_rank(
-    exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
-) -> AttentionSpec:
-    """Return the problem that a rank's kernels have.
-
-    Args:
-        exchange: the one that was chosen.
-        spec: of a rank's queries and keys, a `PartialSpec`.
-        plan, options: of the call.
-    """
-    if exchange == "ring":
-        return spec
-    if exchange == "gather":
-        return replace(spec, seq_kv=plan.seq_len)
-    heads_q, heads_kv = spec.heads_q // plan.size, spec.heads_kv // plan.size
-    fields = {"seq_q": plan.seq_len, "seq_kv": plan.seq_len, "window": options.window}
-    fields |= {"heads_q": heads_q, "heads_kv": heads_kv}
-    fields |= {"segmented": plan.cu_seqlens is not None}
-    return AttentionSpec(**vars(spec) | fields)
-
-
 def context_plan(
     seq_len: int,
     size: int,
@@ -281,8 +291,8 @@ def context_plan(
         layout: "contiguous": rank r has the r-th part, so that under a causal mask the last rank
             has most work. "zigzag": of 2 · size parts rank r has the r-th from the front and from
             the back, so that causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
-            rank r has every size-th token from the r-th on. "balanced": blocks of up to 128 tokens,
-            dealt out so that causal work is about equal for packed documents of any lengths.
+            rank r has every size-th token from the r-th on. "balanced": whole documents, and blocks
+            of up to 128 tokens of long ones, dealt out so that causal work is about equal.
         cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, numbers of
             the host. Tokens past the last one are padding. None is one document.
 

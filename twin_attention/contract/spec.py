@@ -405,9 +405,13 @@ class PartialSpec(AttentionSpec):
     """An attention over some of the keys, which joins a result over others.
 
     Which keys a query sees is data on the device, so that the spec has no window.
+
+    Attributes:
+        first: there is no result over others yet, and none is read.
     """
 
     function: ClassVar[str] = "context_attention"
+    first: bool = False
 
     @classmethod
     def of(

@@ -69,12 +69,17 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a flash attention of at least `count` keys.
 
     The lengths of packed sequences are data on the device. N sequences of T keys count as
-    2T / (N + 1): the expected length of a random key's sequence.
+    2T / (N + 1): the expected length of a random key's sequence. Parts of a sequence count as the
+    queries of each.
     """
 
     def has_keys(spec: Spec) -> bool:
         sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
-        return isinstance(spec, AttentionSpec) and 2 * spec.seq_kv >= count * (sequences + 1)
+        # Results go from one kernel to the next, so that all parts have the same.
+        keys = "seq_q" if isinstance(spec, PartialSpec) else "seq_kv"
+        return isinstance(spec, AttentionSpec) and 2 * getattr(spec, keys) >= count * (
+            sequences + 1
+        )
 
     return has_keys
 

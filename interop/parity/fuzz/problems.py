@@ -12,12 +12,15 @@ from interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     Case,
+    ContextCase,
     DecodeCase,
     FlashCase,
     MergeCase,
     PagedCase,
     VarlenCase,
 )
+from twin_attention.contract.context import LAYOUTS
+from twin_attention.contract.exchange import EXCHANGES
 from twin_attention.contract.spec import (
     DECODE_DTYPES,
     DTYPES,
@@ -39,7 +42,8 @@ HOOKS = ("contiguous", "unaligned", "heads first")
 KINDS = {
     kind.__name__: kind
     for kind in (
-        FlashCase, VarlenCase, BlockSparseCase, DecodeCase, PagedCase, AppendCase, MergeCase,
+        FlashCase, VarlenCase, BlockSparseCase, ContextCase, DecodeCase, PagedCase, AppendCase,
+        MergeCase,
     )
 }  # fmt: skip
 
@@ -121,8 +125,8 @@ def draw(seed: int, index: int, longest: int) -> Problem:
     shared = _Draw(Random(f"{seed}/{index // VARIANTS}"), longest)
     own = _Draw(Random(f"{seed}/{index // VARIANTS}/{index % VARIANTS}"), longest)
     kind = shared.weighted(
-        (_flash, 8), (_varlen, 8), (_block_sparse, 2), (_decode, 3), (_paged, 4), (_append, 3),
-        (_merge, 1),
+        (_flash, 8), (_varlen, 8), (_block_sparse, 2), (_context, 2), (_decode, 3), (_paged, 4),
+        (_append, 3), (_merge, 1),
     )  # fmt: skip
     case = kind(f"fuzz-{seed}-{index}", shared, own)
     differentiable = isinstance(case, FlashCase | VarlenCase)
@@ -275,6 +279,22 @@ def _block_sparse(name: str, shared: _Draw, own: _Draw) -> BlockSparseCase:
     )  # fmt: skip
 
 
+def _context(name: str, shared: _Draw, own: _Draw) -> ContextCase:
+    ranks, exchange = shared.integer(1, 5), shared.pick(None, *EXCHANGES)
+    tokens = 2 * ranks * max(1, own.length() // (2 * ranks))
+    options = _options(shared, own, tokens)
+    if exchange == "heads":
+        options |= {x: ranks * options[x] for x in ("heads_q", "heads_kv")}
+    documents, rest = [], tokens
+    for length in own.lengths(6) if shared.chance(0.5) else ():
+        documents.append(min(length, rest))
+        rest -= documents[-1]
+    return ContextCase(
+        name, 1, tokens, tokens, **options, ranks=ranks, sharding=shared.pick(*LAYOUTS),
+        documents=tuple(documents), exchange=exchange, gradients=shared.chance(0.85),
+    )  # fmt: skip
+
+
 def _cache(shared: _Draw, lengths: tuple[int, ...]) -> dict[str, Any]:
     """Draw a paged cache that has room for sequences of some lengths, and a bit more or less."""
     page_size = shared.weighted((16, 4), (64, 2), (128, 1), (shared.integer(1, PAGE_SIZE_MAX), 3))
@@ -364,6 +384,7 @@ def _rows(case: Case, draw: _Draw) -> dict[str, Rows]:
         FlashCase: ("q", "k", "v", "dout"), BlockSparseCase: ("q", "k", "v", "dout"),
         VarlenCase: ("q", "k", "v", "dout"), DecodeCase: ("q", "k_pages", "v_pages"),
         PagedCase: ("q", "k_pages", "v_pages"), AppendCase: ("k_new", "v_new"), MergeCase: (),
+        ContextCase: (),
     }[type(case)]  # fmt: skip
 
     def aligned() -> Rows:

@@ -195,9 +195,10 @@ _PLAIN = (
     "segments", "depths", "tree", "softcap", "window_size", "scale",
     "deterministic", "precision", "dtype", "causal", "gradients", "head_dim_v", "padding",
     "rotary_dim", "rotary_interleaved", "kv_dtype", "scale_shape", "num_splits", "cascade",
-    "common_pages", "own_masks", "tile_q", "tile_kv", "page_size", "positions",
+    "common_pages", "own_masks", "tile_q", "tile_kv", "page_size", "positions", "exchange",
+    "documents", "sharding",
 )  # fmt: skip
-_COUNTS = ("batch", "seq_q", "seq_kv", "tokens", "num_states", "heads", "max_pages")
+_COUNTS = ("batch", "ranks", "seq_q", "seq_kv", "tokens", "num_states", "heads", "max_pages")
 _CHANGES: tuple[Change, ...] = (
     _plain_values,
     _plain_rows,

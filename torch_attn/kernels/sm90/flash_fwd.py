@@ -160,7 +160,7 @@ def flash_fwd_kernel(
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT: gl.constexpr,
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
@@ -174,7 +174,8 @@ def flash_fwd_kernel(
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
     in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
-    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over.
+    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over, but
+    for the first keys.
 
     A bias of pairs comes with the keys: a tile of it is part of their stage. What is dropped is
     drawn while the tile's products run.
@@ -190,7 +191,8 @@ def flash_fwd_kernel(
             the items as they come, see `next_item`, and tells the consumers; else None.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
-        OUT_IN_Q: the output is staged in the queries' shared memory, where there is no more.
+        OUT: "staged" in shared memory of its own; "in q", the queries', where there is no more; or
+            of a part in float32, "joined" to a result over other keys, or the "first" result.
     """
     dtype: gl.constexpr = q[0].dtype
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
@@ -200,7 +202,7 @@ def flash_fwd_kernel(
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
     out_tile = q_tile
-    if not OUT_IN_Q and mask.intervals is None:
+    if OUT == "staged":
         out_tile = allocate_tile(dtype, NUM_CONSUMERS, 64, HEAD_DIM_V)
     bias_tile = q_tile
     if terms.bias.boxes is not None:
@@ -216,7 +218,7 @@ def flash_fwd_kernel(
     shared, carried = (), ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
-    if mask.intervals is not None:
+    if OUT == "joined":
         carried = results.out
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
@@ -228,13 +230,13 @@ def flash_fwd_kernel(
             (_consume, (
                 tiles, barriers, shared, results, terms, problem, rule, window_left, window_right,
                 sinks_ptr, mask.lists, part, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES,
-                AHEAD, OUT_IN_Q,
+                AHEAD, OUT,
             ))
             if part < NUM_CONSUMERS
             else (_produce, (
                 tiles, barriers, shared, counter_ptr, (q, k, v), terms.bias, carried, problem,
                 window_left, window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-                sinks_ptr is None,
+                sinks_ptr is None and OUT != "first",
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
         ],
@@ -334,7 +336,7 @@ def _produce(
         _begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
         total = before + full + after
-        if problem.intervals is not None:
+        if len(carried) > 0:
             first = head_rows(
                 carried[0], batch, rows.end, rows.start, head, problem.heads_q, HEAD_DIM_V
             )
@@ -399,14 +401,16 @@ def _consume(
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT: gl.constexpr,
 ):
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    # The keys are some of all, and join a result over others.
+    # The keys are some of all, and join a result over others where there is one.
     IS_PART: gl.constexpr = problem.intervals is not None
+    JOINS: gl.constexpr = OUT == "joined"
+    OUT_IN_Q: gl.constexpr = OUT == "in q"
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -465,7 +469,7 @@ def _consume(
         if sinks_ptr is not None and not SINK_LAST:
             # The maximum has the sink from the start: acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
-        if IS_PART:
+        if JOINS:
             m_i, l_i, acc, has_carry = _load_part(
                 results, problem, batch, head, start_q + CONSUMER * 64, rows, seq_q, m_i, l_i,
                 HEAD_DIM_V,
@@ -506,7 +510,7 @@ def _consume(
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
             e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS)
-            if IS_PART:
+            if JOINS:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
             if DROPS:
@@ -821,9 +825,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and boxes is None
         and _room_for(spec, config, 2),
-        "OUT_IN_Q": not isinstance(spec, PartialSpec)
-        and _columns_agree(spec)
-        and not _room_for(spec, config, 1, size_of_bias),
+        "OUT": _place_of_out(spec, config, size_of_bias),
     }
     return persistent(
         call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
@@ -850,3 +852,11 @@ def _columns_agree(spec: AttentionSpec) -> bool:
     """Return True if a tile of the output may lie where one of the queries was."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     return columns == columns_v
+
+
+def _place_of_out(spec: AttentionSpec, config: SpecializedConfig, size_of_bias: int) -> str:
+    """Return the kernel's `OUT`."""
+    if isinstance(spec, PartialSpec):
+        return "first" if spec.first else "joined"
+    staged = not _columns_agree(spec) or _room_for(spec, config, 1, size_of_bias)
+    return "staged" if staged else "in q"

@@ -1,0 +1,102 @@
+"""Steps in which ranks exchange keys: who sends what, and which keys a rank then reads."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contract.test_context import WINDOWS, plans, whole_mask
+from twin_attention.contract import exchange as module
+from twin_attention.contract.context import ContextPlan, context_plan
+from twin_attention.contract.exchange import choose_exchange, exchange_steps
+from twin_attention.contract.spec import AttentionSpec, Window
+
+
+def positions_of(plan: ContextPlan, step) -> np.ndarray:
+    """Return the positions of a step's keys."""
+    parts = [plan.positions(x.rank)[x.start : x.end] for x in step.received]
+    found = np.concatenate(parts or [np.zeros(0, int)])
+    return found if step.order is None else found[step.order]
+
+
+def _forget() -> None:
+    for function in (module.exchange_steps, module._keys_of, module._needed):
+        function.cache_clear()
+
+
+@given(plans(), st.sampled_from(WINDOWS), st.sampled_from(["ring", "gather"]), st.data())
+def test_each_pair_is_seen_once(plan: ContextPlan, window: Window, exchange: str, data):
+    """With keys in blocks of any size, and in pieces or put in order afterwards."""
+    sizes = data.draw(st.sampled_from([(1, 8, 9), (1, 1, 9), (4, 2, -9), (128, 8, 2)]))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("_BLOCK", "_RUNS_MAX", "_PIECES_MAX"), sizes, strict=True):
+            patch.setattr(module, name, size)
+        _forget()
+        steps = [exchange_steps(plan, window, exchange, rank) for rank in range(plan.size)]
+    _forget()
+    seen = whole_mask(plan, window)
+    for rank, of_rank in enumerate(steps):
+        assert len(of_rank) == len(steps[0])
+        covered = np.zeros((plan.local_len, plan.seq_len), int)
+        for step in of_rank:
+            key = np.arange(step.num_keys)
+            begins, ends, query_begins, query_ends = step.intervals
+            by_query = (key >= begins[:, None]) & (key < ends[:, None])
+            query = np.arange(plan.local_len)[:, None]
+            assert (by_query == ((query >= query_begins) & (query < query_ends))).all()
+            positions = positions_of(plan, step)
+            assert (np.diff(positions) > 0).all()
+            covered[:, positions] += by_query
+        assert (covered == seen[plan.positions(rank)]).all()
+
+
+@given(plans(), st.sampled_from(WINDOWS), st.sampled_from(["ring", "gather"]))
+def test_what_one_sends_another_receives(plan: ContextPlan, window: Window, exchange: str):
+    """In the same order, keys as well as gradients, whose tokens are those of the keys."""
+    steps = [exchange_steps(plan, window, exchange, rank) for rank in range(plan.size)]
+    for at_once in zip(*steps, strict=True):
+        for rank, step in enumerate(at_once):
+            for other, theirs in enumerate(at_once):
+                sent = [x[1:] for x in step.sent if x.rank == other]
+                arrived = [x[1:] for x in theirs.received if x.rank == rank]
+                if other != rank:
+                    assert sent == arrived
+                back = [x[1:] for x in step.returned if x.rank == other]
+                gathered = [x[1:] for x in theirs.gathered if x.rank == rank]
+                if other != rank:
+                    assert back == gathered
+                assert [x.end - x.start for x in step.gathered if x.rank == other] == [
+                    end - start
+                    for start, end, _ in ([x[1:] for x in theirs.received if x.rank == rank])
+                ]
+        first = next(iter(zip(*steps, strict=True)))
+        assert all(
+            step.gathered[0].rank == rank for rank, step in enumerate(first) if step.gathered
+        )
+
+
+def test_a_window_receives_blocks_alone():
+    plan = context_plan(8 * 1024, 8)
+    (step,) = exchange_steps(plan, Window(100, 0), "gather", 3)
+    assert step.order is None
+    assert step.num_keys == 1024 + 2 * 128
+    assert [x.rank for x in step.received] == [2, 3, 4, 3]
+
+
+def spec_of(local: int, heads: int = 16) -> AttentionSpec:
+    return AttentionSpec(1, local, local, heads, heads, 128, 128, "bfloat16", scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("local", "size", "window", "exchange"),
+    [
+        (512, 2, None, "gather"), (8192, 2, None, "ring"), (4096, 8, None, "ring"),
+        (1024, 8, None, "gather"), (2048, 8, 256, "gather"),
+    ],
+)  # fmt: skip
+def test_many_small_steps_are_one_gather(local, size, window, exchange):
+    plan = context_plan(local * size, size)
+    chosen, reason = choose_exchange(None, plan, Window(window, 0), spec_of(local))
+    assert chosen == exchange
+    assert "by estimate" in reason
+    assert choose_exchange("heads", plan, Window(window, 0), spec_of(local))[0] == "heads"

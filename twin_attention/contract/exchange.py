@@ -1,0 +1,296 @@
+"""How ranks exchange keys: which way, in which steps, and which rows go from whom to whom.
+
+All of it follows from a plan and a window, on the host, and every rank finds the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from twin_attention.contract.context import ContextPlan, Intervals, intervals_of
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
+
+EXCHANGES = ("ring", "gather", "heads")
+_BLOCK = 128  # rows that travel together: a tile of the kernels
+_RUNS_MAX = 4  # of one rank's rows in a step; with more, what is between them travels too
+_PIECES_MAX = 2  # of a run, and a few beside; with more, keys are put in order after they came
+_PIECES_BESIDE = 8
+# What `exchange=None` counts with, of an H100 with NVLink and NCCL.
+_FLOPS = 600e12  # a second, of the kernels
+_MEMORY = 2.5e12  # bytes a second
+_LINK = 120e9  # bytes a second that one rank receives
+_STEP = 100e-6  # seconds that launches and the exchange of a step take, however small it is
+_RANKS_COUNTED = 4  # or a few more, of all, for the slowest
+
+
+class Rows(NamedTuple):
+    """Rows of tensors that one rank sends to another.
+
+    Attributes:
+        rank: the other one, which receives or sends them.
+        start, end: which rows of the sender's tensors.
+        token: the first of them, among the tokens of the rank that holds the keys.
+    """
+
+    rank: int
+    start: int
+    end: int
+    token: int
+
+
+class Step(NamedTuple):
+    """The keys that a rank reads at a time, and what it exchanges for them.
+
+    Attributes:
+        received: whose keys come, in the order in which they stand; own ones among them.
+        order: [rows] int64, the row of each key among those received; None where they come in the
+            order of the sequence.
+        intervals: which of the keys each query sees.
+        sent: own keys that go to other ranks in this step.
+        returned: rows of the step's gradients that go back to other ranks.
+        gathered: rows of the gradients of every rank's step that are those of own keys; of this
+            rank's step first.
+    """
+
+    received: tuple[Rows, ...]
+    order: np.ndarray | None
+    intervals: Intervals
+    sent: tuple[Rows, ...]
+    returned: tuple[Rows, ...]
+    gathered: tuple[Rows, ...]
+
+    @property
+    def num_keys(self) -> int:
+        """Rows of the step's keys."""
+        return sum(rows.end - rows.start for rows in self.received)
+
+
+class _Keys(NamedTuple):
+    """The first half of a `Step`."""
+
+    received: tuple[Rows, ...]
+    order: np.ndarray | None
+    intervals: Intervals
+
+    def of(self, holder: int, other: int) -> Iterable[tuple[Rows, Rows]]:
+        """Yield each of a holder's pieces, as rows of its keys and as rows of this step's."""
+        start = 0
+        for rank, first, end, token in self.received:
+            stop = start + end - first
+            if rank == holder:
+                yield Rows(other, first, end, token), Rows(other, start, stop, token)
+            start = stop
+
+
+@lru_cache(maxsize=256)
+def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) -> tuple[Step, ...]:
+    """Return the steps in which a rank reads all keys that its queries see, own keys first.
+
+    All ranks have equally many steps.
+
+    Args:
+        plan: who holds which tokens.
+        window: `causal` included.
+        exchange: "ring", a step for the keys of each rank; or "gather", one step.
+        rank: whose steps.
+    """
+    size = plan.size
+    if exchange == "gather":
+        others = [q for q in range(size) if q != rank]
+        return (_step(plan, window, rank, {q: tuple(range(size)) for q in [rank, *others]}),)
+    found = []
+    for distance in plan.distances(window):
+        holders = {q: ((q - distance) % size,) for q in (rank, (rank + distance) % size)}
+        found.append(_step(plan, window, rank, holders))
+    return tuple(found)
+
+
+def _step(
+    plan: ContextPlan, window: Window, rank: int, holders: dict[int, tuple[int, ...]]
+) -> Step:
+    """Return a step of a rank.
+
+    Args:
+        holders: whose keys this rank reads, and the ranks that read keys of this one.
+    """
+    keys = {q: _keys_of(plan, window, q, ranks) for q, ranks in holders.items()}
+    own, others = keys[rank], [q for q in keys if q != rank]
+    sent = [rows for q in others for rows, _ in keys[q].of(rank, q)]
+    returned = [rows for q in range(plan.size) if q != rank for _, rows in own.of(q, q)]
+    gathered = [rows for q in (rank, *others) for _, rows in keys[q].of(rank, q)]
+    return Step(*own, tuple(sent), tuple(returned), tuple(gathered))
+
+
+@lru_cache(maxsize=1024)
+def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, ...]) -> _Keys:
+    """Return the keys of some ranks that the queries of one see, in the order of the sequence."""
+    begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
+    held = [rows for holder in holders for rows in _needed(plan, window, rank, holder)]
+    holder_of = np.concatenate(
+        [np.full(x.end - x.start, x.rank) for x in held] or [np.zeros(0, int)]
+    )
+    token_of = np.concatenate([np.arange(x.start, x.end) for x in held] or [np.zeros(0, int)])
+    positions = plan.positions_by_rank[holder_of, token_of]
+    order = np.argsort(positions, kind="stable")
+    intervals = intervals_of(begins, ends, positions[order])
+    pieces = _pieces(holder_of[order], token_of[order])
+    if len(pieces) <= _PIECES_MAX * len(held) + _PIECES_BESIDE:
+        return _Keys(tuple(pieces), None, intervals)
+    return _Keys(tuple(held), order, intervals)
+
+
+@lru_cache(maxsize=16)
+def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
+    """Return what `ContextPlan.bounds` does, [2, seq_len]."""
+    return np.stack(plan.bounds(window))
+
+
+@lru_cache(maxsize=4096)
+def _needed(plan: ContextPlan, window: Window, rank: int, holder: int) -> tuple[Rows, ...]:
+    """Return the rows of a holder's keys that go to a rank: those that its queries see."""
+    runs = [(0, plan.local_len)]  # all of its own, so that each has a gradient
+    if holder != rank:
+        begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
+        seen = intervals_of(begins, ends, plan.positions_by_rank[holder])
+        runs = _runs(seen.query_begins < seen.query_ends)
+    return tuple(Rows(holder, start, end, start) for start, end in runs)
+
+
+def _runs(seen: np.ndarray) -> list[tuple[int, int]]:
+    """Return rows that hold all that are seen, as few runs of whole blocks."""
+    size = len(seen)
+    blocks = np.add.reduceat(seen, np.arange(0, size, _BLOCK)) > 0 if size else seen
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], blocks, [False]]).astype(np.int8)))
+    runs = [(int(a) * _BLOCK, min(int(b) * _BLOCK, size)) for a, b in edges.reshape(-1, 2)]
+    if len(runs) > _RUNS_MAX:
+        runs = [(runs[0][0], runs[-1][1])]
+    # No run is shorter than a block, if there is one.
+    return [(max(0, min(start, end - _BLOCK)), end) for start, end in runs]
+
+
+def _pieces(holder_of: np.ndarray, token_of: np.ndarray) -> list[Rows]:
+    """Return the runs of consecutive tokens of one rank."""
+    if not len(token_of):
+        return []
+    breaks = np.flatnonzero((np.diff(holder_of) != 0) | (np.diff(token_of) != 1)) + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*starts[1:], len(token_of)]
+    tokens = token_of[starts].tolist()
+    return [
+        Rows(holder, token, token + end - start, token)
+        for holder, token, start, end in zip(
+            holder_of[starts].tolist(), tokens, starts, ends, strict=True
+        )
+    ]
+
+
+def choose_exchange(
+    exchange: str | None, plan: ContextPlan, window: Window, spec: AttentionSpec
+) -> tuple[str, str]:
+    """Return how ranks exchange keys, and why.
+
+    Args:
+        exchange: what the caller asked for; None takes "ring" or "gather", whichever is estimated
+            to take less time forward.
+        plan: of the sequence.
+        window: `causal` included.
+        spec: of a rank's queries and its own keys.
+    """
+    if exchange is not None:
+        return exchange, "it was asked for"
+    seconds = {x: _seconds(x, plan, window, _Sizes.of(spec)) for x in ("ring", "gather")}
+    chosen = min(seconds, key=lambda x: seconds[x])
+    ring, gather = (f"{1e3 * x:.2g} ms" for x in seconds.values())
+    return chosen, f"by estimate a forward takes {ring} in a ring, and {gather} after a gather"
+
+
+class _Sizes(NamedTuple):
+    """What a pair of tokens and a row of tokens cost.
+
+    Attributes:
+        flops: of a pair, forward.
+        out: bytes of a query's row of out in float32.
+        keys: bytes of a row of keys and values.
+    """
+
+    flops: int
+    out: int
+    keys: int
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> _Sizes:
+        columns = spec.head_dim + spec.head_dim_v
+        return cls(
+            2 * spec.batch * spec.heads_q * columns,
+            4 * spec.batch * spec.heads_q * spec.head_dim_v,
+            spec.batch * spec.heads_kv * columns * spec.dtype_bits // 8,
+        )
+
+
+@lru_cache(maxsize=16)
+def _pairs(plan: ContextPlan, window: Window) -> np.ndarray:
+    return plan.pairs(window)
+
+
+@lru_cache(maxsize=256)
+def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) -> float:
+    """Estimate how long a forward takes; all ranks wait for the slowest in each step."""
+    size, pairs = plan.size, _pairs(plan, window)
+    counted = range(0, size, max(1, size // _RANKS_COUNTED))
+    holders = [tuple(range(size))] if exchange == "gather" else None
+    computing, arriving = [], []
+    for distance in plan.distances(window) if holders is None else (0,):
+        of_step = {q: holders[0] if holders else ((q - distance) % size,) for q in counted}
+        seen = max(int(pairs[q, list(ranks)].sum()) for q, ranks in of_step.items())
+        rows = max(
+            sum(x.end - x.start for r in ranks if r != q for x in _needed(plan, window, q, r))
+            for q, ranks in of_step.items()
+        )
+        if holders:  # keys are put together
+            memory = 2 * (plan.local_len + rows) * sizes.keys
+        else:  # out is read and written, where a query sees some key
+            memory = 2 * min(plan.local_len, seen) * sizes.out
+        computing.append(_STEP + seen * sizes.flops / _FLOPS + memory / _MEMORY)
+        arriving.append(rows * sizes.keys / _LINK)
+    if holders:
+        return arriving[0] + computing[0]
+    # The next step's keys arrive while this one computes.
+    return sum(map(max, computing, [*arriving[1:], 0.0]))
+
+
+def describe_exchange(
+    exchange: str | None, plan: ContextPlan, window: Window, spec: AttentionSpec
+) -> str:
+    """Return how ranks exchange keys and why, in how many steps, in a line for `explain`."""
+    chosen, reason = choose_exchange(exchange, plan, window, spec)
+    if chosen != "ring":
+        return f"{chosen}: {reason}"
+    steps = len(plan.distances(window)) - 1
+    return f"{chosen}: {reason}; keys of other ranks come in {steps} of up to {plan.size - 1} steps"
+
+
+def problem_of_rank(
+    exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
+) -> AttentionSpec:
+    """Return the problem that a rank's kernels have.
+
+    Args:
+        exchange: the one that was chosen.
+        spec: of a rank's queries and keys, a `PartialSpec`.
+        plan, options: of the call.
+    """
+    if exchange == "ring":
+        return spec
+    if exchange == "gather":
+        return replace(spec, seq_kv=plan.seq_len)
+    heads_q, heads_kv = spec.heads_q // plan.size, spec.heads_kv // plan.size
+    same = {field.name: getattr(spec, field.name) for field in fields(AttentionSpec)}
+    return replace(
+        AttentionSpec(**same), seq_q=plan.seq_len, seq_kv=plan.seq_len, heads_q=heads_q,
+        heads_kv=heads_kv, window=options.window, segmented=plan.cu_seqlens is not None,
+    )  # fmt: skip
