@@ -30,9 +30,9 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """
     if target != "sm90" or not isinstance(spec, VarlenSpec) or operation not in _LAUNCHES:
         return False
+    if sm90.slower(operation, spec, target) is not None:
+        return False
     if operation == "flash_fwd":
-        if sm90.slower(operation, spec, target) is not None:
-            return False
         faster = max(spec.head_dim, spec.head_dim_v) <= 64
     else:
         faster = not spec.deterministic
