@@ -222,6 +222,14 @@ def test_a_forward_with_terms(launches):
         np.testing.assert_array_equal(np.asarray(x), to_numpy(y))
 
 
+def test_gradients_with_slopes_and_dropout(launches):
+    terms = {"alibi_slopes": jnp.full(4, 0.1), "dropout_seed": jnp.arange(2, dtype=jnp.int32)}
+    operands, dout = dense(32, "bfloat16", **terms)
+    options = {"causal": True, "dropout_rate": 0.3, "deterministic": True}
+    launched = check(GLUON_SM90, "sm90", operands, dout, launches, **options)
+    assert launched == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"]
+
+
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_vmap_makes_one_problem_where_it_can(has_sinks, launches):
     q, k, v = problem(0, [(2, 2, 33, h, 32) for h in (2, 1, 1)], "float32")

@@ -176,11 +176,22 @@ def test_terms_run_in_the_explicit_forward_by_name(monkeypatch, fields, name):
         assert backend == Backend(TRITON, "sm90")
         assert f"gluon: its forward with {name} was not timed" in reasons
     assert not foreign.gluon_is_faster("flash_fwd", long, "sm90")
-    monkeypatch.setattr(sm90, "UNTIMED", frozenset())
+    monkeypatch.setattr(sm90, "UNTIMED", dict.fromkeys(sm90.UNTIMED, frozenset()))
     assert choice(None, "sm90", packed)[0] == Backend(GLUON_SM90, "sm90")
     assert foreign.gluon_is_faster("flash_fwd", long, "sm90")
     with pytest.raises(NotImplementedError, match="its kernels"):
         choice("mosaic", "sm90", replace(SPEC, **fields, compact=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"), [({"terms": ("bias",)}, "bias"), ({"dropout_rate": 0.1}, "dropout")]
+)
+def test_terms_run_in_the_explicit_backward_by_name(fields, name):
+    spec = replace(SPEC, **fields)
+    assert choice("gluon", "sm90", spec, operation="flash_bwd")[0] == Backend(GLUON_SM90, "sm90")
+    backend, reasons = choice(None, "sm90", spec, operation="flash_bwd")
+    assert backend == Backend(TRITON, "sm90")
+    assert f"gluon: its backward with {name} was not timed" in reasons
 
 
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])

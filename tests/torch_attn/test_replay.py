@@ -8,7 +8,7 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
 from torch_attn import private
-from torch_attn.kernels.portable.flash_bwd_terms import sums_of_distances
+from torch_attn.kernels.flash_bwd_terms import sums_of_distances
 from torch_attn.launch import tensors_of
 from torch_attn.replay import capture, current_capture
 from twin_attention.contract.spec import AttentionSpec

@@ -112,6 +112,22 @@ def test_backward_of_large_heads(case, mode):
     assert check_backward(case, mode, BACKEND) == kernels
 
 
+TERMS_OF_BACKWARD = [
+    FlashCase("slopes", 1, 70, 270, 2, 1, 64, alibi="heads", softcap=5.0, sinks=True),
+    FlashCase("dropout", 1, 70, 140, 2, 1, 128, causal=True, alibi="heads", dropout_rate=0.3),
+    VarlenCase("packed", ((70, 90), (0, 9)), (9, 9), 1, 1, alibi="heads", dropout_rate=0.5),
+    FlashCase("large heads", 1, 70, 90, 1, 1, 192, causal=True, alibi="heads", dropout_rate=0.3),
+    FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
+    FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", TERMS_OF_BACKWARD, ids=lambda case: case.name)
+def test_backward_with_terms(case, deterministic):
+    check_backward(replace(case, deterministic=deterministic), Mode(), BACKEND)
+
+
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
 def test_listed_tiles(case):
     assert check_forward(case, Mode(), BACKEND) == ["tile_lists", "flash_fwd"]

@@ -21,7 +21,7 @@ from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
-from twin_attention.targets.family import Backend
+from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.steps import splits_group
 
 # A kernel and the function that prepares its launch.
@@ -70,7 +70,7 @@ def make_flash_bwd(
     num_sums: int = 0,
     dq_prepares_rows: bool = False,
     item_counter: Callable[[Tensor, AttentionSpec], Tensor | None] | None = None,
-    terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] = (),
+    terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None,
     mask_of: MaskOf = computed_mask,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
@@ -87,8 +87,9 @@ def make_flash_bwd(
             preprocess is for the sums alone.
         item_counter: make the counter of a launch, which stands before the mask in the kernels
             that multiply.
-        terms_gradients: each computes the gradients of some terms by name; the kernels that
-            multiply then take the terms before the mask. None of a family without terms.
+        terms_gradients: each computes the gradients of some terms by name, in portable kernels;
+            the kernels that multiply then take the terms before the mask. None for a family without
+            terms.
         mask_of: make the mask of a kernel, by its name.
         options: launch options of the kernels that multiply.
     """
@@ -131,7 +132,7 @@ def make_flash_bwd(
         def counter() -> tuple[Tensor | None, ...]:
             return () if item_counter is None else (item_counter(q, spec),)
 
-        terms = (terms_of(operands, spec),) if terms_gradients else ()
+        terms = () if terms_gradients is None else (terms_of(operands, spec),)
 
         of_keys = None
         if has_sums:
@@ -147,7 +148,7 @@ def make_flash_bwd(
                 for x, _grad, rows in summed
             ]
             of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
-            tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), of_queries)
+            tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), *terms, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
                 tensors = (values, grad, offsets.q)
@@ -167,8 +168,12 @@ def make_flash_bwd(
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
-        for gradient in terms_gradients if spec.terms else ():
-            gradients |= gradient(operands, inputs, *terms, of_keys, spec, backend)
+        if spec.terms and terms_gradients:
+            if of_keys is None or mask_of is not computed_mask:
+                of_keys = computed_mask("flash_bwd_dq", operands, spec, backend)
+            portable = portable_backend("torch_attn", backend.target)
+            for gradient in terms_gradients:
+                gradients |= gradient(operands, inputs, *terms, of_keys, spec, portable)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

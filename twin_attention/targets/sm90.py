@@ -17,8 +17,12 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
-# What no card has run the forward with: there `None` takes the portable kernels.
-UNTIMED = frozenset({"bias", "relative_bias", "alibi_slopes", "dropout", "row maxima"})
+# What no card has run a function with, of those that take terms: there `None` takes the portable
+# kernels.
+UNTIMED = {
+    "flash_fwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout", "row maxima"}),
+    "flash_bwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout"}),
+}
 # Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
 
@@ -42,7 +46,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
             return "its block masks have tiles of 128 queries by 128 keys"
     if reason := sm80.unlisted(spec):
         return reason
-    if operation != "flash_fwd" and (reason := sm80.lacks_terms(operation, spec)):
+    if operation not in UNTIMED and (reason := sm80.lacks_terms(operation, spec)):
         return reason
     if target != "sm90":
         return "its kernels are for SM90"
@@ -59,11 +63,13 @@ def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why a problem that the kernels cover is left to the portable ones, or None."""
     if reason := sm80.slower(operation, spec, target):
         return reason
-    if operation != "flash_fwd" or not isinstance(spec, AttentionSpec):
+    if operation not in UNTIMED or not isinstance(spec, AttentionSpec):
         return None
+    untimed = UNTIMED[operation]
     others = {"dropout": spec.dropout is not None, "row maxima": spec.row_max}
     asked = (*spec.terms, *(name for name in others if others[name]))
-    return next((f"its forward with {x} was not timed" for x in asked if x in UNTIMED), None)
+    name = "forward" if operation == "flash_fwd" else "backward"
+    return next((f"its {name} with {x} was not timed" for x in asked if x in untimed), None)
 
 
 def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:

@@ -22,10 +22,12 @@ from tests.torch_attn.gluon_interpreter.values import (
     Pointer,
     Shared,
     Tensor,
+    plain,
     scalar,
     torch_dtype,
     values_of,
 )
+from torch_attn.kernels.explicit import terms
 from torch_attn.kernels.library import dropout
 from twin_attention.contract.dropout import philox
 from twin_attention.targets.ptx import cap_scores, capped_exponentials
@@ -185,6 +187,19 @@ def _exponentials(first: Tensor, second: Tensor, a: Any, b: Any) -> tuple[Tensor
     return _pack(high, low, torch.bfloat16), Tensor(sums, low.layout)
 
 
+def _compare_words(*args: Any, halves: int) -> Tensor:
+    """Do what `terms.compare_words` does, in 64 bits: torch computes with no words."""
+    *words, threshold, shift = (torch.as_tensor(values_of(x)).long() for x in args)
+    lower = [((x << shift) & 0xFFFFFFFF) >= threshold for x in words]
+    upper = [x >= threshold for x in words] if halves == 2 else []
+    bits = enumerate([*lower, *upper])
+    return Tensor(sum(x.int() << i for i, x in bits), args[0].layout)
+
+
+def _keep(kept: Tensor, bit: Tensor, x: Tensor) -> Any:
+    return where((kept & bit) != 0, x, 0.0)
+
+
 _SEEN = "{ .reg .pred seen; setp.%s.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
 
 _COMPARISONS = {"le": operator.le, "lt": operator.lt, "eq": operator.eq}
@@ -215,6 +230,11 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = (
 _INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0, 0;"] = lambda _: (
     None
 )
+_INSTRUCTIONS[re.escape(plain(terms.KEEP))] = _keep
+_INSTRUCTIONS |= {
+    re.escape(terms.compare_words(halves)): functools.partial(_compare_words, halves=halves)
+    for halves in (1, 2)
+}
 _INSTRUCTIONS |= {re.escape(capped_exponentials(count)): _exponentials for count in (8, 16, 32)}
 
 

@@ -13,7 +13,7 @@ from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import lists_of
-from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
@@ -97,6 +97,22 @@ class Place(NamedTuple):
     first_other: Any
     size_other: Any
     sequence: Any
+
+
+class Pairs(NamedTuple):
+    """Locate a work item's pairs of query and key, as the terms of scores count them.
+
+    Attributes:
+        element: of the batch, or the packed sequence.
+        head: the query head, or the first of them.
+        first: the first row that stays, counted from its sequence's first.
+        position: of that row, counted as the rows that are visited.
+    """
+
+    element: Any
+    head: Any
+    first: Any
+    position: Any
 
 
 class Part(NamedTuple):
@@ -201,6 +217,19 @@ def own_item(turn, problem, shared, READER: gl.constexpr):
         item, found = _receive(shared, turn, READER)
         place = Part(*found)
     return item, place
+
+
+@gluon.jit
+def locate_pairs(problem, place, batch, head, start, position):
+    """Return the `Pairs` of an item's rows from `start` on."""
+    element = batch
+    if problem.num_sequences is not None:
+        element = place.sequence
+        first, _size = rows_of_sequence(
+            problem.offsets, element, problem.size, problem.num_sequences, problem.size
+        )
+        start -= first
+    return Pairs(element, head, start, position)
 
 
 @triton.constexpr_function

@@ -10,6 +10,7 @@ across.
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -18,6 +19,12 @@ from torch_attn.kernels.explicit.tma import box_layout, load_box, piece
 from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
 from torch_attn.tensor_maps import TensorMap
+
+# Keeps $3 where the words $1 and $2 share a bit. In PTX, since LLVM would undo the bits.
+KEEP = gl.constexpr(
+    "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $1, $2; setp.ne.b32 kept, bit, 0; "
+    "selp.f32 $0, $3, 0f00000000, kept; }"
+)
 
 
 class HeadTerms(NamedTuple):
@@ -41,6 +48,20 @@ class HeadTerms(NamedTuple):
     head: Any
     seed_low: Any
     seed_high: Any
+
+
+class TileTerms(NamedTuple):
+    """Hold what the terms of a tile need beside its scores; 0 for what a problem does not have.
+
+    Attributes:
+        offset: distance of the tile's first key from its first query.
+        bias: what `load_bias` returns.
+        kept: what `draw` returns.
+    """
+
+    offset: Any
+    bias: Any
+    kept: Any
 
 
 @gluon.jit
@@ -70,6 +91,41 @@ def head_terms(terms, element, head):
         seed_low = gl.cast(gl.load(terms.seed), gl.uint32, bitcast=True)
         seed_high = gl.cast(gl.load(terms.seed + 1), gl.uint32, bitcast=True)
     return HeadTerms(slope, table, first, last, bias, counted, counted_head, seed_low, seed_high)
+
+
+@gluon.jit
+def prepare_tile(
+    terms,
+    own,
+    first_q,
+    first_kv,
+    offset,
+    seq_q,
+    seq_kv,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
+):
+    """Load and draw the `TileTerms` of a backward: before scores are awaited.
+
+    Args:
+        own: `HeadTerms`.
+        first_q, first_kv: the tile's first query and key, counted from the sequence's first.
+        offset: distance of that key from that query.
+        seq_q, seq_kv: how many there are.
+        LAYOUT: of the scores.
+    """
+    bias, kept = tile_terms(
+        terms, own, first_q, first_q, first_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT, TRANSPOSED
+    )
+    return TileTerms(offset, bias, kept)
+
+
+@triton.constexpr_function
+def adds_terms(bias, relative, slopes):
+    """Return whether anything is added to scores, of the fields of terms."""
+    return bias is not None or relative is not None or slopes is not None
 
 
 @gluon.jit
@@ -169,6 +225,30 @@ def load_bias(
 
 
 @gluon.jit
+def store_bias(dbias, x, pairs, start_kv, seq_q, seq_kv):
+    """Store a tile of the gradient of a bias that has all pairs, queries down.
+
+    Args:
+        dbias: the library's `Bias`.
+        pairs: `items.Pairs` of the tile's queries.
+        start_kv: its first key.
+        seq_q, seq_kv: how many queries and keys there are.
+    """
+    first = gl.cast(pairs.element, gl.int64) * dbias.batch
+    first += gl.cast(pairs.head, gl.int64) * dbias.head
+    query = pairs.first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    key = start_kv + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    rows = query.to(gl.int64) * gl.multiple_of(gl.cast(dbias.row, gl.int64), dbias.align)
+    tile = dbias.entries + gl.multiple_of(first, dbias.align) + rows[:, None] + key[None, :]
+    x = x.to(dbias.entries.dtype.element_ty)
+    # Without a mask a thread stores two values at once.
+    if (pairs.first + x.shape[0] <= seq_q) & (start_kv + x.shape[1] <= seq_kv):
+        gl.store(tile, x)
+    else:
+        gl.store(tile, x, mask=(query < seq_q)[:, None] & (key < seq_kv)[None, :])
+
+
+@gluon.jit
 def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr):
     """Allocate COUNT tiles of a bias of pairs."""
     layout: gl.constexpr = box_layout(BLOCK_KV, boxes.dtype.primitive_bitwidth)
@@ -202,7 +282,7 @@ def draw(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Draw what decides which probabilities of a tile are dropped, for `drop`: four words a block.
+    """Draw which probabilities of a tile stay, as bits of words, for `drop`.
 
     A thread draws once for the eight pairs of a block that it has; TRANSPOSED for four, since the
     others are another warp's. Needs no score, so that products may run meanwhile.
@@ -212,30 +292,37 @@ def draw(
             multiples of 16 and of 32.
         LAYOUT: of the scores.
     """
-    words = (0, 0, 0, 0)
+    kept = 0
     if terms.seed is not None:
-        block_q, block_kv = first_q // 16 * 8, first_kv // 32 * 8
+        ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
+        COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
+        like = _blocks(gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT), TRANSPOSED)
+        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, like.type.layout))
+        row = gl.arange(0, ROWS // 16, _axis(layout, 4, 0))[:, None, None, None]
+        of_row = gl.arange(0, 8, _axis(layout, 4, 1))[None, :, None, None]
+        column = gl.arange(0, like.shape[3], _axis(layout, 4, 2))[None, None, :, None]
+        of_column = gl.arange(0, 8, _axis(layout, 4, 3))[None, None, None, :]
+        query, key = first_q // 16 * 8, first_kv // 32 * 8
         if TRANSPOSED:
-            like = gl.zeros([BLOCK_KV, BLOCK_Q], gl.int32, LAYOUT)
-            like = gl.reshape(like, [BLOCK_KV // 16, 2, 8, BLOCK_Q // 16, 2, 8])
+            query, key = query + column * 8 + of_column, key + row // 2 * 8 + of_row
         else:
-            like = gl.zeros([BLOCK_Q, BLOCK_KV], gl.int32, LAYOUT)
-            like = gl.reshape(like, [BLOCK_Q // 16, 2, 8, BLOCK_KV // 32, 4, 8])
-        layout: gl.constexpr = like.type.layout
-        block, of_block, other, of_other = _blocks(layout, like.shape[0], like.shape[3])
-        if TRANSPOSED:
-            key, query = block_kv + block // 2 * 8 + of_block, block_q + other * 8 + of_other
-        else:
-            query, key = block_q + block * 8 + of_block, block_kv + other * 8 + of_other
-        words = philox(
+            query, key = query + row * 8 + of_row, key + column * 8 + of_column
+        a, b, c, d = philox(
             own.element, own.head, query.to(gl.uint32), key.to(gl.uint32), own.seed_low,
             own.seed_high,
         )  # fmt: skip
+        # An even block of rows has the lower halves of all words where keys are rows.
+        shift = 16
         if TRANSPOSED:
-            # The upper half of what is compared counts.
-            shift = ((1 - block % 2) * 16).to(gl.uint32)
-            words = words[0] << shift, words[1] << shift, words[2] << shift, words[3] << shift
-    return words
+            shift = (1 - row % 2) * 16
+        HALVES: gl.constexpr = 1 if TRANSPOSED else 2
+        threshold = terms.dropout.threshold << 16
+        bits = gl.inline_asm_elementwise(
+            compare_words(HALVES), "=r,r,r,r,r,r,r", [a, b, c, d, threshold, shift],
+            dtype=gl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+        kept = gl.sum(bits << column * (4 * HALVES), 2)
+    return kept
 
 
 @gluon.jit
@@ -250,55 +337,88 @@ def tile_terms(
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     LAYOUT: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
 ):
-    """Return what `load_bias` and `draw` do, for a tile with queries down; 0 for a bias by TMA.
+    """Return what `load_bias` and `draw` do for a tile; 0 for a bias by TMA.
 
     Args:
         own_q: the tile's first query, counted from the sequence's first; keys are counted so.
     """
     bias = 0
     if terms.bias.boxes is None:
-        bias = load_bias(terms, own, start_q, start_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT)
-    return bias, draw(terms, own, own_q, start_kv, BLOCK_Q, BLOCK_KV, LAYOUT)
+        bias = load_bias(
+            terms, own, start_q, start_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT, TRANSPOSED
+        )
+    return bias, draw(terms, own, own_q, start_kv, BLOCK_Q, BLOCK_KV, LAYOUT, TRANSPOSED)
 
 
 @gluon.jit
-def _blocks(LAYOUT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Return which block of rows and of columns, and which row and column in eight, are a thread's.
-
-    LAYOUT is that of [ROWS, ., 8, COLUMNS, ., 8].
-    """
-    blocks: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, LAYOUT))
-    of_0: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, blocks)))
-    of_1: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, blocks)))
-    of_2: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, blocks)))
-    of_3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, blocks)))
-    return (
-        gl.arange(0, ROWS, of_0)[:, None, None, None],
-        gl.arange(0, 8, of_1)[None, :, None, None],
-        gl.arange(0, COLUMNS, of_2)[None, None, :, None],
-        gl.arange(0, 8, of_3)[None, None, None, :],
-    )
-
-
-@gluon.jit
-def drop(p, terms, words, TRANSPOSED: gl.constexpr = False):
+def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
     """Set what is dropped to 0; `terms.dropout.scale` times the rest is left to the caller.
 
     Args:
         p: probabilities, or their gradients.
-        words: what `draw` returned.
+        kept: what `draw` returned.
     """
     if terms.seed is not None:
-        bits = gl.join(gl.join(words[0], words[1]), gl.join(words[2], words[3]))
+        blocks = _blocks(p, TRANSPOSED)
+        layout: gl.constexpr = blocks.type.layout
+        half = gl.arange(0, 2, _axis(layout, 6, 1))[None, :, None, None, None, None]
+        column = gl.arange(0, blocks.shape[3], _axis(layout, 6, 3))[None, None, None, :, None, None]
+        eight = gl.arange(0, blocks.shape[4], _axis(layout, 6, 4))[None, None, None, None, :, None]
         if TRANSPOSED:
-            bits = gl.permute(bits, (0, 4, 1, 2, 5, 3))
+            place = column * 4 + eight * 2 + half
         else:
-            bits = gl.permute(gl.join(bits << 16, bits), (0, 5, 1, 2, 6, 4, 3))
-        bits = gl.convert_layout(gl.reshape(bits, p.shape), p.type.layout, assert_trivial=True)
-        threshold = gl.cast(terms.dropout.threshold, gl.uint32) << 16
-        p = gl.where(bits >= threshold, p, 0.0)
+            place = column * 8 + eight // 2 * 4 + half * 2 + eight % 2
+        kept = gl.expand_dims(gl.expand_dims(gl.expand_dims(kept, 2), 1), 4)
+        blocks = gl.inline_asm_elementwise(
+            KEEP, "=f,r,r,f", [kept, 1 << place, blocks], dtype=gl.float32, is_pure=True, pack=1
+        )
+        p = gl.convert_layout(gl.reshape(blocks, p.shape), p.type.layout, assert_trivial=True)
     return p
+
+
+@gluon.jit
+def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
+    """Multiply gradients of probabilities, of a `TileTerms`, by the weights of dropout."""
+    if terms.seed is not None:
+        p = drop(p, terms, tile.kept, TRANSPOSED) * terms.dropout.scale
+    return p
+
+
+@gluon.jit
+def _blocks(x, TRANSPOSED: gl.constexpr):
+    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8]: of 16 queries, of 32 keys.
+
+    Where keys are rows, a row block is half of them.
+    """
+    WIDTH: gl.constexpr = 16 if TRANSPOSED else 32
+    return gl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1] // WIDTH, WIDTH // 8, 8])
+
+
+@triton.constexpr_function
+def _axis(layout, rank, axis):
+    """Return the layout of one axis of a tensor."""
+    for i in reversed(range(rank)):
+        if i != axis:
+            layout = gl.SliceLayout(i, layout)
+    return layout
+
+
+@triton.constexpr_function
+def compare_words(halves):
+    """Return the PTX that makes a bit of each word, up to $4, whose lower half is at least $5.
+
+    The upper half of what is compared counts: words are moved up by $6. With two halves the upper
+    ones are compared as well, whose bits follow.
+    """
+    code = ["{ .reg .pred kept; .reg .b32 half; mov.b32 $0, 0;"]
+    for i in range(4):
+        code.append(f"shl.b32 half, ${i + 1}, $6; setp.ge.u32 kept, half, $5;")
+        code.append(f"@kept or.b32 $0, $0, {1 << i};")
+        if halves == 2:
+            code.append(f"setp.ge.u32 kept, ${i + 1}, $5; @kept or.b32 $0, $0, {16 << i};")
+    return " ".join([*code, "}"])
 
 
 def bias_boxes(bias: Bias, block_q: int, block_kv: int) -> TensorMap | None:

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.explicit.registers import pack
 from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
-from torch_attn.kernels.explicit.terms import add_terms
+from torch_attn.kernels.explicit.terms import add_terms, adds_terms
 from torch_attn.kernels.library.scores import attention_mask
 from twin_attention.targets.ptx import (
     cap_constraints,
@@ -48,18 +48,26 @@ def scores_with_terms(s, terms, own, rule, offset, bias):
 
 
 @gluon.jit
-def visible_scores(s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
+def visible_scores(
+    s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr, terms, own, tile,
+    TRANSPOSED: gl.constexpr = False,
+):  # fmt: skip
     """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
+
+    terms, own, tile: `library.terms.Terms`, and the `HeadTerms` and `TileTerms` of the scores.
 
     Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
     them to base 2; and the derivative of the cap, 1 without one.
     """
     exp2_scale = rule.exp2_scale
     dcap = 1.0
-    if rule.softcap is None:
+    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
+    if ADDS:
+        s = add_terms(s, terms, own, rule, tile.offset, tile.bias, TRANSPOSED)
+    elif rule.softcap is None:
         s = scaled_scores(s, rule)
-    else:
-        s = _cap(s, rule, rule.cap_scale, 1.0)
+    if rule.softcap is not None:
+        s = _cap(s, rule, 1.0 / rule.softcap if ADDS else rule.cap_scale, 1.0)
         exp2_scale = exp2_scale * rule.softcap
         dcap = 1.0 - s * s
     if MASKED:

@@ -13,6 +13,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from torch_attn.kernels.flash_bwd_bias import bias_gradient
+from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import make_flash_bwd
 from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.intervals import in_interval, load_intervals
@@ -55,8 +57,6 @@ from torch_attn.kernels.library.tree import (
     in_branch,
     next_run,
 )
-from torch_attn.kernels.portable.flash_bwd_bias import bias_gradient
-from torch_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
 

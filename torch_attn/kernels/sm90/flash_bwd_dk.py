@@ -10,9 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
 from torch_attn.kernels.explicit.hidden import load_queries
-from torch_attn.kernels.explicit.items import own_item
+from torch_attn.kernels.explicit.items import locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
+from torch_attn.kernels.explicit.terms import drop_scaled, head_terms, prepare_tile
 from torch_attn.kernels.explicit.tma import (
     num_pieces,
     read_row,
@@ -45,6 +46,7 @@ def consume_dk(
     dk_tile,
     problem,
     rule,
+    terms,
     window_left,
     window_right,
     CONSUMER: gl.constexpr,
@@ -78,6 +80,8 @@ def consume_dk(
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
         marks = mark_item(problem, place, batch, keys, key)
+        first = start_kv + CONSUMER * 64
+        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
 
         # The first tile of queries has no dsᵀ·q to run under its exponentials.
         slot = step % DO_STAGES
@@ -97,17 +101,23 @@ def consume_dk(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+        member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
+        own = head_terms(terms, pairs.element, pairs.head + member)
+        of_tile = prepare_tile(
+            terms, own, start, pairs.first, pairs.position - start, queries.size, problem.size,
+            BLOCK_Q, 64, layout, True,
+        )  # fmt: skip
         power, dcap = exponents(
             s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-            of_queries, EDGES,
+            of_queries, EDGES, terms, own, of_tile,
         )  # fmt: skip
         p = gl.exp2(power)
         p = p * dcap
         dp = warpgroup_mma_wait(0, deps=(dp,))
         delta = read_row(delta_row, slot, layout)
+        dp = drop_scaled(dp, terms, of_tile, True)
         ds = pack(p * (dp - delta[None, :]), dtype)
         arrive(DO_READ + slot, READERS)
         dk = zeros(64, HEAD_DIM)
@@ -147,12 +157,17 @@ def consume_dk(
                 dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
                 # pᵀ = exp(sᵀ - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+                member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, step % Q_STAGES, layout)
                 of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
+                own = head_terms(terms, pairs.element, pairs.head + member)
+                of_tile = prepare_tile(
+                    terms, own, start, pairs.first, pairs.position - start, queries.size,
+                    problem.size, BLOCK_Q, 64, layout, True,
+                )  # fmt: skip
                 power, dcap = exponents(
                     s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-                    of_queries, masked,
+                    of_queries, masked, terms, own, of_tile,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 p = p * dcap
@@ -161,6 +176,7 @@ def consume_dk(
                 mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+                dp = drop_scaled(dp, terms, of_tile, True)
                 ds = pack(p * (dp - delta[None, :]), dtype)
                 arrive(DO_READ + slot, READERS)
                 index += 1

@@ -14,9 +14,16 @@ from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arr
 from torch_attn.kernels.explicit.carry import head_rows, store_carry
 from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.intervals import load_windows
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, own_item
+from torch_attn.kernels.explicit.items import (
+    Problem,
+    allocate_hand_over,
+    are_counted,
+    locate_pairs,
+    own_item,
+)
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
+from torch_attn.kernels.explicit.terms import drop, drop_scaled, head_terms, prepare_tile
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
@@ -41,6 +48,7 @@ from torch_attn.kernels.explicit.wgmma import (
     zeros,
 )
 from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
@@ -83,6 +91,7 @@ def flash_bwd_dkdv_kernel(
     dv,
     sums,
     counter_ptr,
+    terms,
     mask,
     seq_q,
     seq_kv,
@@ -95,7 +104,6 @@ def flash_bwd_dkdv_kernel(
     num_items,
     together,
     GROUP_SIZE: gl.constexpr,
-    MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -113,9 +121,8 @@ def flash_bwd_dkdv_kernel(
     columns of ds·k over all of the tile's keys and writes them to shared memory, from where a
     fourth part of one warp adds them.
 
-    MEMBERS: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
-    programs share a tile of keys, and add dk and dv to sums.dk and sums.dv [B, Hkv, rows] in
-    the same order, where they are None otherwise.
+    sums.dk, sums.dv: None, and a work item visits all query heads of a kv head's group; or sums
+    [B, Hkv, rows] in the same order, and it visits one. Then programs share a tile of keys.
 
     With intervals in the mask dk and dv, by their pointers, are float32.
 
@@ -123,6 +130,7 @@ def flash_bwd_dkdv_kernel(
     kernel; the programs do not share tiles of keys then. counter_ptr: as there.
     """
     dtype: gl.constexpr = q[0].dtype
+    MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
     gl.static_assert(BLOCK_Q == 64)
     gl.static_assert(NUM_STAGES <= 2)
     if num_sequences is not None:
@@ -161,9 +169,9 @@ def flash_bwd_dkdv_kernel(
     gl.warp_specialize(
         [
             (_consume_queries, (
-                tiles, of_dq, barriers, shared, dk, dv, problem, rule, window_left, window_right,
-                sums.dk, sums.dv, part, sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM,
-                HEAD_DIM_V, EDGES,
+                tiles, of_dq, barriers, shared, dk, dv, problem, rule, terms, window_left,
+                window_right, sums.dk, sums.dv, part, sums.dq is not None, GROUP_SIZE, MEMBERS,
+                HEAD_DIM, HEAD_DIM_V, EDGES,
             ))
             if part < 2
             else (produce_queries, (
@@ -239,6 +247,7 @@ def _consume_queries(
     dv_maps,
     problem,
     rule,
+    terms,
     window_left,
     window_right,
     dk_sum_ptr,
@@ -285,6 +294,8 @@ def _consume_queries(
             reach_left = reach_left[:, None]
             reach_right = 0
         marks = mark_item(problem, place, batch, positions, key)
+        first = start_kv + CONSUMER * 64
+        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
         last = step + (before + full + after) * MEMBERS - 1
@@ -322,11 +333,11 @@ def _consume_queries(
         if SMALL:
             values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
         s = wait_sums(s, 0)
-        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
+        member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds = _visit_queries(
             s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
-            rule, reach_left, reach_right, problem, marks, queries.size, CONSUMER, FUSED, EDGES,
-            True, HEAD_DIM, HEAD_DIM_V,
+            rule, terms, pairs, member, reach_left, reach_right, problem, marks, queries.size,
+            CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -337,7 +348,7 @@ def _consume_queries(
             if masked:
                 end = (before + after) * MEMBERS
             while index < end:
-                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
+                member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
                 if CLEARS and masked:
                     begun = step - index
                     clear_queries(
@@ -348,8 +359,8 @@ def _consume_queries(
                     )
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
-                    last, rule, reach_left, reach_right, problem, marks, queries.size, CONSUMER,
-                    FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                    last, rule, terms, pairs, member, reach_left, reach_right, problem, marks,
+                    queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -362,8 +373,9 @@ def _consume_queries(
         else:
             left = unpack(ds, dtype, layout, "end")
             dk = add_product(dk, left, q_tile, previous)
+        if terms.seed is not None:
+            dv = scale_all(dv, terms.dropout.scale)
         head_kv = first_head // GROUP_SIZE
-        first = start_kv + CONSUMER * 64
         heads_kv = problem.heads_q // GROUP_SIZE
         if IS_PART:
             rows_of_dv = head_rows(dv_maps[0], batch, seq_kv, first, head_kv, heads_kv, HEAD_DIM_V)
@@ -433,6 +445,9 @@ def _visit_queries(
     step,
     last,
     rule,
+    terms,
+    pairs,
+    member,
     window_left,
     window_right,
     problem,
@@ -454,6 +469,7 @@ def _visit_queries(
 
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
+    pairs, member: where the pairs of the item's first head are, and which of its heads this is.
     size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
@@ -475,6 +491,7 @@ def _visit_queries(
     fresh = step >> 30
 
     of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout)
+    own = head_terms(terms, pairs.element, pairs.head + member)
 
     # dq += ds k and dk += dsᵀ q for the tile before
     if not FIRST:
@@ -485,13 +502,17 @@ def _visit_queries(
         else:
             left = unpack(ds, dtype, layout, "loop")
             dk = add_product(dk, left, q_tile, previous)
+    of_tile = prepare_tile(
+        terms, own, start, pairs.first, pairs.position - start, size_q, problem.size, BLOCK_Q, 64,
+        layout, True,
+    )  # fmt: skip
     if AHEAD and not SMALL:
         # Before dq is stored: a look at a barrier would wait until the stores are done.
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
             s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks,
-            of_queries, MASKED,
+            of_queries, MASKED, terms, own, of_tile,
         )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
@@ -524,10 +545,11 @@ def _visit_queries(
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
             now, lse2, start, key, end, rule, window_left, window_right, problem, marks, of_queries,
-            MASKED,
+            MASKED, terms, own, of_tile,
         )  # fmt: skip
     p = gl.exp2(power)
-    p_left = gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
+    kept = drop(p, terms, of_tile.kept, True).to(dtype)
+    p_left = gl.convert_layout(kept, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:
         dq = wait_sums(dq, S_PIECES + DP_PIECES)
         _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
@@ -545,6 +567,7 @@ def _visit_queries(
             dk, dp, left = wait_products(dk, dp, left, DP_PIECES)
         arrive(Q_READ + previous, READERS)
     delta = read_row(delta_row, slot, layout)
+    dp = drop_scaled(dp, terms, of_tile, True)
     ds = pack(p * (dp - delta[None, :]), dtype)
     if AHEAD:
         # s of the next tile
@@ -599,6 +622,6 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         "dk": stored_maps_of(spec, dk, 64),
         "dv": stored_maps_of(spec, dv, 64),
         "sums": sums if sums.dq is None else sums._replace(dq=map_sums(sums.dq)),
-        "MEMBERS": members,
+        **terms_argument(call),
     }
     return persistent_keys(call, members, arguments, ragged)

@@ -28,6 +28,7 @@ from torch_attn.kernels.explicit.items import (
     allocate_hand_over,
     are_counted,
     head_and_tile,
+    locate_pairs,
     next_item,
     own_item,
     persistent,
@@ -38,6 +39,13 @@ from torch_attn.kernels.explicit.steps import (
     rows_have_padding,
     step_has_padding,
     step_start,
+)
+from torch_attn.kernels.explicit.terms import (
+    adds_terms,
+    drop_scaled,
+    head_terms,
+    prepare_tile,
+    store_bias,
 )
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
@@ -61,6 +69,7 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, strides_of, visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
@@ -78,6 +87,7 @@ def flash_bwd_dq_kernel(
     statistics,
     dq,
     counter_ptr,
+    terms,
     mask,
     out_strides,
     seq_q,
@@ -149,7 +159,7 @@ def flash_bwd_dq_kernel(
     gl.warp_specialize(
         [
             (_consume_keys, (
-                tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
+                tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule, terms,
                 window_left, window_right, part, HEAD_DIM, HEAD_DIM_V, EDGES,
             ))
             if part < 2
@@ -279,6 +289,7 @@ def _consume_keys(
     dq_maps,
     problem,
     rule,
+    terms,
     window_left,
     window_right,
     CONSUMER: gl.constexpr,
@@ -295,6 +306,8 @@ def _consume_keys(
     IS_PART: gl.constexpr = problem.intervals is not None
     HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
+    HAS_TERMS: gl.constexpr = ADDS or terms.seed is not None
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
@@ -315,6 +328,9 @@ def _consume_keys(
         row_q = batch.to(gl.int64) * problem.size
         row_kv = batch.to(gl.int64) * problem.size_other + first_kv
         marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
+        first = start_q + CONSUMER * 64
+        pairs = locate_pairs(problem, place, batch, head, first, first + diagonal)
+        of_head = head_terms(terms, pairs.element, head)
         first_row = (batch * heads_q + head).to(gl.int64) * total_q
         if IS_PART:
             position, reach_right = load_windows(problem.intervals, rows, seq_q)
@@ -359,6 +375,13 @@ def _consume_keys(
                 do_full.index(CONSUMER), turn & 1,
             )  # fmt: skip
         s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+        of_tile = (0, 0, 0)
+        if HAS_TERMS:
+            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
+            of_tile = prepare_tile(
+                terms, of_head, pairs.first, start_kv, start_kv - pairs.position, seq_q, seq_kv,
+                64, BLOCK_KV, layout,
+            )  # fmt: skip
         # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
         mbarrier.wait(do_full.index(CONSUMER), turn & 1)
         if len(out_tile) > 0:
@@ -393,11 +416,15 @@ def _consume_keys(
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
             s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right, problem, marks,
-            of_keys, EDGES, BLOCK_KV,
+            of_keys, EDGES, BLOCK_KV, terms, of_head, of_tile,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
-        ds = pack(p * (dp - delta[:, None]), dtype)
+        dp = drop_scaled(dp, terms, of_tile)
+        ds = p * (dp - delta[:, None])
+        if terms.dbias.entries is not None:
+            store_bias(terms.dbias, ds, pairs, key, seq_q, seq_kv)
+        ds = pack(ds, dtype)
         dq = zeros(64, HEAD_DIM)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
@@ -441,6 +468,12 @@ def _consume_keys(
                 # dp = dout vᵀ
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
                 dp = product_scores(do_tile, own, v_tile, slot_v, HEAD_DIM_V, layout)
+                if HAS_TERMS:
+                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
+                    of_tile = prepare_tile(
+                        terms, of_head, pairs.first, start_kv, start_kv - pairs.position, seq_q,
+                        seq_kv, 64, BLOCK_KV, layout,
+                    )  # fmt: skip
                 # p = exp(s - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
@@ -449,14 +482,18 @@ def _consume_keys(
                     hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(
                     s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
-                    problem, marks, hidden, masked, BLOCK_KV,
+                    problem, marks, hidden, masked, BLOCK_KV, terms, of_head, of_tile,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 arrive(V_READ + slot_v, READERS)
+                dp = drop_scaled(dp, terms, of_tile)
                 # ds = p ∘ (dp - delta) ∘ dcap
-                ds = pack(p * (dp - delta[:, None]), dtype)
+                ds = p * (dp - delta[:, None])
+                if terms.dbias.entries is not None:
+                    store_bias(terms.dbias, ds, pairs, key, seq_q, seq_kv)
+                ds = pack(ds, dtype)
                 index += 1
                 step += 1
 
@@ -556,12 +593,16 @@ def _probabilities(
     of_keys,
     MASKED: gl.constexpr,
     BLOCK_KV: gl.constexpr,
+    terms,
+    of_head,
+    of_tile,
 ):
     """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, position[:, None], key[None, :], end, rule, window_left, window_right, MASKED
-    )
+        s, position[:, None], key[None, :], end, rule, window_left, window_right, MASKED, terms,
+        of_head, of_tile,
+    )  # fmt: skip
     if MASKED:
         s = hide_keys(s, problem, marks, position, of_keys)
     return gl.exp2(s * scale - lse2) * dcap
@@ -585,6 +626,7 @@ def prepare_dq(call: KernelCall) -> Prepared:
         or spec.tree
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
+        **terms_argument(call),
     }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)

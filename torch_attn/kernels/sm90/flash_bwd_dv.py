@@ -10,9 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
 from torch_attn.kernels.explicit.hidden import load_queries
-from torch_attn.kernels.explicit.items import own_item
-from torch_attn.kernels.explicit.registers import pack, unpack
+from torch_attn.kernels.explicit.items import locate_pairs, own_item
+from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
+from torch_attn.kernels.explicit.terms import drop, head_terms, prepare_tile
 from torch_attn.kernels.explicit.tma import (
     num_pieces,
     read_row,
@@ -45,6 +46,7 @@ def consume_dv(
     dv_tile,
     problem,
     rule,
+    terms,
     window_left,
     window_right,
     CONSUMER: gl.constexpr,
@@ -78,6 +80,8 @@ def consume_dv(
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
         marks = mark_item(problem, place, batch, keys, key)
+        first = start_kv + CONSUMER * 64
+        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
 
         # The first tile of queries has no pᵀ·dout to run under its exponentials.
         slot = step % Q_STAGES
@@ -90,16 +94,21 @@ def consume_dv(
             )
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
-        _member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+        member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
         lse2 = read_row(lse2_row, slot, layout)
         arrive(Q_READ + slot, READERS)
         of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
+        own = head_terms(terms, pairs.element, pairs.head + member)
+        of_tile = prepare_tile(
+            terms, own, start, pairs.first, pairs.position - start, queries.size, problem.size,
+            BLOCK_Q, 64, layout, True,
+        )  # fmt: skip
         power, _dcap = exponents(
             s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-            of_queries, EDGES,
+            of_queries, EDGES, terms, own, of_tile,
         )  # fmt: skip
         p = gl.exp2(power)
-        packed = pack(p, dtype)
+        packed = pack(drop(p, terms, of_tile.kept, True), dtype)
         dv = zeros(64, HEAD_DIM_V)
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -130,20 +139,25 @@ def consume_dv(
                 dv = add_product(dv, left, do_tile, previous)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 # pᵀ = exp(sᵀ - lse)
-                _member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
+                member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
                 lse2 = read_row(lse2_row, slot, layout)
                 arrive(Q_READ + slot, READERS)
                 of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
+                own = head_terms(terms, pairs.element, pairs.head + member)
+                of_tile = prepare_tile(
+                    terms, own, start, pairs.first, pairs.position - start, queries.size,
+                    problem.size, BLOCK_Q, 64, layout, True,
+                )  # fmt: skip
                 power, _dcap = exponents(
                     s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-                    of_queries, masked,
+                    of_queries, masked, terms, own, of_tile,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.
                 mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
                 dv, left = wait_product(dv, left)
                 arrive(DO_READ + previous, READERS)
-                packed = pack(p, dtype)
+                packed = pack(drop(p, terms, of_tile.kept, True), dtype)
                 index += 1
                 step += 1
             if CLEARS and masked:
@@ -160,6 +174,8 @@ def consume_dv(
         dv, left = wait_product(dv, left)
         arrive(DO_READ + previous, READERS)
 
+        if terms.seed is not None:
+            dv = scale_all(dv, terms.dropout.scale)
         # Store. Nobody else reads these rows of k.
         head_kv = first_head // GROUP_SIZE
         store_result(

@@ -16,6 +16,7 @@ from torch_attn.kernels.explicit.tma import (
     row_map,
     stored_maps_of,
 )
+from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.sm90.flash_bwd_dk import consume_dk
 from torch_attn.kernels.sm90.flash_bwd_dv import consume_dv
 from torch_attn.kernels.sm90.queries import Barriers, Tiles, persistent_keys, produce_queries
@@ -33,6 +34,7 @@ def flash_bwd_large_kernel(
     dk,
     dv,
     counter_ptr,
+    terms,
     mask,
     seq_q,
     seq_kv,
@@ -102,7 +104,7 @@ def flash_bwd_large_kernel(
         [
             (consume_dk if dv is None else consume_dv, (
                 tiles, barriers, shared, dk if dv is None else dv, result_tile, problem, rule,
-                window_left, window_right, part, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+                terms, window_left, window_right, part, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
             ))
             if part < 2
             else (produce_queries, (
@@ -129,7 +131,7 @@ def prepare_dk(call: KernelCall) -> Prepared:
 
 def prepare_dv(call: KernelCall) -> Prepared:
     """Return grid and arguments of the kernel that computes dv."""
-    *_, dv, _counter, _mask = call.layouts
+    *_, dv, _counter, _terms, _mask = call.layouts
     without = dict.fromkeys(("v", "delta", "dk"))
     return _prepare(call, without | {"dv": stored_maps_of(call.spec, dv, 64)})
 
@@ -142,4 +144,5 @@ def _prepare(call: KernelCall, arguments: dict[str, Any]) -> Prepared:
         "k": maps_of(k, 64),
         "dout": maps_of(dout, block_q),
         "lse2": row_map(lse2, block_q),
+        **terms_argument(call),
     })  # fmt: skip

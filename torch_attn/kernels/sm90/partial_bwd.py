@@ -10,6 +10,7 @@ from torch_attn.kernels.explicit.items import item_counter
 from torch_attn.kernels.gradients import Statistics, Sums
 from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.sequences import num_padded_rows
+from torch_attn.kernels.library.terms import Terms
 from torch_attn.kernels.preprocess import preprocess
 from torch_attn.kernels.sm90.flash_bwd import NUM_WARPS
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
@@ -51,13 +52,13 @@ def partial_bwd(
     if not has_sums:
         rows = Statistics(None, None, *of_rows)
         counter, mask = item_counter(q, spec), mask_of_keys(operands, spec)
-        of_dq = (q, k, v, dout, None, rows, carry.dq, counter, mask)
+        of_dq = (q, k, v, dout, None, rows, carry.dq, counter, Terms(), mask)
         launch(
             "flash_bwd_dq", flash_bwd_dq_kernel, prepare_dq, of_dq, spec, backend,
             num_warps=NUM_WARPS,
         )  # fmt: skip
     name = "flash_bwd_fused" if has_sums else "flash_bwd_dkdv"
     counter, mask = item_counter(q, spec), mask_of_queries(operands, spec)
-    of_dkdv = (q, k, v, dout, *of_rows, dk, dv, sums, counter, mask)
+    of_dkdv = (q, k, v, dout, *of_rows, dk, dv, sums, counter, Terms(), mask)
     launch(name, flash_bwd_dkdv_kernel, prepare_dkdv, of_dkdv, spec, backend, num_warps=NUM_WARPS)
     return carry, dk, dv

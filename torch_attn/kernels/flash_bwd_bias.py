@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.kernels.flash_bwd_terms import compiler_numbers, score_gradients
 from torch_attn.kernels.library.mask import Mask, mask_argument
 from torch_attn.kernels.library.terms import (
     Bias,
@@ -20,7 +21,6 @@ from torch_attn.kernels.library.terms import (
     with_strides,
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING, strides_of, visible_tiles
-from torch_attn.kernels.portable.flash_bwd_terms import compiler_numbers, score_gradients
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
