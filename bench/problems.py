@@ -235,7 +235,7 @@ class DecodeTensors:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """Return the tensors by argument name, without those that are None."""
+        """Return the tensors by argument name, without the ones that are None."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if x is not None}
 

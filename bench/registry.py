@@ -8,7 +8,7 @@ Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It
 - ``COLUMNS``: the suite's own columns of the table of all rows. A record without a time is asked as
   well. The report adds what every table has, as far as its title is not taken: implementation,
   milliseconds, spread, limits, ratio to the best peer, status;
-- ``tables(records)``, if it has tables by heading in place of those that every suite has.
+- ``tables(records)``, if it has tables by heading in place of the common ones.
 
 Jobs are timed by `bench.timing.time_calls` unless they bring a timer of their own (`Job.time`), as
 those of "host" do.

@@ -1,7 +1,7 @@
 """Context parallel attention: the devices of a mesh axis share a sequence's tokens.
 
 "ring": keys travel to every rank that needs them, one distance after the other, while the kernels
-read those that arrived before. A partial result goes from hop to hop in float32 and is rounded once
+read what arrived before. A partial result goes from hop to hop in float32 and is rounded once
 (Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
 there, so that no rank passes on what another one sent.
 "gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.

@@ -50,7 +50,7 @@ class Buffers(NamedTuple):
 
     Attributes:
         operands: a result among them has the memory of the result of the same number.
-        results: all results, first those that a parameter takes.
+        results: all results; the ones that a parameter takes come first.
     """
 
     operands: tuple[Buffer, ...]

@@ -53,7 +53,7 @@ class Guard:
     """
 
     def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
-        """Take operands that begin at multiples of so many bytes, as those recognised do."""
+        """Take operands that begin at multiples of `alignment` bytes, as recognised ones do."""
         self._alignment = alignment
         given = [i for i, x in enumerate(operands) if x is not None]
         self._count, first = len(given), given[0]

@@ -51,7 +51,7 @@ class _Launch(NamedTuple):
 
     Attributes:
         launcher: launches it with the addresses of the tensors.
-        tensors: the values that it reads, and then those that it writes.
+        tensors: the values that it reads, and then the values that it writes.
         results: the values that it writes, and for each whose memory it takes; None for new memory.
     """
 

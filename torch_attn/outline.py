@@ -51,7 +51,7 @@ class Operation(NamedTuple):
         name: of the operator, such as "exp2"; or "set" of what a tensor is to hold at an index of
             an axis: its arguments are the tensor, the axis, the index, and what it holds.
         args: its arguments, with a `Value` for a tensor.
-        kwargs: those that have names.
+        kwargs: its keyword arguments.
         result: what it returns.
     """
 

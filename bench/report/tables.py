@@ -161,7 +161,7 @@ def speeds(records: Sequence[Record]) -> Grid:
 
 
 def every(records: Sequence[Record], columns: Mapping[str, Column], bounds: Peaks) -> Grid:
-    """Return a row for each record: the suite's own columns, then those that every suite has."""
+    """Return a row for each record: the suite's own columns, then the common ones."""
     cases = {name: by_case(group) for name, group in by_operation(records).items()}
     rows = []
     for record in records:
@@ -281,7 +281,7 @@ def _percent(value: float | None) -> str | None:
 
 
 def _pivot(records: Sequence[Record], cell: Callable[[Record], str]) -> Grid:
-    """Return cases down, implementations across, without those that are absent everywhere."""
+    """Return cases down, implementations across, without the ones that are absent everywhere."""
     titles = labels(record for record in records if record.status != "absent")
     shared, apart = names(records)
     rows = [[f"case (all {shared})" if shared else "case", *titles]]

@@ -71,7 +71,7 @@ def _case(
     window: int | None = None,
     packed: bool = False,
 ) -> ContextCase:
-    """Return a case of so many tokens a rank."""
+    """Return a case of a number of tokens a rank."""
     kind = "lognormal" if packed else "causal" if window is None else f"window-{window}"
     tokens, heads = ranks * local, CHANNELS // head_dim
     return ContextCase(

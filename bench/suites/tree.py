@@ -76,7 +76,7 @@ def job(case: TreeCase, operation: Operation, targets: Sequence[str]) -> Job:
 
 
 def _pairs_per_second(record: Record) -> float | None:
-    """Return 10^12 pairs a second, of those that the implementation works on."""
+    """Return 10^12 pairs a second, counting the pairs that the implementation works on."""
     if record.times is None:
         return None
     case = TreeCase(**record.case)

@@ -43,7 +43,7 @@ class TrainingJob:
         subject: the implementation's name in records.
         start: makes the training or the inference, or raises `Absent`.
         observe: takes its measurements.
-        operations: those that `observe` returns.
+        operations: what `observe` returns.
     """
 
     training: TrainingCase

@@ -103,7 +103,7 @@ def peak(timeline: Timeline) -> dict[str, int]:
 
 
 def shortened(timeline: Timeline, most: int = _MOST_POINTS) -> Timeline:
-    """Return at most about so many points: of those in a row in one phase the highest."""
+    """Return at most about a number of points: of neighbours in one phase the highest."""
     total = totals(timeline)
     width = -(-len(total) // most)
     kept: dict[Any, int] = {}

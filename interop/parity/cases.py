@@ -189,7 +189,7 @@ class VarlenCase:
 
 
 def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return the options of a call; those that not all functions have are left out at defaults."""
+    """Return the options of a call, without defaults of options that not all functions have."""
     names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
     asked: dict[str, Any] = {"return_row_max": True} if case.row_max else {}
     if case.dropout_rate:

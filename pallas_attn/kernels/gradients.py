@@ -70,7 +70,7 @@ class SumsOrder(NamedTuple):
 
     Attributes:
         block: sizes of the last axes.
-        rows, columns: the axes that count rows, and those that count columns, the slowest first.
+        rows, columns: the axes that count rows, and the axes that count columns, the slowest first.
     """
 
     block: tuple[int, ...]
@@ -153,7 +153,7 @@ def _rows_in_tiles(cu_seqlens: Array, num_rows: int) -> Array:
 
 
 def _last_begun(begins: Array, place: Array) -> Array:
-    """Return the last of those that begin at or before a place, or the first of all."""
+    """Return the last one that begins at or before a place, or the first of all."""
     found = jnp.searchsorted(begins, place, side="right", method="scan_unrolled")
     return jnp.maximum(found.astype(jnp.int32) - 1, 0)
 

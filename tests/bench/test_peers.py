@@ -1,4 +1,4 @@
-"""Adapters of peers without a GPU: those that run here, stand-ins for those that do not."""
+"""Adapters of peers without a GPU: the ones that run here, stand-ins for the others."""
 
 import sys
 import warnings

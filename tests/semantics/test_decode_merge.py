@@ -159,7 +159,7 @@ def test_a_state_that_saw_nothing_has_gradients_of_zero(side, implementation, to
 
 
 def test_the_gradients_of_parts_merged_are_those_of_the_whole(side, implementation, torch_device):
-    """The chain rule by hand: the merge's gradients are those that each part is given."""
+    """The chain rule by hand: the merge's gradients are what each part is given."""
     case = FlashCase("parts", 1, 20, 48, heads_q=4, head_dim=16, dtype="float32", softcap=5.0)
     inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "reference"}  # of the parts, not of the merge

@@ -69,7 +69,7 @@ class Peers(ABC):
         received: Sequence[Rows],
         of_gradients: bool = False,
     ) -> Transfer:
-        """Begin to send rows of tensors to other ranks, and to receive rows of theirs.
+        """Begin to send rows of tensors to other ranks, and to receive theirs.
 
         What one rank sends to another comes in the order in which it is sent.
 

@@ -97,7 +97,7 @@ def _of_bias(p: _Placement, bias: Any) -> tuple[Any, Any]:
 
 
 def _shard_forward(num_of_rows, q, k, v, sinks, *others):
-    """Return how the tensors of a forward may be placed, which returns so many [B, H, S] ones."""
+    """Return how the tensors of a forward with `num_of_rows` results [B, H, S] may be placed."""
     options = others[_NUM_OTHERS:]
     no_options = [None] * len(options)
     found = []

@@ -176,7 +176,7 @@ def flash_bwd_relative_kernel(
     invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     band, head = tl.program_id(0), tl.program_id(1)
-    # A band's keys start so many behind its queries' positions.
+    # How far behind its queries' positions a band's keys start.
     offset = (bands.first + band) * BLOCK_KV
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     is_visible = band >= 0

@@ -33,7 +33,7 @@ MaskOf = Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask
 
 
 class Sums(NamedTuple):
-    """The float32 sums of gradients, to which a kernel adds; None for those that it does not."""
+    """The float32 sums of gradients, to which a kernel adds; None where it does not."""
 
     dq: Any = None
     dk: Any = None
@@ -103,7 +103,7 @@ def make_flash_bwd(
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Tensor]:
-        """Launch the kernels of the backward: those that the problem has configurations for.
+        """Launch the kernels of the backward that the problem has configurations for.
 
         Packed sequences have no batch axis.
 

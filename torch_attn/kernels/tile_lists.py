@@ -1,8 +1,8 @@
 """List the tiles that each tile of rows visits: the kernel that runs before the explicit ones.
 
 Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
-the same tiles. So a kernel lists them, once a launch for all heads: those that need a mask, and
-those that need none, because each of their rows sees each row of the tile. Wang et al. 2024
+the same tiles. So a kernel lists them, once a launch for all heads: tiles that need a mask, and
+tiles that need none, because each of their rows sees each row of the tile. Wang et al. 2024
 (FlashMask) classify tiles so.
 
 Ids and ends are data that nobody checked. Whatever they are, a list has only tiles that the window

@@ -183,7 +183,7 @@ def case_of(table: ConfigTable, row: Row) -> TimedCase:
 
 
 def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[KernelConfig]:
-    """Return the configurations worth a launch, one of those that make the same code."""
+    """Return the configurations worth a launch, one for each code that they make."""
     seen = set()
     for entry in surveys:
         if entry.reason is None and entry.config != present and entry.code not in seen:

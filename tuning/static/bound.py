@@ -6,7 +6,7 @@ do not overlap. Left out are shared memory, and on the FMA units the softmax's s
 and masks and the conversion of a quantised cache.
 
 Tiles of k and v (q and dout for dk and dv) are read again and again by programs that run at the
-same time, and come from L2: ``cp.async.cg`` passes by L1. So do those that chunks of prompts share.
+same time, and come from L2: ``cp.async.cg`` passes by L1. So do tiles that chunks of prompts share.
 A decode reads its cache once, from device memory.
 
 Rates of one SM per cycle:

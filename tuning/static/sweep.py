@@ -76,7 +76,7 @@ def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[
     """Compile a row's problems, in a process of its own (`only_shared_memory`).
 
     Returns:
-        The number of problems, and those that do not fit as configured.
+        The number of problems, and the problems that do not fit as configured.
     """
     specs = lengths_of(row, windows)
     with only_shared_memory():

@@ -152,7 +152,7 @@ def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _needed(plan: ContextPlan, window: Window, rank: int, holder: int) -> tuple[Rows, ...]:
-    """Return the rows of a holder's keys that go to a rank: those that its queries see."""
+    """Return the rows of a holder's keys that go to a rank: the ones that its queries see."""
     runs = [(0, plan.local_len)]  # all of its own, so that each has a gradient
     if holder != rank:
         begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]

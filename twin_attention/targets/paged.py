@@ -5,7 +5,7 @@ from __future__ import annotations
 from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
 from twin_attention.targets.kernels import Spec
 
-# Up to how many query rows of a kv head these kernels are faster, of those that were timed.
+# Up to how many query rows of a kv head these kernels were faster where they were timed.
 _ROWS_MAX = {
     ("sm90", "8 bits"): 16, ("sm90", "16 bits"): 8,
     ("sm80", "8 bits"): 16, ("sm80", "16 bits"): 64,

@@ -17,8 +17,7 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
-# What no card has run a function with, of those that take terms: there `None` takes the portable
-# kernels.
+# What no card has run the forward or the backward with: there `None` takes the portable kernels.
 UNTIMED = {
     "flash_fwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout", "row maxima"}),
     "flash_bwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout"}),

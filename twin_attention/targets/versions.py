@@ -1,4 +1,4 @@
-"""Which of the installed packages are newer than those that private names were checked with."""
+"""Which of the installed packages are newer than private names were checked with."""
 
 from __future__ import annotations
 

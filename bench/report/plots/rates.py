@@ -114,7 +114,7 @@ def _name_lines(axes: Axes, height: float) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return places in the same order that lie apart by a gap or more, near those that are given.
+    """Return places in the same order that lie apart by a gap or more, near the given ones.
 
     >>> spread([0.5, 0.0, 0.5], 0.25)
     [0.375, 0.0, 0.625]

@@ -65,7 +65,7 @@ def heat_map(axes: Axes, values: np.ndarray) -> None:
             colour = _DARK if _luminance(_COLOURS(norm(value))) > _MIDDLE else _LIGHT
             text = axes.text(x + 0.5, y + 0.5, _digits(value), ha="center", va="center",
                              fontsize=7.5, color=colour)  # fmt: skip
-            text.set_in_layout(False)  # it is inside its cell; measuring so many takes long
+            text.set_in_layout(False)  # it is inside its cell; measuring all of them takes long
     axes.set_ylim(len(values), 0)
     axes.spines[:].set_visible(False)
 

@@ -44,7 +44,7 @@ def pass_turn(warpgroup: int, warpgroups: int) -> None:
 
 
 def named_barrier(operation: str, number: int, threads: int) -> None:
-    """Arrive at a named barrier of so many threads, and with "sync", not "arrive", wait there."""
+    """Arrive at a named barrier of `threads` threads, and with "sync", not "arrive", wait there."""
     text = f"bar.{operation} $0, {threads};"
 
     @plgpu.inline_mgpu()

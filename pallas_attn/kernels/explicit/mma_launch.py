@@ -116,7 +116,7 @@ def fitting_config(
 
 
 def _size(tile: Any) -> int:
-    """Return the bytes of a tile, or of the largest of those that share memory."""
+    """Return the bytes of a tile, or of the largest that shares memory with it."""
     if isinstance(tile, plgpu.RefUnion):
         return max(map(_size, tile.refs))
     return math.prod(tile.shape) * jnp.dtype(tile.dtype).itemsize

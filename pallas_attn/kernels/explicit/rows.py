@@ -56,7 +56,7 @@ def load_row_values(vector, batch, head, start, num_rows, other):
                 return llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
             left = arith.subi(as_scalar(end), start.registers.item())
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
-            # The last row, which exists, for those that do not.
+            # Rows that do not exist read the last one, which does.
             row = arith.minsi(row, arith.subi(left, mgpu.c(1, i32)))
             x = llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
             return arith.select(exists, x, value)
@@ -105,7 +105,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
             if num_rows is not None:
                 left = arith.subi(mgpu.c(num_rows, i32), start)
                 exists = arith.cmpi(less, place, left)
-                # The last row, which exists, for those that do not.
+                # Rows that do not exist read the last one, which does.
                 place = arith.minsi(place, arith.subi(left, mgpu.c(1, i32)))
             place = [(0, batch), (1, arith.addi(start, place)), (2, head)]
             sums = none

@@ -146,7 +146,7 @@ def load_tile(matrix, tile, batch, head, start, barrier):
 
 
 def store_tile(x, tile, matrix, batch, head, start):
-    """Start to store x to rows start .. of one head by TMA, those that exist, through `tile`."""
+    """Start to store x by TMA to rows start .. of one head that exist, through `tile`."""
     for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
         piece[...] = x[:, columns].astype(piece.dtype)
     plgpu.commit_smem()

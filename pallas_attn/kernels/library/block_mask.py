@@ -1,8 +1,8 @@
-"""Block masks: the tiles that a list keeps, of those that some rows see.
+"""Block masks: the tiles that a list keeps, among the tiles that some rows see.
 
 `twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
-other axis that it keeps, in increasing order. Those that the window hides are at both ends of it,
-and those that it shows whole lie together. So a program walks a part of its list as dense rows are
+other axis that it keeps, in increasing order. Tiles that the window hides are at both ends of it,
+and tiles that it shows whole lie together. So a program walks a part of its list as dense rows are
 walked, a tile that needs a mask or one that needs none at a time: the rows of the kept tiles, one
 after the other, take the place of the other axis.
 

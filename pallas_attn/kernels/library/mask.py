@@ -83,7 +83,7 @@ class Visits(NamedTuple):
     runs: Runs | None = None
 
     def keep(self, lists, head, tile, rows):
-        """Return those that a list of tiles has; see `find_list`."""
+        """Return what a list of tiles has; see `find_list`."""
         kept = find_list(lists, head, tile, rows)
         return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
 

@@ -3,7 +3,7 @@
 Ids come in any order. For every BLOCK_TOKENS tokens the host computes a range of their ids, and a
 program visits the tiles of the other axis from the first block whose range meets its own tokens' to
 the last one. All of these tiles are masked by their ids. Those before the first block with padding
-are loaded without a mask, so that no load of theirs waits for ids.
+are loaded without a mask, so that their loads do not wait for ids.
 
 Padding has negative ids and may hold NaN: it is loaded as 0.
 """
@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
 from pallas_attn.kernels.library.tiles import Visible, cdiv, load_rows, minimum
 
-# Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
+# Ids of padding in the tokens that stay and in the visited tokens: they are not equal.
 STAYS, VISITED = -2, -1
 
 
@@ -52,7 +52,7 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
     Args:
         ids: segments of the rows that stay, negative for padding.
-        ranges_ref: [3, blocks] int32, those that `segment_ranges` computed for the other axis.
+        ranges_ref: [3, blocks] int32, what `segment_ranges` computed for the other axis.
         size_other: its length.
         visible: what `visible_tiles` returned.
         block: rows of a tile of the other axis.

@@ -1,6 +1,6 @@
 """Trees: keys that have an end, and windows of depths.
 
-Key j is seen by queries at positions before ``ends[j]``, of those that `causal` leaves. For every
+Key j is seen by queries at positions before ``ends[j]`` that `causal` leaves. For every
 BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped where
 no end is behind the first query, and needs no mask where all are behind the last one. What is left
 of the tiles that the window shows is runs: in depth-first order one for each stretch of the path
@@ -179,7 +179,7 @@ def walk_runs(runs, masked, visit, carry):
 
 
 def _is_kind(runs, tile, masked):
-    """Return which tiles are visited, of those that need a mask or of those that need none."""
+    """Return which tiles are visited, of the ones with a mask or of the ones without."""
     before, full, block = runs.visible.before, runs.visible.full, runs.block
     exists = (tile >= 0) & (tile < runs.count)
     row = runs.row + tile * block

@@ -193,7 +193,7 @@ def flash_bwd_relative_kernel(
     invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     band, head = pl.program_id(0), pl.program_id(1)
-    # A band's keys start so many behind its queries' positions.
+    # How far behind its queries' positions a band's keys start.
     offset = (bands.first + band) * block_kv
     is_visible = band >= 0
     if window.left is not None:

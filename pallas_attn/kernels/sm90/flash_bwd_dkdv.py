@@ -174,7 +174,7 @@ class Step(NamedTuple):
     """A tile of queries of one head.
 
     Attributes:
-        x: its number among those that see the keys, which are masked first.
+        x: its number among the tiles that see the keys; masked ones come first.
         masked: it may have hidden scores.
         q_slot, previous, slot: the places of its q, of the q before, and of its dout.
         fresh: 0, which the compiler does not know where it has no registers for the descriptors of

@@ -314,7 +314,7 @@ class Step(NamedTuple):
     """A tile of keys.
 
     Attributes:
-        x: its number among those that the queries see, which are masked first.
+        x: its number among the tiles that the queries see; masked ones come first.
         masked: it may have hidden scores.
         now: its number among all tiles of keys of the program.
         slot, previous, slot_v: the places of its k, of the k before, and of its v.

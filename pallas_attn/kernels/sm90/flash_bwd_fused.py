@@ -293,7 +293,7 @@ class Step(NamedTuple):
     """A tile of queries of one head.
 
     Attributes:
-        x: its number among those that see the keys, which are masked first.
+        x: its number among the tiles that see the keys; masked ones come first.
         masked: it may have hidden scores.
         now: its number among all tiles of queries of the program.
         fresh: 0, which the compiler does not know: it would compute the descriptors of k and v

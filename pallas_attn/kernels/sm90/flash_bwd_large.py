@@ -137,7 +137,7 @@ def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit
 
     Operands, loop invariant and accumulation: as in `flash_bwd_dkdv_kernel`; dv has no v and delta.
     In shared memory a tile of 64 rows of k and of v for each consumer warpgroup, tiles of q with
-    lse2 of their rows, of dout with delta, one more of those that ds or p multiplies, and their
+    lse2 of their rows, of dout with delta, one more of what ds or p multiplies, and their
     barriers. The registers have room for one of the two gradients.
     """
     q_tiles, dout_tiles = map(values_and_factors, (memory.q_tiles, memory.dout_tiles))
@@ -320,7 +320,7 @@ def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, s
     Args:
         kernel_name: its name in the code.
         visit: see `compute_tile`.
-        inputs: operands; None for those that the kernel does not read.
+        inputs: operands; None for what the kernel does not read.
         gradient: the operand whose gradient it computes.
         memory: types of what it has for its keys in shared memory.
         values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles".

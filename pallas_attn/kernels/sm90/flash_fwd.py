@@ -83,7 +83,7 @@ LARGE_HEAD = 224
 
 
 class Inputs(NamedTuple):
-    """Operands; None for those that a problem does not have.
+    """Operands; None for what a problem does not have.
 
     Attributes:
         q, k, v: [B, Sq, Hq, D], [B, Skv, Hkv, D] and [B, Skv, Hkv, Dv].

@@ -341,7 +341,7 @@ def paged_attention(
 
 
 def _query_views(dtype, group_size, size):
-    """Return the types of a tile of queries, `tile_views`; TMA sees tokens of so many heads."""
+    """Return the types of a tile of queries, `tile_views`; TMA sees tokens of a group of heads."""
     copied, multiplied = tile_views(dtype, (WGMMA_ROWS,), size, False)
     shape = WGMMA_ROWS // group_size, group_size
     copied = tuple(

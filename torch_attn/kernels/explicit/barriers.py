@@ -38,13 +38,13 @@ def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
 
 @gluon.jit
 def arrive(index, NUM_THREADS: gl.constexpr):
-    """Arrive at a named barrier of so many threads; does not wait."""
+    """Arrive at a named barrier of NUM_THREADS threads; does not wait."""
     _named_barrier(index, "arrive", NUM_THREADS)
 
 
 @gluon.jit
 def wait_for_all(index, NUM_THREADS: gl.constexpr):
-    """Arrive at a named barrier of so many threads and wait for all of them."""
+    """Arrive at a named barrier of NUM_THREADS threads and wait for all of them."""
     _named_barrier(index, "sync", NUM_THREADS)
 
 

@@ -21,7 +21,7 @@ class Marks(NamedTuple):
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.
-        own_ids, other_ids: pointers to the segments of the rows that stay and of those that are
+        own_ids, other_ids: pointers to the segments of the rows that stay and of the rows that are
             visited, from row 0 on.
         ends: where queries stay, pointer to the keys' ends, from key 0 on; where keys stay, their
             ends, counted as queries are.

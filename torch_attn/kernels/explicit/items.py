@@ -340,7 +340,7 @@ def persistent(
     Args:
         steps: how many steps each tile of a head takes, the longest first.
         heads: of all batch elements.
-        arguments: those that only this kernel has.
+        arguments: what only this kernel has.
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))

@@ -122,7 +122,7 @@ def visited_row(
     BLOCK_OTHER: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return the first row of tile `index` of one kind, of those that `listed_tiles` returned."""
+    """Return the first row of tile `index` of one kind that `listed_tiles` returned."""
     row = tile_start(index, begin, before, full, BLOCK_OTHER, MASKED)
     if lists is not None:
         row = kept_row(list_ptr, row, size_other, lists.tile_other, MASKED)

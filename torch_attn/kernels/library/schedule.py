@@ -27,6 +27,6 @@ def longest_first(num_tiles, together):
 
 
 def order_argument(call: KernelCall, num_tiles: int, programs_of_sm: int) -> dict[str, Any]:
-    """Return `together` of `longest_first`, for a kernel of which an SM has so many programs."""
+    """Return `together` of `longest_first`, for a kernel with a number of programs an SM."""
     programs = programs_of_sm * num_sms(call.device, call.target)
     return {"together": heads_together(call.spec, num_tiles, programs)}

@@ -3,7 +3,7 @@
 Ids come in any order. For every BLOCK_TOKENS tokens the host computes a range of their ids, and a
 program visits the tiles of the other axis from the first block whose range meets its own tokens' to
 the last one. All of these tiles are masked by their ids. Those before the first block with padding
-are loaded without a mask, so that no load of theirs waits for ids.
+are loaded without a mask, so that their loads do not wait for ids.
 
 Padding has negative ids and may hold NaN: it is loaded as 0.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
-# Ids of padding in the tokens that stay, and in those that are visited: they are not equal.
+# Ids of padding in the tokens that stay and in the visited tokens: they are not equal.
 STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
 
 
@@ -65,7 +65,7 @@ def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK
 
     Args:
         ids: segments of the rows that stay, negative for padding.
-        ranges_ptr: [3, blocks] int32, those that `segment_ranges` computed for the other axis.
+        ranges_ptr: [3, blocks] int32, what `segment_ranges` computed for the other axis.
         size_other: its length.
         begin, before, full, after: as `visible_tiles` returns them.
         BLOCK: rows of a tile of the other axis.

@@ -1,6 +1,6 @@
 """Trees: keys that have an end, and windows of depths.
 
-Key j is seen by queries at positions before ``ends[j]``, of those that `causal` leaves. For every
+Key j is seen by queries at positions before ``ends[j]`` that `causal` leaves. For every
 BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped where
 no end is behind the first query, and needs no mask where all are behind the last one. What is left
 of the tiles that the window shows is runs: in depth-first order one for each stretch of the path
@@ -165,7 +165,7 @@ def next_run(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _is_kind(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return which tiles are visited, of those that need a mask or of those that need none."""
+    """Return which tiles are visited, of the ones with a mask or of the ones without."""
     exists = (tile >= 0) & (tile < runs.count)
     row = runs.row + tile * BLOCK
     block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, runs.last_row)

@@ -359,7 +359,7 @@ def _consume(
 
 @gluon.jit
 def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
-    """Store rows of SIZE columns, those that exist, from where they were computed."""
+    """Store rows of SIZE columns, as far as they exist, from where they were computed."""
     for i in gl.static_range(num_pieces(SIZE)):
         _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
 
@@ -422,7 +422,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _query_maps(layout: Layout, group_size: int) -> tuple[TensorMap, ...]:
-    """Return the descriptors of q: boxes of 64 rows, so many tokens of a group of heads."""
+    """Return the descriptors of q: boxes of 64 rows, which are tokens of a group of heads."""
     return tuple(
         TensorMap.of_boxes(
             layout.operand, layout.shape, layout.strides, (64 // group_size, group_size, width),

@@ -297,7 +297,7 @@ def persistent_keys(
 
     Args:
         members: query heads that an item visits, all of a kv head's or one.
-        arguments: those that only this kernel has.
+        arguments: what only this kernel has.
         ragged: keys that do not exist are hidden in every tile.
     """
     spec, config = call.spec, call.config
