@@ -192,12 +192,12 @@ def _compare_words(*args: Any, halves: int) -> Tensor:
     *words, threshold, shift = (torch.as_tensor(values_of(x)).long() for x in args)
     lower = [((x << shift) & 0xFFFFFFFF) >= threshold for x in words]
     upper = [x >= threshold for x in words] if halves == 2 else []
-    bits = enumerate([*lower, *upper])
-    return Tensor(sum(x.int() << i for i, x in bits), args[0].layout)
+    bits = (x.int() << i for i, x in enumerate([*lower, *upper]))
+    return Tensor(functools.reduce(operator.or_, bits), args[0].layout)
 
 
 def _keep(kept: Tensor, bit: Tensor, x: Tensor) -> Any:
-    return where((kept & bit) != 0, x, 0.0)
+    return where(Tensor(kept.values & bit.values != 0), x, 0.0)
 
 
 _SEEN = "{ .reg .pred seen; setp.%s.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
