@@ -119,10 +119,13 @@ class FromHost(Alone):
                 self._sent[place] = tuple(map(_on_host, self._sent[place]))
             found = arrived.received
             return Transfer(found and tuple(x.to(self._device) for x in found))
-        with torch.cuda.stream(self._copies):  # of None nothing
+        if self._copies is None:
+            return Transfer(self._keys(tuple(received)))
+        arrived = torch.cuda.Event()
+        with torch.cuda.stream(self._copies):
             found = self._keys(tuple(received))
-            event = self._copies and self._copies.record_event()
-        return Transfer(found, () if event is None else (_Copied(event),))
+            arrived.record()
+        return Transfer(found, (_Copied(arrived),))
 
     def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
         parts = [

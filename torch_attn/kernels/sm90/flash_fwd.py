@@ -523,9 +523,7 @@ def _consume(
         index = 1
         step += 1
         for masked in gl.static_range(1 if EDGES else 0, -1, -1):
-            end = before + full + after
-            if masked:
-                end = before + after
+            end = before + after if masked else before + full + after
             while index < end:
                 slot = step % NUM_STAGES
                 previous = (step - 1) % NUM_STAGES
@@ -624,8 +622,6 @@ def _consume(
         )  # fmt: skip
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
-
-        # Normalise and store.
         acc = scale_rows(acc, rescale / l_safe)
         _store_out(
             results, out_tile, acc, problem, batch, head, start_q, rows, seq_q, CONSUMER, OUT_IN_Q,
