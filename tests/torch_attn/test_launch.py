@@ -214,7 +214,9 @@ def test_a_backward_launches_the_kernels_that_have_configurations(
     assert [*launched] == [name for name in backend.configs(spec) if name != "flash_fwd"]
     if (target, "flash_bwd_dq" in launched) == ("sm90", True):
         # It reads what a preprocess would, and writes the rows that the kernel of dk and dv reads.
-        *_, read, (given, dlse, lse2, delta), _dq, _counter, _mask = launched["flash_bwd_dq"]
+        *_, read, (given, dlse, lse2, delta), _dq, _counter, _terms, _mask = launched[
+            "flash_bwd_dq"
+        ]
         assert (read is out, given is lse, dlse) == (True, True, None)
         assert lse2.shape == delta.shape == (1, 2, 256)
         rows = launched["flash_bwd_dkdv"][4:6]

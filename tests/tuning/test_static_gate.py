@@ -178,8 +178,9 @@ def test_gate_judges_a_changed_configuration(framework):
 
 def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90(monkeypatch):
     monkeypatch.setattr(triton_aot, "run_kernels", partial(run_kernels, deterministic=()))
-    (forward,) = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
-    assert (forward.kernel, forward.resources.occupancy) == ("flash_fwd", 4)
+    verdicts = check(Problem("torch", "sm90", "bfloat16", 64, "causal"))
+    (forward,) = (x for x in verdicts if x.kernel == "flash_fwd")
+    assert forward.resources.occupancy == 4
     assert forward.resources.spill_loads <= 16  # scalars, no part of a tile
 
 
