@@ -77,7 +77,8 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
 
 def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls with terms of scores, as peers' are, without variants."""
-    keys = filter(has_kernels, product(FAMILY_NAMES, targets))
+    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
+    keys = filter(has_kernels, product(names, targets))
     return _factories(partial(_or_absent, _scores), keys)
 
 
@@ -144,7 +145,7 @@ def _or_absent(make: Factory, *problem: Any) -> Call:
 
 
 def _scores(name: str, target: str, case: FlashCase, operation: str, tensors: Any) -> Call:
-    side, family = NAMES[name]
+    side, family = _CALLS[name]
     constants: dict[str, Any] = constants_of(case, tensors[0].device)
     if side == "pallas_attn":
         from interop.exchange import to_jax

@@ -90,7 +90,8 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(
             *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT, "jax gluon")
               for y in ("tree", "separate", "segments")))),
-        ("scores", "bias-1x4096", set(SCORES) | on_hopper(*PORTABLE, *EXPLICIT)),
+        ("scores", "bias-1x4096", set(SCORES)
+         | on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
         ("prefill", "single-64x8192-page16", both(*PORTABLE) | {"FlashInfer"}
          | both(*(f"{name} paged_decode" for name in (*PORTABLE, "jax mosaic")))),

@@ -13,16 +13,16 @@ NAN, INF = float("nan"), float("inf")
 WINDOWS = [4, (3,), (3, 1, 9), {1: 2, 3: 4}, (True, False), (3, -7), (-1, 0), (1.5, 0), "ab"]
 IMPLEMENTATIONS = ["cudnn", 1, True]
 SCORES = {
-    "scale": [True, "0.1", NAN, INF, 1e300, 1j],
-    "softcap": [True, "30", NAN, -5.0, 0, 1e60, 1e-60],
+    "scale": [True, "0.1", NAN, 1e300],
+    "softcap": [True, -5.0, 0, 1e-60],
     "window_size": WINDOWS,
     "return_lse": [1, None, "no"],
     "implementation": IMPLEMENTATIONS,
 }
 OPTIONS = {
     "flash_attention": SCORES
-    | {"causal": ["no", "False", 1, [], None, 0.0], "deterministic": ["yes", 1, 0.0]}
-    | {"precision": ["bf16", None, 1]},
+    | {"causal": ["no", 1, []], "deterministic": ["yes", 0.0]}
+    | {"precision": ["bf16", None]},
     # Checked as those of `flash_attention` are: one value of each.
     "paged_decode": {name: values[:1] for name, values in SCORES.items()}
     | {"num_splits": [True, 0, 257, 2.0], "cascade": [1, None]},

@@ -19,7 +19,7 @@ from tests.torch_attn.explicit_kernels import (
     check_forward,
     check_results,
     gluon_backend,
-    in_two_modes,
+    in_turn,
 )
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, Mode, interpreted
 from torch_attn import BlockMask
@@ -75,17 +75,17 @@ SHARED = [
 ]
 
 
-@in_two_modes(CASES + PACKED)
+@in_turn(CASES + PACKED)
 def test_backward_that_sums_dq(case, mode):
     assert check_backward(case, mode, BACKEND) == SUMMED
 
 
-@in_two_modes(SHARED)
+@in_turn(SHARED)
 def test_backward_that_sums_all(case, mode):
     assert check_backward(case, mode, BACKEND) == SUMMED + 2 * SUMMED[-1:]
 
 
-@in_two_modes(CASES + PACKED, "reads first")
+@in_turn(CASES + PACKED, "reads first")
 def test_deterministic_backward(case, mode):
     case = replace(case, deterministic=True)
     assert check_backward(case, mode, BACKEND) == ["flash_bwd_dq", "flash_bwd_dkdv"]
@@ -106,7 +106,7 @@ LARGE = [
 ]
 
 
-@in_two_modes(LARGE)
+@in_turn(LARGE)
 def test_backward_of_large_heads(case, mode):
     kernels = ["flash_bwd_dq", "flash_bwd_dkdv", "flash_bwd_dkdv"]
     assert check_backward(case, mode, BACKEND) == kernels
@@ -172,7 +172,7 @@ FORWARD = [
 ]
 
 
-@in_two_modes(FORWARD)
+@in_turn(FORWARD)
 def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
 
