@@ -143,6 +143,8 @@ def check(family, target, operands, dout, launches, **options):
     expected = flash_bwd(to_torch(dout), dlse, tensors, *theirs, spec, backend)
     for x, y in zip((*ours, *(gradients[x] for x in "qkv")), (*theirs, *expected[:3]), strict=True):
         np.testing.assert_array_equal(np.asarray(x), to_numpy(y))
+    if getattr(operands, "bias", None) is not None:
+        np.testing.assert_array_equal(np.asarray(gradients["bias"]), to_numpy(expected.bias))
     if operands.sinks is not None:  # a sum, which each framework takes itself
         np.testing.assert_allclose(gradients["sinks"], expected.sinks, rtol=1e-5, atol=1e-6)
     return launched
@@ -201,6 +203,13 @@ def test_segment_ids_in_a_tree(family, target, launches):
     )  # fmt: skip
     options = {"causal": True, "window_size": (9, None), "deterministic": True}
     check(family, target, operands, dout, launches, **options)
+
+
+@pytest.mark.parametrize("heads", [4, 1])
+def test_a_bias_and_its_gradient(heads, launches):
+    (bias,) = problem(1, [(1, heads, 70, 70)], "bfloat16")
+    operands, dout = dense(64, "bfloat16", bias=bias)
+    check(GLUON_SM90, "sm90", operands, dout, launches, deterministic=True)
 
 
 def test_a_forward_with_terms(launches):
