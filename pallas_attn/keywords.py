@@ -11,7 +11,7 @@ from twin_attention.contract.spec import Precision
 
 
 class VarlenKeywords(TypedDict, total=False):
-    """Of `flash_attention_varlen`."""
+    """Type the keywords of `flash_attention_varlen`."""
 
     causal: bool
     scale: float | None
@@ -31,7 +31,7 @@ class VarlenKeywords(TypedDict, total=False):
 
 
 class FlashKeywords(VarlenKeywords, total=False):
-    """Of `flash_attention`."""
+    """Type the keywords of `flash_attention`."""
 
     q_segment_ids: jax.Array | None
     kv_segment_ids: jax.Array | None
@@ -39,7 +39,7 @@ class FlashKeywords(VarlenKeywords, total=False):
 
 
 class PagedKeywords(TypedDict, total=False):
-    """Of `paged_attention`."""
+    """Type the keywords of `paged_attention`."""
 
     scale: float | None
     window_size: tuple[int | None, int | None] | None
@@ -53,6 +53,6 @@ class PagedKeywords(TypedDict, total=False):
 
 
 class DecodeKeywords(PagedKeywords, total=False):
-    """Of `paged_decode`."""
+    """Type the keywords of `paged_decode`."""
 
     cascade: bool

@@ -156,7 +156,7 @@ def test_gradients_of_out_alone(side, torch_device):
 
 @pytest.mark.parametrize("case", context_cases(), ids=lambda case: case.name)
 def test_ranks_on_both_sides(case):
-    """What ranks of one device got is right over the whole sequence, and each side explains it."""
+    """Check the results of ranks on one device over the whole sequence, and what explains them."""
     inputs = make_inputs(case, "cpu")
     expected = expectations(inputs, parts_of(case.spec))
     sides = [Subject(side, "reference") for side in SIDES]

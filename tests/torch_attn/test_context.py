@@ -170,7 +170,7 @@ def test_the_same_bits_every_time(ranks, torch_device):
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, exchange, torch_device):
-    """Of 256 keys of a rank the next one sees those of a block."""
+    """Show that the next rank sees one block of a rank's 256 keys."""
     plan, routes = context_plan(1024, 4, "contiguous"), []
     original = SimulatedPeers.exchange
 

@@ -76,7 +76,7 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_lists_of_a_window_of_depths(kernel):
-    """Of two sequences, with depths that grow by position, one more slowly than the other."""
+    """Take two sequences whose depths grow by position, one more slowly than the other."""
     q = torch.zeros(2, 300, 1, 16).half()
     ends = torch.full((2, 300), 2**31 - 1, dtype=torch.int32)
     per_depth = torch.tensor([[20], [10]])
