@@ -307,7 +307,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations(name, launches, monkeypatch):
-    """Run what Pallas's Triton lowering runs too; a pool is a result, which torch writes in place."""
+    """Run what Pallas's Triton lowering runs; a pool is a result, which torch writes in place."""
     choose_upcast = ptx.choose_upcast
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
     (case,) = (case for cases in KINDS for case in cases("quick", name))
