@@ -1,4 +1,4 @@
-"""How ranks exchange keys: which way, in which steps, and which rows go from whom to whom.
+"""Decide how ranks exchange keys: which way, in which steps, and which rows go where.
 
 All of it follows from a plan and a window, on the host, and every rank finds the same.
 """
@@ -210,7 +210,7 @@ def choose_exchange(
 
 
 class _Sizes(NamedTuple):
-    """What a pair of tokens and a row of tokens cost.
+    """Hold what a pair of tokens and a row of tokens cost.
 
     Attributes:
         flops: of a pair, forward.

@@ -118,7 +118,7 @@ AHEAD_HEAD_DIM = 96
 
 
 class Results(NamedTuple):
-    """What the kernel writes.
+    """Hold what the kernel writes.
 
     Attributes:
         out: in the kernel its descriptors, or in a tuple its pointer, see `stored_maps_of`.
