@@ -38,7 +38,12 @@ VARIANTS = {
 }
 NAMES = FAMILY_NAMES | VARIANTS
 # Kernels of the other side.
-FOREIGN_NAMES = {"jax gluon": ("pallas_attn", "gluon")}
+FOREIGN_NAMES = {
+    "jax gluon": ("pallas_attn", "gluon"),
+    "jax torch_triton": ("pallas_attn", "torch_triton"),
+    "torch mosaic": ("torch_attn", "mosaic"),
+}
+CHOSEN_NAMES = (*FAMILY_NAMES, "jax gluon")  # those of them that None takes
 _CALLS = NAMES | FOREIGN_NAMES
 
 
@@ -47,7 +52,7 @@ def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subje
 
     Args:
         targets: to compile for.
-        variants: calls of other families' kernels, compiled and deterministic ones as well.
+        variants: calls of the other side's kernels, compiled and deterministic ones as well.
     """
     names = _CALLS if variants else FAMILY_NAMES
     return _factories(_flash, filter(has_kernels, product(names, targets)))
@@ -67,8 +72,7 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
     sequences, and where it has roots alone also by "segments" ids.
     """
     kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
-    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
-    keys = [*filter(has_kernels, product(names, targets))]
+    keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
     return {
         Subject(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
         for kind, (name, target) in product(kinds, keys)
@@ -77,14 +81,14 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
 
 def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
     """Return factories of calls with terms of scores, as peers' are, without variants."""
-    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
-    keys = filter(has_kernels, product(names, targets))
+    keys = filter(has_kernels, product(CHOSEN_NAMES, targets))
     return _factories(partial(_or_absent, _scores), keys)
 
 
-def decode_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+def decode_factories(
+    targets: Sequence[str], names: Sequence[str] = ("jax mosaic", "torch triton", "jax triton")
+) -> dict[Subject, Factory]:
     """Return factories of calls, which take (case, tensors) as peers' do."""
-    names = ("jax mosaic", "torch triton", "jax triton")
     return _factories(partial(_or_absent, _paged, "paged_decode"), product(names, targets))
 
 

@@ -29,10 +29,10 @@ from models import jax_model, torch_model
 from models.config import ModelConfig
 from models.weights import copy_to_jax
 
-STEPS, RATE = 20, 0.3
+STEPS, RATE = 20, 0.05  # so the loss falls smoothly: weights rounded otherwise move it by 0.001
 CONFIG = ModelConfig(256, 128, 256, num_layers=2, num_heads=2, num_heads_kv=1)
 KERNELS = {"jax": ("gluon", "triton", "reference"), "torch": ("mosaic", "triton", "reference")}
-TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}  # of the losses, which are between 2 and 6
+TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}  # of the losses, from 5.6 to about 4
 
 
 def choose(framework: str, q: Any, k: Any) -> str:

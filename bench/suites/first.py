@@ -7,7 +7,7 @@ from itertools import product
 
 from bench.first import FirstCallJob
 from bench.job import Subject
-from bench.ours import FAMILY_NAMES, FOREIGN_NAMES
+from bench.ours import CHOSEN_NAMES
 from bench.suites.columns import OPERATION, of_median
 from interop.parity.cases import FlashCase
 
@@ -30,5 +30,5 @@ COLUMNS = {"case": "name", "step": OPERATION, "s": of_median("times", 1e-3)}
 
 def jobs(targets: Sequence[str]) -> list[FirstCallJob]:
     """Return the first calls of every family, compiled for the device's own target."""
-    names = (*FAMILY_NAMES, *FOREIGN_NAMES)
-    return [FirstCallJob(case, Subject(name, targets[0])) for case, name in product(CASES, names)]
+    keys = product(CASES, CHOSEN_NAMES)
+    return [FirstCallJob(case, Subject(name, targets[0])) for case, name in keys]

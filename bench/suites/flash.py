@@ -61,7 +61,8 @@ AT_LENGTH, AT_HEAD_DIM = 4096, 128
 ONE_LENGTH = ("eager", "jax.nn cuDNN")
 ONE_TARGET = ("jax triton", "jax gluon")  # the other one at `AT_LENGTH` alone
 ONE_SHAPE = (
-    "torch triton compiled", "FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton",
+    "torch triton compiled", "torch mosaic", "jax torch_triton", "FlexAttention", "jax.nn XLA",
+    "jax Pallas mha", "tokamax Triton",
 )  # fmt: skip
 
 

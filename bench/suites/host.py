@@ -9,6 +9,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bench import ours
 from bench.calls import PREPARE, compiled
 from bench.job import Call, Check, Job, Subject
 from bench.peers import DECODE, FLASH, PREFILL, torch_peers
@@ -32,14 +33,17 @@ TITLE = "The host's share of a call"
 NOTE = (
     "All times are the host's, not the device's: how long a call takes to return to Python. The "
     "kernels take less, so the device waits for the host. A turn is 300 calls in a row (100 of "
-    "'both') without waiting for the device, and begins when it is idle; a number is the median of "
-    "7 turns, the implementations in alternating order. 'both' is a forward and "
-    "torch.autograd.grad, or one jitted function of JAX. Ours run as a user calls them, with every "
-    "option but causal or num_splits at its default; calls of JAX are jitted functions called from "
-    "Python, and 'compiled' is under torch.compile. SDPA is torch's scaled_dot_product_attention "
-    "with the backend that torch chooses; FA2 and cuDNN are the operators of those backends, "
-    "called without that choice. FlashInfer's plan is made beforehand. 2-chunks is a "
-    "paged_attention, 2-sequences an append_kv to the cache that the decodes read."
+    "'both') without waiting for the device, and begins when it is idle; a number is the median "
+    "of 7 turns, the implementations in alternating order. 'both' is a forward and "
+    "torch.autograd.grad, or one jitted function of JAX. Ours run as a user calls them, with "
+    "every option but causal or num_splits at its default, and 'triton' is what the side chooses;"
+    " gluon, mosaic and torch_triton are asked for by name; 'torch mosaic', 'jax gluon' and 'jax "
+    "torch_triton' are kernels of the other framework. Calls of JAX are jitted functions called "
+    "from Python, and 'compiled' is under torch.compile. SDPA is torch's "
+    "scaled_dot_product_attention with the backend that torch chooses; FA2 and cuDNN are the "
+    "operators of those backends, called without that choice. FlashInfer's plan is made "
+    "beforehand. 2-chunks is a paged_attention, 2-sequences an append_kv to the cache that the "
+    "decodes read."
 )
 
 FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
@@ -101,11 +105,23 @@ def _flash(target: str) -> Factories:
         Subject("torch triton", target): partial(_our_flash, "torch_attn"),
         Subject("torch triton compiled", target): partial(_our_flash, "torch_attn", wrap=_compiled),
         Subject("jax triton", target): partial(_our_flash, "pallas_attn"),
+        **_by_name(_our_flash, ("torch gluon", "torch mosaic", "jax mosaic", "jax gluon"), target),
         Subject("SDPA"): torch_peers.sdpa_by_default,
         Subject("SDPA compiled"): _sdpa_compiled,
         Subject("FA2"): partial(torch_peers.sdpa_operator, "flash"),
         Subject("cuDNN"): partial(torch_peers.sdpa_operator, "cudnn"),
         Subject("jax.nn cuDNN"): FLASH["jax.nn cuDNN"],
+    }
+
+
+def _by_name(
+    call: Callable[..., Call], names: Sequence[str], target: str, **options: Any
+) -> dict[Subject, Callable[..., Call]]:
+    """Return factories of calls that ask for a family, a side's own or a foreign one."""
+    return {
+        Subject(name, target): partial(call, side, implementation=family, **options)
+        for name in names
+        for side, family in [ours.kernels_of(name)]
     }
 
 
@@ -120,9 +136,15 @@ def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Ca
 
 
 def _our_flash(
-    side: str, case: FlashCase, operation: str, tensors: list[Tensor], wrap: Wrap = _as_it_is
+    side: str,
+    case: FlashCase,
+    operation: str,
+    tensors: list[Tensor],
+    wrap: Wrap = _as_it_is,
+    implementation: str | None = None,
 ) -> Call:
-    attention = partial(import_module(side).flash_attention, causal=case.causal)
+    attention = import_module(side).flash_attention
+    attention = partial(attention, causal=case.causal, implementation=implementation)
     return PREPARE[side](wrap(attention), operation, tensors)
 
 
@@ -132,6 +154,8 @@ def _decode(target: str) -> DecodeFactories:
         Subject("torch triton", target): partial(in_torch, wrap=_as_it_is),
         Subject("torch triton compiled", target): partial(in_torch, wrap=_compiled),
         Subject("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
+        **_by_name(_our_decode, ("torch mosaic",), target, wrap=_as_it_is),
+        **_by_name(_our_decode, ("jax mosaic", "jax torch_triton"), target, wrap=_jitted),
         Subject("FlashInfer"): DECODE["FlashInfer"],
     }
 
@@ -144,12 +168,19 @@ def _chunks(target: str) -> DecodeFactories:
     }
 
 
-def _our_decode(side: str, case: DecodeCase, tensors: DecodeTensors, wrap: Wrap) -> Call:
+def _our_decode(
+    side: str,
+    case: DecodeCase,
+    tensors: DecodeTensors,
+    wrap: Wrap,
+    implementation: str | None = None,
+) -> Call:
     api = import_module(side)
     if isinstance(case, PagedCase):
         attend = wrap(api.paged_attention)
     else:
-        attend = wrap(partial(api.paged_decode, num_splits=case.num_splits))
+        options = {"num_splits": case.num_splits, "implementation": implementation}
+        attend = wrap(partial(api.paged_decode, **options))
     operands = tensors.arguments.values()
     if side == "pallas_attn":
         from interop.exchange import to_jax

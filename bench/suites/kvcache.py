@@ -104,7 +104,8 @@ def jobs(targets: Sequence[str]) -> list[Job]:
     for case in map(_sweep, SWEEP):
         wide = replace(case, name=f"{case.name}-wide", max_pages=WIDE_TABLE // case.page_size)
         planned.append((wide, native if case.lengths[0] in SWEEP_IN_FULL else torch_twin))
-    planned += [(_batch(*shape), everything) for shape in BATCHES]
+    foreign = ours.decode_factories(targets[:1], ("torch mosaic", "jax torch_triton"))
+    planned += [(_batch(*shape), everything | foreign) for shape in BATCHES]
     planned += [(_batch(*shape, tokens=4), native | peers) for shape in BATCHES]
     planned += [
         (_batch(*shape, kv_dtype=kv_dtype), native | peers)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from interop.parity.sides import Subject
 
 IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "torch_triton", "reference")
+DEFAULT = IMPLEMENTATIONS[:-1]  # every family that has kernels, foreign ones among them
 LOG_WIDTH = 240  # of the table where nothing says how wide the output is
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 
@@ -166,10 +167,10 @@ def _parser() -> argparse.ArgumentParser:
         "--implementations",
         nargs="+",
         choices=IMPLEMENTATIONS,
-        default=["gluon", "mosaic", "triton"],
+        default=DEFAULT,
         metavar="NAME",
         help=f"what runs, where a package and the target have it, of {', '.join(IMPLEMENTATIONS)} "
-        "(default: gluon mosaic triton)",
+        f"(default: {' '.join(DEFAULT)})",
     )
     parser.add_argument(
         "--target",

@@ -241,6 +241,19 @@ def function_of(problem: dict[str, Any]) -> str:
     return "flash_attention_varlen" if "lengths" in problem else "flash_attention"
 
 
+def options_of(problem: dict[str, Any]) -> list[str]:
+    """Return which fields of a case, of those that change what kernels compute, are not defaults.
+
+    >>> options_of({"head_dim": 64, "bias": "", "segments": "", "softcap": 5.0})
+    ['softcap', 'bias']
+    """
+    given = ("window_size", "softcap", "bias", "relative", "kv_dtype")  # None for none
+    asked = ("sinks", "segments", "tree", "alibi", "dropout_rate", "row_max", "cascade",
+             "rotary_dim")  # fmt: skip
+    found = [x for x in given if problem.get(x) is not None]
+    return found + [x for x in asked if problem.get(x)]
+
+
 def worst(case: CaseResult, title: str) -> Comparison | None:
     """Return a lane's comparison with the largest ratio, None if there is none."""
     lane = [c for c in case.comparisons if c.title == title]

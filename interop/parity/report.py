@@ -13,6 +13,7 @@ from interop.parity.records import (
     Comparison,
     Report,
     function_of,
+    options_of,
     problem_text,
     worst,
     worst_of_all,
@@ -29,9 +30,10 @@ _INTRODUCTION = (
     "fails."
 )
 _MATRIX = (
-    "How many cases of a function passed and ran, and the largest error over its budget. A "
-    "family stands under its framework, and foreign ones have the other's kernels. Where two "
-    "frameworks ran the same kernels, the number of results with the same bits follows."
+    "How many cases of a function, and of its options, passed and ran, and the largest error over"
+    " its budget; nothing where a family ran none. A family stands under its framework, and "
+    "foreign ones have the other's kernels. Where two frameworks ran the same kernels, the number"
+    " of results with the same bits follows."
 )
 _CAPTION = (
     "A dot is a case; within a lane the cases stand from top to bottom in the order they ran. The "
@@ -88,16 +90,26 @@ def _worst(report: Report) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """Return a row for each function, and a column for each family in a framework."""
+    """Return a row for each function and each option of it, and a column for each family."""
     subjects = list(dict.fromkeys(run.subject for case in report.cases for run in case.runs))
     pairs = [(a, b) for a, b in product(subjects, subjects) if a < b and _run_the_same(a, b)]
-    rows = []
-    for function in dict.fromkeys(function_of(case.problem) for case in report.cases):
-        cases = [case for case in report.cases if function_of(case.problem) == function]
-        cells = [_passed(cases, subject) for subject in subjects]
-        rows.append([function, *cells, *(_equal_bits(cases, pair) for pair in pairs)])
+    groups: dict[str, dict[str, list[CaseResult]]] = {}  # by function, and by what its row is named
+    for case in report.cases:
+        function = function_of(case.problem)
+        names = [function, *(f"{function}, {option}" for option in options_of(case.problem))]
+        for name in names:
+            groups.setdefault(function, {}).setdefault(name, []).append(case)
+    rows = [
+        [
+            name,
+            *(_passed(cases, subject) for subject in subjects),
+            *(_equal_bits(cases, pair) for pair in pairs),
+        ]
+        for rows_of_function in groups.values()
+        for name, cases in rows_of_function.items()
+    ]
     titles = [*map(_family_title, subjects), *(f"same bits: {a} and {b}" for a, b in pairs)]
-    return to_html(["function", *titles], rows)
+    return to_html(["problem", *titles], rows)
 
 
 def _passed(cases: list[CaseResult], subject: str) -> Cell:
@@ -126,8 +138,10 @@ def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
 
 
 def _run_the_same(a: str, b: str) -> bool:
-    """Return True if two frameworks run the same kernels under these labels."""
-    return a.split()[0] != b.split()[0] and bool(_kernels(a) & _kernels(b))
+    """Return True if two frameworks run the same kernels, for one target, under these labels."""
+    (side, _, *target), (other_side, _, *other_target) = a.split(), b.split()
+    is_across = (side != other_side) and target == other_target
+    return is_across and bool(_kernels(a) & _kernels(b))
 
 
 def _family_title(subject: str) -> str:

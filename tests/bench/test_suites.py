@@ -50,6 +50,7 @@ EXPLICIT = ("torch gluon", "jax mosaic")
 CHUNKS = [n for n in EXPLICIT if ours.has_chunks(n, prefill.cases()[0].spec, "sm90")]
 NATIVE = on_hopper("jax mosaic", *PORTABLE, "torch triton graph") | set(DECODE)
 DECODES = NATIVE | both("jax mosaic", *PORTABLE)
+FOREIGN_DECODES = on_hopper("torch mosaic", "jax torch_triton")
 TORCH_DECODES = on_hopper("torch triton", "torch triton graph")
 HOST = on_hopper(*PORTABLE, "torch triton compiled")
 
@@ -57,12 +58,12 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
 @pytest.mark.parametrize(
     ("suite", "name", "subjects"),
     [
-        ("flash", "32x512x32x64", both(*ours.NAMES, "jax gluon") | set(FLASH)),
+        ("flash", "32x512x32x64", both(*ours.NAMES, *ours.FOREIGN_NAMES) | set(FLASH)),
         ("flash", "4x3000x16-kv4x128-causal",
          on_hopper(*ours.NAMES, "jax gluon") - on_hopper("torch triton compiled")
          | {"FA2", "FA3", "FA4", "cuDNN", "tokamax Mosaic"}),
         ("flash", "12-documents-32768x16x128-causal",
-         on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")
+         on_hopper(*PORTABLE, *EXPLICIT, *ours.FOREIGN_NAMES)
          | {"FA2 varlen", "FA3 varlen", "FA4 varlen", "cuDNN padded"}),
         ("fa2", "1x4096x4096-kv32", both(*PORTABLE, *EXPLICIT) | {"FA2", "cuDNN"}),
         ("fa2", "1x4096x4096-kv8",
@@ -72,12 +73,12 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("eager", "fp32-d64-4096", on_hopper("torch triton") | {"eager", "SDPA"}),
         ("eager", "d16-256", on_hopper("torch triton") | {"eager"}),
         ("packed", "equal-16384-d128",
-         both(*PORTABLE, *EXPLICIT, "jax gluon", *YARDSTICKS.values()) | set(PACKED)),
+         both(*PORTABLE, *EXPLICIT, *ours.FOREIGN_NAMES, *YARDSTICKS.values()) | set(PACKED)),
         ("kvcache", "sweep-8192", DECODES),
         ("kvcache", "sweep-4096", TORCH_DECODES | set(DECODE)),
         ("kvcache", "sweep-8192-wide", NATIVE - set(DECODE)),
         ("kvcache", "sweep-4096-wide", TORCH_DECODES),
-        ("kvcache", "128x4096-heads-32-32", DECODES),
+        ("kvcache", "128x4096-heads-32-32", DECODES | FOREIGN_DECODES),
         ("kvcache", "128x4096-heads-32-32-int8", NATIVE),
         ("kvcache", "64x8192-heads-32-8-d256", DECODES),
         ("kvcache", "64x8192-heads-32-8-64-tokens", NATIVE),
@@ -102,8 +103,10 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("context", "lognormal-d128-4x8192-balanced", on_hopper(*context.RANKS, *(
             f"{x} {y}" for x in ("torch", "jax") for y in ("dense", "triton dense")))),
         ("host", "1x128x8x64-causal",
-         HOST | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
-        ("host", "2-sequences-1-split", HOST | {"FlashInfer"}),
+         HOST | on_hopper(*EXPLICIT, "torch mosaic", "jax gluon")
+         | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
+        ("host", "2-sequences-1-split", HOST | FOREIGN_DECODES
+         | on_hopper("jax mosaic") | {"FlashInfer"}),
         ("host", "2-chunks", on_hopper(*PORTABLE) | {"FlashInfer"}),
         ("host", "2-sequences", on_hopper("torch triton")),
     ],
@@ -116,7 +119,7 @@ def test_who_is_timed(suite, name, subjects):
 
 
 SLOW = {"FlexAttention", "jax.nn XLA", "jax Pallas mha", "tokamax Triton"}
-SLOW |= both("torch triton compiled")
+SLOW |= both("torch triton compiled", "torch mosaic", "jax torch_triton")
 
 
 @pytest.mark.parametrize(
@@ -327,7 +330,11 @@ def test_our_calls_are_right_every_time_and_the_gate_sees_what_is_wrong(name, mo
     for subject, factory in job.factories.items():
         words = set(subject.implementation.split())
         is_peer = subject.target is None and not name.startswith(("host", "eager"))
-        if is_peer or subject.implementation in ON_A_GPU or words & {"gluon", "mosaic"}:
+        if (
+            is_peer
+            or subject.implementation in ON_A_GPU
+            or words & {"gluon", "mosaic", "torch_triton"}
+        ):
             continue
         call = factory(tensors)
         ran.add(subject)

@@ -48,10 +48,10 @@ def test_donated_pools_are_written_in_place(inputs, operands):
 
 def test_lowered_for_cuda_it_is_one_kernel_that_shares_the_memory_of_donated_pools(operands):
     append = jax.jit(append_kv, donate_argnames=POOLS)
-    with recording() as kernels:
+    with recording():
         lowered = append.trace(**operands).lower(lowering_platforms=("cuda",))
     text = lowered.as_text()
-    assert [name for name, *_ in kernels] == ["append_kv"]
+    assert text.count("custom_call @triton_kernel_call_ffi") == 1
     for output, operand in ((0, 2), (1, 3)):
         shared = f"output_tuple_indices = [{output}], operand_index = {operand}"
         assert f"output_operand_alias<{shared}" in text

@@ -115,6 +115,20 @@ def test_gradients_are_right_however_saved_tensors_come_back(hook):
     assert result.ok, result
 
 
+@pytest.mark.parametrize("jax", [True, False])
+def test_what_jax_compiles_runs_one_problem_of_a_group(jax, monkeypatch):
+    ran = []
+    monkeypatch.setattr(trial, "supports", lambda *_: True)
+    monkeypatch.setattr(trial, "_values", lambda *_: None)
+    monkeypatch.setattr(
+        trial, "_run_subject", lambda subject, *_: ran.append(subject.label) or (None, [])
+    )
+    names = ("torch_attn triton", "torch_attn mosaic", "pallas_attn torch_triton")
+    group = [Subject(*name.split(), "sm90") for name in names]
+    assert run_problem(Problem(FlashCase("x"), jax=jax), [group], "cpu").ok
+    assert ran == [x.label for x in (group if jax else group[:1])]
+
+
 def test_a_wrong_element_is_found(monkeypatch):
     def call(*arguments):
         results = right(*arguments)

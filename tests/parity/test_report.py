@@ -185,6 +185,22 @@ def test_the_matrix_has_every_family_in_every_framework():
     assert [cell.strip() for cell in cells[1:]] == ["1 of 1, 0.50", "0 of 1, 0.50", "1 of 2"]
 
 
+def test_the_matrix_has_a_row_for_each_option():
+    cases = [FlashCase("plain"), FlashCase("bias", bias="", sinks=True), DecodeCase("decode", (9,))]
+    subject = "torch_attn triton sm80"
+    results = [
+        CaseResult(case.name, asdict(case), 2.0, [RunRecord(subject, 1.5, "triton")],
+                   [Comparison(subject, ORACLE, "out", GOOD)])
+        for case in cases
+    ]  # fmt: skip
+    matrix = to_page(report(*results)).partition("in every framework</h2>")[2]
+    cells = re.findall(r"<td[^>]*>([^<]*)", matrix.partition("<h2>")[0])
+    assert [cell.strip() for cell in cells] == [
+        "flash_attention", "2 of 2, 0.50", "flash_attention, bias", "1 of 1, 0.50",
+        "flash_attention, sinks", "1 of 1, 0.50", "paged_decode", "1 of 1, 0.50",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_case_is_one_of_a_function(suite):
     names = {

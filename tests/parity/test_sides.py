@@ -6,11 +6,13 @@ import pytest
 import torch
 
 import torch_attn
+from interop.parity.__main__ import DEFAULT
 from interop.parity.cases import DecodeCase, FlashCase, context_cases, decode_cases
 from interop.parity.check import worst
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from interop.parity.sides import SIDES, PallasSide, Subject, explain, plan, run, supports, twins
+from twin_attention.targets.family import families_of
 from twin_attention.targets.target import requested_target
 
 CASE = FlashCase("run", seq_q=5, seq_kv=7, heads_q=2, heads_kv=1, head_dim=16, causal=True)
@@ -54,6 +56,13 @@ def test_explicit_kernels_run_for_their_target_alone():
         groups = plan(("gluon", "mosaic", "triton"), targets)
         assert [[subject.label for subject in group] for group in groups] == expected
     assert plan(("gluon", "mosaic", "torch_triton"), (None,)) == [[]]
+
+
+def test_by_default_every_family_with_kernels_runs_in_every_framework():
+    (group,) = plan(DEFAULT, ("sm90",))
+    assert {(x.side, x.implementation) for x in group} == {
+        (side, family.name) for side in SIDES for family in families_of(side) if family.folder
+    }
 
 
 def test_a_subject_supports_what_its_family_does():

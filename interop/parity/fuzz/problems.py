@@ -71,7 +71,8 @@ class Problem:
         rows: how operands lie in memory, by name; others are contiguous.
         spread: standard deviation of q and k, where a case has such.
         hook: what tensors that autograd saves come back as, one of `HOOKS`, or "" for as they were.
-        jax: run pallas_attn as well, which compiles anew for each shape.
+        jax: run what JAX compiles as well, anew for each shape: pallas_attn, and its kernels in
+            torch.
     """
 
     case: Case
