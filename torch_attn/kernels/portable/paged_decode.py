@@ -17,6 +17,7 @@ from torch_attn.kernels.library.pages import (
     load_rows_at,
     locate_keys,
     share_of_tiles,
+    tiles_at_edges,
 )
 from torch_attn.kernels.library.quantized import (
     add_pv,
@@ -129,31 +130,35 @@ def paged_decode_kernel(
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
 
-    # Visit the split's tiles of keys.
-    for index in tl.range(0, count):
-        start = (first + index) * BLOCK_KV
-        key = start + tl.arange(0, BLOCK_KV)
-        exists = key < length
-        page, slot = locate_keys(
-            table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
-        )
-        # s = scale · q kᵀ
-        k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
-        s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
-        if tree is None:
-            s = attention_mask(
-                s, position[:, None], key[None, :], length, window_left,
-                0 if TOKENS > 1 else None,
-            )  # fmt: skip
-        else:
-            s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
-        # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
-        acc = [x * alpha[:, None] for x in acc]
-        p = p.to(q[0].dtype)
-        # acc += p v
-        v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
-        acc = add_pv(acc, p, unpack(v, UPCAST))
+    # Visit the tiles of keys; of a tree those of older keys alone have a loop without a mask.
+    full = 0
+    if tree is not None:
+        _, full, _ = tiles_at_edges(diagonal - 1, length - 1, first, count, None, BLOCK_KV)
+    for masked in tl.static_range(1 if tree is None else 0, 2):
+        for index in tl.range(full if masked else 0, count if masked else full):
+            start = (first + index) * BLOCK_KV
+            key = start + tl.arange(0, BLOCK_KV)
+            exists = key < length
+            page, slot = locate_keys(
+                table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
+            )
+            # s = scale · q kᵀ
+            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
+            s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
+            if masked and tree is None:
+                s = attention_mask(
+                    s, position[:, None], key[None, :], length, window_left,
+                    0 if TOKENS > 1 else None,
+                )  # fmt: skip
+            elif masked:
+                s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            acc = [x * alpha[:, None] for x in acc]
+            p = p.to(q[0].dtype)
+            # acc += p v
+            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
+            acc = add_pv(acc, p, unpack(v, UPCAST))
 
     # Normalise and store.
     if sinks_ptr is not None:
