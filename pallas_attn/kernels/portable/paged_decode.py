@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
-from pallas_attn.kernels.library.new_tokens import tree_mask
+from pallas_attn.kernels.library.new_tokens import tree_mask_of_words, tree_words
 from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -116,6 +116,7 @@ def paged_decode_kernel(
     # Visit the tiles of keys; of a tree those of older keys alone have a loop without a mask.
     full = 0
     if tree_ref is not None:
+        words = tree_words(tree_ref, token, tokens)
         full = tiles_at_edges(diagonal - 1, length - 1, first, count, None, block_kv).full
     for masked in (False, True)[1 if tree_ref is None else 0 :]:
 
@@ -138,7 +139,7 @@ def paged_decode_kernel(
                     0 if tokens > 1 else None,
                 )
             elif masked:
-                s = tree_mask(s, tree_ref, 0, token, key - diagonal, exists)
+                s = tree_mask_of_words(s, words, key - diagonal, tokens)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]

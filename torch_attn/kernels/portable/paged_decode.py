@@ -11,7 +11,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
-from torch_attn.kernels.library.new_tokens import ends_of, tree_argument, tree_mask
+from torch_attn.kernels.library.new_tokens import (
+    ends_of,
+    tree_argument,
+    tree_mask_of_words,
+    tree_words,
+)
 from torch_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
@@ -125,7 +130,7 @@ def paged_decode_kernel(
     diagonal = length - TOKENS
     position = diagonal + token
     if tree is not None:
-        ends_ptr = tree.ends + batch * tree.stride
+        words = tree_words(tree.ends + batch * tree.stride, token, TOKENS)
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
@@ -151,7 +156,7 @@ def paged_decode_kernel(
                     0 if TOKENS > 1 else None,
                 )  # fmt: skip
             elif masked:
-                s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
+                s = tree_mask_of_words(s, words, key - diagonal, TOKENS)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
