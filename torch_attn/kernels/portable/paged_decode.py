@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.new_tokens import (
@@ -94,7 +94,8 @@ def paged_decode_kernel(
     where UPCAST is None (see `quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch).
+    launch). In a cascade this one overlaps the launch over the shared keys, of which it needs
+    nothing, and ends after it: the merge waits for this one alone.
     """
     if PDL:
         gdc_launch_dependents()
@@ -191,6 +192,8 @@ def paged_decode_kernel(
         store_out(
             outs_ptr + rows * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV
         )
+    if PDL and prefixes_ptr is not None:
+        gdc_wait()
 
 
 def paged_decode(
@@ -198,7 +201,7 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
-    In a cascade `find_prefixes_kernel` comes first, and `shared_pages_kernel` before the merge.
+    In a cascade `find_prefixes_kernel` and `shared_pages_kernel` come first.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
@@ -220,7 +223,12 @@ def paged_decode(
     if states > 1:
         outs = lse.new_empty((states, *shape))
         lses = lse.new_empty((states, *lse_shape))
-    lens = None if prefixes is None else prefixes.lens
+    lens = None
+    if prefixes is not None:
+        assert outs is not None
+        assert lses is not None
+        lens = prefixes.lens
+        attend_to_prefixes(operands, prefixes, outs, lses, backend)
 
     launch(
         "paged_decode",
@@ -230,10 +238,9 @@ def paged_decode(
         spec,
         backend,
         splits,
+        launch_pdl=prefixes is not None and backend.target == "sm90",
     )
     if outs is not None and lses is not None:
-        if prefixes is not None:
-            attend_to_prefixes(operands, prefixes, outs, lses, backend)
         merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend, prefixes)
     return out, lse
 
@@ -250,6 +257,6 @@ def _prepare(call: KernelCall) -> Prepared:
         "batch_size": spec.batch,
         "num_splits": splits,
         "TOKENS": spec.tokens,
-        "PDL": splits > 1 and prefixes is None and call.target == "sm90",
+        "PDL": (splits > 1 or prefixes is not None) and call.target == "sm90",
         "BLOCK_ROWS": rows,
     }
