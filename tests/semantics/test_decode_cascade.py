@@ -67,6 +67,18 @@ def test_pages_are_shared_up_to_the_first_that_differs(side, implementation, tor
     assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
 
 
+def test_more_tiles_have_a_prefix_than_full_tiles_would(side, implementation, torch_device):
+    """Sequences share in pairs, and programs take the prefixes of several pairs."""
+    case = replace(CASE, lengths=(300,) * 10)
+    inputs = make_inputs(case, torch_device)
+    tables = inputs["block_tables"]
+    tables[5:] = tables[:5].clone()
+    values = torch.arange(1, 1 + len(inputs["k_pages"]), device=torch_device) / 64
+    for name in ("k_pages", "v_pages"):  # of each page its own, so that another's shows
+        inputs[name] = inputs[name].nan_to_num(0.5) + values[:, None, None, None].half()
+    assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
+
+
 def test_tables_that_agree_past_a_length_do_not_matter(side, implementation, torch_device):
     """New tokens' keys are not shared: 192 keys are full pages and full tiles of keys."""
     case = replace(CASE, lengths=(300, 192, 250, 300, 192, 260, 299, 200), tokens=3)

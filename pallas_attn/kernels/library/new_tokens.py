@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
+from pallas_attn.kernels.library.tiles import arange
+
 
 def tree_mask(s, ends_ref, first, token, new, exists):
     """Set the scores of keys that a token of a tree does not see to -inf.
@@ -21,3 +23,40 @@ def tree_mask(s, ends_ref, first, token, new, exists):
     end = plt.load(ends_ref.at[first + new], mask=exists & (new >= 0), other=2**31 - 1)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
     return jnp.where(seen, s, float("-inf"))
+
+
+def tree_words(ends_ref, token, tokens):
+    """Return which new tokens the rows' tokens see, as bits: the first 32, and the others.
+
+    A tile of keys then takes no load, whose buffers would leave a program less shared memory.
+
+    Args:
+        ends_ref: the ends of a sequence's new tokens, as `tree_mask` takes them.
+        token: as `tree_mask` takes it.
+        tokens: how many new tokens there are, at most 64.
+    """
+    bit = arange(32)
+
+    def word(first):
+        new = first + bit
+        end = plt.load(ends_ref.at[new], mask=new < tokens, other=0)
+        seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
+        return jnp.sum(seen.astype(jnp.int32) << bit[None, :], 1)
+
+    return word(0), word(32) if tokens > 32 else None
+
+
+def tree_mask_of_words(s, words, new, tokens):
+    """Set the scores of keys that a token of a tree does not see to -inf, by its `tree_words`.
+
+    Args:
+        s, new: as `tree_mask` takes them. A key that does not exist comes after all tokens.
+        words: what `tree_words` returned.
+        tokens: how many new tokens there are.
+    """
+    low, high = words
+    word = low[:, None]
+    if high is not None:
+        word = jnp.where(new[None, :] < 32, word, high[:, None])
+    is_seen = (new < tokens)[None, :] & (((word >> (new & 31)[None, :]) & 1) != 0)
+    return jnp.where((new < 0)[None, :] | is_seen, s, float("-inf"))

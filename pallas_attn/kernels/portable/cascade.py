@@ -75,7 +75,7 @@ def find_prefixes_kernel(
     members], int32, as `Prefixes` has them. Grid: batch. The sequences whose first page is the
     same, in their order, make tiles of `members`. A tile's prefix is the pages that all of them
     begin with, before any new token, cut to a multiple of block_keys keys. Entries past a
-    sequence's last page are not read. block_batch is a power of two, at least B.
+    sequence's last page do not count. block_batch is a power of two, at least B.
     """
     # Which sequences begin with the same page, and how many of them come before this one.
     own = pl.program_id(0)
@@ -85,7 +85,8 @@ def find_prefixes_kernel(
     exists = other < batch_size
     pages = pages_before(len_ref, other, exists, capacity, tokens, page_size)
     first_entry = jnp.zeros_like(other)
-    page = plt.load(table_ref.at[other, first_entry], mask=exists & (pages > 0), other=0)
+    # Loaded without waiting for the lengths, which say whether they count.
+    page = plt.load(table_ref.at[other, first_entry], mask=exists, other=0)
     is_own = other == own
     own_pages = jnp.max(jnp.where(is_own, pages, 0), 0)
     own_page = jnp.max(jnp.where(is_own, page, -(2**31)), 0)
@@ -101,11 +102,10 @@ def find_prefixes_kernel(
     @pl.when(is_first)
     def _():
         # The sequences of the tile that it is the first of.
-        last = own
-        member = jnp.where(slot == 0, own, -1)
-        for index in range(1, members):
-            last = jnp.min(jnp.where(is_alike & (other > last), other, NO_SEQUENCE), 0)
-            member = jnp.where((slot == index) & (last < NO_SEQUENCE), last, member)
+        follows = is_own | (is_alike & (other > own))
+        position = jnp.cumsum(follows, dtype=jnp.int32) - 1
+        is_placed = follows[None, :] & (position[None, :] == slot[:, None])
+        member = jnp.max(jnp.where(is_placed, other[None, :], -1), 1)
         is_member = member >= 0
         row = jnp.where(is_member, member, batch_size)
         count = jnp.sum(is_member.astype(jnp.int32), 0)
@@ -155,38 +155,49 @@ def shared_pages_kernel(
     block_d,
     block_dv,
     upcast,
+    block_batch,
     block_rows,
     block_kv,
 ):
-    """One program computes block_rows rows of one kv head of a tile over one split of its prefix.
+    """One program computes block_rows rows of one kv head of tiles over a split of their prefixes.
 
     Row r is that of `paged_decode_kernel` of the tile's sequence ``r // (tokens * group_size)``.
-    Operands, of this program's kv head: q [B, T, group, D], the pools and scales as there; of its
-    tile: table [max_pages], the prefix [] and the members [members] of `find_prefixes_kernel`; outs
+    Operands, of this program's kv head: q [B, T, group, D], the pools and scales as there; tables
+    [B, max_pages]; the prefixes [B] and the members [B, members] of `find_prefixes_kernel`; outs
     [B, T, group, Dv] and lses [B, group, T] of its split, float32, which are inputs as well, and of
-    splits without keys are not written. Grid: (row tiles, kv heads, batch, splits); a sequence that
-    is the first of no tile has nothing to do. All rows see all keys. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype.
+    splits without keys are not written. Grid: (row tiles, kv heads, tiles, splits). The tiles are
+    as many as full ones would be; where more have a prefix, a program takes several. All rows see
+    all keys. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
+    cast to the products' dtype. block_batch is a power of two, at least the batch.
     """
-    # Locate the tile and the split's share of the keys.
+    # Locate the tiles that have a prefix.
     tile, split = pl.program_id(0), pl.program_id(3)
     (num_pages, page_size, _), scale = k_ref.shape, rule.scale
-    members = member_ref.shape[0]
-    length = jnp.where(member_ref[0] < 0, 0, prefix_ref[...])
-    first, count, _ = share_of_tiles(0, length, split, num_splits, block_kv)
+    batch_size, members = member_ref.shape
+    other = arange(block_batch)
+    first_member = plt.load(
+        member_ref.at[other, jnp.zeros_like(other)], mask=other < batch_size, other=-1
+    )
+    leads = first_member >= 0
+    position = jnp.cumsum(leads, dtype=jnp.int32) - 1
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
+    row = tile * block_rows + arange(block_rows)
+    member = row // (tokens * group_size)
+    token, head = row // group_size % tokens, row % group_size
+    first_tile, step = pl.program_id(2), pl.num_programs(2)
 
-    @pl.when(count > 0)
-    def _():
+    def attend(turn, _):
+        # Find the split's share of the keys.
+        which = first_tile + lax.convert_element_type(turn, jnp.int32) * step
+        leader = jnp.sum(jnp.where(leads & (position == which), other, 0), 0, dtype=jnp.int32)
+        length = plt.load(prefix_ref.at[leader])
+        first, count, _ = share_of_tiles(0, length, split, num_splits, block_kv)
+
         # Load the queries; they stay.
-        row = tile * block_rows + arange(block_rows)
-        member = row // (tokens * group_size)
-        sequence = plt.load(member_ref.at[member], mask=member < members, other=-1)
-        is_row = sequence >= 0
-        sequence = jnp.where(is_row, sequence, q_ref.shape[0])
-        token, head = row // group_size % tokens, row % group_size
+        sequence = plt.load(member_ref.at[leader, member], mask=member < members, other=-1)
+        is_row = (sequence >= 0) & (count > 0)
+        sequence = jnp.where(is_row, sequence, batch_size)
         place = sequence, token, head
         q, row_scale = load_q(q_ref, place, is_row, scale, head_dim, block_d, upcast)
         m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
@@ -198,7 +209,9 @@ def shared_pages_kernel(
             m_i, l_i, acc = carry
             start = (first + lax.convert_element_type(index, jnp.int32)) * block_kv
             exists = start + arange(block_kv) < length
-            page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
+            page, slot = locate_keys(
+                table_ref, start, length, num_pages, page_size, block_kv, leader
+            )
             # s = scale · q kᵀ
             k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
             s = scores(q, unpack(k, upcast), rule._replace(scale=row_scale))
@@ -221,6 +234,9 @@ def shared_pages_kernel(
             out = [x * v_scale for x in out]
         plt.store(lses_ref.at[sequence, head, token], lse, mask=is_row)
         store_out(outs_ref, out, place, is_row, head_dim_v, block_dv)
+
+    num_tiles = jnp.sum(leads, dtype=jnp.int32)
+    lax.fori_loop(0, cdiv(jnp.maximum(num_tiles - first_tile, 0), step), attend, None)
 
 
 def find_prefixes(
@@ -289,8 +305,8 @@ def attend_to_prefixes(
     rows = block_rows(tile, backend.configs(tile)["paged_decode"])
     first, heads = len(outs) - prefixes.num_states, ("head", tile.group_size)
 
-    def place(tile, head, batch, split):
-        return {"head": head, "batch": batch, "state": first + split}
+    def place(tile, head, _of_sequences, split):
+        return {"head": head, "state": first + split}
 
     def of(x, *axes):
         return block_spec(x, place, *axes)
@@ -300,7 +316,7 @@ def attend_to_prefixes(
     return launch(
         "paged_decode",
         shared_pages_kernel,
-        lambda config: (pl.cdiv(tile.rows, rows), tile.heads_kv, batch, prefixes.num_states),
+        lambda config: (pl.cdiv(tile.rows, rows), tile.heads_kv, tile.batch, prefixes.num_states),
         (
             outs,
             lses,
@@ -319,11 +335,11 @@ def attend_to_prefixes(
             of(q, ALL, ALL, heads, COLUMNS),
             of(k_pages, ALL, ALL, "head", COLUMNS),
             of(v_pages, ALL, ALL, "head", COLUMNS),
-            of(block_tables, "batch", ALL),
+            of(block_tables, ALL, ALL),
             of(k_scale, "head"),
             of(v_scale, "head"),
-            of(prefixes.lens, "batch"),
-            of(prefixes.members, "batch", ALL),
+            of(prefixes.lens, ALL),
+            of(prefixes.members, ALL, ALL),
         ),
         results,
         (of(results[0], *of_outs), of(results[1], *of_lses)),
@@ -332,7 +348,12 @@ def attend_to_prefixes(
             for name, x in decode_arguments(tile, k_pages, v_pages, backend.target).items()
             if name != "window_left"
         }
-        | {"tokens": tile.tokens // count, "num_splits": prefixes.num_states, "block_rows": rows},
+        | {
+            "tokens": tile.tokens // count,
+            "num_splits": prefixes.num_states,
+            "block_batch": 1 << (batch - 1).bit_length(),
+            "block_rows": rows,
+        },
         tile,
         backend,
         aliases={0: 0, 1: 1},

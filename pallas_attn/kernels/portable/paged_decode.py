@@ -11,12 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
-from pallas_attn.kernels.library.new_tokens import tree_mask
+from pallas_attn.kernels.library.new_tokens import tree_mask_of_words, tree_words
 from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
     locate_keys,
     share_of_tiles,
+    tiles_at_edges,
 )
 from pallas_attn.kernels.library.quantized import (
     add_pv,
@@ -112,32 +113,44 @@ def paged_decode_kernel(
     l_i = jnp.zeros((block_rows,), jnp.float32)
     acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
 
-    # Visit the split's tiles of keys.
-    def visit(index, carry):
-        m_i, l_i, acc = carry
-        start = (first + lax.convert_element_type(index, jnp.int32)) * block_kv
-        key = start + arange(block_kv)
-        exists = key < length
-        page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
-        # s = scale · q kᵀ
-        k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-        s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
-        if tree_ref is None:
-            s = attention_mask(
-                s, position[:, None], key[None, :], length, window_left, 0 if tokens > 1 else None
-            )
-        else:
-            s = tree_mask(s, tree_ref, 0, token, key - diagonal, exists)
-        # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
-        acc = [x * alpha[:, None] for x in acc]
-        p = p.astype(q[0].dtype)
-        # acc += p v
-        v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
-        acc = add_pv(acc, p, unpack(v, upcast))
-        return m_i, l_i, acc
+    # Visit the tiles of keys; of a tree those of older keys alone have a loop without a mask.
+    full = 0
+    if tree_ref is not None:
+        words = tree_words(tree_ref, token, tokens)
+        full = tiles_at_edges(diagonal - 1, length - 1, first, count, None, block_kv).full
+    for masked in (False, True)[1 if tree_ref is None else 0 :]:
 
-    m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
+        def visit(index, carry, masked=masked):
+            m_i, l_i, acc = carry
+            start = (first + lax.convert_element_type(index, jnp.int32)) * block_kv
+            key = start + arange(block_kv)
+            exists = key < length
+            page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
+            # s = scale · q kᵀ
+            k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
+            s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
+            if masked and tree_ref is None:
+                s = attention_mask(
+                    s,
+                    position[:, None],
+                    key[None, :],
+                    length,
+                    window_left,
+                    0 if tokens > 1 else None,
+                )
+            elif masked:
+                s = tree_mask_of_words(s, words, key - diagonal, tokens)
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            acc = [x * alpha[:, None] for x in acc]
+            p = p.astype(q[0].dtype)
+            # acc += p v
+            v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
+            acc = add_pv(acc, p, unpack(v, upcast))
+            return m_i, l_i, acc
+
+        tiles = (full, count) if masked else (0, full)
+        m_i, l_i, acc = lax.fori_loop(*tiles, visit, (m_i, l_i, acc))
 
     # Normalise and store.
     if sinks_ref is not None:

@@ -40,6 +40,47 @@ def tree_mask(s, ends_ptr, token, new, exists):
     return tl.where(seen, s, float("-inf"))
 
 
+@triton.jit
+def tree_words(ends_ptr, token, TOKENS: tl.constexpr):
+    """Return which new tokens the rows' tokens see, as bits: the first 32, and the others.
+
+    A tile of keys then takes no load, whose buffers would leave a program less shared memory.
+
+    Args:
+        ends_ptr, token: as `tree_mask` takes them.
+        TOKENS: how many new tokens there are, at most 64.
+    """
+    low = _tree_word(ends_ptr, token, 0, TOKENS)
+    high = low
+    if TOKENS > 32:
+        high = _tree_word(ends_ptr, token, 32, TOKENS)
+    return low, high
+
+
+@triton.jit
+def _tree_word(ends_ptr, token, FIRST: tl.constexpr, TOKENS: tl.constexpr):
+    bit = tl.arange(0, 32)
+    new = FIRST + bit
+    end = tl.load(ends_ptr + new, mask=new < TOKENS, other=0)
+    seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
+    return tl.sum(seen.to(tl.int32) << bit[None, :], 1)
+
+
+@triton.jit
+def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
+    """Set the scores of keys that a token of a tree does not see to -inf, by its `tree_words`.
+
+    Args:
+        s, new: as `tree_mask` takes them. A key that does not exist comes after all tokens.
+        words: what `tree_words` returned.
+    """
+    word = words[0][:, None]
+    if TOKENS > 32:
+        word = tl.where(new[None, :] < 32, word, words[1][:, None])
+    is_seen = (new < TOKENS)[None, :] & (((word >> (new & 31)[None, :]) & 1) != 0)
+    return tl.where((new < 0)[None, :] | is_seen, s, float("-inf"))
+
+
 def ends_of(operands: DecodeOperands[Tensor] | PagedOperands[Tensor]) -> TreeEnds | None:
     """Return the tree among the operands; the stride is to be added."""
     return None if operands.tree_ends is None else TreeEnds(operands.tree_ends)

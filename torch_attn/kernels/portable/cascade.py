@@ -11,6 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.pages import load_rows_at, locate_keys, share_of_tiles
@@ -76,7 +77,7 @@ def find_prefixes_kernel(
     [B] and members [B, MEMBERS], int32, as `Prefixes` has them. Grid: batch. The sequences whose
     first page is the same, in their order, make tiles of MEMBERS. A tile's prefix is the pages that
     all of them begin with, before any new token, cut to a multiple of BLOCK_KEYS keys. Entries
-    past a sequence's last page are not read. BLOCK_BATCH is a power of two, at least B.
+    past a sequence's last page do not count. BLOCK_BATCH is a power of two, at least B.
     """
     # Which sequences begin with the same page, and how many of them come before this one.
     own = tl.program_id(0)
@@ -84,12 +85,11 @@ def find_prefixes_kernel(
     other = tl.arange(0, BLOCK_BATCH)
     exists = other < batch_size
     pages = pages_before(lens_ptr, other, exists, capacity, TOKENS, PAGE_SIZE)
-    page = tl.load(
-        tables_ptr + other.to(tl.int64) * table_stride, mask=exists & (pages > 0), other=0
-    )
+    # Loaded without waiting for the lengths, which say whether they count.
+    page = tl.load(tables_ptr + other.to(tl.int64) * table_stride, mask=exists, other=0)
     table_ptr = tables_ptr + own.to(tl.int64) * table_stride
     own_pages = pages_before(lens_ptr, own, True, capacity, TOKENS, PAGE_SIZE)
-    own_page = tl.load(table_ptr, mask=own_pages > 0, other=0)
+    own_page = tl.load(table_ptr)
     is_alike = (pages > 0) & (own_pages > 0) & (page == own_page)
     rank = tl.sum((is_alike & (other < own)).to(tl.int32), 0)
     slot = tl.arange(0, MEMBERS)
@@ -98,11 +98,10 @@ def find_prefixes_kernel(
         return
 
     # The sequences of the tile that it is the first of.
-    last = own
-    member = tl.where(slot == 0, own, -1)
-    for index in tl.static_range(1, MEMBERS):
-        last = tl.min(tl.where(is_alike & (other > last), other, NO_SEQUENCE), 0)
-        member = tl.where((slot == index) & (last < NO_SEQUENCE), last, member)
+    follows = (other == own) | (is_alike & (other > own))
+    place = tl.cumsum(follows.to(tl.int32), 0) - 1
+    is_placed = follows[None, :] & (place[None, :] == slot[:, None])
+    member = tl.max(tl.where(is_placed, other[None, :], -1), 1)
     is_member = member >= 0
     count = tl.sum(is_member.to(tl.int32), 0)
     ends = pages_before(lens_ptr, member, is_member, capacity, TOKENS, PAGE_SIZE)
@@ -148,82 +147,94 @@ def shared_pages_kernel(
     BLOCK_DV: tl.constexpr,
     UPCAST: tl.constexpr,
     PAST_2G: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_BATCH: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """One program computes BLOCK_ROWS rows of one kv head of a tile over one split of its prefix.
+    """One program computes BLOCK_ROWS rows of one kv head of tiles over a split of their prefixes.
 
     Row r is that of `paged_decode_kernel` of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.
     Operands: q, the cache as there; prefixes and members of `find_prefixes_kernel`; outs [N, B, T,
     Hq, Dv] and lses [N, B, Hq, T], float32 and contiguous, of which the splits are those from
-    first_state on; splits without keys are not written. Grid: (row tiles, kv heads, batch) in one
-    axis, row tiles fastest, and splits; a sequence that is the first of no tile has nothing to do.
-    All rows see all keys. Loop invariant: `online_softmax_update`. Accumulation: float32,
-    exponents in base 2, p cast to the products' dtype.
+    first_state on; splits without keys are not written. Grid: (row tiles, kv heads, tiles) in one
+    axis, row tiles fastest, and splits. The tiles are as many as full ones would be; where more
+    have a prefix, a program takes several. All rows see all keys. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. BLOCK_BATCH is a power of two, at least the batch.
+
+    PDL: the decode over the other keys, which depends on nothing of this launch, may begin.
     """
-    # Locate the tile and the split's share of the keys.
+    if PDL:
+        gdc_launch_dependents()
+    # Locate the tiles that have a prefix.
     num_tiles: tl.constexpr = (MEMBERS * TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
     tile = tl.program_id(0) % num_tiles
     head_kv = (tl.program_id(0) // num_tiles % HEADS_KV).to(tl.int64)
-    leader = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
     split = tl.program_id(1)
-    if tl.load(members_ptr + leader * MEMBERS) < 0:
-        return
-    length = tl.load(prefixes_ptr + leader)
-    first, count, _ = share_of_tiles(0, length, split, num_splits, BLOCK_KV)
-    if count == 0:
-        return
-    table_ptr = cache.tables + leader * cache.table_stride
+    other = tl.arange(0, BLOCK_BATCH)
+    member = tl.load(members_ptr + other * MEMBERS, mask=other < batch_size, other=-1)
+    leads = (member >= 0).to(tl.int32)
+    place = tl.cumsum(leads, 0) - 1
     k_base = cache.k + head_kv * cache.k_strides.head
     v_base = cache.v + head_kv * cache.v_strides.head
     scale = rule.scale
     if cache.k_scale is not None:
         scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
-
-    # Load the queries; they stay.
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     member = row // (TOKENS * GROUP_SIZE)
-    sequence = tl.load(members_ptr + leader * MEMBERS + member, mask=member < MEMBERS, other=-1)
-    is_row = sequence >= 0
-    sequence = sequence.to(tl.int64)
     token = row // GROUP_SIZE % TOKENS
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
-    place = sequence, token.to(tl.int64), head
-    q, scale = load_q(q_ptr, place, q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
-    m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
 
-    # Visit the split's tiles of keys.
-    for index in tl.range(0, count):
-        start = (first + index) * BLOCK_KV
-        exists = start + tl.arange(0, BLOCK_KV) < length
-        page, slot = locate_keys(
-            table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
-        )
-        # s = scale · q kᵀ
-        k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
-        s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
-        # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
-        acc = [x * alpha[:, None] for x in acc]
-        p = p.to(q[0].dtype)
-        # acc += p v
-        v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
-        acc = add_pv(acc, p, unpack(v, UPCAST))
+    first_tile = tl.program_id(0) // num_tiles // HEADS_KV
+    step = tl.num_programs(0) // num_tiles // HEADS_KV
+    for which in tl.range(first_tile, tl.sum(leads, 0), step):
+        # Find the split's share of the keys.
+        leader = tl.sum(tl.where((place == which) & (leads > 0), other, 0), 0).to(tl.int64)
+        length = tl.load(prefixes_ptr + leader)
+        first, count, _ = share_of_tiles(0, length, split, num_splits, BLOCK_KV)
+        table_ptr = cache.tables + leader * cache.table_stride
 
-    # Normalise and store.
-    l_safe, lse = row_statistics(m_i, l_i)
-    out = [x / l_safe[:, None] for x in acc]
-    if cache.v_scale is not None:
-        v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
-        out = [x * v_scale for x in out]
-    heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
-    row_size: tl.constexpr = HEAD_DIM_V * len(out)
-    rows = (first_state + split).to(tl.int64) * batch_size * TOKENS * heads_q
-    tl.store(lses_ptr + rows + (sequence * heads_q + head) * TOKENS + token, lse, mask=is_row)
-    out_row = rows + (sequence * TOKENS + token) * heads_q + head
-    store_out(outs_ptr, out, (out_row,), (row_size,), is_row, HEAD_DIM_V, BLOCK_DV)
+        # Load the queries; they stay.
+        sequence = tl.load(members_ptr + leader * MEMBERS + member, mask=member < MEMBERS, other=-1)
+        is_row = (sequence >= 0) & (count > 0)
+        sequence = sequence.to(tl.int64)
+        at = sequence, token.to(tl.int64), head
+        q, row_scale = load_q(q_ptr, at, q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
+        m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        l_i = tl.zeros([BLOCK_ROWS], tl.float32)
+        acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
+
+        # Visit the split's tiles of keys.
+        for index in tl.range(0, count):
+            start = (first + index) * BLOCK_KV
+            exists = start + tl.arange(0, BLOCK_KV) < length
+            page, slot = locate_keys(
+                table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
+            )
+            # s = scale · q kᵀ
+            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
+            s = scores(q, unpack(k, UPCAST), row_scale, rule.softcap, rule.scale_first)
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            acc = [x * alpha[:, None] for x in acc]
+            p = p.to(q[0].dtype)
+            # acc += p v
+            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
+            acc = add_pv(acc, p, unpack(v, UPCAST))
+
+        # Normalise and store.
+        l_safe, lse = row_statistics(m_i, l_i)
+        out = [x / l_safe[:, None] for x in acc]
+        if cache.v_scale is not None:
+            v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
+            out = [x * v_scale for x in out]
+        heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
+        row_size: tl.constexpr = HEAD_DIM_V * len(out)
+        rows = (first_state + split).to(tl.int64) * batch_size * TOKENS * heads_q
+        tl.store(lses_ptr + rows + (sequence * heads_q + head) * TOKENS + token, lse, mask=is_row)
+        out_row = rows + (sequence * TOKENS + token) * heads_q + head
+        store_out(outs_ptr, out, (out_row,), (row_size,), is_row, HEAD_DIM_V, BLOCK_DV)
 
 
 def find_prefixes(
@@ -261,6 +272,8 @@ def attend_to_prefixes(
     backend: Backend,
 ) -> None:
     """Launch `shared_pages_kernel`, which writes the last parts of outs and lses.
+
+    On SM90 the launch behind it may start while it runs.
 
     Args:
         operands: those of the decode; an 8-bit pool is packed.
@@ -300,7 +313,7 @@ def _prepare_shared(call: KernelCall) -> Prepared:
     q, cache, _, members, outs, _ = call.layouts
     batch, count = members.shape
     rows = block_rows(tile, call.config)
-    return (triton.cdiv(tile.rows, rows) * tile.heads_kv * batch, splits), (
+    return (triton.cdiv(tile.rows, rows) * tile.heads_kv * tile.batch, splits), (
         decode_arguments(tile, call.target, q, cache)
         | {
             "batch_size": batch,
@@ -308,6 +321,8 @@ def _prepare_shared(call: KernelCall) -> Prepared:
             "num_splits": splits,
             "TOKENS": tile.tokens // count,
             "MEMBERS": count,
+            "PDL": call.target == "sm90",
+            "BLOCK_BATCH": triton.next_power_of_2(batch),
             "BLOCK_ROWS": rows,
         }
     )

@@ -8,15 +8,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
-from torch_attn.kernels.library.new_tokens import ends_of, tree_argument, tree_mask
+from torch_attn.kernels.library.new_tokens import (
+    ends_of,
+    tree_argument,
+    tree_mask_of_words,
+    tree_words,
+)
 from torch_attn.kernels.library.pages import (
     keys_of_sequence,
     load_rows_at,
     locate_keys,
     share_of_tiles,
+    tiles_at_edges,
 )
 from torch_attn.kernels.library.quantized import (
     add_pv,
@@ -88,7 +94,8 @@ def paged_decode_kernel(
     where UPCAST is None (see `quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch).
+    launch). In a cascade this one overlaps the launch over the shared keys, of which it needs
+    nothing, and ends after it: the merge waits for this one alone.
     """
     if PDL:
         gdc_launch_dependents()
@@ -124,36 +131,40 @@ def paged_decode_kernel(
     diagonal = length - TOKENS
     position = diagonal + token
     if tree is not None:
-        ends_ptr = tree.ends + batch * tree.stride
+        words = tree_words(tree.ends + batch * tree.stride, token, TOKENS)
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
 
-    # Visit the split's tiles of keys.
-    for index in tl.range(0, count):
-        start = (first + index) * BLOCK_KV
-        key = start + tl.arange(0, BLOCK_KV)
-        exists = key < length
-        page, slot = locate_keys(
-            table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
-        )
-        # s = scale · q kᵀ
-        k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
-        s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
-        if tree is None:
-            s = attention_mask(
-                s, position[:, None], key[None, :], length, window_left,
-                0 if TOKENS > 1 else None,
-            )  # fmt: skip
-        else:
-            s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
-        # p = exp(s - max), and rescale what was accumulated
-        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
-        acc = [x * alpha[:, None] for x in acc]
-        p = p.to(q[0].dtype)
-        # acc += p v
-        v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
-        acc = add_pv(acc, p, unpack(v, UPCAST))
+    # Visit the tiles of keys; of a tree those of older keys alone have a loop without a mask.
+    full = 0
+    if tree is not None:
+        _, full, _ = tiles_at_edges(diagonal - 1, length - 1, first, count, None, BLOCK_KV)
+    for masked in tl.static_range(1 if tree is None else 0, 2):
+        for index in tl.range(full if masked else 0, count if masked else full):
+            start = (first + index) * BLOCK_KV
+            key = start + tl.arange(0, BLOCK_KV)
+            exists = key < length
+            page, slot = locate_keys(
+                table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
+            )
+            # s = scale · q kᵀ
+            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
+            s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
+            if masked and tree is None:
+                s = attention_mask(
+                    s, position[:, None], key[None, :], length, window_left,
+                    0 if TOKENS > 1 else None,
+                )  # fmt: skip
+            elif masked:
+                s = tree_mask_of_words(s, words, key - diagonal, TOKENS)
+            # p = exp(s - max), and rescale what was accumulated
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            acc = [x * alpha[:, None] for x in acc]
+            p = p.to(q[0].dtype)
+            # acc += p v
+            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
+            acc = add_pv(acc, p, unpack(v, UPCAST))
 
     # Normalise and store.
     if sinks_ptr is not None:
@@ -181,6 +192,11 @@ def paged_decode_kernel(
         store_out(
             outs_ptr + rows * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV
         )
+    if PDL and prefixes_ptr is not None:
+        # One program makes the launch end later; another that waits would keep others from an SM.
+        is_last = tl.program_id(0) == tl.num_programs(0) - 1
+        if is_last & (tl.program_id(1) == tl.num_programs(1) - 1):
+            gdc_wait()
 
 
 def paged_decode(
@@ -188,7 +204,7 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
-    In a cascade `find_prefixes_kernel` comes first, and `shared_pages_kernel` before the merge.
+    In a cascade `find_prefixes_kernel` and `shared_pages_kernel` come first.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
@@ -210,7 +226,12 @@ def paged_decode(
     if states > 1:
         outs = lse.new_empty((states, *shape))
         lses = lse.new_empty((states, *lse_shape))
-    lens = None if prefixes is None else prefixes.lens
+    lens = None
+    if prefixes is not None:
+        assert outs is not None
+        assert lses is not None
+        lens = prefixes.lens
+        attend_to_prefixes(operands, prefixes, outs, lses, backend)
 
     launch(
         "paged_decode",
@@ -220,10 +241,9 @@ def paged_decode(
         spec,
         backend,
         splits,
+        launch_pdl=prefixes is not None and backend.target == "sm90",
     )
     if outs is not None and lses is not None:
-        if prefixes is not None:
-            attend_to_prefixes(operands, prefixes, outs, lses, backend)
         merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend, prefixes)
     return out, lse
 
@@ -240,6 +260,6 @@ def _prepare(call: KernelCall) -> Prepared:
         "batch_size": spec.batch,
         "num_splits": splits,
         "TOKENS": spec.tokens,
-        "PDL": splits > 1 and prefixes is None and call.target == "sm90",
+        "PDL": (splits > 1 or prefixes is not None) and call.target == "sm90",
         "BLOCK_ROWS": rows,
     }
