@@ -141,6 +141,7 @@ def _jax_runs(
                     f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
                     "of which a build for CPUs will do, prepares their launches"
                 )
+        import_module("pallas_attn.private").hash_triton()
         return (
             supports(operation, spec, target)
             or _missing_names("foreign")
