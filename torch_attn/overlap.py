@@ -78,7 +78,7 @@ class _CompilesBeside:
         self._compile = compile
 
     def __call__(self, source: Any, **options: Any) -> Any:
-        source.make_ir = _in_turn(source.make_ir)
+        source.make_ir = in_turn(source.make_ir)
         builder = Thread(target=_build_launcher, args=(tuple(source.signature.values()),))
         builder.start()
         try:
@@ -122,7 +122,7 @@ def wait_for(kernel: Any) -> None:
     wait(_compiling.pop(kernel, ()))
 
 
-def _in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
+def in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
     """Return what traces a kernel, when no other is traced; behind it `compiled_behind` begins."""
 
     def traced(*args: Any, **options: Any) -> Any:
