@@ -1,7 +1,7 @@
 """Pause Python's collector of reference cycles where many objects are made that stay.
 
-An import of PyTorch and the trace of a kernel make hundreds of thousands, and at each so many more
-the collector walks over all objects of the process in search of cycles. Few are found.
+An import of PyTorch and the trace of a kernel make hundreds of thousands of objects. Again and
+again the collector then walks over all objects of the process, in search of cycles, and finds few.
 """
 
 from __future__ import annotations
