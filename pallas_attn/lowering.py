@@ -132,7 +132,7 @@ def _lower(
         1,
         compiled.metadata.shared,
         compiled.asm["ptx"],
-        compiled.asm["ttir"],
+        "",  # Triton IR: jaxlib would hash and copy it each time that a program runs
         capability,
     )
     pointers = [gpu_triton.create_array_parameter(0, 16)] * (len(ctx.avals_in) + len(ctx.avals_out))

@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
+from threading import Thread
 from typing import Any
 
 from twin_attention.targets.versions import newer_versions
@@ -130,6 +131,17 @@ def ask_ptxas_once() -> None:
     ask = getattr(extension, "_get_ptxas_isa_version", None)
     if ask is not None:
         extension._get_ptxas_isa_version = cache(ask)
+
+
+@cache
+def hash_triton() -> None:
+    """Let a thread hash Triton's own files, with which every key of its cache begins.
+
+    It takes a third of a second, which an import of PyTorch hides.
+    """
+    cache: Any = _module("triton.runtime.cache")
+    if (hashing := getattr(cache, "triton_key", None)) is not None:
+        Thread(target=hashing).start()
 
 
 def untested() -> str | None:

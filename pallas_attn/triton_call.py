@@ -25,6 +25,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_attn.private import gpu_triton
+from pallas_attn.targets import cuda_devices
 from twin_attention.contract.validate import fail
 
 _TARGET = "triton_kernel_call_ffi"
@@ -79,6 +80,8 @@ def kernel_call(
     Returns:
         The results, in the order of `written`.
     """
+    if cuda_devices():  # elsewhere a program is traced more often than it is lowered for a GPU
+        import_module("torch_attn.ahead").compile_beside(launch, card)
     return kernel_call_p.bind(
         *inputs, launch=launch, card=card, read=read, written=written, zeroed=zeroed
     )

@@ -11,7 +11,10 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from contextvars import copy_context
 from functools import lru_cache
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from torch_attn.driver import pairs
 from torch_attn.launch import Launch
 from torch_attn.layouts import Layout, leaves, replace_leaves
+from torch_attn.overlap import in_turn
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
 
@@ -102,14 +106,33 @@ class Compiled(NamedTuple):
     metadata: Any
 
 
-@lru_cache(maxsize=1024)
 def compile_ahead(launch: Launch, card: Card) -> Compiled:
-    """Compile a launch's kernel for a card.
+    """Compile a launch's kernel for a card, or return what a thread compiled.
 
     Raises:
         NotImplementedError: no configuration fits the card's shared memory.
     """
+    with _lock_of(launch, card):
+        return _compiled(launch, card)
 
+
+def compile_beside(launch: Launch, card: Card) -> None:
+    """Let a thread compile a launch's kernel for a card, for `compile_ahead`."""
+
+    def compile() -> None:
+        with suppress(Exception):  # `compile_ahead` says what is wrong
+            compile_ahead(launch, card)
+
+    Thread(target=copy_context().run, args=(compile,)).start()
+
+
+@lru_cache(maxsize=1024)
+def _lock_of(launch: Launch, card: Card) -> Lock:
+    return Lock()
+
+
+@lru_cache(maxsize=1024)
+def _compiled(launch: Launch, card: Card) -> Compiled:
     dtypes = {x.operand: x.dtype for x in leaves(launch.layouts) if x is not None}
 
     def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
@@ -208,6 +231,7 @@ def _compile(kernel: Any, arguments: list[Any], options: dict[str, Any], capabil
         kernel, backend, options, bound, specialization, None
     )
     source = _source_class(kernel)(kernel, signature, constants, attributes)
+    source.make_ir = in_turn(source.make_ir)
     return triton.compile(source, target=target, options=checked.__dict__)
 
 

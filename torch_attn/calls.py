@@ -18,6 +18,7 @@ Private names of torch come from `torch_attn.private`; without them no call is c
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -98,6 +99,8 @@ class Call:
         # An empty problem runs no kernel.
         name = "reference" if spec.is_empty else others[-1]
         self.spec, self.others = spec, others
+        if device.type == "cuda" and name != "reference":
+            _start_triton()
         self.backend, _ = choose(name, operation, device, spec)
         self.alignment = alignment_of(others[-1])
         self.is_kept = self.is_recorded = False
@@ -127,6 +130,14 @@ class Call:
             return self._host(*operands)
         results, self._replay = capture(self._host, operands)
         return results
+
+
+def _start_triton() -> None:
+    """Begin what first launches wait for, while the kernels are imported."""
+    with suppress(ImportError):  # `choose` says what is missing
+        from torch_attn.overlap import start_driver
+
+        start_driver()
 
 
 def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:

@@ -2,9 +2,9 @@
 
 Triton does one after the other: it hashes its own files, which every key of its cache begins with;
 a C compiler builds what talks to the driver; the kernel is traced and compiled; and the C compiler
-builds the function that launches kernels of this signature. Here the first two go side by side, and
-the last two. A backward's kernels are compiled by threads, from the moment on that its forward's
-kernel is traced: tracing is Python, and what follows it is not.
+builds the function that launches kernels of this signature. Here the first two go side by side,
+while the kernels are imported, and the last two. A backward's kernels are compiled by threads, from
+the moment on that its forward's kernel is traced: tracing is Python, and what follows it is not.
 
 All names are private to Triton 3.6. Without one the same is done later, and nothing is missing:
 Triton 3.9 has one function that launches all kernels.
@@ -42,6 +42,20 @@ def flat_signature(kinds: Any) -> dict[int, str]:
     return dict(enumerate(kind for kind in leaves(kinds) if kind != "constexpr"))
 
 
+@cache
+def start_driver() -> tuple[Future[Any], ...]:
+    """Let threads hash Triton's files, and build what talks to the driver.
+
+    Returns:
+        What to wait for. What goes wrong shows when Triton does it again.
+    """
+    pool = ThreadPoolExecutor()
+    hashing = pool.submit(getattr(triton_cache, "triton_key", lambda: None))
+    building = pool.submit(lambda: triton.runtime.driver.active)  # the first look builds it
+    pool.shutdown(wait=False)
+    return hashing, building
+
+
 def build_launcher_beside(kernel: Any) -> None:
     """Let Triton build the function that launches a kernel while it compiles the kernel.
 
@@ -50,7 +64,7 @@ def build_launcher_beside(kernel: Any) -> None:
     """
     if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
         return
-    _start_driver()
+    wait(start_driver())
     with _changing:
         kernel.device_caches[torch.cuda.current_device()]  # the first look sets what compiles
         if not isinstance(kernel.compile, _CompilesBeside):
@@ -64,7 +78,7 @@ class _CompilesBeside:
         self._compile = compile
 
     def __call__(self, source: Any, **options: Any) -> Any:
-        source.make_ir = _in_turn(source.make_ir)
+        source.make_ir = in_turn(source.make_ir)
         builder = Thread(target=_build_launcher, args=(tuple(source.signature.values()),))
         builder.start()
         try:
@@ -108,7 +122,7 @@ def wait_for(kernel: Any) -> None:
     wait(_compiling.pop(kernel, ()))
 
 
-def _in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
+def in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
     """Return what traces a kernel, when no other is traced; behind it `compiled_behind` begins."""
 
     def traced(*args: Any, **options: Any) -> Any:
@@ -142,14 +156,6 @@ def _compile(found: Any, card: Card, device: torch.device) -> None:
     with described(card), torch.cuda.device(device):
         build_launcher_beside(kernel)
         found.compile(compile, shared_memory(target, device))
-
-
-@cache
-def _start_driver() -> None:
-    hashing = Thread(target=getattr(triton_cache, "triton_key", lambda: None))
-    hashing.start()
-    _ = triton.runtime.driver.active  # the first look builds it
-    hashing.join()
 
 
 def _build_launcher(kinds: tuple[Any, ...]) -> None:

@@ -10,7 +10,9 @@ from collections import defaultdict
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -227,3 +229,15 @@ def test_no_other_file_imports_a_private_module():
             for name in names:
                 private_places = ("jax._", "jaxlib", "jax.experimental.mosaic", "triton.")
                 assert not name.startswith(private_places), f"{file}: {name}"
+
+
+def test_triton_hashes_its_files_in_a_thread(monkeypatch):
+    found: Any = SimpleNamespace()
+    monkeypatch.setattr(private, "_module", lambda path: found)
+    private.hash_triton.__wrapped__()  # a Triton without that name
+    started, hashing = Event(), Event()
+    found.triton_key = lambda: hashing.wait(20) and started.set()
+    private.hash_triton.__wrapped__()
+    assert not started.is_set()
+    hashing.set()
+    assert started.wait(20)

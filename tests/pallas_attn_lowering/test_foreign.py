@@ -112,6 +112,23 @@ def test_jaxlib_gets_the_machine_code_that_torch_launches(monkeypatch):
     assert kernel[6] == 90
 
 
+def test_kernels_are_compiled_from_the_moment_on_that_they_are_traced(monkeypatch):
+    begun = []
+    monkeypatch.setattr(ahead, "compile_beside", lambda launch, card: begun.append(launch.name))
+    function = gradients("gluon", deterministic=True)
+
+    def trace():
+        jax.clear_caches()
+        with use_target("sm90"):
+            jax.jit(function).trace(*arrays(64))
+
+    trace()
+    assert not begun  # nor is it lowered, perhaps, where there is no GPU
+    monkeypatch.setattr(triton_call, "cuda_devices", lambda: ("a GPU",))
+    trace()
+    assert {*begun} == {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"}
+
+
 def test_sums_of_a_descriptor_are_zeroed_in_the_call():
     text = lower("sm90", gradients("gluon", deterministic=False), *arrays(64, seq=2048))
     # The sums' own: dk and dv, which the kernel is given and does not write, have one each.

@@ -1,5 +1,6 @@
 """Tables of configurations: how they are read, how a problem finds its row, and `use_configs`."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -399,6 +400,22 @@ def compiled_by(shared_by_stages, limit):
 
 def test_a_kernel_that_fits_is_compiled_as_configured():
     assert compiled_by({3: 100}, limit=100) == (3, 100)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_cycles_are_collected_while_a_kernel_is_compiled(enabled):
+    def compile(config):
+        assert not gc.isenabled()
+        return 1 / 0
+
+    try:
+        if not enabled:
+            gc.disable()
+        with pytest.raises(ZeroDivisionError):
+            compile_to_fit("f", compile, None, "sm80", 0)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
 
 
 def test_a_kernel_that_does_not_fit_gets_fewer_stages():

@@ -1,7 +1,9 @@
 """Which family runs a problem, and what is said of the choice."""
 
+import gc
 import sys
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -16,7 +18,7 @@ from twin_attention.contract.spec import (
 )
 from twin_attention.targets import family, foreign, sm90
 from twin_attention.targets.describe import describe, describe_call
-from twin_attention.targets.family import FAMILIES, Backend, Family, choose
+from twin_attention.targets.family import FAMILIES, FOREIGN, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.splits import ROWS_OF_CHUNKS, block_rows, decode_kernel
 
@@ -289,6 +291,23 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
     monkeypatch.setitem(sys.modules, ampere.__name__, None)
     expected = "gluon: its kernels cannot be imported: import of triton.exp"
     assert passed_over().startswith(expected)
+
+
+def test_no_cycles_are_collected_while_kernels_are_imported(monkeypatch):
+    found = []
+    monkeypatch.setattr(family, "import_module", lambda name: found.append(gc.isenabled()))
+    assert family._import_error.__wrapped__("kernels") is None
+    assert [*found, gc.isenabled()] == [False, True]
+
+
+def test_triton_s_files_are_hashed_before_pytorch_is_imported(monkeypatch):
+    order = []
+    private = import_module("pallas_attn.private")
+    monkeypatch.setattr(private, "hash_triton", lambda: order.append("hashed"))
+    monkeypatch.setattr(family, "_import_error", lambda module: order.append(module))
+    gluon = FOREIGN["pallas_attn"][1]
+    gluon.supports("flash_fwd", SPEC, "sm90")
+    assert order[:2] == ["hashed", "torch_attn.kernels.sm90.flash_fwd"]
 
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):

@@ -7,13 +7,16 @@ compare that function in ``triton/runtime/jit.py``.
 
 import re
 import sys
+import threading
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 
+from torch_attn import ahead
 from torch_attn.ahead import Descriptor, Number, Pointer, compile_ahead, without_ptx
 from torch_attn.outline import Kernel, Operation, operand_of, outline
 from torch_attn.targets import Card
@@ -135,6 +138,30 @@ def test_the_grid_follows_the_card():
             compile_ahead(kernels_of(found)[0].launch, card._replace(num_sms=num_sms)).grid
         )
     assert grids == [(132, 1, 1), (78, 1, 1)]
+
+
+def test_a_thread_compiles_what_is_asked_for_later(monkeypatch):
+    ran = []
+
+    @cache
+    def compiled(launch, card):
+        ran.append(threading.current_thread())
+        return len(ran) if launch == "works" else 1 / 0
+
+    monkeypatch.setattr(ahead, "_compiled", compiled)
+    names: list[Any] = ["fails", "works"]
+    card = Card(90, 1, 1)
+    for launch in names:
+        before = {*threading.enumerate()}
+        ahead.compile_beside(launch, card)
+        for thread in {*threading.enumerate()} - before:
+            thread.join()
+    main = threading.current_thread()
+    assert main not in ran
+    assert compile_ahead(names[1], card) == len(ran) == 2
+    with pytest.raises(ZeroDivisionError):  # what failed is compiled again
+        compile_ahead(names[0], card)
+    assert ran[2:] == [main]
 
 
 def test_a_smaller_card_gets_fewer_stages():

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import cache
 from threading import Event, get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_attn import flash_ops, overlap
+from torch_attn import calls, flash_ops, overlap
 from torch_attn.flash_ops import DENSE
 from torch_attn.targets import Card, described
 from twin_attention.contract.operands import FlashOperands
@@ -47,7 +49,7 @@ def built(monkeypatch):
         library_dirs=list, include_dirs=[], libraries=[],
     )  # fmt: skip
     monkeypatch.setattr(overlap, "_driver", lambda: driver)
-    monkeypatch.setattr(overlap, "_start_driver", lambda: None)
+    monkeypatch.setattr(overlap, "start_driver", tuple)
     monkeypatch.setattr(overlap, "card_of", lambda device: CARD)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -79,6 +81,33 @@ def test_without_the_names_triton_goes_its_own_way(built):
     del built.pop().make_launcher
     overlap.build_launcher_beside(kernel)
     assert kernel.compile is kernel.compiled
+
+
+def test_a_call_starts_triton_before_its_kernels_are_imported(monkeypatch):
+    begun: list[str] = []
+
+    class Driver:
+        @property
+        def active(self):
+            begun.append("built")
+            return 1 / 0  # left to Triton
+
+    def choose(*arguments):
+        begun.append("chosen")
+        raise NotImplementedError
+
+    monkeypatch.setattr(overlap, "start_driver", cache(overlap.start_driver.__wrapped__))
+    monkeypatch.setattr(overlap.triton_cache, "triton_key", lambda: begun.append("hashed"))
+    monkeypatch.setattr(overlap.triton.runtime, "driver", Driver())
+    monkeypatch.setattr(calls, "choose", choose)
+    spec: Any = SimpleNamespace(is_empty=False)
+    for device, implementation in (("cpu", None), ("cuda", "reference"), *[("cuda", None)] * 2):
+        with pytest.raises(NotImplementedError):
+            calls.Call("flash_fwd", print, spec, torch.device(device), (implementation,))
+    assert overlap.start_driver.cache_info().misses == 1
+    wait(overlap.start_driver())
+    assert begun[:2] == ["chosen"] * 2
+    assert sorted(begun[2:]) == ["built", "chosen", "chosen", "hashed"]
 
 
 def launch_of(kernel, compiled):

@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, MergeSpec
 from twin_attention.contract.validate import check_choice, fail
+from twin_attention.targets.collector import collector_paused
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
@@ -329,6 +330,7 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
         fail(ValueError, what, "one of " + ", ".join(map(repr, known)), repr(name))
 
 
+@collector_paused()
 def compile_to_fit(
     kernel: str,
     compile: Callable[[Any], Any],

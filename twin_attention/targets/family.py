@@ -26,6 +26,7 @@ from twin_attention.contract.spec import (
 )
 from twin_attention.contract.validate import fail
 from twin_attention.targets import foreign, paged, sm80, sm90
+from twin_attention.targets.collector import collector_paused
 from twin_attention.targets.config import (
     config_of_smaller_cards,
     current_configs,
@@ -94,7 +95,8 @@ def _function(family: Family, operation: str) -> Callable[..., Any]:
 def _import_error(module: str) -> str | None:
     """Return why a module of kernels cannot be imported, None if it can."""
     try:
-        import_module(module)
+        with collector_paused():
+            import_module(module)
     except (ImportError, AttributeError) as error:  # a version without the language, or its names
         return f"its kernels cannot be imported: {error}"
     return None
@@ -139,6 +141,7 @@ def _jax_runs(
                     f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
                     "of which a build for CPUs will do, prepares their launches"
                 )
+        import_module("pallas_attn.private").hash_triton()
         return (
             supports(operation, spec, target)
             or _missing_names("foreign")
