@@ -277,6 +277,7 @@ class _Step(NamedTuple):
         order, inverse: of its keys, where they do not come in the order of the sequence.
         intervals: of its keys.
         is_own: its keys are those of this rank.
+        is_first, is_last: no other step with keys is before it, or behind it.
     """
 
     step: Step
@@ -284,6 +285,8 @@ class _Step(NamedTuple):
     inverse: Tensor | None
     intervals: Intervals
     is_own: bool
+    is_first: bool
+    is_last: bool
 
 
 @lru_cache(maxsize=256)
@@ -291,12 +294,15 @@ def _steps(
     plan: ContextPlan, window: Window, exchange: str, rank: int, device: torch.device
 ) -> tuple[_Step, ...]:
     found = []
-    for step in exchange_steps(plan, window, exchange, rank):
+    steps = exchange_steps(plan, window, exchange, rank)
+    with_keys = [step for step in steps if step.received] or steps
+    for step in steps:
         order = step.order if step.order is None else torch.from_numpy(step.order).to(device)
         intervals = Intervals(*(torch.from_numpy(x).to(device) for x in step.intervals))
         inverse = None if order is None else order.argsort()
-        is_own = [rows.rank for rows in step.received] == [rank]
-        found.append(_Step(step, order, inverse, intervals, is_own))
+        is_own = [rows.rank for rows in step.received] == [rank] or not plan.seq_len
+        ends = step is with_keys[0], step is with_keys[-1]
+        found.append(_Step(step, order, inverse, intervals, is_own, *ends))
     return tuple(found)
 
 
@@ -313,52 +319,47 @@ class Problem(NamedTuple):
     Attributes:
         peers, call, plan: of the call.
         rows_aligned: of its tensors, so that one family runs all hops.
-        first: no keys were read yet.
     """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
     rows_aligned: bool = True
-    first: bool = False
 
     @property
     def window(self) -> Window:
         """The window, `causal` included."""
         return self.call.options.window
 
-    def run(self, operation: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def run(
+        self, operation: str, step: _Step | None, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Run a family's function, replayed where its operands had such layouts before.
 
         Args:
             operation: "partial_fwd", "partial_bwd" or "partial_dq".
+            step: whose keys; None for none.
             tensors: as `_RUN` takes them, a tensor first.
         """
+        spec = self.spec_of(operation, step)
         # Calls of one step are told apart from those of another, so that each is found at once.
-        left_out = tuple([x is None for x in tensors])
-        spec = self.call.spec
-        options = spec, self._num_keys(operation, tensors), left_out, self.first, self.rows_aligned
-        options = *options, self.call.implementation
+        options = spec, tuple([x is None for x in tensors]), self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
-            spec = self.spec_of(operation, tensors)
             call = Call(operation, _RUN[operation], spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
 
-    def spec_of(self, operation: str, tensors: tuple[Tensor | None, ...]) -> AttentionSpec:
-        """Return the problem of an operation on tensors."""
-        num_keys = self._num_keys(operation, tensors)
-        is_first = operation == "partial_fwd" and self.first
-        return replace(
-            self.call.spec, seq_kv=num_keys, rows_aligned=self.rows_aligned, first=is_first
-        )
-
-    def _num_keys(self, operation: str, tensors: tuple[Tensor | None, ...]) -> int:
-        keys = tensors[_PLACE_OF_KEYS[operation]] if operation in _PLACE_OF_KEYS else None
-        return self.call.spec.seq_kv if keys is None else keys.shape[1]
+    def spec_of(self, operation: str, step: _Step | None) -> AttentionSpec:
+        """Return the problem of an operation on the keys of a step."""
+        spec = self.call.spec
+        num_keys = spec.seq_kv if step is None else step.step.num_keys
+        ends = False, False
+        if operation == "partial_fwd" and step is not None:
+            ends = step.is_first, step.is_last
+        return _part(spec, num_keys, self.rows_aligned, *ends)
 
     def hops(
         self, q: Tensor, k: Tensor, v: Tensor
@@ -394,15 +395,23 @@ class Problem(NamedTuple):
         return self.peers.exchange(gradients, returned, gathered, of_gradients=True)
 
 
+@lru_cache(maxsize=1024)
+def _part(
+    spec: AttentionSpec, num_keys: int, rows_aligned: bool, first: bool, last: bool
+) -> AttentionSpec:
+    return replace(spec, seq_kv=num_keys, rows_aligned=rows_aligned, first=first, last=last)
+
+
 def _operands(q: Tensor, keys: tuple[Tensor, ...], bounds: Intervals) -> PartialOperands[Tensor]:
     k, v = keys
     return PartialOperands(q, k, v, *bounds)
 
 
 def _run_forward(
-    function: Any, spec: PartialSpec, backend: Backend, out: Tensor, lse: Tensor, *operands: Any
+    function: Any, spec: PartialSpec, backend: Backend, *tensors: Any
 ) -> tuple[Tensor, ...]:
-    return function(PartialOperands(*operands), out, lse, spec, backend)
+    *operands, carry, lse = tensors
+    return function(PartialOperands(*operands), carry, lse, spec, backend)
 
 
 def _run_backward(
@@ -429,8 +438,6 @@ def _run_dq(
 
 
 _NO_CARRY = (None,) * len(GradientCarry._fields)
-# Of k among their tensors
-_PLACE_OF_KEYS = {"partial_fwd": 3, "partial_bwd": 5 + len(_NO_CARRY)}
 _RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq": _run_dq}
 
 
@@ -445,18 +452,11 @@ class _Attention(torch.autograd.Function):
         # Keys of this rank and of others are to look alike, so that the last call is found at once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
-        batch, rows, heads, _ = q.shape
-        # Tokens see themselves, so that the first hop writes every row, but for padding.
-        new = q.new_zeros if problem.plan.has_padding else q.new_empty
-        out = new((batch, rows, heads, v.shape[3]), dtype=torch.float32)
-        lse = out.new_full((batch, heads, rows), -torch.inf)
-        problem = problem._replace(first=True)
-        for _, operands in problem.hops(q, k, v):
+        out = lse = None
+        for step, operands in problem.hops(q, k, v):
             if operands is not None:
-                operands = operands._replace(sinks=sinks if problem.first else None)
-                out, lse = problem.run("partial_fwd", out, lse, *operands)
-                problem = problem._replace(first=False)
-        out = out.to(q.dtype)
+                operands = operands._replace(sinks=sinks if step.is_first else None)
+                out, lse = problem.run("partial_fwd", step, *operands, out, lse)
         ctx.save_for_backward(*saved, out, lse)
         return out, lse
 
@@ -474,7 +474,8 @@ class _Attention(torch.autograd.Function):
         arriving, rows = Transfer(None), ()
         for step, operands in problem.hops(q, k, v):
             if operands is not None:
-                *carry, dk, dv = problem.run("partial_bwd", dout, dlse, out, lse, *carry, *operands)
+                tensors = (dout, dlse, out, lse, *carry, *operands)
+                *carry, dk, dv = problem.run("partial_bwd", step, *tensors)
             # Where this rank has no keys, these are the shapes of what the others send.
             following = problem.send_back(step, (dk, dv))
             of_keys.add(arriving.wait(), rows)
@@ -483,7 +484,7 @@ class _Attention(torch.autograd.Function):
         *_, delta = carry
         assert delta is not None  # own keys are the first hop
         assert lse is not None
-        (dq,) = problem.run("partial_dq", q, *carry)
+        (dq,) = problem.run("partial_dq", None, q, *carry)
         dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:
