@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -149,7 +150,7 @@ class _Call(NamedTuple):
     """A checked call: its options, its problem, and the names it chose."""
 
     options: FlashOptions
-    spec: AttentionSpec
+    spec: PartialSpec
     exchange: str
     implementation: Implementation | None
 
@@ -193,6 +194,8 @@ def _agree(
         call, used = checked
         said = (plan, call.options, call.exchange, implementation, *map(_described, used))
         if (peers.group, said) in _agreed:
+            if key is not None:
+                _calls[key] = call
             return checked
     everyone = peers.gather_objects((repr(said), error))
     for rank, (_, found) in enumerate(everyone):
@@ -231,9 +234,7 @@ def _check(
     described = describe_operands(operands, operand)
     check_context_attention(described, options, plan.local_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
-    spec: AttentionSpec = PartialSpec.of(
-        PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options
-    )
+    spec = PartialSpec.of(PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options)
     chosen, _ = choose_exchange(exchange, plan, options.window, spec)
     if chosen == "gather":
         (step,) = exchange_steps(plan, options.window, chosen, peers.rank)
@@ -277,7 +278,6 @@ class _Step(NamedTuple):
         order, inverse: of its keys, where they do not come in the order of the sequence.
         intervals: of its keys.
         is_own: its keys are those of this rank.
-        is_first, is_last: no other step with keys is before it, or behind it.
     """
 
     step: Step
@@ -285,8 +285,6 @@ class _Step(NamedTuple):
     inverse: Tensor | None
     intervals: Intervals
     is_own: bool
-    is_first: bool
-    is_last: bool
 
 
 @lru_cache(maxsize=256)
@@ -294,15 +292,56 @@ def _steps(
     plan: ContextPlan, window: Window, exchange: str, rank: int, device: torch.device
 ) -> tuple[_Step, ...]:
     found = []
-    steps = exchange_steps(plan, window, exchange, rank)
-    with_keys = [step for step in steps if step.received] or steps
-    for step in steps:
+    for step in exchange_steps(plan, window, exchange, rank):
         order = step.order if step.order is None else torch.from_numpy(step.order).to(device)
         intervals = Intervals(*(torch.from_numpy(x).to(device) for x in step.intervals))
         inverse = None if order is None else order.argsort()
         is_own = [rows.rank for rows in step.received] == [rank] or not plan.seq_len
-        ends = step is with_keys[0], step is with_keys[-1]
-        found.append(_Step(step, order, inverse, intervals, is_own, *ends))
+        found.append(_Step(step, order, inverse, intervals, is_own))
+    return tuple(found)
+
+
+class _Part(NamedTuple):
+    """An operation on the keys of a step.
+
+    Attributes:
+        spec: its problem.
+        number: of the problem, which is found faster than the problem itself.
+    """
+
+    spec: PartialSpec
+    number: int
+
+
+_numbers = count()
+
+
+@lru_cache(maxsize=4096)
+def _part(spec: PartialSpec) -> _Part:
+    return _Part(spec, next(_numbers))
+
+
+@lru_cache(maxsize=1024)
+def _parts(
+    call: _Call, plan: ContextPlan, peers: tuple[int, int], rows_aligned: bool, operation: str
+) -> tuple[_Part, ...]:
+    """Return an operation on the keys of each step.
+
+    Args:
+        peers: the rank, and how many SMs it frees beside an exchange.
+    """
+    rank, freed_sms = peers
+    steps = exchange_steps(plan, call.options.window, call.exchange, rank)
+    with_keys = [step for step in steps if step.received] or steps
+    found = []
+    for before, step, behind in zip((None, *steps), steps, (*steps[1:], None), strict=False):
+        exchanges = behind is not None and (behind.received or behind.sent)
+        spec = replace(call.spec, seq_kv=step.num_keys, rows_aligned=rows_aligned)
+        if operation == "partial_fwd":
+            spec = replace(spec, first=step is with_keys[0], last=step is with_keys[-1])
+        elif before is not None:
+            exchanges = exchanges or before.returned or len(before.gathered) > 1
+        found.append(_part(replace(spec, freed_sms=freed_sms if exchanges else 0)))
     return tuple(found)
 
 
@@ -331,35 +370,28 @@ class Problem(NamedTuple):
         """The window, `causal` included."""
         return self.call.options.window
 
-    def run(
-        self, operation: str, step: _Step | None, *tensors: Tensor | None
-    ) -> tuple[Tensor, ...]:
+    def parts(self, operation: str) -> tuple[_Part, ...]:
+        """Return an operation on the keys of each step."""
+        peers = self.peers.rank, self.peers.freed_sms
+        return _parts(self.call, self.plan, peers, self.rows_aligned, operation)
+
+    def run(self, operation: str, part: _Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Run a family's function, replayed where its operands had such layouts before.
 
         Args:
             operation: "partial_fwd", "partial_bwd" or "partial_dq".
-            step: whose keys; None for none.
+            part: the operation on some keys.
             tensors: as `_RUN` takes them, a tensor first.
         """
-        spec = self.spec_of(operation, step)
-        # Calls of one step are told apart from those of another, so that each is found at once.
-        options = spec, tuple([x is None for x in tensors]), self.call.implementation
+        # Calls of one part are told apart from those of another, so that each is found at once.
+        options = part.number, tuple([x is None for x in tensors]), self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
-            call = Call(operation, _RUN[operation], spec, first.device, options)
+            call = Call(operation, _RUN[operation], part.spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
-
-    def spec_of(self, operation: str, step: _Step | None) -> AttentionSpec:
-        """Return the problem of an operation on the keys of a step."""
-        spec = self.call.spec
-        num_keys = spec.seq_kv if step is None else step.step.num_keys
-        ends = False, False
-        if operation == "partial_fwd" and step is not None:
-            ends = step.is_first, step.is_last
-        return _part(spec, num_keys, self.rows_aligned, *ends)
 
     def hops(
         self, q: Tensor, k: Tensor, v: Tensor
@@ -393,13 +425,6 @@ class Problem(NamedTuple):
         if step.inverse is not None:
             gradients = tuple(x.index_select(1, step.inverse) for x in gradients)
         return self.peers.exchange(gradients, returned, gathered, of_gradients=True)
-
-
-@lru_cache(maxsize=1024)
-def _part(
-    spec: AttentionSpec, num_keys: int, rows_aligned: bool, first: bool, last: bool
-) -> AttentionSpec:
-    return replace(spec, seq_kv=num_keys, rows_aligned=rows_aligned, first=first, last=last)
 
 
 def _operands(q: Tensor, keys: tuple[Tensor, ...], bounds: Intervals) -> PartialOperands[Tensor]:
@@ -453,10 +478,11 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
         out = lse = None
-        for step, operands in problem.hops(q, k, v):
+        parts = problem.parts("partial_fwd")
+        for part, (_, operands) in zip(parts, problem.hops(q, k, v), strict=True):
             if operands is not None:
-                operands = operands._replace(sinks=sinks if step.is_first else None)
-                out, lse = problem.run("partial_fwd", step, *operands, out, lse)
+                operands = operands._replace(sinks=sinks if part.spec.first else None)
+                out, lse = problem.run("partial_fwd", part, *operands, out, lse)
         ctx.save_for_backward(*saved, out, lse)
         return out, lse
 
@@ -472,10 +498,11 @@ class _Attention(torch.autograd.Function):
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
         carry, of_keys = _NO_CARRY, GradientSums()
         arriving, rows = Transfer(None), ()
-        for step, operands in problem.hops(q, k, v):
+        parts = problem.parts("partial_bwd")
+        for part, (step, operands) in zip(parts, problem.hops(q, k, v), strict=True):
             if operands is not None:
                 tensors = (dout, dlse, out, lse, *carry, *operands)
-                *carry, dk, dv = problem.run("partial_bwd", step, *tensors)
+                *carry, dk, dv = problem.run("partial_bwd", part, *tensors)
             # Where this rank has no keys, these are the shapes of what the others send.
             following = problem.send_back(step, (dk, dv))
             of_keys.add(arriving.wait(), rows)
@@ -484,7 +511,7 @@ class _Attention(torch.autograd.Function):
         *_, delta = carry
         assert delta is not None  # own keys are the first hop
         assert lse is not None
-        (dq,) = problem.run("partial_dq", None, q, *carry)
+        (dq,) = problem.run("partial_dq", parts[0], q, *carry)
         dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:
