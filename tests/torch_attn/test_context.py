@@ -326,7 +326,11 @@ def test_derivatives_that_are_refused(ranks):
     [
         ({"exchange": "ring"}, 4, "ring: it was asked for; keys of other ranks come in 3 of up to"),
         ({"exchange": "ring", "window_size": (3, None)}, 4, "keys of other ranks come in 2 of up"),
-        ({}, 4, "gather: by estimate a forward takes 0.54 ms in a ring, and 0.41 ms after a gather"),
+        (
+            {},
+            4,
+            "gather: by estimate a forward takes 0.54 ms in a ring, and 0.41 ms after a gather",
+        ),
         ({"exchange": "heads"}, 1, "heads: it was asked for"),
     ],
 )
