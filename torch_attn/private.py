@@ -60,6 +60,12 @@ if torch.cuda.is_available():
 
 CAN_KEEP = not _missing
 is_fake = find("torch._subclasses.fake_tensor", "is_fake")  # for flop counts
+if torch.distributed.is_available():
+    _GROUP = "ProcessGroup."
+    backend_of, start_coalescing, end_coalescing = (
+        find("torch.distributed", _GROUP + name)
+        for name in ("_get_backend", "_start_coalescing", "_end_coalescing")
+    )
 
 
 class DispatchMode(TorchDispatchMode):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -149,7 +150,7 @@ class _Call(NamedTuple):
     """A checked call: its options, its problem, and the names it chose."""
 
     options: FlashOptions
-    spec: AttentionSpec
+    spec: PartialSpec
     exchange: str
     implementation: Implementation | None
 
@@ -193,6 +194,8 @@ def _agree(
         call, used = checked
         said = (plan, call.options, call.exchange, implementation, *map(_described, used))
         if (peers.group, said) in _agreed:
+            if key is not None:
+                _calls[key] = call
             return checked
     everyone = peers.gather_objects((repr(said), error))
     for rank, (_, found) in enumerate(everyone):
@@ -231,9 +234,7 @@ def _check(
     described = describe_operands(operands, operand)
     check_context_attention(described, options, plan.local_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
-    spec: AttentionSpec = PartialSpec.of(
-        PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options
-    )
+    spec = PartialSpec.of(PartialOperands(*described[:3], *[None] * 4), described.q.dtype, options)
     chosen, _ = choose_exchange(exchange, plan, options.window, spec)
     if chosen == "gather":
         (step,) = exchange_steps(plan, options.window, chosen, peers.rank)
@@ -295,8 +296,52 @@ def _steps(
         order = step.order if step.order is None else torch.from_numpy(step.order).to(device)
         intervals = Intervals(*(torch.from_numpy(x).to(device) for x in step.intervals))
         inverse = None if order is None else order.argsort()
-        is_own = [rows.rank for rows in step.received] == [rank]
+        is_own = [rows.rank for rows in step.received] == [rank] or not plan.seq_len
         found.append(_Step(step, order, inverse, intervals, is_own))
+    return tuple(found)
+
+
+class _Part(NamedTuple):
+    """An operation on the keys of a step.
+
+    Attributes:
+        spec: its problem.
+        number: of the problem, which is found faster than the problem itself.
+    """
+
+    spec: PartialSpec
+    number: int
+
+
+_numbers = count()
+
+
+@lru_cache(maxsize=4096)
+def _part(spec: PartialSpec) -> _Part:
+    return _Part(spec, next(_numbers))
+
+
+@lru_cache(maxsize=1024)
+def _parts(
+    call: _Call, plan: ContextPlan, peers: tuple[int, int], rows_aligned: bool, operation: str
+) -> tuple[_Part, ...]:
+    """Return an operation on the keys of each step.
+
+    Args:
+        peers: the rank, and how many SMs it frees beside an exchange.
+    """
+    rank, freed_sms = peers
+    steps = exchange_steps(plan, call.options.window, call.exchange, rank)
+    with_keys = [step for step in steps if step.received] or steps
+    found = []
+    for before, step, behind in zip((None, *steps), steps, (*steps[1:], None), strict=False):
+        exchanges = behind is not None and (behind.received or behind.sent)
+        spec = replace(call.spec, seq_kv=step.num_keys, rows_aligned=rows_aligned)
+        if operation == "partial_fwd":
+            spec = replace(spec, first=step is with_keys[0], last=step is with_keys[-1])
+        elif before is not None:
+            exchanges = exchanges or before.returned or len(before.gathered) > 1
+        found.append(_part(replace(spec, freed_sms=freed_sms if exchanges else 0)))
     return tuple(found)
 
 
@@ -313,52 +358,40 @@ class Problem(NamedTuple):
     Attributes:
         peers, call, plan: of the call.
         rows_aligned: of its tensors, so that one family runs all hops.
-        first: no keys were read yet.
     """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
     rows_aligned: bool = True
-    first: bool = False
 
     @property
     def window(self) -> Window:
         """The window, `causal` included."""
         return self.call.options.window
 
-    def run(self, operation: str, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def parts(self, operation: str) -> tuple[_Part, ...]:
+        """Return an operation on the keys of each step."""
+        peers = self.peers.rank, self.peers.freed_sms
+        return _parts(self.call, self.plan, peers, self.rows_aligned, operation)
+
+    def run(self, operation: str, part: _Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Run a family's function, replayed where its operands had such layouts before.
 
         Args:
             operation: "partial_fwd", "partial_bwd" or "partial_dq".
+            part: the operation on some keys.
             tensors: as `_RUN` takes them, a tensor first.
         """
-        # Calls of one step are told apart from those of another, so that each is found at once.
-        left_out = tuple([x is None for x in tensors])
-        spec = self.call.spec
-        options = spec, self._num_keys(operation, tensors), left_out, self.first, self.rows_aligned
-        options = *options, self.call.implementation
+        # Calls of one part are told apart from those of another, so that each is found at once.
+        options = part.number, tuple([x is None for x in tensors]), self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
-            spec = self.spec_of(operation, tensors)
-            call = Call(operation, _RUN[operation], spec, first.device, options)
+            call = Call(operation, _RUN[operation], part.spec, first.device, options)
             keep(operation, tensors, options, call)
         return call(*tensors)
-
-    def spec_of(self, operation: str, tensors: tuple[Tensor | None, ...]) -> AttentionSpec:
-        """Return the problem of an operation on tensors."""
-        num_keys = self._num_keys(operation, tensors)
-        is_first = operation == "partial_fwd" and self.first
-        return replace(
-            self.call.spec, seq_kv=num_keys, rows_aligned=self.rows_aligned, first=is_first
-        )
-
-    def _num_keys(self, operation: str, tensors: tuple[Tensor | None, ...]) -> int:
-        keys = tensors[_PLACE_OF_KEYS[operation]] if operation in _PLACE_OF_KEYS else None
-        return self.call.spec.seq_kv if keys is None else keys.shape[1]
 
     def hops(
         self, q: Tensor, k: Tensor, v: Tensor
@@ -400,9 +433,10 @@ def _operands(q: Tensor, keys: tuple[Tensor, ...], bounds: Intervals) -> Partial
 
 
 def _run_forward(
-    function: Any, spec: PartialSpec, backend: Backend, out: Tensor, lse: Tensor, *operands: Any
+    function: Any, spec: PartialSpec, backend: Backend, *tensors: Any
 ) -> tuple[Tensor, ...]:
-    return function(PartialOperands(*operands), out, lse, spec, backend)
+    *operands, carry, lse = tensors
+    return function(PartialOperands(*operands), carry, lse, spec, backend)
 
 
 def _run_backward(
@@ -429,8 +463,6 @@ def _run_dq(
 
 
 _NO_CARRY = (None,) * len(GradientCarry._fields)
-# Of k among their tensors
-_PLACE_OF_KEYS = {"partial_fwd": 3, "partial_bwd": 5 + len(_NO_CARRY)}
 _RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq": _run_dq}
 
 
@@ -445,18 +477,12 @@ class _Attention(torch.autograd.Function):
         # Keys of this rank and of others are to look alike, so that the last call is found at once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
-        batch, rows, heads, _ = q.shape
-        # Tokens see themselves, so that the first hop writes every row, but for padding.
-        new = q.new_zeros if problem.plan.has_padding else q.new_empty
-        out = new((batch, rows, heads, v.shape[3]), dtype=torch.float32)
-        lse = out.new_full((batch, heads, rows), -torch.inf)
-        problem = problem._replace(first=True)
-        for _, operands in problem.hops(q, k, v):
+        out = lse = None
+        parts = problem.parts("partial_fwd")
+        for part, (_, operands) in zip(parts, problem.hops(q, k, v), strict=True):
             if operands is not None:
-                operands = operands._replace(sinks=sinks if problem.first else None)
-                out, lse = problem.run("partial_fwd", out, lse, *operands)
-                problem = problem._replace(first=False)
-        out = out.to(q.dtype)
+                operands = operands._replace(sinks=sinks if part.spec.first else None)
+                out, lse = problem.run("partial_fwd", part, *operands, out, lse)
         ctx.save_for_backward(*saved, out, lse)
         return out, lse
 
@@ -472,9 +498,11 @@ class _Attention(torch.autograd.Function):
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
         carry, of_keys = _NO_CARRY, GradientSums()
         arriving, rows = Transfer(None), ()
-        for step, operands in problem.hops(q, k, v):
+        parts = problem.parts("partial_bwd")
+        for part, (step, operands) in zip(parts, problem.hops(q, k, v), strict=True):
             if operands is not None:
-                *carry, dk, dv = problem.run("partial_bwd", dout, dlse, out, lse, *carry, *operands)
+                tensors = (dout, dlse, out, lse, *carry, *operands)
+                *carry, dk, dv = problem.run("partial_bwd", part, *tensors)
             # Where this rank has no keys, these are the shapes of what the others send.
             following = problem.send_back(step, (dk, dv))
             of_keys.add(arriving.wait(), rows)
@@ -483,7 +511,7 @@ class _Attention(torch.autograd.Function):
         *_, delta = carry
         assert delta is not None  # own keys are the first hop
         assert lse is not None
-        (dq,) = problem.run("partial_dq", q, *carry)
+        (dq,) = problem.run("partial_dq", parts[0], q, *carry)
         dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:

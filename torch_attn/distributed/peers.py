@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_attn import private
 from twin_attention.contract.exchange import Rows
 from twin_attention.contract.validate import fail, type_name
+
+_FREED_SMS = 16  # NCCL's send and receive over NVLink take about as many
 
 
 class Transfer(NamedTuple):
@@ -55,11 +60,13 @@ class Peers(ABC):
     Attributes:
         rank, size: this one, and how many there are.
         group: stands for all of them, and is kept with the calls that they agreed on.
+        freed_sms: how many SMs of a GPU attention gives up for the kernels of an exchange.
     """
 
     rank: int
     size: int
     group: Hashable
+    freed_sms: int = 0
 
     @abstractmethod
     def exchange(
@@ -90,6 +97,31 @@ class Peers(ABC):
         """Return an object of each rank; the host waits."""
 
 
+_Message = tuple[int, Sequence[Tensor]]  # a rank, and rows [B, ...] that go or come
+
+
+@lru_cache
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return True if one call begins all transfers of an exchange, as with NCCL."""
+    if None in (private.backend_of, private.start_coalescing, private.end_coalescing):
+        return False
+    return private.backend_of(group, device).supports_coalescing
+
+
+@lru_cache
+def _freed_sms(group: dist.ProcessGroup) -> int:
+    """Return how many SMs NCCL's kernels are to get before attention's end.
+
+    0 where their stream has no high priority: attention's own programs would get the SMs.
+    """
+    if dist.get_backend(group) != "nccl" or private.backend_of is None:
+        return 0
+    options = getattr(private.backend_of(group, torch.device("cuda")), "options", None)
+    is_urgent = getattr(options, "is_high_priority_stream", False)
+    is_urgent = is_urgent or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
+    return _FREED_SMS if is_urgent else 0
+
+
 class GroupPeers(Peers):
     """The ranks of a process group."""
 
@@ -107,6 +139,7 @@ class GroupPeers(Peers):
         if not isinstance(mesh, dist.ProcessGroup):
             fail(TypeError, "mesh", "a DeviceMesh, a process group or Peers", type_name(mesh))
         self.group = self._group = mesh
+        self.freed_sms = _freed_sms(mesh)
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
 
     def exchange(
@@ -127,13 +160,24 @@ class GroupPeers(Peers):
                     part.copy_(x[:, start:end])
             else:
                 receives.append((rank, parts))
-        ops = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
-        works = dist.batch_isend_irecv(ops) if ops else ()
+        works = self._begin(sends, receives) if sends or receives else ()
         return Transfer(into if received else None, works, tensors)
 
-    def _operations(
-        self, operation: Any, messages: Sequence[tuple[int, Sequence[Tensor]]]
-    ) -> Iterator[dist.P2POp]:
+    def _begin(self, sends: Sequence[_Message], receives: Sequence[_Message]) -> Sequence[Any]:
+        """Begin to send and receive; returns what to wait for."""
+        group, device = self._group, [*sends, *receives][0][1][0].device
+        if not _coalesces(group, device):
+            ops = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
+            return dist.batch_isend_irecv(ops)
+        # As `batch_isend_irecv`, without a check of each tensor.
+        private.start_coalescing(group, device)
+        for begin, messages in ((group.send, sends), (group.recv, receives)):
+            for rank, parts in messages:
+                for x in chain.from_iterable(parts):
+                    begin([x], rank, 0)
+        return (private.end_coalescing(group, device),)
+
+    def _operations(self, operation: Any, messages: Sequence[_Message]) -> Iterator[dist.P2POp]:
         """Yield an operation for the rows of each batch element, which lie behind each other."""
         # Gloo tells what goes from one rank to another apart by tags: both sides count alike.
         tags: Counter[int] = Counter()

@@ -6,9 +6,12 @@ device.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from torch_attn.kernels.parts import result_memory
 from torch_attn.operands import without_autocast
 from twin_attention.contract import reference
 from twin_attention.contract.operands import (
@@ -62,14 +65,20 @@ def flash_bwd(
 
 def partial_fwd(
     operands: PartialOperands[Tensor],
-    out: Tensor,
-    lse: Tensor,
+    carry: Tensor | None,
+    lse: Tensor | None,
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Return a result with the keys of the operands added, in float32."""
-    with without_autocast(out.device):
-        return reference.partial_forward(operands, out, lse, spec, torch.float32)
+    """Return a result with the keys of the operands added, in float32 until the last."""
+    q = operands.q
+    if carry is None or lse is None:
+        carry, lse = result_memory(q, None, None, replace(spec, last=False))
+        carry.zero_()
+        lse.fill_(-torch.inf)
+    with without_autocast(q.device):
+        out, lse = reference.partial_forward(operands, carry, lse, spec, torch.float32)
+    return (out.to(q.dtype) if spec.last else out), lse
 
 
 def partial_bwd(

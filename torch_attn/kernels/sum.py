@@ -1,13 +1,21 @@
 """A sum of several tensors in one pass over memory."""
 
 from functools import reduce
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_attn.driver import launcher_of
+from torch_attn.layouts import layouts_of
+from torch_attn.replay import Launcher
+
 _BLOCK, _NUM_WARPS = 4096, 8
+# Compiled sums, by all that they depend on but addresses.
+_launchers: dict[tuple[Any, ...], Launcher] = {}
+_LAUNCHERS_MAX = 1024
 
 
 @triton.jit
@@ -25,10 +33,24 @@ def sum_tensors(xs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
 
     No configuration: memory alone says how long it takes.
     """
-    if not xs[0].is_cuda or len(xs) == 1:
+    first = xs[0]
+    if not first.is_cuda or len(xs) == 1:
         return reduce(torch.add, xs).to(dtype)
-    out = xs[0].new_empty(xs[0].shape, dtype=dtype)
-    with torch.cuda.device(out.device):
-        grid = (triton.cdiv(out.numel(), _BLOCK),)
-        sum_kernel[grid](out, xs, out.numel(), _BLOCK, num_warps=_NUM_WARPS)
+    out = first.new_empty(first.shape, dtype=dtype)
+    addresses = (out.data_ptr(), *[x.data_ptr() for x in xs])
+    key = first.device, dtype, out.numel(), tuple([address % 16 == 0 for address in addresses])
+    with torch.cuda.device(first.device):
+        if key not in _launchers:
+            if len(_launchers) >= _LAUNCHERS_MAX:
+                _launchers.clear()
+            _launchers[key] = _compile(out, xs)
+        _launchers[key](torch.cuda.current_stream().cuda_stream, addresses)
     return out
+
+
+def _compile(out: Tensor, xs: tuple[Tensor, ...]) -> Launcher:
+    """Return a function that sums tensors of the same number, size and alignment as these."""
+    size = out.numel()
+    grid = (triton.cdiv(size, _BLOCK), 1, 1)
+    compiled = sum_kernel.warmup(out, xs, size, _BLOCK, grid=grid, num_warps=_NUM_WARPS)
+    return launcher_of(compiled, grid, [*layouts_of((out, xs)), size, _BLOCK])

@@ -159,11 +159,6 @@ class ContextPlan:
         return owners.repeat(block)
 
     @property
-    def has_padding(self) -> bool:
-        """True if tokens follow the last document, which see nothing."""
-        return self._num_tokens < self.seq_len
-
-    @property
     def _num_tokens(self) -> int:
         """Tokens before the padding."""
         return self.seq_len if self.cu_seqlens is None else self.cu_seqlens[-1]

@@ -20,11 +20,13 @@ _BLOCK = 128  # rows that travel together: a tile of the kernels
 _RUNS_MAX = 4  # of one rank's rows in a step; with more, what is between them travels too
 _PIECES_MAX = 2  # of a run, and a few beside; with more, keys are put in order after they came
 _PIECES_BESIDE = 8
-# What `exchange=None` counts with, of an H100 with NVLink and NCCL.
-_FLOPS = 600e12  # a second, of the kernels
-_MEMORY = 2.5e12  # bytes a second
-_LINK = 120e9  # bytes a second that one rank receives
-_STEP = 100e-6  # seconds that launches and the exchange of a step take, however small it is
+# What `exchange=None` counts with, of an H200 with NVLink and NCCL.
+_FLOPS = 650e12  # a second, of the kernels
+_MEMORY = 3e12  # bytes a second
+_LINK = 240e9  # bytes a second that one rank receives
+# Seconds of the host: for the launches of a step, to begin an exchange, and for keys and values of
+# a run of rows that is sent, received or put in its place.
+_STEP, _EXCHANGE, _RUN = 30e-6, 100e-6, 20e-6
 _RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 
 
@@ -239,28 +241,36 @@ def _pairs(plan: ContextPlan, window: Window) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) -> float:
-    """Estimate how long a forward takes; all ranks wait for the slowest in each step."""
+    """Estimate how long a forward takes: on GPUs, where all ranks wait for the slowest in each
+    step, or on the host, which runs ahead of them.
+    """
     size, pairs = plan.size, _pairs(plan, window)
     counted = range(0, size, max(1, size // _RANKS_COUNTED))
-    holders = [tuple(range(size))] if exchange == "gather" else None
-    computing, arriving = [], []
-    for distance in plan.distances(window) if holders is None else (0,):
-        of_step = {q: holders[0] if holders else ((q - distance) % size,) for q in counted}
+    gathers = exchange == "gather"
+    distances = (0,) if gathers else plan.distances(window)
+    computing, arriving, host = [], [], 0.0
+    for distance in distances:
+        of_step = {q: tuple(range(size)) if gathers else ((q - distance) % size,) for q in counted}
         seen = max(int(pairs[q, list(ranks)].sum()) for q, ranks in of_step.items())
-        rows = max(
-            sum(x.end - x.start for r in ranks if r != q for x in _needed(plan, window, q, r))
+        runs = {
+            q: [x for r in ranks if r != q for x in _needed(plan, window, q, r)]
             for q, ranks in of_step.items()
-        )
-        if holders:  # keys are put together
-            memory = 2 * (plan.local_len + rows) * sizes.keys
-        else:  # out is read and written, where a query sees some key
-            memory = 2 * min(plan.local_len, seen) * sizes.out
-        computing.append(_STEP + seen * sizes.flops / _FLOPS + memory / _MEMORY)
+        }
+        rows = max(sum(x.end - x.start for x in of_rank) for of_rank in runs.values())
+        host += _STEP
+        if rows:  # as much is sent
+            host += _EXCHANGE + 2 * _RUN * max(map(len, runs.values()))
+        # Out is read and written in float32, where a query sees some key, but first and last.
+        memory = (2.0 - (distance == 0) - 0.5 * (distance == distances[-1])) * sizes.out
+        memory *= min(plan.local_len, seen)
+        if gathers and rows:  # keys are put together
+            memory += 2 * (plan.local_len + rows) * sizes.keys
+            host += 2 * _RUN * size  # there may be twice as many runs in the order of the sequence
+        computing.append(seen * sizes.flops / _FLOPS + memory / _MEMORY)
         arriving.append(rows * sizes.keys / _LINK)
-    if holders:
-        return arriving[0] + computing[0]
-    # The next step's keys arrive while this one computes.
-    return sum(map(max, computing, [*arriving[1:], 0.0]))
+    # In a ring the next step's keys arrive while this one computes.
+    keys_first = arriving[0] if gathers else 0.0
+    return max(host, keys_first + sum(map(max, computing, [*arriving[1:], 0.0])))
 
 
 def describe_exchange(

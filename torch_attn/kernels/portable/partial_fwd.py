@@ -6,6 +6,7 @@ next, in float32.
 
 from torch import Tensor
 
+from torch_attn.kernels.parts import result_memory
 from torch_attn.kernels.portable.flash_fwd import launch_forward
 from twin_attention.contract.operands import PartialOperands
 from twin_attention.contract.spec import PartialSpec
@@ -14,8 +15,8 @@ from twin_attention.targets.family import Backend
 
 def partial_fwd(
     operands: PartialOperands[Tensor],
-    out: Tensor,
-    lse: Tensor,
+    carry: Tensor | None,
+    lse: Tensor | None,
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
@@ -23,13 +24,14 @@ def partial_fwd(
 
     Args:
         operands, spec: the problem.
-        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous.
-            Where lse is -inf there is none, whatever out holds, which may stay there in a row that
-            sees no key here either.
+        carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous;
+            None where the spec says that there is none. Where lse is -inf the carry holds anything,
+            which may stay there in a row that sees no key here either.
         backend: what runs.
 
     Returns:
-        out and lse.
+        out and lse. The last out is in q's dtype, with 0 in rows that saw no key.
     """
-    launch_forward(operands, out, lse, spec, backend)
+    out, lse = result_memory(operands.q, carry, lse, spec)
+    launch_forward(operands, out, lse, spec, backend, carry=carry)
     return out, lse

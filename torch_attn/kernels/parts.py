@@ -1,0 +1,25 @@
+"""Results over some of the keys, on the host."""
+
+import torch
+from torch import Tensor
+
+from twin_attention.contract.spec import PartialSpec
+
+
+def result_memory(
+    q: Tensor, carry: Tensor | None, lse: Tensor | None, spec: PartialSpec
+) -> tuple[Tensor, Tensor]:
+    """Return where a part's out and lse are written: a carry's memory, or new memory.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        carry, lse: the result over other keys, which is written in place; None for none. The last
+            out is in q's dtype, and so in memory of its own.
+        spec: the problem.
+    """
+    if carry is None or spec.last:
+        dtype = q.dtype if spec.last else torch.float32
+        carry = q.new_empty((*q.shape[:-1], spec.head_dim_v), dtype=dtype)
+    if lse is None:
+        lse = q.new_empty((spec.batch, spec.heads_q, spec.seq_q), dtype=torch.float32)
+    return carry, lse
