@@ -515,9 +515,9 @@ SHORT = {"batch": 32, "seq_q": 512, "seq_kv": 512}
         ("flash_fwd", {"segmented": True}, "gluon"),
         ("flash_bwd", {"tree": True}, "gluon"),
         ("flash_fwd", {"tree": True, "num_sequences": 12}, "gluon"),
-        ("flash_fwd", {"segmented": True, "head_dim": 64}, "triton"),
+        ("flash_fwd", {"segmented": True, "head_dim": 64}, "gluon"),
         ("flash_bwd", {"tree": True, "deterministic": True}, "triton"),
-        ("flash_fwd", {"tree": True, "depths": True}, "triton"),
+        ("flash_fwd", {"tree": True, "depths": True}, "gluon"),
         ("flash_fwd", {"segmented": True, "seq_q": 600, "seq_kv": 600}, "triton"),
     ],
 )

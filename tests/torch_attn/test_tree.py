@@ -101,8 +101,9 @@ def test_explain_says_which_kernels_take_a_tree(operands, monkeypatch, target):
     assert explain(flash_attention, *half, **options).implementation == "gluon"
     options["window_size"] = (3, None)
     found = explain(flash_attention, *half, **options)
-    assert found.implementation == "triton"
-    assert "gluon: a window of depths was not timed in its kernels" in found.passed_over
+    assert found.implementation == ("triton" if target == "sm80" else "gluon")
+    reason = "gluon: a window of depths was not timed in its kernels"
+    assert (reason in found.passed_over) == (target == "sm80")
     found = explain(flash_attention, *half, **options, implementation="gluon")
     assert found.implementation == "gluon"
 

@@ -60,8 +60,6 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why a problem that the kernels cover is left to the portable ones, or None."""
-    if reason := sm80.slower(operation, spec, target):
-        return reason
     if operation not in UNTIMED or not isinstance(spec, AttentionSpec):
         return None
     untimed = UNTIMED[operation]
