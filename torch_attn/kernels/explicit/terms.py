@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.tma import box_layout, load_box, piece
 from torch_attn.kernels.library.dropout import philox
@@ -255,11 +254,15 @@ def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK
     return gl.allocate_shared_memory(boxes.dtype, [COUNT, 1, 1, BLOCK_Q, BLOCK_KV], layout)
 
 
+@triton.constexpr_function
+def bias_box_bytes(boxes, rows, columns):
+    """Return the bytes of a tile of a bias that a descriptor loads; 0 without one."""
+    return 0 if boxes is None else boxes.dtype.primitive_bitwidth // 8 * rows * columns
+
+
 @gluon.jit
-def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full, MORE: gl.constexpr):
-    """Load a tile of a bias of pairs; `full` expects its bytes and MORE, which the caller loads."""
-    BYTES: gl.constexpr = buffer.dtype.primitive_bitwidth // 8 * buffer.shape[3] * buffer.shape[4]
-    mbarrier.expect(full, BYTES + MORE)
+def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
+    """Load a tile of a bias of pairs; `full` expects its bytes already."""
     # An axis of 1 has a stride of 0.
     batch, head = gl.where(bias.batch == 0, 0, batch), gl.where(bias.head == 0, 0, head)
     load_box(bias.boxes, [batch, head, start_q, start_kv], full, buffer.index(slot))

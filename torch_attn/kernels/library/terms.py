@@ -220,6 +220,17 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
     return Bias(values.zero_() if hides else values)
 
 
+def is_multiplied(dbias: Bias, q: Tensor) -> bool:
+    """Return True if a bias' gradient is what products take: TMA stores it, in q's dtype.
+
+    Rows that TMA stores are multiples of 16 bytes. True without a gradient.
+    """
+    values = dbias.entries
+    if values is None:
+        return True
+    return values.dtype == q.dtype and values.shape[3] * values.itemsize % 16 == 0
+
+
 def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
     """Return True if several pairs share a value of a bias, or there is one query, or one key."""
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
