@@ -408,10 +408,12 @@ class PartialSpec(AttentionSpec):
 
     Attributes:
         first: there is no result over others yet, and none is read.
+        last: the result is over all keys, and is rounded to q's dtype.
     """
 
     function: ClassVar[str] = "context_attention"
     first: bool = False
+    last: bool = False
 
     @classmethod
     def of(

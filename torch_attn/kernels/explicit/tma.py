@@ -214,9 +214,10 @@ def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
 def stored_maps_of(spec: AttentionSpec, layout: Layout, rows: int) -> tuple[Any, ...]:
     """Return the descriptors of a result.
 
-    Of packed sequences return its pointer, see `store_result`; of a part as well, see `carry`.
+    Of packed sequences return its pointer, see `store_result`; of a part as well, see `carry`, but
+    for the last.
     """
-    if isinstance(spec, VarlenSpec | PartialSpec):
+    if isinstance(spec, VarlenSpec) or (isinstance(spec, PartialSpec) and not spec.last):
         return (layout,)
     return maps_of(layout, rows)
 

@@ -54,7 +54,6 @@ from torch_attn.launch import (
     KernelCall,
     Prepared,
     flash_arguments,
-    has_carry,
     launch,
 )
 from twin_attention.contract.operands import AttentionOperands
@@ -72,6 +71,7 @@ def flash_fwd_kernel(
     out_ptr,
     lse_ptr,
     row_max_ptr,
+    carry_ptr,
     terms,
     mask,
     strides,
@@ -89,7 +89,6 @@ def flash_fwd_kernel(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    CARRY: tl.constexpr,
 ):
     """One program computes BLOCK_Q rows of one query head.
 
@@ -104,7 +103,8 @@ def flash_fwd_kernel(
 
     Terms that are added to the scores, and dropout: `torch_attn.kernels.library.terms.Terms`.
 
-    CARRY: out, in float32, and lse hold a result over other keys, which the keys join.
+    carry_ptr: [B, Sq, Hq, Dv] float32, a result over other keys whose lse is in lse, which the keys
+    join; or None.
 
     The mask: `torch_attn.kernels.library.mask.Mask`. With packed sequences tensors have no batch
     axis, Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
@@ -152,13 +152,13 @@ def flash_fwd_kernel(
         # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
         m_i = tl.maximum(m_i, tl.load(sinks_ptr + head) * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
-    if CARRY:
+    if carry_ptr is not None:
         lse_rows = lse_ptr + (batch * heads_q + head) * total_q + rows
         m_carry = tl.load(lse_rows, mask=rows < seq_q, other=float("-inf")) * LOG2E
         m_i = tl.maximum(m_i, m_carry)
         l_i = tl.where(m_carry == float("-inf"), 0.0, 1.0)
         row = heads_q * HEAD_DIM_V
-        carry = out_ptr + batch * seq_q * row + head * HEAD_DIM_V
+        carry = carry_ptr + batch * seq_q * row + head * HEAD_DIM_V
         has_carry = m_carry > float("-inf")
         acc = load_stored(carry, start_q, seq_q, row, BLOCK_Q, HEAD_DIM_V, has_carry)
 
@@ -273,10 +273,12 @@ def launch_forward(
     spec: AttentionSpec,
     backend: Backend,
     row_max: Tensor | None = None,
+    carry: Tensor | None = None,
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
     mask = mask_of_keys(operands, spec)
-    tensors = (*operands[:3], operands.sinks, out, lse, row_max, terms_of(operands, spec), mask)
+    terms = terms_of(operands, spec)
+    tensors = (*operands[:3], operands.sinks, out, lse, row_max, carry, terms, mask)
     launch(
         "flash_fwd",
         flash_fwd_kernel,
@@ -310,5 +312,4 @@ def _prepare(call: KernelCall) -> Prepared:
     arguments = flash_arguments(spec) | {"strides": strides_of(q=q, k=k, v=v)}
     arguments |= terms_argument(call) | mask_argument(call, of_keys=True)
     arguments |= order_argument(call, tiles, programs)
-    arguments["CARRY"] = has_carry(spec)
     return (tiles * spec.heads_q * spec.batch,), arguments

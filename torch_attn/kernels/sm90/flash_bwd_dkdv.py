@@ -249,8 +249,9 @@ def _add_queries(
                 if len(dq_tiles[consumer]) > 0 or dbias is not None:
                     arrive(DQ_FREE + consumer, ADDERS)
             for consumer in gl.static_range(2):
-                if len(dq_tiles[consumer]) > 0:
+                if len(dq_tiles[consumer]) > 0 or dbias is not None:
                     wait_for_all(DQ_WRITTEN + consumer, ADDERS)
+                if len(dq_tiles[consumer]) > 0:
                     fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
             if dbias is not None:
@@ -630,8 +631,8 @@ def _hand_over(dq, dq_tiles, STORES: gl.constexpr, CONSUMER: gl.constexpr):
     """
     if len(dq) > 0 or STORES:
         wait_for_all(DQ_FREE + CONSUMER, ADDERS)
-    if len(dq) > 0:
-        write_dq(dq_tiles, dq)
+        if len(dq) > 0:
+            write_dq(dq_tiles, dq)
         arrive(DQ_WRITTEN + CONSUMER, ADDERS)
 
 

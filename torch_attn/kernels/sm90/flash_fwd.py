@@ -125,11 +125,13 @@ class Results(NamedTuple):
         out: in the kernel its descriptors, or in a tuple its pointer, see `stored_maps_of`.
         lse: [B, Hq, Sq] float32, natural logarithm.
         row_max: [B, Hq, Sq] float32, each row's largest score; or None.
+        carry: [B, Sq, Hq, Dv] float32, the result over other keys whose lse is in `lse`; or None.
     """
 
     out: Any
     lse: Any
     row_max: Any
+    carry: Any
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
@@ -173,10 +175,9 @@ def flash_fwd_kernel(
     keys and values in the main loop.
 
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
-    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. With intervals
-    in the mask, out, in float32 by its pointer, and lse hold a result over other keys, which the
-    keys join. out counts where lse is finite. Without sinks a tile without keys is passed over, but
-    for the first keys.
+    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A carry and
+    lse are a result over other keys, which the keys join. The carry counts where lse is finite.
+    Where out is the carry's memory, and without sinks, a tile without keys is passed over.
 
     A bias of pairs comes with the keys: a tile of it is part of their stage. What is dropped is
     drawn while the tile's products run.
@@ -193,7 +194,7 @@ def flash_fwd_kernel(
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
         OUT: "staged" in shared memory of its own; "in q", the queries', where there is no more; or
-            of a part in float32, "joined" to a result over other keys, or the "first" result.
+            "part", in float32 by its pointer.
     """
     dtype: gl.constexpr = q[0].dtype
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
@@ -219,8 +220,8 @@ def flash_fwd_kernel(
     shared, carried = (), ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
         shared = allocate_hand_over(NUM_CONSUMERS)
-    if OUT == "joined":
-        carried = results.out
+    if results.carry is not None:
+        carried = (results.carry,)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
@@ -237,7 +238,7 @@ def flash_fwd_kernel(
             else (_produce, (
                 tiles, barriers, shared, counter_ptr, (q, k, v), terms.bias, carried, problem,
                 window_left, window_right, mask.lists, BLOCK_Q, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-                sinks_ptr is None and OUT != "first",
+                sinks_ptr is None and OUT == "part" and results.carry is not None,
             ))
             for part in ((0, 1, 2) if NUM_CONSUMERS == 2 else (0, 1, 2, 3))
         ],
@@ -410,7 +411,7 @@ def _consume(
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # The keys are some of all, and join a result over others where there is one.
     IS_PART: gl.constexpr = problem.intervals is not None
-    JOINS: gl.constexpr = OUT == "joined"
+    JOINS: gl.constexpr = results.carry is not None
     OUT_IN_Q: gl.constexpr = OUT == "in q"
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
@@ -625,7 +626,7 @@ def _consume(
         arrive(V_READ + previous, READERS)
         acc = scale_rows(acc, rescale / l_safe)
         _store_out(
-            results, out_tile, acc, problem, batch, head, start_q, rows, seq_q, CONSUMER, OUT_IN_Q,
+            results, out_tile, acc, problem, batch, head, start_q, rows, seq_q, CONSUMER, OUT,
             HEAD_DIM_V,
         )  # fmt: skip
         if OUT_IN_Q:
@@ -642,7 +643,7 @@ def _load_part(
     carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
     m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
     has_carry = m_carry != float("-inf")
-    carried = head_rows(results.out[0], batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
+    carried = head_rows(results.carry, batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
     # All of them are read, so that the loads do not wait for lse.
     acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
     m_i = gl.maximum(m_i, m_carry * LOG2E)
@@ -700,17 +701,17 @@ def _store_out(
     rows,
     seq_q,
     CONSUMER: gl.constexpr,
-    OUT_IN_Q: gl.constexpr,
+    OUT: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
     """Store a consumer's rows, or start to."""
-    if problem.intervals is not None:
+    if OUT == "part":
         carried = head_rows(
             results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
         )
         store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
     else:
-        if not OUT_IN_Q:
+        if OUT != "in q":
             tma.store_wait(0)
             barrier()
         store_result(
@@ -772,7 +773,7 @@ def flash_fwd(
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
     row_max = lse.new_empty(lse.shape) if spec.row_max else None
-    launch_forward(operands, Results(out, lse, row_max), spec, backend)
+    launch_forward(operands, Results(out, lse, row_max, None), spec, backend)
     return (out, lse) if row_max is None else (out, lse, row_max)
 
 
@@ -853,7 +854,7 @@ def _columns_agree(spec: AttentionSpec) -> bool:
 
 def _place_of_out(spec: AttentionSpec, config: SpecializedConfig, size_of_bias: int) -> str:
     """Return the kernel's `OUT`."""
-    if isinstance(spec, PartialSpec):
-        return "first" if spec.first else "joined"
+    if isinstance(spec, PartialSpec) and not spec.last:
+        return "part"
     staged = not _columns_agree(spec) or _room_for(spec, config, 1, size_of_bias)
     return "staged" if staged else "in q"
