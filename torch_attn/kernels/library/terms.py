@@ -47,7 +47,7 @@ class Terms(NamedTuple):
         slopes: [Hq] or [B, Hq] float32, contiguous; of packed sequences [Hq] or [N, Hq].
         seed: of dropout, [2] int32 or uint32.
         bias: a `Bias`.
-        dbias: its gradient, where the kernel of dq stores it.
+        dbias: its gradient, where a kernel that computes ds stores it.
         radius: R.
         of_batch: distance of two batch elements' slopes, 0 where they share them.
         count: batch elements with slopes.
@@ -209,7 +209,7 @@ def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
 
 
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
-    """Return an empty gradient of a bias for the kernel of dq, none if several pairs share a value.
+    """Return an empty gradient of a bias that a kernel stores, none if several pairs share a value.
 
     What no kernel visits is 0.
     """
