@@ -14,7 +14,12 @@ from torch_attn.kernels.library.mask import Mask, mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.segments import segments_of
 from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.terms import is_multiplied, stored_gradient, terms_of
+from torch_attn.kernels.library.terms import (
+    added_gradient,
+    is_multiplied,
+    stored_gradient,
+    terms_of,
+)
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.preprocess import preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
@@ -151,6 +156,7 @@ def make_flash_bwd(
                 for x, _grad, rows in summed
             ]
             of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
+            stored = [x._replace(drelative=added_gradient(x)) for x in stored]
             tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
@@ -166,8 +172,12 @@ def make_flash_bwd(
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
+        others = operands
         for x in stored:
             gradients["bias"] = x.dbias.entries
+            if x.drelative is not None:
+                gradients["relative_bias"] = x.drelative.to(x.relative.dtype)
+                others = operands._replace(relative_bias=None)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
         if spec.terms and terms_gradients:
@@ -175,7 +185,7 @@ def make_flash_bwd(
                 of_keys = computed_mask("flash_bwd_dq", operands, spec, backend)
             portable = portable_backend("torch_attn", backend.target)
             for gradient in terms_gradients:
-                gradients |= gradient(operands, inputs, *terms, of_keys, spec, portable)
+                gradients |= gradient(others, inputs, *terms, of_keys, spec, portable)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

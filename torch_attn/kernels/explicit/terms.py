@@ -171,6 +171,34 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
 
 
 @gluon.jit
+def add_relative_gradient(terms, own, head, offset, ds, TRANSPOSED: gl.constexpr = False):
+    """Add the gradient of a tile's scores to the sums of the table's entries, in any order.
+
+    Args:
+        own: `HeadTerms` of the query head.
+        head: that head.
+        offset: distance of the tile's first key from its first query.
+        ds: float32, of a warpgroup.
+    """
+    SIGN: gl.constexpr = -1 if TRANSPOSED else 1
+    KEYS: gl.constexpr = ds.shape[0] if TRANSPOSED else ds.shape[1]
+    QUERIES: gl.constexpr = ds.shape[1] if TRANSPOSED else ds.shape[0]
+    sums = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1) + terms.radius
+    is_before = offset + KEYS <= 1 - terms.radius
+    if is_before | (offset - QUERIES + 1 >= terms.radius):
+        # All share an entry, to which each warp adds its sum: warps need not meet for it.
+        of_warps = gl.sum(gl.sum(gl.reshape(ds, [4, ds.shape[0] // 4, ds.shape[1]]), 2), 1)
+        layout: gl.constexpr = of_warps.type.layout
+        ends = gl.zeros([4], gl.int32, layout) + gl.where(is_before, -terms.radius, terms.radius)
+        gl.atomic_add(sums + ends, of_warps, sem="relaxed")
+    else:
+        eights = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
+        eight, near = _distances(eights, offset, SIGN)
+        place = gl.minimum(gl.maximum(near + eight * SIGN, -terms.radius), terms.radius)
+        gl.atomic_add(sums + place, eights, sem="relaxed")
+
+
+@gluon.jit
 def _distances(eights, offset, SIGN: gl.constexpr):
     """Return the first column of each eight, and the distances in the first eight of each row."""
     layout: gl.constexpr = eights.type.layout

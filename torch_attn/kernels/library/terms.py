@@ -7,6 +7,7 @@ With d the distance of a key from a query, its position less the query's: ``rela
 import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -48,6 +49,7 @@ class Terms(NamedTuple):
         seed: of dropout, [2] int32 or uint32.
         bias: a `Bias`.
         dbias: its gradient, where a kernel that computes ds stores it.
+        drelative: [Hq, 2R + 1] float32, the table's gradient where a kernel adds to it.
         radius: R.
         of_batch: distance of two batch elements' slopes, 0 where they share them.
         count: batch elements with slopes.
@@ -60,6 +62,7 @@ class Terms(NamedTuple):
     seed: Any = None
     bias: Bias = Bias()
     dbias: Bias = Bias()
+    drelative: Any = None
     radius: Any = None
     of_batch: Any = None
     count: Any = None
@@ -206,6 +209,15 @@ def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
     seed = None if spec.dropout is None else operands.dropout_seed
     bias = operands.bias if isinstance(operands, FlashOperands) else None
     return Terms(*(None if x is None else x.contiguous() for x in given), seed, Bias(bias))
+
+
+def added_gradient(terms: Terms) -> Tensor | None:
+    """Return zeros [Hq, 2R + 1] float32, to which a kernel adds a table's gradient, or None."""
+    return (
+        None
+        if terms.relative is None
+        else terms.relative.new_zeros(terms.relative.shape, dtype=torch.float32)
+    )
 
 
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:

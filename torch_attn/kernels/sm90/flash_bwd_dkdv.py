@@ -24,6 +24,7 @@ from torch_attn.kernels.explicit.items import (
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.terms import (
+    add_relative_gradient,
     allocate_bias_boxes,
     bias_boxes,
     drop,
@@ -597,7 +598,10 @@ def _visit_queries(
         arrive(Q_READ + previous, READERS)
     delta = read_row(delta_row, slot, layout)
     dp = drop_scaled(dp, terms, of_tile, True)
-    ds = pack(p * (dp - delta[None, :]), dtype)
+    exact = p * (dp - delta[None, :])
+    if terms.drelative is not None:
+        add_relative_gradient(terms, own, pairs.head + member, pairs.position - start, exact, True)
+    ds = pack(exact, dtype)
     if AHEAD:
         # s of the next tile
         following = gl.minimum(step + 1, last)
