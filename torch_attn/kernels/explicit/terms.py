@@ -14,6 +14,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from torch_attn.kernels.explicit.registers import split_columns
 from torch_attn.kernels.explicit.tma import box_layout, load_box, piece
 from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
@@ -192,10 +193,21 @@ def add_relative_gradient(terms, own, head, offset, ds, TRANSPOSED: gl.constexpr
         ends = gl.zeros([4], gl.int32, layout) + gl.where(is_before, -terms.radius, terms.radius)
         gl.atomic_add(sums + ends, of_warps, sem="relaxed")
     else:
-        eights = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
-        eight, near = _distances(eights, offset, SIGN)
-        place = gl.minimum(gl.maximum(near + eight * SIGN, -terms.radius), terms.radius)
-        gl.atomic_add(sums + place, eights, sem="relaxed")
+        a, b = split_columns(ds)
+        for half in gl.static_range(2):
+            x, y = split_columns(b if half else a)
+            first = offset + half * (ds.shape[1] // 2 * SIGN)
+            _add_entries(sums, terms.radius, first, x, SIGN)
+            _add_entries(sums, terms.radius, first + ds.shape[1] // 4 * SIGN, y, SIGN)
+
+
+@gluon.jit
+def _add_entries(sums, radius, offset, ds, SIGN: gl.constexpr):
+    """Add columns of a tile, few at a time: addresses take two registers each."""
+    eights = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
+    eight, near = _distances(eights, offset, SIGN)
+    place = gl.minimum(gl.maximum(near + eight * SIGN, -radius), radius)
+    gl.atomic_add(sums + place, eights, sem="relaxed")
 
 
 @gluon.jit

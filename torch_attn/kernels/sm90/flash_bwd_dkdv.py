@@ -298,7 +298,8 @@ def _consume_queries(
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
+    CAPPED: gl.constexpr = FUSED and rule.softcap is not None
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
@@ -447,13 +448,13 @@ def _consume_queries(
 
 
 @triton.constexpr_function
-def is_small(head_dim, head_dim_v, capped_dq):
+def is_small(head_dim, head_dim_v, capped_dq, adds_relative):
     """Return True if a consumer's registers have room for its rows of k and v beside all else.
 
-    capped_dq: that is capped scores and dq.
+    capped_dq: that is capped scores and dq; adds_relative: the addresses of a table's gradient.
     """
     columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
-    return columns <= 64 and (HOLDS_CAPPED_KEYS or not capped_dq)
+    return columns <= 64 and not adds_relative and (HOLDS_CAPPED_KEYS or not capped_dq)
 
 
 @gluon.jit
@@ -506,7 +507,8 @@ def _visit_queries(
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
+    CAPPED: gl.constexpr = FUSED and rule.softcap is not None
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
     AHEAD: gl.constexpr = FUSED or SMALL
     S_PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     DP_PIECES: gl.constexpr = num_pieces(HEAD_DIM_V)
