@@ -120,12 +120,31 @@ TERMS_OF_BACKWARD = [
     FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
     FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
 ]
+# TMA loads the bias, and stores ds as its gradient. In order of time its readers are far apart.
+BIASES_OF_BACKWARD = [
+    FlashCase("bias", 1, 130, 264, 1, 1, 64, bias="bhqk", terms_in_q_dtype=True),
+    FlashCase(
+        "bias, groups", 2, 70, 152, 2, 1, 128, causal=True, bias="bhqk", softcap=5.0,
+        dropout_rate=0.3, terms_in_q_dtype=True,
+    ),
+    FlashCase(
+        "bias, shared keys", 1, 70, 272, 4, 1, 128, 64, bias="bhqk", dtype="float16",
+        terms_in_q_dtype=True,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", TERMS_OF_BACKWARD, ids=lambda case: case.name)
 def test_backward_with_terms(case, deterministic):
     check_backward(replace(case, deterministic=deterministic), Mode(), BACKEND)
+
+
+@in_turn(BIASES_OF_BACKWARD, "random")
+def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
+    launched = check_backward(case, mode, BACKEND)
+    assert launched[: len(SUMMED)] == SUMMED
+    assert set(launched) == set(SUMMED)
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)

@@ -50,11 +50,6 @@ def _has_terms(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
 
 
-def _has_bias(spec: Spec) -> bool:
-    """Return True for a flash attention with a bias of pairs, whose gradient dq's kernel stores."""
-    return isinstance(spec, AttentionSpec) and "bias" in spec.terms
-
-
 def _has_block_mask(spec: Spec) -> bool:
     """Return True for a flash attention with a block mask, whose tiles bound a kernel's."""
     return isinstance(spec, BlockSparseSpec)
@@ -145,7 +140,6 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "segments": _has_segments,
     "tree": _has_tree,
     "terms": _has_terms,
-    "bias": _has_bias,
     "block mask": _has_block_mask,
     "packed": _is_packed,
     "part": _is_part,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from torch_attn.kernels.explicit.registers import split_columns
 from torch_attn.kernels.explicit.tma import box_layout, load_box, piece
 from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
@@ -172,6 +172,45 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
 
 
 @gluon.jit
+def add_relative_gradient(terms, own, head, offset, ds, TRANSPOSED: gl.constexpr = False):
+    """Add the gradient of a tile's scores to the sums of the table's entries, in any order.
+
+    Args:
+        own: `HeadTerms` of the query head.
+        head: that head.
+        offset: distance of the tile's first key from its first query.
+        ds: float32, of a warpgroup.
+    """
+    SIGN: gl.constexpr = -1 if TRANSPOSED else 1
+    KEYS: gl.constexpr = ds.shape[0] if TRANSPOSED else ds.shape[1]
+    QUERIES: gl.constexpr = ds.shape[1] if TRANSPOSED else ds.shape[0]
+    sums = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1) + terms.radius
+    is_before = offset + KEYS <= 1 - terms.radius
+    if is_before | (offset - QUERIES + 1 >= terms.radius):
+        # All share an entry, to which each warp adds its sum: warps need not meet for it.
+        of_warps = gl.sum(gl.sum(gl.reshape(ds, [4, ds.shape[0] // 4, ds.shape[1]]), 2), 1)
+        layout: gl.constexpr = of_warps.type.layout
+        ends = gl.zeros([4], gl.int32, layout) + gl.where(is_before, -terms.radius, terms.radius)
+        gl.atomic_add(sums + ends, of_warps, sem="relaxed")
+    else:
+        a, b = split_columns(ds)
+        for half in gl.static_range(2):
+            x, y = split_columns(b if half else a)
+            first = offset + half * (ds.shape[1] // 2 * SIGN)
+            _add_entries(sums, terms.radius, first, x, SIGN)
+            _add_entries(sums, terms.radius, first + ds.shape[1] // 4 * SIGN, y, SIGN)
+
+
+@gluon.jit
+def _add_entries(sums, radius, offset, ds, SIGN: gl.constexpr):
+    """Add columns of a tile, few at a time: addresses take two registers each."""
+    eights = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
+    eight, near = _distances(eights, offset, SIGN)
+    place = gl.minimum(gl.maximum(near + eight * SIGN, -radius), radius)
+    gl.atomic_add(sums + place, eights, sem="relaxed")
+
+
+@gluon.jit
 def _distances(eights, offset, SIGN: gl.constexpr):
     """Return the first column of each eight, and the distances in the first eight of each row."""
     layout: gl.constexpr = eights.type.layout
@@ -255,11 +294,15 @@ def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK
     return gl.allocate_shared_memory(boxes.dtype, [COUNT, 1, 1, BLOCK_Q, BLOCK_KV], layout)
 
 
+@triton.constexpr_function
+def bias_box_bytes(boxes, rows, columns):
+    """Return the bytes of a tile of a bias that a descriptor loads; 0 without one."""
+    return 0 if boxes is None else boxes.dtype.primitive_bitwidth // 8 * rows * columns
+
+
 @gluon.jit
-def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full, MORE: gl.constexpr):
-    """Load a tile of a bias of pairs; `full` expects its bytes and MORE, which the caller loads."""
-    BYTES: gl.constexpr = buffer.dtype.primitive_bitwidth // 8 * buffer.shape[3] * buffer.shape[4]
-    mbarrier.expect(full, BYTES + MORE)
+def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
+    """Load a tile of a bias of pairs; `full` expects its bytes already."""
     # An axis of 1 has a stride of 0.
     batch, head = gl.where(bias.batch == 0, 0, batch), gl.where(bias.head == 0, 0, head)
     load_box(bias.boxes, [batch, head, start_q, start_kv], full, buffer.index(slot))

@@ -56,6 +56,7 @@ from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.steps import listed_tiles, step_has_padding
 from torch_attn.kernels.explicit.terms import (
     allocate_bias_boxes,
+    bias_box_bytes,
     bias_boxes,
     drop,
     head_terms,
@@ -351,11 +352,11 @@ def _produce(
                 row = keys.first
                 row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
                 if bias.boxes is not None:
-                    load_bias_box(
-                        bias, bias_tile, slot, batch, head, rows.start, row, k_full.index(slot),
-                        tile_bytes(BLOCK_KV, HEAD_DIM),
-                    )  # fmt: skip
-                    load_pieces(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+                    ready = k_full.index(slot)
+                    bias_bytes: gl.constexpr = bias_box_bytes(bias.boxes, BLOCK_Q, BLOCK_KV)
+                    mbarrier.expect(ready, bias_bytes + tile_bytes(BLOCK_KV, HEAD_DIM))
+                    load_bias_box(bias, bias_tile, slot, batch, head, rows.start, row, ready)
+                    load_pieces(k, k_tile, slot, batch, head_kv, row, ready, HEAD_DIM)
                 else:
                     load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
