@@ -346,10 +346,10 @@ def draw_words(
     COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
     like = _blocks(gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT), TRANSPOSED)
     layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, like.type.layout))
-    row = gl.arange(0, ROWS // 16, _axis(layout, 4, 0))[:, None, None, None]
-    of_row = gl.arange(0, 8, _axis(layout, 4, 1))[None, :, None, None]
-    column = gl.arange(0, like.shape[3], _axis(layout, 4, 2))[None, None, :, None]
-    of_column = gl.arange(0, 8, _axis(layout, 4, 3))[None, None, None, :]
+    row = gl.arange(0, ROWS // 16, axis_layout(layout, 4, 0))[:, None, None, None]
+    of_row = gl.arange(0, 8, axis_layout(layout, 4, 1))[None, :, None, None]
+    column = gl.arange(0, like.shape[3], axis_layout(layout, 4, 2))[None, None, :, None]
+    of_column = gl.arange(0, 8, axis_layout(layout, 4, 3))[None, None, None, :]
     query, key = first_q // 16 * 8, first_kv // 32 * 8
     if TRANSPOSED:
         query, key = query + column * 8 + of_column, key + row // 2 * 8 + of_row
@@ -398,9 +398,9 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
     if terms.seed is not None:
         blocks = _blocks(p, TRANSPOSED)
         layout: gl.constexpr = blocks.type.layout
-        half = gl.arange(0, 2, _axis(layout, 6, 1))[None, :, None, None, None, None]
-        column = gl.arange(0, blocks.shape[3], _axis(layout, 6, 3))[None, None, None, :, None, None]
-        eight = gl.arange(0, blocks.shape[4], _axis(layout, 6, 4))[None, None, None, None, :, None]
+        half = gl.arange(0, 2, axis_layout(layout, 6, 1))[None, :, None, None, None, None]
+        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[None, None, None, :, None, None]
+        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[None, None, None, None, :, None]
         if TRANSPOSED:
             place = column * 4 + eight * 2 + half
         else:
@@ -432,7 +432,7 @@ def _blocks(x, TRANSPOSED: gl.constexpr):
 
 
 @triton.constexpr_function
-def _axis(layout, rank, axis):
+def axis_layout(layout, rank, axis):
     """Return the layout of one axis of a tensor."""
     for i in reversed(range(rank)):
         if i != axis:

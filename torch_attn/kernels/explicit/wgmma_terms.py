@@ -8,7 +8,7 @@ the function after calls their shift, [rows, 4] as `softmax.add_columns` has its
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.terms import draw_words
+from torch_attn.kernels.explicit.terms import axis_layout, draw_words
 from torch_attn.kernels.library.softmax import LOG2E
 
 # Ends a thread whose $1, a sum of exponentials, is negative: none is.
@@ -85,9 +85,7 @@ def add_to_products(s, terms, own, rule, offset, bias):
         if is_before | is_behind:
             shift += gl.where(is_before, own.first, own.last) * LOG2E
         else:
-            place = first[:, None, :, None] + other
-            place = gl.minimum(gl.maximum(place, -terms.radius), terms.radius)
-            quads += gl.load(own.table + place).to(gl.float32) * inverse
+            quads += _table_values(terms, own, offset, quads) * inverse
     s = gl.convert_layout(gl.reshape(quads, s.shape), s.type.layout, assert_trivial=True)
     if terms.bias.entries is not None:
         bias = _widen(bias)
@@ -98,6 +96,47 @@ def add_to_products(s, terms, own, rule, offset, bias):
             bias = gl.convert_layout(gl.reshape(bias, [s.shape[0]]), rows, assert_trivial=True)
             shift += bias[:, None] * LOG2E
     return s, shift
+
+
+@gluon.jit
+def _table_values(terms, own, offset, quads):
+    """Return what a table has for the distances of a tile, as products in quads.
+
+    A thread's second row has the distances of its first, but eight keys on: they are loaded once.
+    """
+    ROWS: gl.constexpr = quads.shape[0] // 16
+    EIGHTS: gl.constexpr = quads.shape[1]
+    like = gl.reshape(quads, [ROWS, 2, 8, EIGHTS, 4, 2])
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, like.type.layout))
+    sixteen = gl.arange(0, ROWS, axis_layout(layout, 4, 0))[:, None, None, None]
+    row = gl.arange(0, 8, axis_layout(layout, 4, 1))[None, :, None, None]
+    pair = gl.arange(0, 4, axis_layout(layout, 4, 2))[None, None, :, None]
+    column = gl.arange(0, 2, axis_layout(layout, 4, 3))[None, None, None, :]
+    first = offset + pair * 2 + column - row - sixteen * 16
+    values = ()
+    for i in gl.static_range(EIGHTS + 1):
+        place = gl.minimum(gl.maximum(first + (i - 1) * 8, -terms.radius), terms.radius)
+        values = values + (gl.load(own.table + place).to(gl.float32),)
+    halves = gl.join(_stack(values, 1, EIGHTS), _stack(values, 0, EIGHTS))
+    if EIGHTS == 16:
+        halves = gl.permute(halves, (0, 8, 1, 7, 6, 5, 4, 2, 3))
+    else:
+        halves = gl.permute(halves, (0, 7, 1, 6, 5, 4, 2, 3))
+    values = gl.reshape(halves, quads.shape)
+    return gl.convert_layout(values, quads.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _stack(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Return COUNT tensors as one with an axis more for each bit of their numbers."""
+    joined = ()
+    for i in gl.static_range(COUNT // 2):
+        joined = joined + (gl.join(values[FIRST + 2 * i], values[FIRST + 2 * i + 1]),)
+    if COUNT == 2:
+        x = joined[0]
+    else:
+        x = _stack(joined, 0, COUNT // 2)
+    return x
 
 
 @gluon.jit
