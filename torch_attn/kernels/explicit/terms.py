@@ -84,9 +84,9 @@ def head_terms(terms, element, head):
         first = gl.cast(gl.load(row), gl.float32)
         last = gl.cast(gl.load(table + terms.radius), gl.float32)
     if terms.bias.entries is not None:
-        first = gl.cast(element, gl.int64) * terms.bias.batch
-        first += gl.cast(head, gl.int64) * terms.bias.head
-        bias = terms.bias.entries + gl.multiple_of(first, terms.bias.align)
+        place = gl.cast(element, gl.int64) * terms.bias.batch
+        place += gl.cast(head, gl.int64) * terms.bias.head
+        bias = terms.bias.entries + gl.multiple_of(place, terms.bias.align)
     if terms.seed is not None:
         counted, counted_head = element.to(gl.uint32), head.to(gl.uint32)
         seed_low = gl.cast(gl.load(terms.seed), gl.uint32, bitcast=True)
