@@ -84,8 +84,9 @@ def head_terms(terms, element, head):
         first = gl.cast(gl.load(row), gl.float32)
         last = gl.cast(gl.load(table + terms.radius), gl.float32)
     if terms.bias.entries is not None:
-        bias = terms.bias.entries + gl.cast(element, gl.int64) * terms.bias.batch
-        bias += gl.cast(head, gl.int64) * terms.bias.head
+        place = gl.cast(element, gl.int64) * terms.bias.batch
+        place += gl.cast(head, gl.int64) * terms.bias.head
+        bias = terms.bias.entries + gl.multiple_of(place, terms.bias.align)
     if terms.seed is not None:
         counted, counted_head = element.to(gl.uint32), head.to(gl.uint32)
         seed_low = gl.cast(gl.load(terms.seed), gl.uint32, bitcast=True)
@@ -235,6 +236,7 @@ def load_bias(
     BLOCK_KV: gl.constexpr,
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
+    WHOLE: gl.constexpr = False,
 ):
     """Load a tile of a bias, for `add_terms`, with 1 in place of an axis that the bias lacks.
 
@@ -242,6 +244,7 @@ def load_bias(
 
     Args:
         LAYOUT: of the scores.
+        WHOLE: all keys exist, and the first is a multiple of 16, so that loads are wide.
     """
     bias = 0
     if terms.bias.entries is not None:
@@ -249,7 +252,10 @@ def load_bias(
         of_keys: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, LAYOUT)
         query, key = start_q + gl.arange(0, BLOCK_Q, of_queries), gl.arange(0, BLOCK_KV, of_keys)
         query = gl.minimum(query, seq_q - 1).to(gl.int64) * terms.bias.row
-        key = gl.maximum(gl.minimum(start_kv + key, seq_kv - 1), 0)
+        if WHOLE:
+            key += gl.multiple_of(start_kv, 16)
+        else:
+            key = gl.maximum(gl.minimum(start_kv + key, seq_kv - 1), 0)
         if not terms.bias.of_keys:
             bias = gl.load(own.bias + query)
             bias = bias[None, :] if TRANSPOSED else bias[:, None]
@@ -337,23 +343,11 @@ def draw(
     """
     kept = 0
     if terms.seed is not None:
-        ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
-        COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
-        like = _blocks(gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT), TRANSPOSED)
-        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, like.type.layout))
-        row = gl.arange(0, ROWS // 16, _axis(layout, 4, 0))[:, None, None, None]
-        of_row = gl.arange(0, 8, _axis(layout, 4, 1))[None, :, None, None]
-        column = gl.arange(0, like.shape[3], _axis(layout, 4, 2))[None, None, :, None]
-        of_column = gl.arange(0, 8, _axis(layout, 4, 3))[None, None, None, :]
-        query, key = first_q // 16 * 8, first_kv // 32 * 8
-        if TRANSPOSED:
-            query, key = query + column * 8 + of_column, key + row // 2 * 8 + of_row
-        else:
-            query, key = query + row * 8 + of_row, key + column * 8 + of_column
-        a, b, c, d = philox(
-            own.element, own.head, query.to(gl.uint32), key.to(gl.uint32), own.seed_low,
-            own.seed_high,
+        words, row, column = draw_words(
+            own.element, own.head, own.seed_low, own.seed_high, first_q, first_kv, BLOCK_Q,
+            BLOCK_KV, LAYOUT, TRANSPOSED,
         )  # fmt: skip
+        a, b, c, d = words
         # An even block of rows has the lower halves of all words where keys are rows.
         shift = 16
         if TRANSPOSED:
@@ -366,6 +360,47 @@ def draw(
         )  # fmt: skip
         kept = gl.sum(bits << column * (4 * HALVES), 2)
     return kept
+
+
+@gluon.jit
+def draw_words(
+    element,
+    head,
+    seed_low,
+    seed_high,
+    first_q,
+    first_kv,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
+):
+    """Draw four words for the pairs of each block of a tile that a thread has.
+
+    Args:
+        element, head, seed_low, seed_high: as `HeadTerms` has them.
+        first_q ...: as `draw` takes them.
+
+    Returns:
+        (words, row, column): words are [row blocks, 8, column blocks, 8], and row and column number
+        the blocks.
+    """
+    ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
+    COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
+    like = _blocks(gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT), TRANSPOSED)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, like.type.layout))
+    row = gl.arange(0, ROWS // 16, axis_layout(layout, 4, 0))[:, None, None, None]
+    of_row = gl.arange(0, 8, axis_layout(layout, 4, 1))[None, :, None, None]
+    column = gl.arange(0, like.shape[3], axis_layout(layout, 4, 2))[None, None, :, None]
+    of_column = gl.arange(0, 8, axis_layout(layout, 4, 3))[None, None, None, :]
+    query, key = first_q // 16 * 8, first_kv // 32 * 8
+    if TRANSPOSED:
+        query, key = query + column * 8 + of_column, key + row // 2 * 8 + of_row
+    else:
+        query, key = query + row * 8 + of_row, key + column * 8 + of_column
+    query, key = query.to(gl.uint32), key.to(gl.uint32)
+    words = philox(element, head, query, key, seed_low, seed_high)
+    return words, row, column
 
 
 @gluon.jit
@@ -406,9 +441,9 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
     if terms.seed is not None:
         blocks = _blocks(p, TRANSPOSED)
         layout: gl.constexpr = blocks.type.layout
-        half = gl.arange(0, 2, _axis(layout, 6, 1))[None, :, None, None, None, None]
-        column = gl.arange(0, blocks.shape[3], _axis(layout, 6, 3))[None, None, None, :, None, None]
-        eight = gl.arange(0, blocks.shape[4], _axis(layout, 6, 4))[None, None, None, None, :, None]
+        half = gl.arange(0, 2, axis_layout(layout, 6, 1))[None, :, None, None, None, None]
+        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[None, None, None, :, None, None]
+        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[None, None, None, None, :, None]
         if TRANSPOSED:
             place = column * 4 + eight * 2 + half
         else:
@@ -440,7 +475,7 @@ def _blocks(x, TRANSPOSED: gl.constexpr):
 
 
 @triton.constexpr_function
-def _axis(layout, rank, axis):
+def axis_layout(layout, rank, axis):
     """Return the layout of one axis of a tensor."""
     for i in reversed(range(rank)):
         if i != axis:
