@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.registers import split_columns
-from torch_attn.kernels.explicit.tma import box_layout, load_box, piece
+from torch_attn.kernels.explicit.tma import box_layout, load_box
 from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
 from torch_attn.tensor_maps import TensorMap
@@ -315,9 +316,14 @@ def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
 
 
 @gluon.jit
-def read_bias_box(buffer, slot, PART: gl.constexpr, LAYOUT: gl.constexpr):
-    """Read 64 rows of a tile that `load_bias_box` loaded, for `add_terms`."""
-    return piece(buffer, slot).slice(64 * PART, 64, dim=0).load(LAYOUT)
+def read_bias_box(tile, LAYOUT: gl.constexpr):
+    """Read what `load_bias_box` loaded, for `add_terms`; then the caller may hand the place back.
+
+    An arrival at a named barrier alone does not wait for loads, and TMA writes there next.
+    """
+    bias = tile.load(LAYOUT)
+    fence_async_shared()
+    return bias
 
 
 @gluon.jit
@@ -442,8 +448,12 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
         blocks = _blocks(p, TRANSPOSED)
         layout: gl.constexpr = blocks.type.layout
         half = gl.arange(0, 2, axis_layout(layout, 6, 1))[None, :, None, None, None, None]
-        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[None, None, None, :, None, None]
-        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[None, None, None, None, :, None]
+        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[
+            None, None, None, :, None, None
+        ]
+        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[
+            None, None, None, None, :, None
+        ]
         if TRANSPOSED:
             place = column * 4 + eight * 2 + half
         else:

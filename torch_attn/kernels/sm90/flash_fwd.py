@@ -71,6 +71,7 @@ from torch_attn.kernels.explicit.tma import (
     load_tile,
     maps_of,
     num_pieces,
+    piece,
     store_result,
     stored_maps_of,
     tile_bytes,
@@ -511,12 +512,10 @@ def _consume(
             s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
             s = warpgroup_mma_wait(0, deps=(s,))
             if HAS_BOXES:
-                bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
+                bias = read_bias_box(piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout)
             arrive(K_READ + slot, READERS)
         if SHIFTS:
-            s, shift = add_to_products(
-                s, terms, own, rule, start_kv - first_row - diagonal, bias
-            )
+            s, shift = add_to_products(s, terms, own, rule, start_kv - first_row - diagonal, bias)
         elif ADDS:
             s = scores_with_terms(s, terms, own, rule, start_kv - first_row - diagonal, bias)
         elif EDGES:
@@ -571,7 +570,9 @@ def _consume(
                         )  # fmt: skip
                     kept = draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
                 if HAS_BOXES:
-                    bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
+                    bias = read_bias_box(
+                        piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout
+                    )
                 if DROPS:
                     s, kept = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s, kept))
                 else:

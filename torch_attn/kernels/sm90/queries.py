@@ -15,7 +15,12 @@ from torch_attn.kernels.explicit.steps import (
     listed_tiles,
     rows_have_padding,
 )
-from torch_attn.kernels.explicit.terms import TileTerms, bias_box_bytes, load_bias_box
+from torch_attn.kernels.explicit.terms import (
+    TileTerms,
+    bias_box_bytes,
+    load_bias_box,
+    read_bias_box,
+)
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
     clear_rows,
@@ -294,7 +299,7 @@ def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexp
     LAYOUT: of the scores, keys down.
     """
     if terms.bias.boxes is not None:
-        bias = piece(tiles.bias, CONSUMER).permute((1, 0)).load(LAYOUT)
+        bias = read_bias_box(piece(tiles.bias, CONSUMER).permute((1, 0)), LAYOUT)
         arrive(BIAS_READ, READERS)
         of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
     return of_tile
