@@ -399,8 +399,12 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
         blocks = _blocks(p, TRANSPOSED)
         layout: gl.constexpr = blocks.type.layout
         half = gl.arange(0, 2, axis_layout(layout, 6, 1))[None, :, None, None, None, None]
-        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[None, None, None, :, None, None]
-        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[None, None, None, None, :, None]
+        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[
+            None, None, None, :, None, None
+        ]
+        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[
+            None, None, None, None, :, None
+        ]
         if TRANSPOSED:
             place = column * 4 + eight * 2 + half
         else:

@@ -512,9 +512,7 @@ def _consume(
                 bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
             arrive(K_READ + slot, READERS)
         if SHIFTS:
-            s, shift = add_to_products(
-                s, terms, own, rule, start_kv - first_row - diagonal, bias
-            )
+            s, shift = add_to_products(s, terms, own, rule, start_kv - first_row - diagonal, bias)
         elif ADDS:
             s = scores_with_terms(s, terms, own, rule, start_kv - first_row - diagonal, bias)
         elif EDGES:
