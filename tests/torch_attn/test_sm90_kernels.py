@@ -209,6 +209,9 @@ TERMS = [
     FlashCase("bias of keys", 2, 70, 270, 2, 1, 64, bias="bk"),
     FlashCase("bias of queries", 2, 70, 270, 2, 1, 64, bias="hq", softcap=3.0),
     FlashCase("bias of heads", 1, 70, 140, 2, 1, 256, bias="h", dropout_rate=0.5),
+    FlashCase("bias of whole tiles of keys", 1, 70, 256, 1, 1, 64, bias="bk"),
+    FlashCase("bias and table", 1, 70, 330, 1, 1, 64, bias="hqk", relative=10),
+    FlashCase("tiny scale", 1, 70, 140, 1, 1, 64, scale=1e-25, alibi="heads", relative=10),
     FlashCase("maxima", 1, 300, 150, 2, 1, 64, causal=True, sinks=True, softcap=5.0, row_max=True),
     FlashCase(
         "all terms", 2, 97, 200, 4, 2, 96, 64, bias="bhqk", relative=20, alibi="all",

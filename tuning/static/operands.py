@@ -151,10 +151,7 @@ def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
         "alibi_slopes": (spec.heads_q,),
     }
     dtypes = {"bias": "float32" if spec.wide_bias else spec.dtype}
-    found = {
-        name: empty(dtypes.get(name, "float32"), *shapes[name])
-        for name in spec.terms
-    }
+    found = {name: empty(dtypes.get(name, "float32"), *shapes[name]) for name in spec.terms}
     return found if spec.dropout is None else found | {"dropout_seed": empty("int32", 2)}
 
 

@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 from torch_attn.kernels.explicit.terms import axis_layout, draw_words
 from torch_attn.kernels.library.softmax import LOG2E
 
-# Ends a thread whose $1, a sum of exponentials, is negative: none is.
+# Sleeps where $1, a sum of exponentials, is negative: none is.
 PIN = gl.constexpr(
-    "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; mov.b32 $0, 0; @never exit; }"
+    "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; mov.b32 $0, 0; "
+    "@never nanosleep.u32 0; }"
 )
 # Widens two packed bfloat16. In PTX: Triton takes three instructions for them.
 WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
