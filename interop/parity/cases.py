@@ -121,7 +121,8 @@ class FlashCase:
             self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
             Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
             self.precision, segmented=bool(self.segments), **_tree_fields(self),
-            terms=_terms(self), row_max=self.row_max, dropout_rate=self.dropout_rate,
+            terms=_terms(self), wide_bias=_has_wide_bias(self), row_max=self.row_max,
+            dropout_rate=self.dropout_rate,
         )  # fmt: skip
 
 
@@ -205,6 +206,12 @@ def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
         "alibi_slopes": bool(case.alibi),
     }
     return tuple(name for name in TERMS if given[name])
+
+
+def _has_wide_bias(case: FlashCase) -> bool:
+    """Return True for a bias in float32 that has rows and keys."""
+    is_wide = case.dtype == "float32" or not case.terms_in_q_dtype
+    return is_wide and {*"qk"} <= {*(case.bias or "")} and 1 not in (case.seq_q, case.seq_kv)
 
 
 def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, bool]:

@@ -120,12 +120,31 @@ TERMS_OF_BACKWARD = [
     FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
     FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
 ]
+# TMA loads the bias, and stores ds as its gradient. In order of time its readers are far apart.
+BIASES_OF_BACKWARD = [
+    FlashCase("bias", 1, 130, 264, 1, 1, 64, bias="bhqk", terms_in_q_dtype=True),
+    FlashCase(
+        "bias, groups", 2, 70, 152, 2, 1, 128, causal=True, bias="bhqk", softcap=5.0,
+        dropout_rate=0.3, terms_in_q_dtype=True,
+    ),
+    FlashCase(
+        "bias, shared keys", 1, 70, 272, 4, 1, 128, 64, bias="bhqk", dtype="float16",
+        terms_in_q_dtype=True,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", TERMS_OF_BACKWARD, ids=lambda case: case.name)
 def test_backward_with_terms(case, deterministic):
     check_backward(replace(case, deterministic=deterministic), Mode(), BACKEND)
+
+
+@in_turn(BIASES_OF_BACKWARD, "random")
+def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
+    launched = check_backward(case, mode, BACKEND)
+    assert launched[: len(SUMMED)] == SUMMED
+    assert set(launched) == set(SUMMED)
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
@@ -190,6 +209,9 @@ TERMS = [
     FlashCase("bias of keys", 2, 70, 270, 2, 1, 64, bias="bk"),
     FlashCase("bias of queries", 2, 70, 270, 2, 1, 64, bias="hq", softcap=3.0),
     FlashCase("bias of heads", 1, 70, 140, 2, 1, 256, bias="h", dropout_rate=0.5),
+    FlashCase("bias of whole tiles of keys", 1, 70, 256, 1, 1, 64, bias="bk"),
+    FlashCase("bias and table", 1, 70, 330, 1, 1, 64, bias="hqk", relative=10),
+    FlashCase("tiny scale", 1, 70, 140, 1, 1, 64, scale=1e-25, alibi="heads", relative=10),
     FlashCase("maxima", 1, 300, 150, 2, 1, 64, causal=True, sinks=True, softcap=5.0, row_max=True),
     FlashCase(
         "all terms", 2, 97, 200, 4, 2, 96, 64, bias="bhqk", relative=20, alibi="all",

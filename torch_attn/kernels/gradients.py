@@ -14,7 +14,12 @@ from torch_attn.kernels.library.mask import Mask, mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.segments import segments_of
 from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.library.softmax import LOG2E
-from torch_attn.kernels.library.terms import stored_gradient, terms_of
+from torch_attn.kernels.library.terms import (
+    added_gradient,
+    is_multiplied,
+    stored_gradient,
+    terms_of,
+)
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.preprocess import preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
@@ -119,6 +124,11 @@ def make_flash_bwd(
         offsets, segments = offsets_of(operands), segments_of(operands)
         of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(of_rows) for _ in range(2))
+        terms = () if terms_gradients is None else (terms_of(operands, spec),)
+        stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
+        if postprocess is not None and not all(is_multiplied(x.dbias, q) for x in stored):
+            # The kernel that adds to sums has no other gradient of a bias than TMA can store.
+            spec = replace(spec, deterministic=True)
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
         rows_of_dq = (out, Statistics(lse, dlse, lse2, delta))
         if has_sums or not dq_prepares_rows:
@@ -131,8 +141,6 @@ def make_flash_bwd(
 
         def counter() -> tuple[Tensor | None, ...]:
             return () if item_counter is None else (item_counter(q, spec),)
-
-        terms = () if terms_gradients is None else (terms_of(operands, spec),)
 
         of_keys = None
         if has_sums:
@@ -148,24 +156,28 @@ def make_flash_bwd(
                 for x, _grad, rows in summed
             ]
             of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
-            tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), *terms, of_queries)
+            stored = [x._replace(drelative=added_gradient(x)) for x in stored]
+            tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
                 tensors = (values, grad, offsets.q)
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:
             of_keys = mask_of("flash_bwd_dq", operands, spec, backend)
-            of_dq = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
-            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *of_dq, of_keys)
+            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *stored, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            for x in of_dq:
-                gradients["bias"] = x.dbias.entries
             for kernel in dkdv:
                 # Of each launch its own: programs count their work in it.
                 of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
+        others = operands
+        for x in stored:
+            gradients["bias"] = x.dbias.entries
+            if x.drelative is not None:
+                gradients["relative_bias"] = x.drelative.to(x.relative.dtype)
+                others = operands._replace(relative_bias=None)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
         if spec.terms and terms_gradients:
@@ -173,7 +185,7 @@ def make_flash_bwd(
                 of_keys = computed_mask("flash_bwd_dq", operands, spec, backend)
             portable = portable_backend("torch_attn", backend.target)
             for gradient in terms_gradients:
-                gradients |= gradient(operands, inputs, *terms, of_keys, spec, portable)
+                gradients |= gradient(others, inputs, *terms, of_keys, spec, portable)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

@@ -141,7 +141,7 @@ _PORTABLE_FEATURES = {
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
 # Those of terms of scores, which the explicit kernels of SM90 have, with these head sizes: with
-# Triton 3.9 the fused backward at 64 spills 500 bytes in a step for a table, and 332 for dropout.
+# Triton 3.9 the fused backward at 64 spills 332 bytes in a step for dropout.
 _TERM_FEATURES = {
     "bias": (64, 128, 256), "row-max": (64, 128, 256),
     "terms": (128, 256), "terms-packed": (128, 256),

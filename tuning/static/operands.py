@@ -143,17 +143,15 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
 def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
     """Return what is added to the scores of a problem, and the seed of dropout, by name.
 
-    All sequences share a bias, in the problem's dtype.
+    All sequences share a bias, in the problem's dtype or a wide one.
     """
     shapes = {
         "bias": (1, spec.heads_q, spec.seq_q, spec.seq_kv),
         "relative_bias": (spec.heads_q, 257),
         "alibi_slopes": (spec.heads_q,),
     }
-    found = {
-        name: empty(spec.dtype if name == "bias" else "float32", *shapes[name])
-        for name in spec.terms
-    }
+    dtypes = {"bias": "float32" if spec.wide_bias else spec.dtype}
+    found = {name: empty(dtypes.get(name, "float32"), *shapes[name]) for name in spec.terms}
     return found if spec.dropout is None else found | {"dropout_seed": empty("int32", 2)}
 
 

@@ -173,6 +173,7 @@ class AttentionSpec:
         depths: the window's left side counts depths, which are data on the device, in place of
             positions.
         terms: names of the operands that are added to the scores, of `TERMS`.
+        wide_bias: there is a bias in float32 that has rows and keys.
         row_max: the forward returns each row's largest score as well.
         dropout_rate: the share of the probabilities that are dropped. Which ones follows from a
             seed, which is data on the device.
@@ -199,6 +200,7 @@ class AttentionSpec:
     tree: bool = False
     depths: bool = False
     terms: tuple[str, ...] = ()
+    wide_bias: bool = False
     row_max: bool = False
     dropout_rate: float = 0  # torch.compile takes an int as fixed, and follows a float
 
@@ -230,6 +232,7 @@ class AttentionSpec:
             tree=operands.kv_ends is not None,
             depths=_counts_depths(operands, options),
             terms=_terms_of(operands),
+            wide_bias=_has_wide_bias(operands),
             row_max=options.row_max,
             dropout_rate=options.dropout_rate,
         )
@@ -301,6 +304,12 @@ def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptio
 def _terms_of(operands: FlashOperands | VarlenOperands) -> tuple[str, ...]:
     """Return the names of the operands that are added to the scores."""
     return tuple(name for name in TERMS if getattr(operands, name, None) is not None)
+
+
+def _has_wide_bias(operands: FlashOperands) -> bool:
+    """Return True for a bias in float32 that has rows and keys."""
+    bias = getattr(operands, "bias", None)
+    return bias is not None and bias.dtype == "float32" and 1 not in bias.shape[2:]
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,9 @@ def _has_terms(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
 
 
-def _has_bias(spec: Spec) -> bool:
-    """Return True for a flash attention with a bias of pairs, whose gradient dq's kernel stores."""
-    return isinstance(spec, AttentionSpec) and "bias" in spec.terms
+def _has_wide_bias(spec: Spec) -> bool:
+    """Return True for a flash attention with a bias of pairs in float32, of large tiles."""
+    return isinstance(spec, AttentionSpec) and spec.wide_bias
 
 
 def _has_block_mask(spec: Spec) -> bool:
@@ -145,7 +145,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "segments": _has_segments,
     "tree": _has_tree,
     "terms": _has_terms,
-    "bias": _has_bias,
+    "wide bias": _has_wide_bias,
     "block mask": _has_block_mask,
     "packed": _is_packed,
     "part": _is_part,

@@ -27,7 +27,7 @@ from tests.torch_attn.gluon_interpreter.values import (
     torch_dtype,
     values_of,
 )
-from torch_attn.kernels.explicit import terms
+from torch_attn.kernels.explicit import terms, wgmma_terms
 from torch_attn.kernels.library import dropout
 from twin_attention.contract.dropout import philox
 from twin_attention.targets.ptx import cap_scores, capped_exponentials
@@ -132,7 +132,7 @@ def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
 
 
 @_fake()
-def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Any:
     return _tensor_or_scalar(pointer.read(mask, other))
 
 
@@ -200,6 +200,18 @@ def _keep(kept: Tensor, bit: Tensor, x: Tensor) -> Any:
     return where(Tensor(kept.values & bit.values != 0), x, 0.0)
 
 
+def _mask_words(*args: Any) -> tuple[Tensor, ...]:
+    """Do what `wgmma_terms.MASK_WORDS` does, in 64 bits."""
+    *words, threshold, _opposite = (torch.as_tensor(values_of(x)).long() for x in args)
+    found = []
+    for first, following in zip(words[::2], words[1::2], strict=True):
+        for shift in (0, 16):
+            low, high = ((x >> shift) & 0xFFFF >= threshold & 0xFFFF for x in (first, following))
+            mask = low * 0xFFFF + high * 0xFFFF0000
+            found.append(Tensor(mask.to(torch.uint32).view(torch.int32), args[0].layout))
+    return tuple(found)
+
+
 _SEEN = "{ .reg .pred seen; setp.%s.s32 seen, $1, $2; selp.f32 $0, $3, 0fFF800000, seen; }"
 
 _COMPARISONS = {"le": operator.le, "lt": operator.lt, "eq": operator.eq}
@@ -231,6 +243,9 @@ _INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0
     None
 )
 _INSTRUCTIONS[re.escape(plain(terms.KEEP))] = _keep
+_INSTRUCTIONS[re.escape(plain(wgmma_terms.MASK_WORDS))] = _mask_words
+_INSTRUCTIONS[re.escape(plain(wgmma_terms.PIN))] = lambda _: None
+_INSTRUCTIONS[re.escape(plain(wgmma_terms.WIDEN))] = lambda x: x.to(gl.float32)
 _INSTRUCTIONS |= {
     re.escape(terms.compare_words(halves)): functools.partial(_compare_words, halves=halves)
     for halves in (1, 2)

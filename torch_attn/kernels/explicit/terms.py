@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_attn.kernels.explicit.tma import box_layout, load_box, piece
+from torch_attn.kernels.explicit.registers import split_columns
+from torch_attn.kernels.explicit.tma import box_layout, load_box
 from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
 from torch_attn.tensor_maps import TensorMap
@@ -84,8 +85,9 @@ def head_terms(terms, element, head):
         first = gl.cast(gl.load(row), gl.float32)
         last = gl.cast(gl.load(table + terms.radius), gl.float32)
     if terms.bias.entries is not None:
-        bias = terms.bias.entries + gl.cast(element, gl.int64) * terms.bias.batch
-        bias += gl.cast(head, gl.int64) * terms.bias.head
+        place = gl.cast(element, gl.int64) * terms.bias.batch
+        place += gl.cast(head, gl.int64) * terms.bias.head
+        bias = terms.bias.entries + gl.multiple_of(place, terms.bias.align)
     if terms.seed is not None:
         counted, counted_head = element.to(gl.uint32), head.to(gl.uint32)
         seed_low = gl.cast(gl.load(terms.seed), gl.uint32, bitcast=True)
@@ -172,6 +174,45 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
 
 
 @gluon.jit
+def add_relative_gradient(terms, own, head, offset, ds, TRANSPOSED: gl.constexpr = False):
+    """Add the gradient of a tile's scores to the sums of the table's entries, in any order.
+
+    Args:
+        own: `HeadTerms` of the query head.
+        head: that head.
+        offset: distance of the tile's first key from its first query.
+        ds: float32, of a warpgroup.
+    """
+    SIGN: gl.constexpr = -1 if TRANSPOSED else 1
+    KEYS: gl.constexpr = ds.shape[0] if TRANSPOSED else ds.shape[1]
+    QUERIES: gl.constexpr = ds.shape[1] if TRANSPOSED else ds.shape[0]
+    sums = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1) + terms.radius
+    is_before = offset + KEYS <= 1 - terms.radius
+    if is_before | (offset - QUERIES + 1 >= terms.radius):
+        # All share an entry, to which each warp adds its sum: warps need not meet for it.
+        of_warps = gl.sum(gl.sum(gl.reshape(ds, [4, ds.shape[0] // 4, ds.shape[1]]), 2), 1)
+        layout: gl.constexpr = of_warps.type.layout
+        ends = gl.zeros([4], gl.int32, layout) + gl.where(is_before, -terms.radius, terms.radius)
+        gl.atomic_add(sums + ends, of_warps, sem="relaxed")
+    else:
+        a, b = split_columns(ds)
+        for half in gl.static_range(2):
+            x, y = split_columns(b if half else a)
+            first = offset + half * (ds.shape[1] // 2 * SIGN)
+            _add_entries(sums, terms.radius, first, x, SIGN)
+            _add_entries(sums, terms.radius, first + ds.shape[1] // 4 * SIGN, y, SIGN)
+
+
+@gluon.jit
+def _add_entries(sums, radius, offset, ds, SIGN: gl.constexpr):
+    """Add columns of a tile, few at a time: addresses take two registers each."""
+    eights = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
+    eight, near = _distances(eights, offset, SIGN)
+    place = gl.minimum(gl.maximum(near + eight * SIGN, -radius), radius)
+    gl.atomic_add(sums + place, eights, sem="relaxed")
+
+
+@gluon.jit
 def _distances(eights, offset, SIGN: gl.constexpr):
     """Return the first column of each eight, and the distances in the first eight of each row."""
     layout: gl.constexpr = eights.type.layout
@@ -196,6 +237,7 @@ def load_bias(
     BLOCK_KV: gl.constexpr,
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
+    WHOLE: gl.constexpr = False,
 ):
     """Load a tile of a bias, for `add_terms`, with 1 in place of an axis that the bias lacks.
 
@@ -203,6 +245,7 @@ def load_bias(
 
     Args:
         LAYOUT: of the scores.
+        WHOLE: all keys exist, and the first is a multiple of 16, so that loads are wide.
     """
     bias = 0
     if terms.bias.entries is not None:
@@ -210,7 +253,10 @@ def load_bias(
         of_keys: gl.constexpr = gl.SliceLayout(1 if TRANSPOSED else 0, LAYOUT)
         query, key = start_q + gl.arange(0, BLOCK_Q, of_queries), gl.arange(0, BLOCK_KV, of_keys)
         query = gl.minimum(query, seq_q - 1).to(gl.int64) * terms.bias.row
-        key = gl.maximum(gl.minimum(start_kv + key, seq_kv - 1), 0)
+        if WHOLE:
+            key += gl.multiple_of(start_kv, 16)
+        else:
+            key = gl.maximum(gl.minimum(start_kv + key, seq_kv - 1), 0)
         if not terms.bias.of_keys:
             bias = gl.load(own.bias + query)
             bias = bias[None, :] if TRANSPOSED else bias[:, None]
@@ -255,20 +301,29 @@ def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK
     return gl.allocate_shared_memory(boxes.dtype, [COUNT, 1, 1, BLOCK_Q, BLOCK_KV], layout)
 
 
+@triton.constexpr_function
+def bias_box_bytes(boxes, rows, columns):
+    """Return the bytes of a tile of a bias that a descriptor loads; 0 without one."""
+    return 0 if boxes is None else boxes.dtype.primitive_bitwidth // 8 * rows * columns
+
+
 @gluon.jit
-def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full, MORE: gl.constexpr):
-    """Load a tile of a bias of pairs; `full` expects its bytes and MORE, which the caller loads."""
-    BYTES: gl.constexpr = buffer.dtype.primitive_bitwidth // 8 * buffer.shape[3] * buffer.shape[4]
-    mbarrier.expect(full, BYTES + MORE)
+def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
+    """Load a tile of a bias of pairs; `full` expects its bytes already."""
     # An axis of 1 has a stride of 0.
     batch, head = gl.where(bias.batch == 0, 0, batch), gl.where(bias.head == 0, 0, head)
     load_box(bias.boxes, [batch, head, start_q, start_kv], full, buffer.index(slot))
 
 
 @gluon.jit
-def read_bias_box(buffer, slot, PART: gl.constexpr, LAYOUT: gl.constexpr):
-    """Read 64 rows of a tile that `load_bias_box` loaded, for `add_terms`."""
-    return piece(buffer, slot).slice(64 * PART, 64, dim=0).load(LAYOUT)
+def read_bias_box(tile, LAYOUT: gl.constexpr):
+    """Read what `load_bias_box` loaded, for `add_terms`; then the caller may hand the place back.
+
+    An arrival at a named barrier alone does not wait for loads, and TMA writes there next.
+    """
+    bias = tile.load(LAYOUT)
+    fence_async_shared()
+    return bias
 
 
 @gluon.jit
@@ -294,23 +349,11 @@ def draw(
     """
     kept = 0
     if terms.seed is not None:
-        ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
-        COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
-        like = _blocks(gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT), TRANSPOSED)
-        layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, like.type.layout))
-        row = gl.arange(0, ROWS // 16, _axis(layout, 4, 0))[:, None, None, None]
-        of_row = gl.arange(0, 8, _axis(layout, 4, 1))[None, :, None, None]
-        column = gl.arange(0, like.shape[3], _axis(layout, 4, 2))[None, None, :, None]
-        of_column = gl.arange(0, 8, _axis(layout, 4, 3))[None, None, None, :]
-        query, key = first_q // 16 * 8, first_kv // 32 * 8
-        if TRANSPOSED:
-            query, key = query + column * 8 + of_column, key + row // 2 * 8 + of_row
-        else:
-            query, key = query + row * 8 + of_row, key + column * 8 + of_column
-        a, b, c, d = philox(
-            own.element, own.head, query.to(gl.uint32), key.to(gl.uint32), own.seed_low,
-            own.seed_high,
+        words, row, column = draw_words(
+            own.element, own.head, own.seed_low, own.seed_high, first_q, first_kv, BLOCK_Q,
+            BLOCK_KV, LAYOUT, TRANSPOSED,
         )  # fmt: skip
+        a, b, c, d = words
         # An even block of rows has the lower halves of all words where keys are rows.
         shift = 16
         if TRANSPOSED:
@@ -323,6 +366,47 @@ def draw(
         )  # fmt: skip
         kept = gl.sum(bits << column * (4 * HALVES), 2)
     return kept
+
+
+@gluon.jit
+def draw_words(
+    element,
+    head,
+    seed_low,
+    seed_high,
+    first_q,
+    first_kv,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    TRANSPOSED: gl.constexpr = False,
+):
+    """Draw four words for the pairs of each block of a tile that a thread has.
+
+    Args:
+        element, head, seed_low, seed_high: as `HeadTerms` has them.
+        first_q ...: as `draw` takes them.
+
+    Returns:
+        (words, row, column): words are [row blocks, 8, column blocks, 8], and row and column number
+        the blocks.
+    """
+    ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
+    COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
+    like = _blocks(gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT), TRANSPOSED)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(4, like.type.layout))
+    row = gl.arange(0, ROWS // 16, axis_layout(layout, 4, 0))[:, None, None, None]
+    of_row = gl.arange(0, 8, axis_layout(layout, 4, 1))[None, :, None, None]
+    column = gl.arange(0, like.shape[3], axis_layout(layout, 4, 2))[None, None, :, None]
+    of_column = gl.arange(0, 8, axis_layout(layout, 4, 3))[None, None, None, :]
+    query, key = first_q // 16 * 8, first_kv // 32 * 8
+    if TRANSPOSED:
+        query, key = query + column * 8 + of_column, key + row // 2 * 8 + of_row
+    else:
+        query, key = query + row * 8 + of_row, key + column * 8 + of_column
+    query, key = query.to(gl.uint32), key.to(gl.uint32)
+    words = philox(element, head, query, key, seed_low, seed_high)
+    return words, row, column
 
 
 @gluon.jit
@@ -363,9 +447,13 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
     if terms.seed is not None:
         blocks = _blocks(p, TRANSPOSED)
         layout: gl.constexpr = blocks.type.layout
-        half = gl.arange(0, 2, _axis(layout, 6, 1))[None, :, None, None, None, None]
-        column = gl.arange(0, blocks.shape[3], _axis(layout, 6, 3))[None, None, None, :, None, None]
-        eight = gl.arange(0, blocks.shape[4], _axis(layout, 6, 4))[None, None, None, None, :, None]
+        half = gl.arange(0, 2, axis_layout(layout, 6, 1))[None, :, None, None, None, None]
+        column = gl.arange(0, blocks.shape[3], axis_layout(layout, 6, 3))[
+            None, None, None, :, None, None
+        ]
+        eight = gl.arange(0, blocks.shape[4], axis_layout(layout, 6, 4))[
+            None, None, None, None, :, None
+        ]
         if TRANSPOSED:
             place = column * 4 + eight * 2 + half
         else:
@@ -397,7 +485,7 @@ def _blocks(x, TRANSPOSED: gl.constexpr):
 
 
 @triton.constexpr_function
-def _axis(layout, rank, axis):
+def axis_layout(layout, rank, axis):
     """Return the layout of one axis of a tensor."""
     for i in reversed(range(rank)):
         if i != axis:

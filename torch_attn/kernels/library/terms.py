@@ -7,6 +7,7 @@ With d the distance of a key from a query, its position less the query's: ``rela
 import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -47,7 +48,8 @@ class Terms(NamedTuple):
         slopes: [Hq] or [B, Hq] float32, contiguous; of packed sequences [Hq] or [N, Hq].
         seed: of dropout, [2] int32 or uint32.
         bias: a `Bias`.
-        dbias: its gradient, where the kernel of dq stores it.
+        dbias: its gradient, where a kernel that computes ds stores it.
+        drelative: [Hq, 2R + 1] float32, the table's gradient where a kernel adds to it.
         radius: R.
         of_batch: distance of two batch elements' slopes, 0 where they share them.
         count: batch elements with slopes.
@@ -60,6 +62,7 @@ class Terms(NamedTuple):
     seed: Any = None
     bias: Bias = Bias()
     dbias: Bias = Bias()
+    drelative: Any = None
     radius: Any = None
     of_batch: Any = None
     count: Any = None
@@ -208,8 +211,17 @@ def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
     return Terms(*(None if x is None else x.contiguous() for x in given), seed, Bias(bias))
 
 
+def added_gradient(terms: Terms) -> Tensor | None:
+    """Return zeros [Hq, 2R + 1] float32, to which a kernel adds a table's gradient, or None."""
+    return (
+        None
+        if terms.relative is None
+        else terms.relative.new_zeros(terms.relative.shape, dtype=torch.float32)
+    )
+
+
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
-    """Return an empty gradient of a bias for the kernel of dq, none if several pairs share a value.
+    """Return an empty gradient of a bias that a kernel stores, none if several pairs share a value.
 
     What no kernel visits is 0.
     """
@@ -218,6 +230,17 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
     values = bias.entries.new_empty(bias.entries.shape)
     hides = spec.window != Window() or spec.segmented or spec.tree
     return Bias(values.zero_() if hides else values)
+
+
+def is_multiplied(dbias: Bias, q: Tensor) -> bool:
+    """Return True if a bias' gradient is what products take: TMA stores it, in q's dtype.
+
+    Rows that TMA stores are multiples of 16 bytes. True without a gradient.
+    """
+    values = dbias.entries
+    if values is None:
+        return True
+    return values.dtype == q.dtype and values.shape[3] * values.itemsize % 16 == 0
 
 
 def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:

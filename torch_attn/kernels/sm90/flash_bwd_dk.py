@@ -59,7 +59,7 @@ def consume_dk(
 
     dk_tile: where dk is stored from, the tile of keys.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None

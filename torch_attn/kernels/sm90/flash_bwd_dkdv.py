@@ -23,7 +23,15 @@ from torch_attn.kernels.explicit.items import (
 )
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
-from torch_attn.kernels.explicit.terms import drop, drop_scaled, head_terms, prepare_tile
+from torch_attn.kernels.explicit.terms import (
+    add_relative_gradient,
+    allocate_bias_boxes,
+    bias_boxes,
+    drop,
+    drop_scaled,
+    head_terms,
+    prepare_tile,
+)
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
@@ -32,6 +40,7 @@ from torch_attn.kernels.explicit.tma import (
     num_pieces,
     read_row,
     row_map,
+    store_box,
     store_result,
     stored_maps_of,
 )
@@ -62,8 +71,18 @@ from torch_attn.kernels.sm90.queries import (
     mark_item,
     persistent_keys,
     produce_queries,
+    with_bias,
 )
-from torch_attn.kernels.sm90.sums import add_dq, add_rows, allocate_dq, map_sums, start_dq, write_dq
+from torch_attn.kernels.sm90.sums import (
+    add_dq,
+    add_rows,
+    allocate_dq,
+    allocate_ds,
+    map_sums,
+    start_dq,
+    tile_of_ds,
+    write_dq,
+)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 # 3.9's ptxas spills 572 bytes a step of a backward that holds k and v in registers beside capped
@@ -142,10 +161,12 @@ def flash_bwd_dkdv_kernel(
     do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
     lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
     delta_row = allocate_row(NUM_STAGES, BLOCK_Q)
-    ds_buffer = lse2_row
+    bias_tile, ds_buffer = (), lse2_row
+    if terms.bias.boxes is not None:
+        bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, BLOCK_Q, 64)
     dq_tiles = ((), ())
     if sums.dq is not None:
-        ds_buffer = gl.allocate_shared_memory(dtype, [4, 64, BLOCK_Q], _ds_layout())
+        ds_buffer = allocate_ds(dtype, BLOCK_Q, terms.dbias.boxes is not None)
         dq_tiles = (allocate_dq(0, HEAD_DIM), allocate_dq(1, HEAD_DIM))
     k_full = allocate_barriers(1)
     v_full = allocate_barriers(1)
@@ -154,7 +175,7 @@ def flash_bwd_dkdv_kernel(
     do_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
-    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
+    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile)
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
@@ -175,14 +196,14 @@ def flash_bwd_dkdv_kernel(
             ))
             if part < 2
             else (produce_queries, (
-                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta), problem,
-                window_left, window_right, sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM,
-                HEAD_DIM_V,
+                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta, terms.bias),
+                problem, window_left, window_right, sums.dq is not None, GROUP_SIZE, MEMBERS,
+                HEAD_DIM, HEAD_DIM_V,
             ))
             if part == 2
             else (_add_queries, (
-                dq_tiles, shared, problem, window_left, window_right, sums.dq, BLOCK_Q, MEMBERS,
-                HEAD_DIM,
+                of_dq, shared, problem, window_left, window_right, sums.dq, terms.dbias.boxes,
+                BLOCK_Q, MEMBERS, HEAD_DIM,
             ))
             for part in ((0, 1, 2) if sums.dq is None else (0, 1, 2, 3))
         ],
@@ -191,31 +212,32 @@ def flash_bwd_dkdv_kernel(
     )  # fmt: skip
 
 
-@triton.constexpr_function
-def _ds_layout():
-    return gl.NVMMASharedLayout(128, 16, 2)
-
-
 @gluon.jit
 def _add_queries(
-    dq_tiles,
+    of_dq,
     shared,
     problem,
     window_left,
     window_right,
     dq_sum,
+    dbias,
     BLOCK_Q: gl.constexpr,
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Add what the consumers write of each tile of dq to its sums."""
+    """Add what the consumers write of each tile of dq to its sums.
+
+    dbias: None, or the descriptor of a bias' gradient, of which a tile is ds as they wrote it.
+    """
+    ds_buffer, dq_tiles = of_dq
     tiles_per_head = count_sequence_tiles(
         problem.size_other, problem.num_sequences, ROW_PADDING
     ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
+    step = 0  # over all items
     turn = 0
     item, place = own_item(turn, problem, shared, 2)
     while item < problem.num_items:
-        batch, first_head, _keys, queries, visible = locate_keys(
+        batch, first_head, keys, queries, visible = locate_keys(
             item, place, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
@@ -225,13 +247,19 @@ def _add_queries(
             tile += (queries.first_row + start) // BLOCK_Q
             tma.store_wait(0)
             for consumer in gl.static_range(2):
-                if len(dq_tiles[consumer]) > 0:
+                if len(dq_tiles[consumer]) > 0 or dbias is not None:
                     arrive(DQ_FREE + consumer, ADDERS)
             for consumer in gl.static_range(2):
-                if len(dq_tiles[consumer]) > 0:
+                if len(dq_tiles[consumer]) > 0 or dbias is not None:
                     wait_for_all(DQ_WRITTEN + consumer, ADDERS)
+                if len(dq_tiles[consumer]) > 0:
                     fence_async_shared()
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
+            if dbias is not None:
+                for half in gl.static_range(2):
+                    first = [batch, first_head + member, start, keys.start + 64 * half]
+                    store_box(dbias, first, ds_buffer.index(step % 2 * 2 + half))
+            step += 1
         turn += 1
         item, place = own_item(turn, problem, shared, 2)
     tma.store_wait(0)
@@ -261,7 +289,7 @@ def _consume_queries(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile = tiles
     ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
@@ -270,7 +298,8 @@ def _consume_queries(
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
+    CAPPED: gl.constexpr = FUSED and rule.softcap is not None
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
@@ -369,7 +398,7 @@ def _consume_queries(
         previous = (step - 1) % Q_STAGES
         if FUSED:
             dq = start_dq(ds_buffer, step - 1, k_tile, 0, CONSUMER, HEAD_DIM)
-            dk = add_shared(dk, ds_buffer.index((step - 1) % 2 * 2 + CONSUMER), q_tile, previous)
+            dk = add_shared(dk, tile_of_ds(ds_buffer, step - 1, CONSUMER), q_tile, previous)
         else:
             left = unpack(ds, dtype, layout, "end")
             dk = add_product(dk, left, q_tile, previous)
@@ -388,7 +417,7 @@ def _consume_queries(
             )  # fmt: skip
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
-            _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+            _hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
             dk = wait_sums(dk, 0)
         else:
             dk, left = wait_product(dk, left)
@@ -419,13 +448,13 @@ def _consume_queries(
 
 
 @triton.constexpr_function
-def is_small(head_dim, head_dim_v, capped_dq):
+def is_small(head_dim, head_dim_v, capped_dq, adds_relative):
     """Return True if a consumer's registers have room for its rows of k and v beside all else.
 
-    capped_dq: that is capped scores and dq.
+    capped_dq: that is capped scores and dq; adds_relative: the addresses of a table's gradient.
     """
     columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
-    return columns <= 64 and (HOLDS_CAPPED_KEYS or not capped_dq)
+    return columns <= 64 and not adds_relative and (HOLDS_CAPPED_KEYS or not capped_dq)
 
 
 @gluon.jit
@@ -472,13 +501,14 @@ def _visit_queries(
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
     size_q: how many queries the sequence has.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
     ds_buffer, dq_tiles = of_dq
     _k_full, _v_full, _kv_read, q_full, do_full = barriers
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, FUSED and rule.softcap is not None)
+    CAPPED: gl.constexpr = FUSED and rule.softcap is not None
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
     AHEAD: gl.constexpr = FUSED or SMALL
     S_PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     DP_PIECES: gl.constexpr = num_pieces(HEAD_DIM_V)
@@ -498,7 +528,7 @@ def _visit_queries(
         if FUSED:
             dq = start_dq(ds_buffer, step - 1, k_tile, fresh, CONSUMER, HEAD_DIM)
         if FUSED and not SMALL:
-            dk = add_shared(dk, ds_buffer.index((step - 1) % 2 * 2 + CONSUMER), q_tile, previous)
+            dk = add_shared(dk, tile_of_ds(ds_buffer, step - 1, CONSUMER), q_tile, previous)
         else:
             left = unpack(ds, dtype, layout, "loop")
             dk = add_product(dk, left, q_tile, previous)
@@ -509,6 +539,7 @@ def _visit_queries(
     if AHEAD and not SMALL:
         # Before dq is stored: a look at a barrier would wait until the stores are done.
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+        of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
             s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks,
@@ -517,7 +548,7 @@ def _visit_queries(
         if not FIRST:
             # dp takes the registers of dq.
             dq = wait_sums(dq, S_PIECES)
-            _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+            _hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
         if fresh > 0:
             # This is never so. Without a branch here ptxas spills, and serializes the products.
             mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
@@ -542,6 +573,7 @@ def _visit_queries(
             now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
         if not FUSED:
             end = None
+        of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
             now, lse2, start, key, end, rule, window_left, window_right, problem, marks, of_queries,
@@ -552,7 +584,7 @@ def _visit_queries(
     p_left = gl.convert_layout(kept, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:
         dq = wait_sums(dq, S_PIECES + DP_PIECES)
-        _hand_over(dq, dq_tiles[CONSUMER], CONSUMER)
+        _hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
     # dv += pᵀ dout
     dv = add_product(dv, p_left, do_tile, slot)
 
@@ -568,7 +600,10 @@ def _visit_queries(
         arrive(Q_READ + previous, READERS)
     delta = read_row(delta_row, slot, layout)
     dp = drop_scaled(dp, terms, of_tile, True)
-    ds = pack(p * (dp - delta[None, :]), dtype)
+    exact = p * (dp - delta[None, :])
+    if terms.drelative is not None:
+        add_relative_gradient(terms, own, pairs.head + member, pairs.position - start, exact, True)
+    ds = pack(exact, dtype)
     if AHEAD:
         # s of the next tile
         following = gl.minimum(step + 1, last)
@@ -580,7 +615,7 @@ def _visit_queries(
             s = (product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout),)
     # What follows keeps ptxas from moving the last waits up: a barrier, or a branch.
     if FUSED:
-        place = ds_buffer.index(step % 2 * 2 + CONSUMER)
+        place = tile_of_ds(ds_buffer, step, CONSUMER)
         written = unpack(ds, dtype, layout, "store")
         place.store(gl.convert_layout(written, layout, assert_trivial=True))
         fence_async_shared()
@@ -594,14 +629,16 @@ def _visit_queries(
 
 
 @gluon.jit
-def _hand_over(dq, dq_tiles, CONSUMER: gl.constexpr):
+def _hand_over(dq, dq_tiles, STORES: gl.constexpr, CONSUMER: gl.constexpr):
     """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it.
 
-    That warp has the fence: here it would wait until the stores are done.
+    That warp has the fence: here it would wait until the stores are done. If it STORES ds, it has
+    read what was written before that of the tile, which this consumer overwrites next.
     """
-    if len(dq) > 0:
+    if len(dq) > 0 or STORES:
         wait_for_all(DQ_FREE + CONSUMER, ADDERS)
-        write_dq(dq_tiles, dq)
+        if len(dq) > 0:
+            write_dq(dq_tiles, dq)
         arrive(DQ_WRITTEN + CONSUMER, ADDERS)
 
 
@@ -610,6 +647,14 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     assert config.block_kv == 128
     q, k, v, dout, lse2, delta, dk, dv, sums, *_ = call.layouts
+    terms = terms_argument(call)["terms"]
+    boxes, stored = (bias_boxes(x, config.block_q, 64) for x in (terms.bias, terms.dbias))
+    if boxes is not None and terms.bias.entries.dtype.itemsize != 2:
+        # Shared memory has no room beside heads of 128.
+        boxes = None
+    terms = terms._replace(
+        bias=terms.bias._replace(boxes=boxes), dbias=terms.dbias._replace(boxes=stored)
+    )
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if sums.dk is None else 1
     arguments = {
@@ -622,6 +667,6 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         "dk": stored_maps_of(spec, dk, 64),
         "dv": stored_maps_of(spec, dv, 64),
         "sums": sums if sums.dq is None else sums._replace(dq=map_sums(sums.dq)),
-        **terms_argument(call),
+        "terms": terms,
     }
     return persistent_keys(call, members, arguments, ragged)

@@ -59,7 +59,7 @@ def consume_dv(
 
     dv_tile: where dv is stored from, the tile of keys or one of its own.
     """
-    k_tile, _v_tile, q_tile, do_tile, lse2_row, _delta_row = tiles
+    k_tile, _v_tile, q_tile, do_tile, lse2_row, _delta_row, _bias_tile = tiles
     k_full, _v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None

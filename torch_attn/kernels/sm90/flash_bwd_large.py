@@ -90,7 +90,7 @@ def flash_bwd_large_kernel(
     do_full = allocate_barriers(DO_STAGES)
     fence_async_shared()
 
-    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row)
+    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ())
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
     if are_counted(num_sequences, mask.segments, mask.tree):
@@ -108,8 +108,9 @@ def flash_bwd_large_kernel(
             ))
             if part < 2
             else (produce_queries, (
-                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta), problem,
-                window_left, window_right, False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta, terms.bias),
+                problem, window_left, window_right, False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM,
+                HEAD_DIM_V,
             ))
             for part in (0, 1, 2)
         ],

@@ -56,12 +56,12 @@ from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.steps import listed_tiles, step_has_padding
 from torch_attn.kernels.explicit.terms import (
     allocate_bias_boxes,
+    bias_box_bytes,
     bias_boxes,
-    drop,
     head_terms,
+    load_bias,
     load_bias_box,
     read_bias_box,
-    tile_terms,
 )
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
@@ -71,6 +71,7 @@ from torch_attn.kernels.explicit.tma import (
     load_tile,
     maps_of,
     num_pieces,
+    piece,
     store_result,
     stored_maps_of,
     tile_bytes,
@@ -92,18 +93,26 @@ from torch_attn.kernels.explicit.wgmma_scores import (
     scores_with_terms,
     softmax_update,
 )
+from torch_attn.kernels.explicit.wgmma_terms import (
+    add_to_products,
+    draw_masks,
+    drop_packed,
+    finish_sums,
+    shifted_softmax_update,
+)
 from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.sequences import rows_of_sequence
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.terms import terms_argument, terms_of
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.tile_lists import listed_mask
-from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch
+from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch, rule_argument
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
     PartialSpec,
+    ScoreRule,
     VarlenSpec,
     Window,
 )
@@ -351,11 +360,11 @@ def _produce(
                 row = keys.first
                 row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
                 if bias.boxes is not None:
-                    load_bias_box(
-                        bias, bias_tile, slot, batch, head, rows.start, row, k_full.index(slot),
-                        tile_bytes(BLOCK_KV, HEAD_DIM),
-                    )  # fmt: skip
-                    load_pieces(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+                    ready = k_full.index(slot)
+                    bias_bytes: gl.constexpr = bias_box_bytes(bias.boxes, BLOCK_Q, BLOCK_KV)
+                    mbarrier.expect(ready, bias_bytes + tile_bytes(BLOCK_KV, HEAD_DIM))
+                    load_bias_box(bias, bias_tile, slot, batch, head, rows.start, row, ready)
+                    load_pieces(k, k_tile, slot, batch, head_kv, row, ready, HEAD_DIM)
                 else:
                     load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
             if i == 0:
@@ -421,6 +430,9 @@ def _consume(
     HAS_BIAS: gl.constexpr = terms.bias.entries is not None
     ADDS: gl.constexpr = HAS_BIAS or terms.relative is not None or terms.slopes is not None
     HAS_BOXES: gl.constexpr = terms.bias.boxes is not None
+    LOADS_BIAS: gl.constexpr = HAS_BIAS and not HAS_BOXES
+    # Terms join products that are not scaled yet, where the exponent scales.
+    SHIFTS: gl.constexpr = ADDS and not rule.scale_first
     DROPS: gl.constexpr = terms.seed is not None
     # The main loop's turn comes from the first consumer, which has waited for the same tiles.
     LOADS_AWAITED: gl.constexpr = PING_PONG < 2 or CONSUMER == 0 or HAS_BOXES
@@ -483,9 +495,13 @@ def _consume(
             first_row = start_q + CONSUMER * 64
             own, own_q = _own_terms(terms, batch, head, first_row, problem, place)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            bias, words = tile_terms(
-                terms, own, own_q, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
-            )
+            bias = 0
+            if LOADS_BIAS:
+                bias = load_bias(
+                    terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout,
+                    WHOLE=not EDGES,
+                )  # fmt: skip
+            kept = draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
         if HAS_LISTS:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
@@ -496,9 +512,11 @@ def _consume(
             s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
             s = warpgroup_mma_wait(0, deps=(s,))
             if HAS_BOXES:
-                bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
+                bias = read_bias_box(piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout)
             arrive(K_READ + slot, READERS)
-        if ADDS:
+        if SHIFTS:
+            s, shift = add_to_products(s, terms, own, rule, start_kv - first_row - diagonal, bias)
+        elif ADDS:
             s = scores_with_terms(s, terms, own, rule, start_kv - first_row - diagonal, bias)
         elif EDGES:
             s = scaled_scores(s, rule)
@@ -510,13 +528,16 @@ def _consume(
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
-            e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS)
+            if SHIFTS:
+                e, alpha, m_i, l_i = shifted_softmax_update(s, shift, m_i, l_i, rule.exp2_scale)
+            else:
+                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS)
             if JOINS:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
-            if DROPS:
-                e = drop(e, terms, words)
             packed = pack(e, dtype)
+            if DROPS:
+                packed = drop_packed(packed, kept)
         if EDGES:
             _clear_values(v_tile, v_full, step, problem, marks, 0, begin, before, seq_kv, start_kv)
 
@@ -542,15 +563,27 @@ def _consume(
                     arrive(TURN + NEXT, 256)
                 if ADDS or DROPS:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    bias, words = tile_terms(
-                        terms, own, own_q, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout
-                    )
-                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
+                    if LOADS_BIAS:
+                        bias = load_bias(
+                            terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout,
+                            WHOLE=not masked,
+                        )  # fmt: skip
+                    kept = draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
                 if HAS_BOXES:
-                    bias = read_bias_box(bias_tile, slot, CONSUMER, layout)
+                    bias = read_bias_box(
+                        piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout
+                    )
+                if DROPS:
+                    s, kept = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s, kept))
+                else:
+                    s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
-                if ADDS:
+                if SHIFTS:
+                    s, shift = add_to_products(
+                        s, terms, own, rule, start_kv - first_row - diagonal, bias
+                    )
+                elif ADDS:
                     s = scores_with_terms(
                         s, terms, own, rule, start_kv - first_row - diagonal, bias
                     )
@@ -572,14 +605,21 @@ def _consume(
                     right, l_i = bounded_update(right, l_i, rule, masked)
                     packed = join_columns(left, right, packed)
                 else:
-                    e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked or ADDS)
-                    if DROPS:
-                        e = drop(e, terms, words)
+                    if SHIFTS:
+                        e, alpha, m_i, l_i = shifted_softmax_update(
+                            s, shift, m_i, l_i, rule.exp2_scale
+                        )
+                    else:
+                        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked or ADDS)
                     # Rescale what was accumulated
+                    if ADDS or DROPS:
+                        finish_sums(l_i)
                     acc, p = wait_product(acc, p)
                     arrive(V_READ + previous, READERS)
                     acc = scale_rows(acc, alpha)
                     packed = pack(e, dtype)
+                    if DROPS:
+                        packed = drop_packed(packed, kept)
                 if masked:
                     _clear_values(
                         v_tile, v_full, step, problem, marks, index, begin, before, seq_kv, start_kv
@@ -807,6 +847,7 @@ def _prepare(call: KernelCall) -> Prepared:
         if not _room_for(spec, config, 1, size_of_bias, out_in_q=_columns_agree(spec)):
             boxes, size_of_bias = None, 0
     arguments = {
+        "rule": rule_argument(_rule_of(spec)),
         "q": maps_of(q, 64),
         "k": maps_of(k, config.block_kv),
         "v": maps_of(v, config.block_kv),
@@ -827,6 +868,13 @@ def _prepare(call: KernelCall) -> Prepared:
     return persistent(
         call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
     )
+
+
+def _rule_of(spec: AttentionSpec) -> ScoreRule:
+    """Return the way from q·k to the exponent, which scales where terms can be divided by that."""
+    divides = 2.0**-60 <= spec.scale <= 2.0**60
+    scale_first = bool(spec.terms) and not divides
+    return ScoreRule.of(spec.scale, spec.softcap, scale_first, spec.precision)
 
 
 def _room_for(

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_attn.kernels.explicit.barriers import READERS, wait_for_all
+from torch_attn.kernels.explicit.barriers import READERS, arrive, wait_for_all
 from torch_attn.kernels.explicit.hidden import hide_queries, mark_keys
 from torch_attn.kernels.explicit.items import Rows, head_and_tile, next_item, persistent
 from torch_attn.kernels.explicit.steps import (
@@ -15,11 +15,18 @@ from torch_attn.kernels.explicit.steps import (
     listed_tiles,
     rows_have_padding,
 )
+from torch_attn.kernels.explicit.terms import (
+    TileTerms,
+    bias_box_bytes,
+    load_bias_box,
+    read_bias_box,
+)
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
     clear_rows,
     load_box,
     load_pieces,
+    piece,
     tile_bytes,
 )
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
@@ -30,9 +37,10 @@ from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets.steps import steps_of_keys
 
 # Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
-# q, and of dout.
+# q, and of dout; and the last, behind those of `flash_bwd_dkdv`, for the tile of a bias.
 Q_READ = gl.constexpr(5)
 DO_READ = gl.constexpr(8)
+BIAS_READ = gl.constexpr(15)
 
 
 class Queries(NamedTuple):
@@ -50,7 +58,10 @@ class Queries(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles in shared memory, and rows, as `produce_queries` loads them."""
+    """Tiles in shared memory, and rows, as `produce_queries` loads them.
+
+    That of a bias is () where TMA does not load it, and so is v where nothing reads it.
+    """
 
     k: Any
     v: Any
@@ -58,6 +69,7 @@ class Tiles(NamedTuple):
     dout: Any
     lse2: Any
     delta: Any
+    bias: Any
 
 
 class Barriers(NamedTuple):
@@ -163,13 +175,17 @@ def produce_queries(
 ):
     """Load all that the consumers of dk and dv multiply, and what belongs to the queries' rows.
 
-    Without a tile of v neither v nor delta is loaded.
+    Without a tile of v neither v nor delta is loaded. A bias comes with dout: its tile, of which
+    there is one, is read early in a step.
+
+    loads: descriptors, and the library's `Bias`.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row = tiles
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
     WITH_V: gl.constexpr = len(v_tile) > 0
     DELTA_BYTES: gl.constexpr = 4 * q_tile[0].shape[3] if WITH_V else 0
-    k, v, q, dout, lse2, delta = loads
+    k, v, q, dout, lse2, delta, bias = loads
+    BIAS_BYTES: gl.constexpr = bias_box_bytes(bias.boxes, q_tile[0].shape[3], 128)
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -215,10 +231,17 @@ def produce_queries(
             if step >= DO_STAGES:
                 wait_for_all(DO_READ + slot, READERS)
             ready = do_full.index(slot)
-            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + DELTA_BYTES)
+            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM_V) + DELTA_BYTES + BIAS_BYTES)
             load_pieces(dout, do_tile, slot, batch, head, queries.first + start, ready, HEAD_DIM_V)
             if WITH_V:
                 load_box(delta, [row, 0], ready, delta_row.index(slot))
+            if bias.boxes is not None:
+                if step > 0:
+                    wait_for_all(BIAS_READ, READERS)
+                for half in gl.static_range(2):
+                    load_bias_box(
+                        bias, bias_tile, half, batch, head, start, start_kv + 64 * half, ready
+                    )
             step += 1
         turn += 1
         item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), BLOCK_Q)
@@ -267,6 +290,19 @@ def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
     else:
         count = gl.where(queries.size > 0, keys.end - keys.start - 64 * half, 0)
         clear_rows(tile, half, count, full, phase)
+
+
+@gluon.jit
+def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the `TileTerms` of a consumer's keys with the bias that TMA loaded, if it did.
+
+    LAYOUT: of the scores, keys down.
+    """
+    if terms.bias.boxes is not None:
+        bias = read_bias_box(piece(tiles.bias, CONSUMER).permute((1, 0)), LAYOUT)
+        arrive(BIAS_READ, READERS)
+        of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
+    return of_tile
 
 
 @gluon.jit

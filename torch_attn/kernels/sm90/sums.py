@@ -10,7 +10,13 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from torch_attn.kernels.explicit.reduction import add_box
 from torch_attn.kernels.explicit.registers import copy_layout
 from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.tma import column_pieces, piece, piece_start, reinterpret
+from torch_attn.kernels.explicit.tma import (
+    box_layout,
+    column_pieces,
+    piece,
+    piece_start,
+    reinterpret,
+)
 from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
@@ -74,6 +80,28 @@ def _nth(values, index):
 
 
 @gluon.jit
+def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr):
+    """Allocate shared memory for ds of a tile of queries and of the one before, by halves of keys.
+
+    STORED: with queries down, as boxes that TMA stores; otherwise with keys down.
+    """
+    if STORED:
+        ds_buffer = gl.allocate_shared_memory(DTYPE, [4, 1, 1, BLOCK_Q, 64], box_layout(64))
+    else:
+        ds_buffer = gl.allocate_shared_memory(DTYPE, [4, 64, BLOCK_Q], box_layout(64, rank=2))
+    return ds_buffer
+
+
+@gluon.jit
+def tile_of_ds(ds_buffer, step, half):
+    """Return the place of a step's ds of half of the keys, keys down."""
+    tile = ds_buffer.index(step % 2 * 2 + half)
+    if len(ds_buffer.shape) == 5:
+        tile = tile.reshape([ds_buffer.shape[3], ds_buffer.shape[4]]).permute((1, 0))
+    return tile
+
+
+@gluon.jit
 def start_dq(ds_buffer, step, k_tile, first, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Start to compute this consumer's part of ds·k, two products a block.
 
@@ -91,7 +119,7 @@ def _start_block(ds_buffer, step, k_tile, first, BLOCK: gl.constexpr, HEAD_DIM: 
     WIDTH: gl.constexpr = block_width(HEAD_DIM, BLOCK)
     dq = gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH))
     for half in gl.static_range(2):
-        left = ds_buffer.index(step % 2 * 2 + half).permute((1, 0))
+        left = tile_of_ds(ds_buffer, step, half).permute((1, 0))
         right = piece(k_tile[block_piece(HEAD_DIM, BLOCK)], first + half)
         if right.shape[1] != WIDTH:
             right = right.slice(block_offset(HEAD_DIM, BLOCK), WIDTH, 1)
