@@ -323,25 +323,17 @@ def _part(spec: PartialSpec) -> _Part:
 
 @lru_cache(maxsize=1024)
 def _parts(
-    call: _Call, plan: ContextPlan, peers: tuple[int, int], rows_aligned: bool, operation: str
+    call: _Call, plan: ContextPlan, rank: int, rows_aligned: bool, operation: str
 ) -> tuple[_Part, ...]:
-    """Return an operation on the keys of each step.
-
-    Args:
-        peers: the rank, and how many SMs it frees beside an exchange.
-    """
-    rank, freed_sms = peers
+    """Return an operation on the keys of each step of a rank."""
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     with_keys = [step for step in steps if step.received] or steps
     found = []
-    for before, step, behind in zip((None, *steps), steps, (*steps[1:], None), strict=False):
-        exchanges = behind is not None and (behind.received or behind.sent)
+    for step in steps:
         spec = replace(call.spec, seq_kv=step.num_keys, rows_aligned=rows_aligned)
         if operation == "partial_fwd":
             spec = replace(spec, first=step is with_keys[0], last=step is with_keys[-1])
-        elif before is not None:
-            exchanges = exchanges or before.returned or len(before.gathered) > 1
-        found.append(_part(replace(spec, freed_sms=freed_sms if exchanges else 0)))
+        found.append(_part(spec))
     return tuple(found)
 
 
@@ -372,8 +364,7 @@ class Problem(NamedTuple):
 
     def parts(self, operation: str) -> tuple[_Part, ...]:
         """Return an operation on the keys of each step."""
-        peers = self.peers.rank, self.peers.freed_sms
-        return _parts(self.call, self.plan, peers, self.rows_aligned, operation)
+        return _parts(self.call, self.plan, self.peers.rank, self.rows_aligned, operation)
 
     def run(self, operation: str, part: _Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Run a family's function, replayed where its operands had such layouts before.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -18,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_attn import private
 from twin_attention.contract.exchange import Rows
 from twin_attention.contract.validate import fail, type_name
-
-_FREED_SMS = 16  # NCCL's send and receive over NVLink take about as many
 
 
 class Transfer(NamedTuple):
@@ -60,13 +57,11 @@ class Peers(ABC):
     Attributes:
         rank, size: this one, and how many there are.
         group: stands for all of them, and is kept with the calls that they agreed on.
-        freed_sms: how many SMs of a GPU attention gives up for the kernels of an exchange.
     """
 
     rank: int
     size: int
     group: Hashable
-    freed_sms: int = 0
 
     @abstractmethod
     def exchange(
@@ -108,20 +103,6 @@ def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     return private.backend_of(group, device).supports_coalescing
 
 
-@lru_cache
-def _freed_sms(group: dist.ProcessGroup) -> int:
-    """Return how many SMs NCCL's kernels are to get before attention's end.
-
-    0 where their stream has no high priority: attention's own programs would get the SMs.
-    """
-    if dist.get_backend(group) != "nccl" or private.backend_of is None:
-        return 0
-    options = getattr(private.backend_of(group, torch.device("cuda")), "options", None)
-    is_urgent = getattr(options, "is_high_priority_stream", False)
-    is_urgent = is_urgent or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") == "1"
-    return _FREED_SMS if is_urgent else 0
-
-
 class GroupPeers(Peers):
     """The ranks of a process group."""
 
@@ -139,7 +120,6 @@ class GroupPeers(Peers):
         if not isinstance(mesh, dist.ProcessGroup):
             fail(TypeError, "mesh", "a DeviceMesh, a process group or Peers", type_name(mesh))
         self.group = self._group = mesh
-        self.freed_sms = _freed_sms(mesh)
         self.rank, self.size = dist.get_rank(mesh), dist.get_world_size(mesh)
 
     def exchange(

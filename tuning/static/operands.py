@@ -66,9 +66,9 @@ def run_kernels(
         if family.package == "torch_attn":  # XLA decides what a result's memory is
             for first, last in ((True, False), (True, True), (False, True)):
                 carry = (None, None) if first else (out, lse)
-                kind = replace(spec, first=first, last=last, freed_sms=0 if last else 16)
+                kind = replace(spec, first=first, last=last)
                 found.append(run("partial_fwd")(part, *carry, kind, backend))
-        for kind in (replace(spec, deterministic=x, freed_sms=16) for x in deterministic):
+        for kind in (replace(spec, deterministic=x) for x in deterministic):
             if family.supports("partial_bwd", kind, backend.target) is None:
                 operands = rounded, lse, part, rounded, lse, None
                 carry, *of_keys = run("partial_bwd")(*operands, kind, backend)

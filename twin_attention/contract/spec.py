@@ -418,13 +418,11 @@ class PartialSpec(AttentionSpec):
     Attributes:
         first: there is no result over others yet, and none is read.
         last: the result is over all keys, and is rounded to q's dtype.
-        freed_sms: on how many SMs a program ends after its first work item, for another kernel.
     """
 
     function: ClassVar[str] = "context_attention"
     first: bool = False
     last: bool = False
-    freed_sms: int = 0
 
     @classmethod
     def of(

@@ -13,7 +13,6 @@ from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import lists_of
-from torch_attn.kernels.library.intervals import FreeingIntervals
 from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
@@ -188,10 +187,10 @@ def next_item(
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if problem.intervals is not None:
-        item, place = _take_part(turn, counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
+        item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
         if PASSES_OVER:
             while (item < problem.num_items) & (place.before + place.full + place.after == 0):
-                item, place = _take_part(turn, counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
+                item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
         _hand_over(shared, turn, item, place)
     if problem.num_sequences is not None:
         item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
@@ -257,21 +256,13 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
 
 @gluon.jit
 def _take_part(
-    turn,
     counter_ptr,
     problem,
     BLOCK: gl.constexpr,
     BLOCK_OTHER: gl.constexpr,
     LAST_FIRST: gl.constexpr,
 ):
-    if len(problem.intervals) == 2:
-        item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    else:
-        # One that ends leaves its SM to another kernel, or to one of the last programs.
-        program = gl.where(turn == 0, gl.num_programs(0), gl.program_id(0))
-        stays = program >= problem.intervals.freed_sms
-        item = gl.atomic_add(counter_ptr, gl.where(stays, 1, 0), sem="relaxed")
-        item = gl.where(stays, item, problem.num_items)
+    item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
     # There may be none left: then the place is that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
@@ -352,19 +343,13 @@ def persistent(
         arguments: what only this kernel has.
     """
     items = len(steps) * heads
-    programs = sms = min(items, num_sms(call.device, call.target))
-    if isinstance(call.spec, PartialSpec) and call.spec.freed_sms and items > sms:
-        mask = arguments.get("mask", call.layouts[-1])
-        freed = gl.constexpr(call.spec.freed_sms)
-        intervals = FreeingIntervals(*mask.intervals, freed)
-        arguments = arguments | {"mask": mask._replace(intervals=intervals)}
-        programs += min(call.spec.freed_sms, sms)
+    programs = min(items, num_sms(call.device, call.target))
     is_counted = isinstance(call.spec, VarlenSpec | PartialSpec)
     if is_counted or call.spec.segmented or call.spec.tree:
         # Their tiles follow each other as they are.
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
     else:
-        together = heads_together(steps, heads, sms)
+        together = heads_together(steps, heads, programs)
     order = {"num_items": items, "together": together}
     return (programs,), flash_arguments(call.spec) | order | arguments
 

@@ -24,19 +24,6 @@ class RowIntervals(NamedTuple):
     ends: Any
 
 
-class FreeingIntervals(NamedTuple):
-    """Bounds as `RowIntervals` has them, for programs of which the first end early.
-
-    Attributes:
-        begins, ends: as there.
-        freed_sms: how many programs end after their first work item, a constexpr.
-    """
-
-    begins: Any
-    ends: Any
-    freed_sms: Any
-
-
 @triton.jit
 def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
     """Load the bounds of rows start .. start + BLOCK: nothing for those past `num_rows`."""
