@@ -166,7 +166,6 @@ def test_the_backward_of_packed_sequences_in_mosaic(monkeypatch, head_dims, reas
     [
         ({"terms": ("alibi_slopes",)}, "alibi_slopes"),
         ({"dropout_rate": 0.1}, "dropout"),
-        ({"row_max": True}, "row maxima"),
     ],
 )
 def test_terms_run_in_the_explicit_forward_by_name(monkeypatch, fields, name):

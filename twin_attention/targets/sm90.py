@@ -17,9 +17,9 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
-# What no card has run the forward or the backward with: there `None` takes the portable kernels.
+# With what no card has run the forward or the backward as it is: `None` takes the portable kernels.
 UNTIMED = {
-    "flash_fwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout", "row maxima"}),
+    "flash_fwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout"}),
     "flash_bwd": frozenset({"bias", "relative_bias", "alibi_slopes", "dropout"}),
 }
 # Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
@@ -63,8 +63,7 @@ def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     if operation not in UNTIMED or not isinstance(spec, AttentionSpec):
         return None
     untimed = UNTIMED[operation]
-    others = {"dropout": spec.dropout is not None, "row maxima": spec.row_max}
-    asked = (*spec.terms, *(name for name in others if others[name]))
+    asked = (*spec.terms, *(() if spec.dropout is None else ("dropout",)))
     name = "forward" if operation == "flash_fwd" else "backward"
     return next((f"its {name} with {x} was not timed" for x in asked if x in untimed), None)
 
