@@ -126,8 +126,10 @@ def make_flash_bwd(
         lse2, delta = (lse.new_empty(of_rows) for _ in range(2))
         terms = () if terms_gradients is None else (terms_of(operands, spec),)
         stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
-        if postprocess is not None and not all(is_multiplied(x.dbias, q) for x in stored):
-            # The kernel that adds to sums has no other gradient of a bias than TMA can store.
+        stores = all(is_multiplied(x.dbias, q) for x in stored)
+        if postprocess is not None and (spec.wide_bias or not stores):
+            # The kernel that adds to sums has no gradient of a bias but what TMA can store, and no
+            # registers for a bias in float32.
             spec = replace(spec, deterministic=True)
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
         rows_of_dq = (out, Statistics(lse, dlse, lse2, delta))

@@ -67,6 +67,7 @@ from torch_attn.kernels.sm90.queries import (
     clear_keys,
     clear_queries,
     exponents,
+    hand_back_bias,
     locate_keys,
     mark_item,
     persistent_keys,
@@ -587,6 +588,7 @@ def _visit_queries(
         _hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
     # dv += pᵀ dout
     dv = add_product(dv, p_left, do_tile, slot)
+    hand_back_bias(terms)
 
     # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
     p = p * dcap

@@ -19,7 +19,6 @@ from torch_attn.kernels.explicit.terms import (
     TileTerms,
     bias_box_bytes,
     load_bias_box,
-    read_bias_box,
 )
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
@@ -296,13 +295,24 @@ def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
 def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the `TileTerms` of a consumer's keys with the bias that TMA loaded, if it did.
 
+    The tile may be handed back by `hand_back_bias` where a product has p, which needs all of it.
+
     LAYOUT: of the scores, keys down.
     """
     if terms.bias.boxes is not None:
-        bias = read_bias_box(piece(tiles.bias, CONSUMER).permute((1, 0)), LAYOUT)
-        arrive(BIAS_READ, READERS)
+        bias = piece(tiles.bias, CONSUMER).permute((1, 0)).load(LAYOUT)
         of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
     return of_tile
+
+
+@gluon.jit
+def hand_back_bias(terms):
+    """Say that the tile of a bias is read, if TMA loads it.
+
+    An arrival does not wait for loads, and TMA writes there next: it follows a use of them.
+    """
+    if terms.bias.boxes is not None:
+        arrive(BIAS_READ, READERS)
 
 
 @gluon.jit
