@@ -193,10 +193,7 @@ def paged_decode_kernel(
             outs_ptr + rows * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV
         )
     if PDL and prefixes_ptr is not None:
-        # One program makes the launch end later; another that waits would keep others from an SM.
-        is_last = tl.program_id(0) == tl.num_programs(0) - 1
-        if is_last & (tl.program_id(1) == tl.num_programs(1) - 1):
-            gdc_wait()
+        gdc_wait()
 
 
 def paged_decode(
