@@ -34,22 +34,30 @@ def _sum(x: jax.Array, axes: tuple[int, ...] | int, keepdims: bool = False) -> j
     return jnp.sum(x, axes, keepdims=keepdims)
 
 
+def _to(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(import_module("torch_attn.operands").dtype_name(dtype))
+
+
 def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
     return x.at[(slice(None),) * axis + (index,)].set(values)
 
 
 # What host functions compute beside their launches, by torch's names.
 _OPERATIONS = {
+    "_to_copy": _to,
     "add": jnp.add,
     "amax": jnp.max,
     "amin": jnp.min,
     "constant_pad_nd": _pad,
+    "clone": lambda x, memory_format=None: x,
     "exp2": jnp.exp2,
+    "flip": jnp.flip,
     "lt": jnp.less,
     "masked_fill": lambda x, mask, value: jnp.where(mask, value, x),
     "mul": jnp.multiply,
     "neg": jnp.negative,
     "set": _set,
+    "slice": lambda x, axis, *range_: x[(slice(None),) * axis + (slice(*range_),)],
     "sub": jnp.subtract,
     "sum": _sum,
     "unsqueeze": jnp.expand_dims,

@@ -178,6 +178,7 @@ class _Writer:
         _grid, arguments = launch.prepared(launch.config)
         used = {x.operand for x in leaves(tuple(arguments)) if isinstance(x, (Layout, TensorMap))}
         operands = [self._value(x) if i in used else None for i, x in enumerate(tensors)]
+        assert all(tensors[i].is_contiguous() for i in used), "arrays of another framework are"
         read, written, zeroed = [], [], []
         for i, x in enumerate(operands):
             if x is None:
@@ -197,6 +198,5 @@ class _Writer:
         return self._numbers.setdefault(id(x), len(self._numbers))
 
     def _value(self, x: Tensor) -> Value:
-        assert x.is_contiguous(), "another framework's arrays have no strides"
         assert id(x) not in self._selected, "only copied to"
         return Value(self._numbers[id(x)], tuple(x.shape), dtype_name(x.dtype))

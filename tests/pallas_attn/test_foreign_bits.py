@@ -55,7 +55,7 @@ CASES = [
     for case in (*ALL, *ONE_PAIR)
 ]
 # Sums that each framework takes by itself.
-SUMS = {"dsinks", "dbias", "douts", "dlses"}
+SUMS = {"dsinks", "dbias", "drelative_bias", "douts", "dlses"}
 GRADIENTS = {"dq", "dk", "dv"}
 
 

@@ -136,6 +136,31 @@ def test_sums_of_a_descriptor_are_zeroed_in_the_call():
     assert "dense<0" not in text
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "deterministic", "kernels"),
+    [
+        ("bias", (1, 4, 2048, 2048), False, 6),  # stored by TMA from the kernel that adds dq
+        ("bias", (1, 1, 1, 2048), False, 7),
+        ("relative_bias", (4, 33), False, 6),  # added in that kernel
+        ("relative_bias", (4, 33), True, 4),
+        ("relative_bias", (4, 1), True, 4),
+    ],
+)
+def test_gradients_of_terms_are_lowered(name, shape, deterministic, kernels):
+    def function(q, k, v, term):
+        attention = partial(flash_attention, implementation="gluon", deterministic=deterministic)
+        with_term = lambda q, k, v, term: attention(q, k, v, **{name: term})  # noqa: E731
+        out, pullback = jax.vjp(with_term, q, k, v, term)
+        return pullback(out)
+
+    operands = (*arrays(64, seq=2048), jax.ShapeDtypeStruct(shape, "bfloat16"))
+    with use_target("sm90"):
+        gradients = jax.jit(function).trace(*operands)
+        assert [x.shape for x in gradients.out_info] == [x.shape for x in operands]
+        text = gradients.lower(lowering_platforms=("cuda",)).as_text()
+    assert calls(text).count(KERNEL) == kernels
+
+
 def test_packed_sequences_are_lowered():
     def function(q, k, v, offsets):
         def attention(q, k, v):

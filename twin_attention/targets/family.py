@@ -132,9 +132,6 @@ def _jax_runs(
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         if isinstance(spec, PartialSpec):
             return "JAX launches no kernels that take a result over other keys"
-        has_table = isinstance(spec, AttentionSpec) and "relative_bias" in spec.terms
-        if has_table and operation == "flash_bwd":
-            return "JAX launches no kernel of its gradient of `relative_bias`"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
                 return (

@@ -57,7 +57,7 @@ from torch_attn.kernels.explicit.wgmma import (
     zeros,
 )
 from torch_attn.kernels.library.sequences import count_sequence_tiles
-from torch_attn.kernels.library.terms import terms_argument
+from torch_attn.kernels.library.terms import Bias, terms_argument
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
@@ -654,9 +654,8 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     if boxes is not None and terms.bias.entries.dtype.itemsize != 2:
         # Shared memory has no room beside heads of 128.
         boxes = None
-    terms = terms._replace(
-        bias=terms.bias._replace(boxes=boxes), dbias=terms.dbias._replace(boxes=stored)
-    )
+    # TMA alone stores the gradient: a pointer to it would be one address more of a result.
+    terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=Bias(boxes=stored))
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if sums.dk is None else 1
     arguments = {
