@@ -161,38 +161,38 @@ def test_the_backward_of_packed_sequences_in_mosaic(monkeypatch, head_dims, reas
         assert any(line.endswith(f": {reason}") for line in passed_over)
 
 
+@pytest.mark.parametrize("operation", ["flash_fwd", "flash_bwd"])
 @pytest.mark.parametrize(
-    ("fields", "name"),
+    "fields", [{"terms": ("alibi_slopes",)}, {"dropout_rate": 0.1}, {"row_max": True}]
+)
+def test_terms_run_in_the_explicit_kernels(fields, operation):
+    dense = replace(SPEC, head_dim=128, head_dim_v=128, **fields)
+    packed = VarlenSpec(**vars(dense), num_sequences=3)
+    long = replace(packed, seq_q=2**16, seq_kv=2**16, heads_q=16, heads_kv=16)
+    for spec in (dense, packed):
+        assert choice(None, "sm90", spec, operation=operation)[0] == Backend(GLUON_SM90, "sm90")
+    assert foreign.gluon_is_faster(operation, long, "sm90")
+    if operation == "flash_fwd":
+        with pytest.raises(NotImplementedError, match="its kernels"):
+            choice("mosaic", "sm90", replace(dense, compact=True))
+
+
+@pytest.mark.parametrize(
+    ("operation", "head_dim", "fields"),
     [
-        ({"terms": ("alibi_slopes",)}, "alibi_slopes"),
-        ({"dropout_rate": 0.1}, "dropout"),
+        ("flash_fwd", 64, {"dropout_rate": 0.1}),
+        ("flash_bwd", 128, {"terms": ("bias",), "wide_bias": True}),
     ],
 )
-def test_terms_run_in_the_explicit_forward_by_name(monkeypatch, fields, name):
-    packed = VarlenSpec(**vars(replace(SPEC, **fields)), num_sequences=3)
-    long = replace(packed, seq_q=2**16, seq_kv=2**16, heads_q=16, heads_kv=16)
-    assert choice("gluon", "sm90", packed)[0] == Backend(GLUON_SM90, "sm90")
-    for spec in (replace(SPEC, **fields), packed):
-        backend, reasons = choice(None, "sm90", spec)
-        assert backend == Backend(TRITON, "sm90")
-        assert f"gluon: its forward with {name} was not timed" in reasons
-    assert not foreign.gluon_is_faster("flash_fwd", long, "sm90")
-    monkeypatch.setattr(sm90, "UNTIMED", dict.fromkeys(sm90.UNTIMED, frozenset()))
-    assert choice(None, "sm90", packed)[0] == Backend(GLUON_SM90, "sm90")
-    assert foreign.gluon_is_faster("flash_fwd", long, "sm90")
-    with pytest.raises(NotImplementedError, match="its kernels"):
-        choice("mosaic", "sm90", replace(SPEC, **fields, compact=True))
-
-
-@pytest.mark.parametrize(
-    ("fields", "name"), [({"terms": ("bias",)}, "bias"), ({"dropout_rate": 0.1}, "dropout")]
-)
-def test_terms_run_in_the_explicit_backward_by_name(fields, name):
-    spec = replace(SPEC, **fields)
-    assert choice("gluon", "sm90", spec, operation="flash_bwd")[0] == Backend(GLUON_SM90, "sm90")
-    backend, reasons = choice(None, "sm90", spec, operation="flash_bwd")
+def test_terms_that_are_slower_in_the_explicit_kernels_run_there_by_name(
+    operation, head_dim, fields
+):
+    spec = replace(SPEC, head_dim=head_dim, head_dim_v=head_dim, **fields)
+    assert choice("gluon", "sm90", spec, operation=operation)[0] == Backend(GLUON_SM90, "sm90")
+    backend, reasons = choice(None, "sm90", spec, operation=operation)
     assert backend == Backend(TRITON, "sm90")
-    assert f"gluon: its backward with {name} was not timed" in reasons
+    assert any(x.startswith("gluon: its ") and x.endswith(" is slower") for x in reasons)
+    assert not foreign.gluon_is_faster(operation, spec, "sm90")
 
 
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
