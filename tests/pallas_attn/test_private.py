@@ -9,6 +9,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -198,10 +199,13 @@ def _used():
 
 def test_every_attribute_that_the_files_use_is_in_the_table():
     used = defaultdict(set)
+    others = {
+        "triton_call.py": ["foreign"], "ahead.py": ["in_torch"],
+        "own_memory.py": ["triton", "foreign", "mosaic"],
+    }  # fmt: skip
     for file, modules in _used().items():
-        others = {"triton_call.py": "foreign", "ahead.py": "in_torch"}.get(file.name, "triton")
-        group = "mosaic" if "kernels" in file.parts else others
-        for module, names in modules.items():
+        groups = ["mosaic"] if "kernels" in file.parts else others.get(file.name, ["triton"])
+        for group, (module, names) in product(groups, modules.items()):
             used[group, module] |= names
     attributes = {
         node.attr
