@@ -38,7 +38,7 @@ def kernels(request):
 
 def need(kernels, *cases):
     for case in cases:
-        if not takes(PallasSide, kernels, case):
+        if not takes(PallasSide("cpu"), kernels, case):
             pytest.skip(f"{kernels} has no kernels for {case.name}")
 
 

