@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import jax
 
 from pallas_attn import private
+from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton, mlir, pallas_core, triton_lowering
 from twin_attention.contract.validate import fail
 from twin_attention.targets.config import compile_to_fit
@@ -115,14 +117,32 @@ def _lower(
         target,
         recorded[0](name) if recorded is not None else _shared_memory(target, device),
     )
+    aliases = dict(input_output_aliases)
     call = jax.ffi.ffi_lowering(
-        "triton_kernel_call_ffi",
-        api_version=4,
-        operand_output_aliases=dict(input_output_aliases),
+        "triton_kernel_call_ffi", api_version=4, operand_output_aliases=aliases
     )
     if recorded is not None:
         recorded[1].append((name, config, compiled))
-        return call(ctx, *operands, opaque=b"")
+        opaque = b""
+    else:
+        num_arrays = len(ctx.avals_in) + len(ctx.avals_out)
+        opaque = _opaque(name, compiled, config, capability, lowered.grid, num_arrays)
+    return lower_with_own_memory(partial(call, opaque=opaque), ctx, operands, aliases)
+
+
+if private.missing("triton") is None:  # otherwise no kernel is lowered
+    pallas_core.register_lowering_rule(TritonCompilerParams, _lower, "gpu")
+
+
+def _opaque(
+    name: str,
+    compiled: Any,
+    config: KernelConfig,
+    capability: int,
+    grid: tuple[int, ...],
+    num_arrays: int,
+) -> bytes:
+    """Return what jaxlib launches."""
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")
@@ -135,13 +155,9 @@ def _lower(
         "",  # Triton IR: jaxlib would hash and copy it each time that a program runs
         capability,
     )
-    pointers = [gpu_triton.create_array_parameter(0, 16)] * (len(ctx.avals_in) + len(ctx.avals_out))
-    launch = gpu_triton.TritonKernelCall(kernel, *_grid_of_three(lowered.grid), pointers)
-    return call(ctx, *operands, opaque=zlib.compress(launch.to_proto(name, b"")))
-
-
-if private.missing("triton") is None:  # otherwise no kernel is lowered
-    pallas_core.register_lowering_rule(TritonCompilerParams, _lower, "gpu")
+    pointers = [gpu_triton.create_array_parameter(0, 16)] * num_arrays
+    launch = gpu_triton.TritonKernelCall(kernel, *_grid_of_three(grid), pointers)
+    return zlib.compress(launch.to_proto(name, b""))
 
 
 def _device() -> Any:

@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "pallas_core": ("jax._src.pallas.core", "register_lowering_rule"),
         "triton_lowering": ("jax._src.pallas.triton.lowering", "lower_jaxpr_to_triton_module"),
         "gpu_triton": ("jaxlib.gpu_triton", "TritonKernel TritonKernelCall create_array_parameter"),
+        "stablehlo": ("jaxlib.mlir.dialects.stablehlo", "OptimizationBarrierOp"),
         "libtriton": ("triton._C.libtriton", "ir.parse_mlir_module"),
         "triton_backend": ("triton.backends.compiler", "GPUTarget Language.TRITON"),
         "triton_compiler": ("triton.compiler", "ASTSource"),
@@ -41,6 +42,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "TritonKernel TritonKernelCall create_array_parameter create_scalar_parameter "
             "create_tma_descriptor_parameter",
         ),
+        "stablehlo": ("jaxlib.mlir.dialects.stablehlo", "OptimizationBarrierOp"),
     },
     "in_torch": {"ir": ("jaxlib.mlir.ir", "StringAttr WalkResult.ADVANCE")},
     "mosaic": {
@@ -88,6 +90,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "SharedSpace.shared_cta ShflKind.idx cp_async_commit_group cp_async_shared_global "
             "cp_async_wait_group fence_proxy shfl_sync",
         ),
+        "stablehlo": ("jaxlib.mlir.dialects.stablehlo", "OptimizationBarrierOp"),
         "scf": ("jaxlib.mlir.dialects.scf", "IfOp yield_"),
         "vector": ("jaxlib.mlir.dialects.vector", "broadcast"),
     },

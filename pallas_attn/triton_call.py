@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from hashlib import sha256
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
+from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton
 from pallas_attn.targets import cuda_devices
 from twin_attention.contract.validate import fail
@@ -218,4 +220,10 @@ def _descriptor(x: Any) -> Any:
     )  # fmt: skip
 
 
-mlir.register_lowering(kernel_call_p, mlir.lower_fun(_call, multiple_results=True), platform="cuda")
+def _lower(ctx, *inputs, read, written, **params):
+    rule = partial(mlir.lower_fun(_call, multiple_results=True), read=read, written=written)
+    in_place = [i for i, x in enumerate(read) if x in written]
+    return lower_with_own_memory(partial(rule, **params), ctx, inputs, in_place)
+
+
+mlir.register_lowering(kernel_call_p, _lower, platform="cuda")

@@ -8,9 +8,11 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import ask_ptxas_once, mgpu_utils, mlir, mpmd
 
 _lowers_sm80: ContextVar[bool] = ContextVar("lowers_sm80", default=False)
@@ -55,8 +57,9 @@ def _lower(ctx, *operands, **params):
     last = range(-compiler_params.num_aliased, 0)
     aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
     params["input_output_aliases"] = aliases
+    rule = partial(mpmd._mpmd_map_mgpu_lowering, **params)
     with _sm80() if isinstance(compiler_params, SM80Params) else nullcontext():
-        return mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
+        return lower_with_own_memory(rule, ctx, operands, aliases)
 
 
 ask_ptxas_once()
