@@ -47,7 +47,7 @@ OTHERS_PADDED = tl.constexpr(2)
 # An entry is the first row of a tile with bits of these: it has padding; it and the list's own rows
 # have one segment, and no padding.
 PADDED, ALIKE, ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(-4)
-# Rows of a tile that a warp reads at a time.
+# Rows of a tile that are read at a time, by one warp: no other needs them.
 LANES = tl.constexpr(32)
 
 
@@ -138,30 +138,23 @@ def tile_lists_kernel(
 
     # List the tiles of the window that hold something of it.
     num_masked, num_whole = 0, 0
-    WIDTH: tl.constexpr = OTHER if OTHER < LANES else LANES
     TILES: tl.constexpr = SCAN_ROWS // OTHER
     padded = tl.zeros([TILES], tl.int32)
     first_tile = begin // OTHER
     for step in tl.range(0, before + full + after, TILES, num_stages=1):
         index = step + tl.arange(0, TILES)
         starts = (first_tile + index) * OTHER
-        # Rows stand in two axes, the last as wide as a warp: each has whole tiles.
-        others = starts[:, None, None] + tl.arange(0, WIDTH)[None, None, :]
-        others += tl.arange(0, OTHER // WIDTH)[None, :, None] * WIDTH
         seen = index < before + full + after
-        other_exists = seen[:, None, None] & (others < size_other)
+        in_window = seen
         whole = seen & (index >= before) & (index < before + full)
         whole &= starts + OTHER <= size_other
         if not OF_KEYS:
             whole &= start + BLOCK <= end
         bits = tl.zeros([TILES], tl.int32)
         if ids_ptr is not None:
-            other_ids = tl.load(
-                other_ids_ptr + row_other + others, mask=other_exists, other=VISITED
+            other_least, other_high, other_low = _bounds(
+                other_ids_ptr + row_other, starts, in_window, size_other, VISITED, OTHER
             )
-            other_least = _least(other_ids)
-            other_high = _greatest(other_ids)
-            other_low = _least(tl.where(other_ids < 0, LARGEST, other_ids))
             seen &= other_low <= high
             seen &= other_high >= low
             alike = (other_least == high) & (other_high == high) & (least == high)
@@ -173,24 +166,27 @@ def tile_lists_kernel(
         if ends_ptr is not None:
             if OF_KEYS:
                 # Positions are counted as keys are.
-                other_ends = tl.load(ends_ptr + row_other + others, mask=other_exists, other=0)
-                seen &= _greatest(other_ends) > start + diagonal
-                whole &= _least(other_ends) > tl.minimum(start + BLOCK, end) - 1 + diagonal
+                least_end, greatest_end, _ = _bounds(
+                    ends_ptr + row_other, starts, in_window, size_other, 0, OTHER
+                )
+                seen &= greatest_end > start + diagonal
+                whole &= least_end > tl.minimum(start + BLOCK, end) - 1 + diagonal
             else:
                 position = starts - diagonal - first
                 seen &= position < last_end
                 whole &= position + OTHER - 1 < first_end
         if depths_ptr is not None:
-            other_depths_at = other_depths_ptr + row_other + others
             # Of a query and a key, the query's is not greater.
+            shallow, deep, _ = _bounds(
+                other_depths_ptr + row_other, starts, in_window, size_other,
+                -LARGEST if OF_KEYS else LARGEST, OTHER,
+            )  # fmt: skip
             if OF_KEYS:
-                other_depths = tl.load(other_depths_at, mask=other_exists, other=-LARGEST)
-                seen &= _greatest(other_depths) >= least_depth
-                whole &= _least(other_depths) >= greatest_depth
+                seen &= deep >= least_depth
+                whole &= shallow >= greatest_depth
             else:
-                other_depths = tl.load(other_depths_at, mask=other_exists, other=LARGEST)
-                seen &= _least(other_depths) <= greatest_depth
-                whole &= _greatest(other_depths) <= least_depth
+                seen &= shallow <= greatest_depth
+                whole &= deep <= least_depth
         whole &= seen
         # How many tiles of both kinds there are up to each, those that need no mask above bit 16.
         masked = seen & ~whole
@@ -218,15 +214,26 @@ def tile_lists_kernel(
 
 
 @triton.jit
-def _least(x):
-    """Return the least of each tile's rows, which are two axes."""
-    return tl.min(tl.min(x, 1), 1)
+def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
+    """Return the least and the greatest number of each tile's rows, and the least not negative.
 
-
-@triton.jit
-def _greatest(x):
-    """Return the greatest of each tile's rows, which are two axes."""
-    return tl.max(tl.max(x, 1), 1)
+    Args:
+        rows_ptr: the numbers, from row 0 on.
+        starts: the tiles' first rows, of those that exist.
+        size: how many rows there are; `fill` stands for others.
+        BLOCK: rows of a tile.
+    """
+    WIDTH: tl.constexpr = BLOCK if BLOCK < LANES else LANES
+    least, greatest, low = 0, 0, 0
+    for i in tl.static_range(BLOCK // WIDTH):
+        row = starts[:, None] + (i * WIDTH + tl.arange(0, WIDTH))[None, :]
+        x = tl.load(rows_ptr + row, mask=exists[:, None] & (row < size), other=fill)
+        y = tl.where(x < 0, LARGEST, x)
+        if i == 0:
+            least, greatest, low = x, x, y
+        else:
+            least, greatest, low = tl.minimum(least, x), tl.maximum(greatest, x), tl.minimum(low, y)
+    return tl.min(least, 1), tl.max(greatest, 1), tl.min(low, 1)
 
 
 def listed_mask(
