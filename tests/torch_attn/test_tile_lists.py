@@ -79,8 +79,8 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
         for element in range(2):
             own, others = (x[element] if has_ids else x[element] & False for x in padding)
             ids = (ids_q, ids_kv)[:: 1 if kernel != "flash_bwd_dkdv" else -1]
-            ids = [x[element] for x in ids] if has_ids else []
-            check_lists(lists[element], pairs[element], *blocks, own, others, *ids)
+            ids = [x[element] for x in ids] if has_ids else None
+            check_lists(lists[element], pairs[element], *blocks, own, others, ids=ids)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -168,17 +168,15 @@ def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
     return lists[1:].view(spec.batch, -1, width), stays, visited
 
 
-def check_lists(
-    lists, pairs, block: int, other: int, padding, padding_of_others, ids=None, ids_of_others=None
-) -> None:
+def check_lists(lists, pairs, block: int, other: int, padding, padding_of_others, ids=None) -> None:
     """Compare lists with the pairs [rows, others] that are seen, and with what is padding.
 
-    A tile that is alike has one segment, as all rows that stay.
+    ids: of the rows that stay and of the others, None without. A tile that is alike has one
+    segment, which is that of all rows that stay.
     """
     middle = (lists.shape[1] - HEADER.value) // 2
     rows = zip(pairs.split(block), padding.split(block), lists.tolist(), strict=len(pairs) > 0)
-    tiles_of_ids = [None] * len(pairs.split(block)) if ids is None else ids.split(block)
-    for (row, is_padding, entries), own in zip(rows, tiles_of_ids, strict=len(pairs) > 0):
+    for n, (row, is_padding, entries) in enumerate(rows):
         num_masked, num_whole, has_padding = entries[middle : middle + 3]
         masked = entries[middle - num_masked : middle]
         behind = middle + HEADER.value
@@ -195,6 +193,7 @@ def check_lists(
         assert (has_padding & OTHERS_PADDED.value != 0) == any_padded
         for x in found:
             if x & ALIKE.value:
-                assert own is not None
-                assert len({*own.tolist(), *ids_of_others.split(other)[x // other].tolist()}) == 1
+                assert ids is not None
+                own, others = ids[0].split(block)[n], ids[1].split(other)[(x & ROW.value) // other]
+                assert len({*own.tolist(), *others.tolist()}) == 1
                 assert own[0] >= 0

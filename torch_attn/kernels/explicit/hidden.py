@@ -118,7 +118,7 @@ def hide_keys(s, mask, marks, position, of_keys):
         of_keys: what `load_keys` returns.
     """
     ids, ends, reach, alike = of_keys
-    if mask.segments is not None:
+    if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:
             s = _where(marks.ids[:, None], ids[None, :], s, "eq")
     if mask.tree is not None:
@@ -156,7 +156,7 @@ def hide_queries(s, mask, marks, start, of_queries):
         of_queries: what `load_queries` returns. Keys are rows.
     """
     ids, depths, alike = of_queries
-    if mask.segments is not None:
+    if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:
             s = _where(marks.ids[:, None], ids[None, :], s, "eq")
     if mask.tree is not None:

@@ -314,14 +314,17 @@ def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return a place with what its list says, so that no other warp waits for the list."""
+    """Return a place with what its list says, so that no other warp waits for the list.
+
+    Where nothing is visible, one masked tile, so that no consumer has to do without.
+    """
     found, before, full, _after = listed_tiles(
         problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
         problem.num_sequences, BLOCK, BLOCK_OTHER,
     )  # fmt: skip
     return ListedPlace(
         place.head, place.tile, place.start, place.end, place.first_other, place.size_other,
-        place.sequence, before, full, found.first, found.padding,
+        place.sequence, gl.maximum(before, 1 - full), full, found.first, found.padding,
     )  # fmt: skip
 
 

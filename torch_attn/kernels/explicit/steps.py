@@ -33,7 +33,7 @@ def listed_tiles(
 ):  # fmt: skip
     """Return what `library.tiles.visible_tiles` does, of a tile of rows that has a list.
 
-    `begin` is a `TileList`. Where nothing is visible, there is one masked tile.
+    `begin` is a `TileList`. Where nothing is visible, there is one masked tile that is not counted.
 
     Args:
         segments, tree: of a `library.mask.Mask` of `tile_lists.listed_mask`; one may be None.
@@ -46,7 +46,6 @@ def listed_tiles(
         segments, tree, batch, tile, size, size_other, num_sequences, BLOCK, OTHER
     )
     before, full, padding = gl.load(middle), gl.load(middle + 1), gl.load(middle + 2)
-    before = gl.maximum(before, 1 - full)
     first = gl.load(_entry(middle, 0, before))
     return TileList(middle, first, padding), before, full, 0
 

@@ -397,8 +397,16 @@ def _produce(
         step -= 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), problem.heads_q, BLOCK_KV,
-        PASSES_OVER,
+            turn,
+            problem,
+            shared,
+            counter_ptr,
+            BLOCK_Q,
+            True,
+            (),
+            problem.heads_q,
+            BLOCK_KV,
+            PASSES_OVER,
         )
 
 
