@@ -73,14 +73,14 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
     )  # fmt: skip
     operands = FlashOperands(q, kv, kv, **options)
     for kernel in KERNELS:
-        lists, *blocks = lists_of(kernel, operands, spec)
+        lists, block, other = lists_of(kernel, operands, spec)
         pairs = seen if kernel != "flash_bwd_dkdv" else seen.mT
         padding = (ids_q < 0, ids_kv < 0)[:: 1 if kernel != "flash_bwd_dkdv" else -1]
         for element in range(2):
             own, others = (x[element] if has_ids else x[element] & False for x in padding)
             ids = (ids_q, ids_kv)[:: 1 if kernel != "flash_bwd_dkdv" else -1]
             ids = [x[element] for x in ids] if has_ids else None
-            check_lists(lists[element], pairs[element], *blocks, own, others, ids=ids)
+            check_lists(lists[element], pairs[element], block, other, own, others, ids=ids)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -97,10 +97,10 @@ def test_lists_of_a_window_of_depths(kernel):
     )  # fmt: skip
     pairs = visible(300, 300, Window(None, 0)) & (depths[0][:, :, None] - depths[1][:, None] <= 9)
     pairs = pairs if kernel != "flash_bwd_dkdv" else pairs.mT
-    lists, *blocks = lists_of(kernel, operands, spec)
+    lists, block, other = lists_of(kernel, operands, spec)
     nothing = torch.zeros(300, dtype=torch.bool)
     for element in range(2):
-        check_lists(lists[element], pairs[element], *blocks, nothing, nothing)
+        check_lists(lists[element], pairs[element], block, other, nothing, nothing)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
