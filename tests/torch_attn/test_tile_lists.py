@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from tests.torch_attn.explicit_kernels import gluon_backend
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpreted
-from torch_attn.kernels.tile_lists import HEADER, listed_mask
+from torch_attn.kernels.tile_lists import (
+    ALIKE,
+    HEADER,
+    OTHERS_PADDED,
+    PADDED,
+    ROW,
+    listed_mask,
+)
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets.family import Backend
@@ -66,12 +73,14 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
     )  # fmt: skip
     operands = FlashOperands(q, kv, kv, **options)
     for kernel in KERNELS:
-        lists, *blocks = lists_of(kernel, operands, spec)
+        lists, block, other = lists_of(kernel, operands, spec)
         pairs = seen if kernel != "flash_bwd_dkdv" else seen.mT
         padding = (ids_q < 0, ids_kv < 0)[:: 1 if kernel != "flash_bwd_dkdv" else -1]
         for element in range(2):
             own, others = (x[element] if has_ids else x[element] & False for x in padding)
-            check_lists(lists[element], pairs[element], *blocks, own, others)
+            ids = (ids_q, ids_kv)[:: 1 if kernel != "flash_bwd_dkdv" else -1]
+            ids = [x[element] for x in ids] if has_ids else None
+            check_lists(lists[element], pairs[element], block, other, own, others, ids=ids)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -88,10 +97,10 @@ def test_lists_of_a_window_of_depths(kernel):
     )  # fmt: skip
     pairs = visible(300, 300, Window(None, 0)) & (depths[0][:, :, None] - depths[1][:, None] <= 9)
     pairs = pairs if kernel != "flash_bwd_dkdv" else pairs.mT
-    lists, *blocks = lists_of(kernel, operands, spec)
+    lists, block, other = lists_of(kernel, operands, spec)
     nothing = torch.zeros(300, dtype=torch.bool)
     for element in range(2):
-        check_lists(lists[element], pairs[element], *blocks, nothing, nothing)
+        check_lists(lists[element], pairs[element], block, other, nothing, nothing)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -159,19 +168,32 @@ def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
     return lists[1:].view(spec.batch, -1, width), stays, visited
 
 
-def check_lists(lists, pairs, block: int, other: int, padding, padding_of_others) -> None:
-    """Compare lists with the pairs [rows, others] that are seen, and with what is padding."""
+def check_lists(lists, pairs, block: int, other: int, padding, padding_of_others, ids=None) -> None:
+    """Compare lists with the pairs [rows, others] that are seen, and with what is padding.
+
+    ids: of the rows that stay and of the others, None without. A tile that is alike has one
+    segment, which is that of all rows that stay.
+    """
     middle = (lists.shape[1] - HEADER.value) // 2
     rows = zip(pairs.split(block), padding.split(block), lists.tolist(), strict=len(pairs) > 0)
-    for row, is_padding, entries in rows:
+    for n, (row, is_padding, entries) in enumerate(rows):
         num_masked, num_whole, has_padding = entries[middle : middle + 3]
-        assert has_padding == is_padding.any()
         masked = entries[middle - num_masked : middle]
         behind = middle + HEADER.value
         whole = entries[behind : behind + num_whole]
-        starts = [x & -2 for x in masked + whole]
+        found = masked + whole
+        starts = [x & ROW.value for x in found]
         assert len({*starts}) == len(starts)
         tiles, of_others = row.split(other, 1), padding_of_others.split(other)
         assert {n * other for n, tile in enumerate(tiles) if tile.any()} <= {*starts}
-        assert all(tiles[x // other].all() and x & 1 == 0 for x in whole)
-        assert all(x & 1 or not of_others[x // other].any() for x in masked)
+        assert all(tiles[x // other].all() and x & PADDED.value == 0 for x in whole)
+        assert all(x & PADDED.value or not of_others[x // other].any() for x in masked)
+        assert has_padding & PADDED.value == is_padding.any()
+        any_padded = any(x & PADDED.value for x in found) or not found
+        assert (has_padding & OTHERS_PADDED.value != 0) == any_padded
+        for x in found:
+            if x & ALIKE.value:
+                assert ids is not None
+                own, others = ids[0].split(block)[n], ids[1].split(other)[(x & ROW.value) // other]
+                assert len({*own.tolist(), *others.tolist()}) == 1
+                assert own[0] >= 0

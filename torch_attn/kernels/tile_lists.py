@@ -41,8 +41,14 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import FlashConfig
 
 # What stands in the middle of a list: how many of its tiles need a mask, how many need none, and
-# whether the list's own rows have padding.
+# what has padding: PADDED for the list's own rows, OTHERS_PADDED for one of its tiles.
 HEADER = tl.constexpr(3)
+OTHERS_PADDED = tl.constexpr(2)
+# An entry is the first row of a tile with bits of these: it has padding; it and the list's own rows
+# have one segment, and no padding.
+PADDED, ALIKE, ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(-4)
+# Rows of a tile that are read at a time, by one warp: no other needs them.
+LANES = tl.constexpr(32)
 
 
 @triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
@@ -75,11 +81,10 @@ def tile_lists_kernel(
     Operands: ids [B, Sq] and [B, Skv], ends [B, Skv], or [Tkv], depths of queries and reach of keys
     as `Depths` has them, int32 and contiguous, or None.
     lists int32: a counter, which becomes 0, of the work items that programs take; and then [B,
-    tiles, 2 T + HEADER], where T is how many tiles there may be, 1 at least. Entries are the first
-    rows of tiles, with 1 added where the tile has padding. From entry T on a list has its header;
-    behind that stand the tiles that need no mask, and in front of it, the last one first, those
-    that need one. Where nothing is visible, tile 0 stands in both places and is not counted: a
-    reader may have to fetch one.
+    tiles, 2 T + HEADER], where T is how many tiles there may be, 1 at least. From entry T on a list
+    has its header; behind that stand the tiles that need no mask, and in front of it, the last one
+    first, those that need one. Where nothing is visible, tile 0 stands in both places and is not
+    counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -134,67 +139,101 @@ def tile_lists_kernel(
     # List the tiles of the window that hold something of it.
     num_masked, num_whole = 0, 0
     TILES: tl.constexpr = SCAN_ROWS // OTHER
+    padded = tl.zeros([TILES], tl.int32)
     first_tile = begin // OTHER
     for step in tl.range(0, before + full + after, TILES, num_stages=1):
         index = step + tl.arange(0, TILES)
         starts = (first_tile + index) * OTHER
-        others = starts[:, None] + tl.arange(0, OTHER)[None, :]
         seen = index < before + full + after
-        other_exists = seen[:, None] & (others < size_other)
+        in_window = seen
         whole = seen & (index >= before) & (index < before + full)
         whole &= starts + OTHER <= size_other
         if not OF_KEYS:
             whole &= start + BLOCK <= end
-        padded = tl.zeros([TILES], tl.int32)
+        bits = tl.zeros([TILES], tl.int32)
         if ids_ptr is not None:
-            other_ids = tl.load(
-                other_ids_ptr + row_other + others, mask=other_exists, other=VISITED
+            other_least, other_high, other_low = _bounds(
+                other_ids_ptr + row_other, starts, in_window, size_other, VISITED, OTHER
             )
-            other_least = tl.min(other_ids, 1)
-            other_high = tl.max(other_ids, 1)
-            other_low = tl.min(tl.where(other_ids < 0, LARGEST, other_ids), 1)
             seen &= other_low <= high
             seen &= other_high >= low
-            whole &= (other_least == high) & (other_high == high) & (least == high)
-            padded = (other_least < 0).to(tl.int32)
+            alike = (other_least == high) & (other_high == high) & (least == high)
+            if not OF_KEYS:
+                # Keys that do not exist are hidden by their ids.
+                alike &= start + BLOCK <= end
+            whole &= alike
+            bits = tl.where(other_least < 0, PADDED, tl.where(alike, ALIKE, 0))
         if ends_ptr is not None:
             if OF_KEYS:
                 # Positions are counted as keys are.
-                other_ends = tl.load(ends_ptr + row_other + others, mask=other_exists, other=0)
-                seen &= tl.max(other_ends, 1) > start + diagonal
-                whole &= tl.min(other_ends, 1) > tl.minimum(start + BLOCK, end) - 1 + diagonal
+                least_end, greatest_end, _ = _bounds(
+                    ends_ptr + row_other, starts, in_window, size_other, 0, OTHER
+                )
+                seen &= greatest_end > start + diagonal
+                whole &= least_end > tl.minimum(start + BLOCK, end) - 1 + diagonal
             else:
                 position = starts - diagonal - first
                 seen &= position < last_end
                 whole &= position + OTHER - 1 < first_end
         if depths_ptr is not None:
-            other_depths_at = other_depths_ptr + row_other + others
             # Of a query and a key, the query's is not greater.
+            shallow, deep, _ = _bounds(
+                other_depths_ptr + row_other, starts, in_window, size_other,
+                -LARGEST if OF_KEYS else LARGEST, OTHER,
+            )  # fmt: skip
             if OF_KEYS:
-                other_depths = tl.load(other_depths_at, mask=other_exists, other=-LARGEST)
-                seen &= tl.max(other_depths, 1) >= least_depth
-                whole &= tl.min(other_depths, 1) >= greatest_depth
+                seen &= deep >= least_depth
+                whole &= shallow >= greatest_depth
             else:
-                other_depths = tl.load(other_depths_at, mask=other_exists, other=LARGEST)
-                seen &= tl.min(other_depths, 1) <= greatest_depth
-                whole &= tl.max(other_depths, 1) <= least_depth
+                seen &= shallow <= greatest_depth
+                whole &= deep <= least_depth
         whole &= seen
-        masked = (seen & ~whole).to(tl.int32)
-        entry = starts + padded
-        place = middle_ptr - num_masked - tl.cumsum(masked, 0)
-        tl.store(place, entry, mask=masked > 0)
-        place = middle_ptr + HEADER + num_whole + tl.cumsum(whole.to(tl.int32), 0) - 1
+        # How many tiles of both kinds there are up to each, those that need no mask above bit 16.
+        masked = seen & ~whole
+        counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
+        numbers = tl.cumsum(counts, 0)
+        entry = starts + bits
+        tl.store(middle_ptr - num_masked - (numbers & 0xFFFF), entry, mask=masked)
+        place = middle_ptr + HEADER - 1 + num_whole + (numbers >> 16)
         tl.store(place, entry, mask=whole)
-        num_masked += tl.sum(masked, 0)
-        num_whole += tl.sum(whole.to(tl.int32), 0)
+        total = tl.sum(counts, 0)
+        num_masked += total & 0xFFFF
+        num_whole += total >> 16
+        padded |= tl.where(seen, bits, 0)
+    others_padded = tl.max(padded & PADDED, 0)
     if num_masked + num_whole == 0:
-        tl.store(middle_ptr - 1, 1)
-        tl.store(middle_ptr + HEADER, 1)
+        tl.store(middle_ptr - 1, PADDED)
+        tl.store(middle_ptr + HEADER, PADDED)
+        others_padded = 1
     if tl.program_id(0) == 0:
         tl.store(lists_ptr, 0)
     tl.store(middle_ptr, num_masked)
     tl.store(middle_ptr + 1, num_whole)
-    tl.store(middle_ptr + 2, (least < 0).to(tl.int32) if ids_ptr is not None else 0)
+    own_padded = (least < 0).to(tl.int32) if ids_ptr is not None else 0
+    tl.store(middle_ptr + 2, own_padded * PADDED + others_padded * OTHERS_PADDED)
+
+
+@triton.jit
+def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
+    """Return the least and the greatest number of each tile's rows, and the least not negative.
+
+    Args:
+        rows_ptr: the numbers, from row 0 on.
+        starts: the tiles' first rows, of those that exist.
+        size: how many rows there are; `fill` stands for others.
+        BLOCK: rows of a tile.
+    """
+    WIDTH: tl.constexpr = BLOCK if BLOCK < LANES else LANES
+    least, greatest, low = 0, 0, 0
+    for i in tl.static_range(BLOCK // WIDTH):
+        row = starts[:, None] + (i * WIDTH + tl.arange(0, WIDTH))[None, :]
+        x = tl.load(rows_ptr + row, mask=exists[:, None] & (row < size), other=fill)
+        y = tl.where(x < 0, LARGEST, x)
+        if i == 0:
+            least, greatest, low = x, x, y
+        else:
+            least, greatest, low = tl.minimum(least, x), tl.maximum(greatest, x), tl.minimum(low, y)
+    return tl.min(least, 1), tl.max(greatest, 1), tl.min(low, 1)
 
 
 def listed_mask(

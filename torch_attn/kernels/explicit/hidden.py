@@ -89,21 +89,24 @@ def _load_ids(ids_ptr, rows, num_rows):
 
 
 @gluon.jit
-def load_keys(mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def load_keys(
+    mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
+):  # fmt: skip
     """Load what hides BLOCK keys from `start` on, for `hide_keys`: segments, ends and reach.
 
     Args:
         LAYOUT: of the scores. Queries are rows.
+        alike: all queries and keys are of one segment, which hides none.
     """
     ids, ends, reach = 0, 0, 0
     if mask.segments is not None:
-        ids = _load_other_ids(marks, start, num_keys, BLOCK, LAYOUT)
+        ids = _load_other_ids(marks, start, num_keys, BLOCK, LAYOUT, alike)
     if mask.tree is not None:
         key = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
         ends = gl.load(marks.ends + key, mask=key < num_keys, other=0)
     if mask.depths is not None:
         reach = _load_depths(marks, start, num_keys, BLOCK, LAYOUT)
-    return ids, ends, reach
+    return ids, ends, reach, alike
 
 
 @gluon.jit
@@ -114,9 +117,10 @@ def hide_keys(s, mask, marks, position, of_keys):
         position: of the queries, which are rows.
         of_keys: what `load_keys` returns.
     """
-    ids, ends, reach = of_keys
-    if mask.segments is not None:
-        s = _where(marks.ids[:, None], ids[None, :], s, "eq")
+    ids, ends, reach, alike = of_keys
+    if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
+        if not alike:
+            s = _where(marks.ids[:, None], ids[None, :], s, "eq")
     if mask.tree is not None:
         s = _where(position[:, None], ends[None, :], s, "lt")
     if mask.depths is not None:
@@ -125,20 +129,23 @@ def hide_keys(s, mask, marks, position, of_keys):
 
 
 @gluon.jit
-def load_queries(mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def load_queries(
+    mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
+):  # fmt: skip
     """Load what hides keys from BLOCK queries from `start` on, for `hide_queries`.
 
     That is their segments and their depths.
 
     Args:
         LAYOUT: of the scores. Keys are rows.
+        alike: as `load_keys` takes it.
     """
     ids, depths = 0, 0
     if mask.segments is not None:
-        ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT)
+        ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT, alike)
     if mask.depths is not None:
         depths = _load_depths(marks, start, num_queries, BLOCK, LAYOUT)
-    return ids, depths
+    return ids, depths, alike
 
 
 @gluon.jit
@@ -148,9 +155,10 @@ def hide_queries(s, mask, marks, start, of_queries):
     Args:
         of_queries: what `load_queries` returns. Keys are rows.
     """
-    ids, depths = of_queries
-    if mask.segments is not None:
-        s = _where(marks.ids[:, None], ids[None, :], s, "eq")
+    ids, depths, alike = of_queries
+    if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
+        if not alike:
+            s = _where(marks.ids[:, None], ids[None, :], s, "eq")
     if mask.tree is not None:
         row = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = _where(row[None, :], marks.ends[:, None], s, "lt")
@@ -166,10 +174,13 @@ def _load_depths(marks, start, num_rows, BLOCK: gl.constexpr, LAYOUT: gl.constex
 
 
 @gluon.jit
-def _load_other_ids(marks, start, num_rows, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+def _load_other_ids(marks, start, num_rows, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike):
     rows = start + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    ids = gl.load(marks.other_ids + rows, mask=rows < num_rows, other=VISITED)
-    return gl.maximum(ids, VISITED)
+    ids = gl.full([BLOCK], VISITED, gl.int32, rows.type.layout)
+    if not alike:
+        ids = gl.load(marks.other_ids + rows, mask=rows < num_rows, other=VISITED)
+        ids = gl.maximum(ids, VISITED)
+    return ids
 
 
 @triton.constexpr_function

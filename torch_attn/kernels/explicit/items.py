@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
 from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.steps import lists_of
+from torch_attn.kernels.explicit.steps import TileList, listed_tiles, lists_of, middle_of_list
 from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
@@ -99,6 +99,28 @@ class Place(NamedTuple):
     sequence: Any
 
 
+class ListedPlace(NamedTuple):
+    """Locate a work item whose tiles are listed.
+
+    Attributes:
+        head ... sequence: as `Place` has them; of a dense batch head, tile and start alone.
+        before, full: how many tiles need a mask, and how many need none.
+        first, padding: as `steps.TileList` has them.
+    """
+
+    head: Any
+    tile: Any
+    start: Any
+    end: Any
+    first_other: Any
+    size_other: Any
+    sequence: Any
+    before: Any
+    full: Any
+    first: Any
+    padding: Any
+
+
 class Pairs(NamedTuple):
     """Locate a work item's pairs of query and key, as the terms of scores count them.
 
@@ -163,7 +185,8 @@ def next_item(
     BLOCK: gl.constexpr,
     LAST_FIRST: gl.constexpr,
     row_ptrs,
-    BLOCK_OTHER: gl.constexpr = None,
+    heads,
+    BLOCK_OTHER: gl.constexpr,
     PASSES_OVER: gl.constexpr = False,
 ):
     """Return the producer's work item of a turn, and its place if programs take items as they come.
@@ -179,11 +202,13 @@ def next_item(
         counter_ptr: how many items all programs have taken, or None. Lists have their own.
         LAST_FIRST: the last tile is the longest.
         row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
-        BLOCK_OTHER: rows of a tile of the other axis, where rows have intervals.
+        heads: of a batch element, as items count them.
+        BLOCK_OTHER: rows of a tile of the other axis.
         PASSES_OVER: tiles whose rows see nothing in their intervals are passed over.
 
     Returns:
-        (item, place): the second is a `Place`, or a `Part` where rows have intervals.
+        (item, place): the second is a `Place`, a `ListedPlace` where tiles are listed, or a `Part`
+        where rows have intervals.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if problem.intervals is not None:
@@ -198,10 +223,12 @@ def next_item(
             if len(row_ptrs) > 0:
                 _prepare_rows(row_ptrs, place, problem, BLOCK)
             item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
+        if problem.tree is not None:
+            place = _with_list(problem, place, 0, BLOCK, BLOCK_OTHER)
         _hand_over(shared, turn, item, place)
-    elif problem.segments is not None or problem.tree is not None:
-        counter_ptr = lists_of(problem.segments, problem.tree)
-        item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+    elif are_listed(problem.segments, problem.tree):
+        item, place = _take_listed(problem, BLOCK, LAST_FIRST)
+        place = _with_list(problem, place, place.head // heads, BLOCK, BLOCK_OTHER)
         _hand_over(shared, turn, item, place)
     return item, place
 
@@ -212,7 +239,10 @@ def own_item(turn, problem, shared, READER: gl.constexpr):
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if are_counted(problem.num_sequences, problem.segments, problem.tree):
         item, found = _receive(shared, turn, READER)
-        place = Place(*found)
+        if are_listed(problem.segments, problem.tree):
+            place = ListedPlace(*found)
+        else:
+            place = Place(*found)
     if problem.intervals is not None:
         item, found = _receive(shared, turn, READER)
         place = Part(*found)
@@ -233,9 +263,25 @@ def locate_pairs(problem, place, batch, head, start, position):
 
 
 @triton.constexpr_function
+def are_listed(segments, tree):
+    """Return whether tiles are listed, of a problem's fields or a mask's."""
+    return segments is not None or tree is not None
+
+
+@triton.constexpr_function
 def are_counted(num_sequences, segments, tree):
     """Return whether programs take items from a counter, of a problem's fields or a mask's."""
     return num_sequences is not None or segments is not None or tree is not None
+
+
+@gluon.jit
+def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
+    """Return what `steps.listed_tiles` does, of a work item that `next_item` or `own_item` gave."""
+    middle = middle_of_list(
+        problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
+        problem.num_sequences, BLOCK, BLOCK_OTHER,
+    )  # fmt: skip
+    return TileList(middle, place.first, place.padding), place.before, place.full, 0
 
 
 @gluon.jit
@@ -252,6 +298,34 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
         problem.num_sequences, BLOCK,
     )  # fmt: skip
     return item, Place(head, tile, start, end, first_other, size_other, sequence)
+
+
+@gluon.jit
+def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
+    item = gl.atomic_add(lists_of(problem.segments, problem.tree), 1, sem="relaxed")
+    # There may be none left: then the place is that of the last one.
+    num_tiles = gl.cdiv(problem.size, BLOCK)
+    existing = gl.minimum(item, problem.num_items - 1)
+    head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
+    if LAST_FIRST:
+        tile = num_tiles - 1 - tile
+    return item, Place(head, tile, tile * BLOCK, 0, 0, 0, 0)
+
+
+@gluon.jit
+def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
+    """Return a place with what its list says, so that no other warp waits for the list.
+
+    Where nothing is visible, one masked tile, so that no consumer has to do without.
+    """
+    found, before, full, _after = listed_tiles(
+        problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
+        problem.num_sequences, BLOCK, BLOCK_OTHER,
+    )  # fmt: skip
+    return ListedPlace(
+        place.head, place.tile, place.start, place.end, place.first_other, place.size_other,
+        place.sequence, gl.maximum(before, 1 - full), full, found.first, found.padding,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -289,18 +363,21 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def allocate_hand_over(READERS: gl.constexpr):
-    """Allocate shared memory for an item and its place; barriers for when it is there, and read."""
+def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr):
+    """Allocate shared memory for an item and its place; barriers for when it is there, and read.
+
+    LISTED: the place is a `ListedPlace`.
+    """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    values = gl.allocate_shared_memory(gl.int32, [8], layout)
+    values = gl.allocate_shared_memory(gl.int32, [16 if LISTED else 8], layout)
     return values, allocate_barriers(1), allocate_barriers(READERS)
 
 
 @gluon.jit
-def _fields():
+def _fields(COUNT: gl.constexpr):
     # Each thread has all of them.
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    return gl.arange(0, 8, layout)
+    layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
+    return gl.arange(0, COUNT, layout)
 
 
 @gluon.jit
@@ -310,9 +387,9 @@ def _hand_over(shared, turn, item, place):
     READERS: gl.constexpr = read.shape[0]
     for reader in gl.static_range(READERS):
         mbarrier.wait(read.index(reader), (turn & 1) ^ 1)
-    field = _fields()
+    field = _fields(values.shape[0])
     x = gl.where(field == 0, item, field)
-    for i in gl.static_range(7):
+    for i in gl.static_range(len(place)):
         x = gl.where(field == i + 1, place[i], x)
     values.store(x)
     mbarrier.arrive(written.index(0), count=1)
@@ -323,11 +400,11 @@ def _receive(shared, turn, READER: gl.constexpr):
     """Return what `_hand_over` gave in a turn: the item, and the numbers of its place."""
     values, written, read = shared
     mbarrier.wait(written.index(0), turn & 1)
-    field = _fields()
+    field = _fields(values.shape[0])
     x = values.load(field.type.layout)
     mbarrier.arrive(read.index(READER), count=1)
     found = ()
-    for i in gl.static_range(7):
+    for i in gl.static_range(7 if values.shape[0] == 8 else 11):
         found = found + (gl.sum(gl.where(field == i + 1, x, 0), 0),)
     return gl.sum(gl.where(field == 0, x, 0), 0), found
 

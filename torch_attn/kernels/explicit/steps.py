@@ -1,12 +1,29 @@
 """The order in which a work item's steps visit its tiles."""
 
+from typing import Any, NamedTuple
+
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import split_step
-from torch_attn.kernels.tile_lists import HEADER
+from torch_attn.kernels.tile_lists import ALIKE, HEADER, OTHERS_PADDED, PADDED, ROW
+
+
+class TileList(NamedTuple):
+    """Hold what a work item knows of its list before its first step.
+
+    Attributes:
+        middle: pointer to the list's middle.
+        first: the entry of the first step's tile, where those at the edges go first.
+        padding: PADDED and OTHERS_PADDED of the list's header.
+    """
+
+    middle: Any
+    first: Any
+    padding: Any
 
 
 @gluon.jit
@@ -16,8 +33,7 @@ def listed_tiles(
 ):  # fmt: skip
     """Return what `library.tiles.visible_tiles` does, of a tile of rows that has a list.
 
-    `begin` is a pointer, to the middle of the list. Where nothing is visible, there is one masked
-    tile that is not counted.
+    `begin` is a `TileList`. Where nothing is visible, there is one masked tile that is not counted.
 
     Args:
         segments, tree: of a `library.mask.Mask` of `tile_lists.listed_mask`; one may be None.
@@ -26,11 +42,24 @@ def listed_tiles(
         num_sequences: of packed sequences, or None.
         BLOCK, OTHER: rows of a tile, and of a tile of the other axis.
     """
+    middle = middle_of_list(
+        segments, tree, batch, tile, size, size_other, num_sequences, BLOCK, OTHER
+    )
+    before, full, padding = gl.load(middle), gl.load(middle + 1), gl.load(middle + 2)
+    first = gl.load(_entry(middle, 0, before))
+    return TileList(middle, first, padding), before, full, 0
+
+
+@gluon.jit
+def middle_of_list(
+    segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
+    OTHER: gl.constexpr,
+):  # fmt: skip
+    """Return the pointer to the middle of a list, of arguments as `listed_tiles` takes them."""
     most = gl.maximum(gl.cdiv(size_other, OTHER), 1)
     index = batch * count_sequence_tiles(size, num_sequences, BLOCK) + tile
     offset = index.to(gl.int64) * (2 * most + HEADER) + (1 + most)
-    begin = lists_of(segments, tree) + offset
-    return begin, gl.load(begin), gl.load(begin + 1), 0
+    return lists_of(segments, tree) + offset
 
 
 @gluon.jit
@@ -59,7 +88,10 @@ def step_start(
         edge = gl.where(step < before, step, step + full)
         tile = gl.where(step < before + after, edge, step - after)
     if is_list(begin):
-        row = gl.load(_entry(begin, tile, before)) & -2
+        if is_first(step) and not EDGES_LAST:
+            row = begin.first & ROW
+        else:
+            row = gl.load(_entry(begin.middle, tile, before)) & ROW
     else:
         row = begin + tile * BLOCK
     return row
@@ -68,25 +100,47 @@ def step_start(
 @gluon.jit
 def step_has_padding(step, begin, before):
     """Return whether the tile of a step has padding, of those at the edges of `listed_tiles`."""
-    return gl.load(_entry(begin, step, before)) & 1 != 0
+    others = begin.padding & OTHERS_PADDED != 0
+    return gl.load(_entry(begin.middle, step, before), mask=others, other=0) & PADDED != 0
+
+
+@gluon.jit
+def step_is_alike(step, begin, before, segments):
+    """Return whether a step's tile and the item's rows have one segment, by the list.
+
+    False where there are no segments, and for steps behind those at the edges.
+    """
+    alike = False
+    if segments is not None:
+        if is_first(step):
+            alike = begin.first & ALIKE != 0
+        else:
+            alike = gl.load(_entry(begin.middle, step, before)) & ALIKE != 0
+    return alike
 
 
 @gluon.jit
 def rows_have_padding(begin):
     """Return whether rows that have a list have padding."""
-    return gl.load(begin + 2) != 0
+    return begin.padding & PADDED != 0
 
 
 @gluon.jit
-def _entry(begin, tile, before):
+def _entry(middle, tile, before):
     """Return where a list has a tile: those at the edges are counted before the full ones."""
-    return begin + gl.where(tile < before, -1 - tile, HEADER + tile - before)
+    return middle + gl.where(tile < before, -1 - tile, HEADER + tile - before)
 
 
 @triton.constexpr_function
 def is_list(begin):
     """Return whether `begin` is what `listed_tiles` returned."""
-    return hasattr(begin, "type") and begin.type.is_ptr()
+    return isinstance(begin, tuple | tl.tuple)
+
+
+@triton.constexpr_function
+def is_first(step):
+    """Return whether a step is known to be an item's first one."""
+    return isinstance(step, int) and step == 0
 
 
 @gluon.jit
@@ -104,6 +158,16 @@ def group_step_has_padding(step, begin, before, full, GROUP_SIZE: gl.constexpr):
     """Return what `step_has_padding` does, of a step over all heads of the group."""
     _member, index = _split_group_step(step, before, full, GROUP_SIZE)
     return step_has_padding(index, begin, before)
+
+
+@gluon.jit
+def group_step_is_alike(step, begin, before, full, segments, GROUP_SIZE: gl.constexpr):
+    """Return what `step_is_alike` does, of a step over all heads of the group."""
+    alike = False
+    if segments is not None:
+        _member, index = _split_group_step(step, before, full, GROUP_SIZE)
+        alike = step_is_alike(index, begin, before, segments)
+    return alike
 
 
 @gluon.jit

@@ -18,11 +18,12 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
+    are_listed,
     locate_pairs,
     own_item,
 )
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
-from torch_attn.kernels.explicit.steps import group_step
+from torch_attn.kernels.explicit.steps import group_step, group_step_is_alike
 from torch_attn.kernels.explicit.terms import (
     add_relative_gradient,
     allocate_bias_boxes,
@@ -181,7 +182,8 @@ def flash_bwd_dkdv_kernel(
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
-        shared = allocate_hand_over(2 if sums.dq is None else 3)
+        listed: gl.constexpr = are_listed(mask.segments, mask.tree)
+        shared = allocate_hand_over(2 if sums.dq is None else 3, listed)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
@@ -364,10 +366,11 @@ def _consume_queries(
             values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
         s = wait_sums(s, 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
+        alike = group_step_is_alike(0, begin, before, full, problem.segments, MEMBERS)
         s, dk, dv, ds = _visit_queries(
             s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
-            rule, terms, pairs, member, reach_left, reach_right, problem, marks, queries.size,
-            CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
+            rule, terms, pairs, member, reach_left, reach_right, problem, marks, alike,
+            queries.size, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -387,10 +390,15 @@ def _consume_queries(
                     clear_queries(
                         q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
                     )
+                alike = False
+                if masked:
+                    alike = group_step_is_alike(
+                        index, begin, before, full, problem.segments, MEMBERS
+                    )
                 s, dk, dv, ds = _visit_queries(
                     s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
                     last, rule, terms, pairs, member, reach_left, reach_right, problem, marks,
-                    queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                    alike, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -482,6 +490,7 @@ def _visit_queries(
     window_right,
     problem,
     marks,
+    alike,
     size_q,
     CONSUMER: gl.constexpr,
     FUSED: gl.constexpr,
@@ -500,6 +509,7 @@ def _visit_queries(
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
+    alike: the tile's queries and the keys are of one segment.
     size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
@@ -521,7 +531,7 @@ def _visit_queries(
     # loop, for which there are no registers.
     fresh = step >> 30
 
-    of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout)
+    of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout, alike)
     own = head_terms(terms, pairs.element, pairs.head + member)
 
     # dq += ds k and dk += dsᵀ q for the tile before

@@ -27,15 +27,16 @@ from torch_attn.kernels.explicit.items import (
     Rows,
     allocate_hand_over,
     are_counted,
+    are_listed,
     head_and_tile,
     locate_pairs,
     next_item,
     own_item,
     persistent,
+    tiles_of_list,
 )
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import (
-    listed_tiles,
     rows_have_padding,
     step_has_padding,
     step_start,
@@ -150,7 +151,7 @@ def flash_bwd_dq_kernel(
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
     shared = ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
-        shared = allocate_hand_over(2)
+        shared = allocate_hand_over(2, are_listed(mask.segments, mask.tree))
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
@@ -187,21 +188,23 @@ def _locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: g
     first_kv, shift, read_rows = 0, 0, 64
     if problem.intervals is not None:
         index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+        index, tile, start_q = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, 128)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         tile = num_tiles - 1 - tile
         start_q = tile * 128
     else:
-        index, tile, start_q, seq_q, first_kv, seq_kv, sequence = place
+        index, tile, start_q, seq_q = place.head, place.tile, place.start, place.end
+        first_kv, seq_kv, sequence = place.first_other, place.size_other, place.sequence
         diagonal = seq_kv - seq_q
         shift = tile * 128 - start_q
         read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
-    if problem.segments is not None or problem.tree is not None:
-        begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, index // problem.heads_q, tile, problem.size,
-            problem.size_other, problem.num_sequences, 128, BLOCK_KV,
-        )  # fmt: skip
+    if are_listed(problem.segments, problem.tree):
+        begin, before, full, after = tiles_of_list(
+            problem, place, index // problem.heads_q, 128, BLOCK_KV
+        )
     elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
@@ -238,7 +241,9 @@ def _produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, 128, True, row_ptrs, BLOCK_KV, True)
+    item, place = next_item(
+        turn, problem, shared, counter_ptr, 128, True, row_ptrs, problem.heads_q, BLOCK_KV, True
+    )
     while item < problem.num_items:
         batch, head, rows, keys, _shift, _read_rows, visible = _locate_queries(
             item, place, problem, window_left, window_right, BLOCK_KV
@@ -274,7 +279,7 @@ def _produce_keys(
             step += 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, 128, True, row_ptrs, BLOCK_KV, True
+            turn, problem, shared, counter_ptr, 128, True, row_ptrs, problem.heads_q, BLOCK_KV, True
         )
 
 
@@ -304,7 +309,7 @@ def _consume_keys(
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # The keys are some of all; rows are prepared, and dq joins that through others.
     IS_PART: gl.constexpr = problem.intervals is not None
-    HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
+    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
     HAS_TERMS: gl.constexpr = ADDS or terms.seed is not None
@@ -340,7 +345,7 @@ def _consume_keys(
             lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to run under its exponentials.
-        of_keys = (0, 0, 0)
+        of_keys = (0, 0, 0, False)
         if HAS_LISTS:
             start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
             of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
@@ -477,7 +482,7 @@ def _consume_keys(
                 # p = exp(s - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 key = step_start(index, begin, before, full, after, BLOCK_KV)
-                hidden = (0, 0, 0)
+                hidden = (0, 0, 0, False)
                 if HAS_LISTS and masked:
                     hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(

@@ -7,7 +7,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
-from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted
+from torch_attn.kernels.explicit.items import (
+    Problem,
+    allocate_hand_over,
+    are_counted,
+    are_listed,
+)
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
@@ -94,7 +99,7 @@ def flash_bwd_large_kernel(
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
     if are_counted(num_sequences, mask.segments, mask.tree):
-        shared = allocate_hand_over(2)
+        shared = allocate_hand_over(2, are_listed(mask.segments, mask.tree))
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,

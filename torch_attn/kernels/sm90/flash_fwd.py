@@ -45,15 +45,17 @@ from torch_attn.kernels.explicit.items import (
     Rows,
     allocate_hand_over,
     are_counted,
+    are_listed,
     head_and_tile,
     item_counter,
     next_item,
     own_item,
     persistent,
+    tiles_of_list,
 )
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.explicit.softmax import add_columns
-from torch_attn.kernels.explicit.steps import listed_tiles, step_has_padding
+from torch_attn.kernels.explicit.steps import step_has_padding, step_is_alike
 from torch_attn.kernels.explicit.terms import (
     allocate_bias_boxes,
     bias_box_bytes,
@@ -227,7 +229,7 @@ def flash_fwd_kernel(
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
     if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
-        shared = allocate_hand_over(NUM_CONSUMERS)
+        shared = allocate_hand_over(NUM_CONSUMERS, are_listed(mask.segments, mask.tree))
     if results.carry is not None:
         carried = (results.carry,)
     problem = Problem(
@@ -275,20 +277,20 @@ def _locate(
     first_kv = 0
     if problem.intervals is not None:
         index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+        index, tile, start_q = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         num_tiles = gl.cdiv(seq_q, BLOCK_Q)
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_q = (num_tiles - 1 - tile) * BLOCK_Q
         tile = num_tiles - 1 - tile
     else:
-        index, tile, start_q, seq_q, first_kv, seq_kv, _sequence = place
+        index, tile, start_q, seq_q = place.head, place.tile, place.start, place.end
+        first_kv, seq_kv = place.first_other, place.size_other
         diagonal = seq_kv - seq_q
     batch, head = index // problem.heads_q, index % problem.heads_q
-    if problem.segments is not None or problem.tree is not None:
-        begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, batch, tile, problem.size,
-            problem.size_other, problem.num_sequences, BLOCK_Q, BLOCK_KV,
-        )  # fmt: skip
+    if are_listed(problem.segments, problem.tree):
+        begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_Q, BLOCK_KV)
     elif problem.intervals is None:
         begin, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
@@ -334,11 +336,13 @@ def _produce(
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
+    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     step = 0  # over all items
     turn = 0
     item, place = next_item(
-        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, PASSES_OVER
-    )
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), problem.heads_q, BLOCK_KV,
+        PASSES_OVER,
+    )  # fmt: skip
     while item < problem.num_items:
         batch, head, rows, keys, visible = _locate(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
@@ -355,10 +359,16 @@ def _produce(
             # Keys go one tile ahead of values, which is the order of use.
             if i < total:
                 slot = step % NUM_STAGES
+                if HAS_LISTS:
+                    # Loaded while the tile is still read.
+                    start = kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
                 if step >= NUM_STAGES:
                     wait_for_all(K_READ + slot, READERS)
                 row = keys.first
-                row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
+                if HAS_LISTS:
+                    row += start
+                else:
+                    row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
                 if bias.boxes is not None:
                     ready = k_full.index(slot)
                     bias_bytes: gl.constexpr = bias_box_bytes(bias.boxes, BLOCK_Q, BLOCK_KV)
@@ -387,7 +397,16 @@ def _produce(
         step -= 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), BLOCK_KV, PASSES_OVER
+            turn,
+            problem,
+            shared,
+            counter_ptr,
+            BLOCK_Q,
+            True,
+            (),
+            problem.heads_q,
+            BLOCK_KV,
+            PASSES_OVER,
         )
 
 
@@ -439,7 +458,7 @@ def _consume(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
-    HAS_LISTS: gl.constexpr = problem.segments is not None or problem.tree is not None
+    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     IS_PLAIN: gl.constexpr = not (HAS_LISTS or IS_PART)  # a row that sees one key is known
     # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
     ASKS: gl.constexpr = ADDS or DROPS or results.row_max is not None
@@ -504,7 +523,8 @@ def _consume(
             kept = draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
         if HAS_LISTS:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
+            alike = step_is_alike(0, begin, before, problem.segments)
+            of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout, alike)
         if not AHEAD:
             slot = step % NUM_STAGES
             mbarrier.wait(q_full.index(CONSUMER), turn & 1)
@@ -593,7 +613,10 @@ def _consume(
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
                     if HAS_LISTS:
-                        of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
+                        alike = step_is_alike(index, begin, before, problem.segments)
+                        of_keys = load_keys(
+                            problem, marks, start_kv, seq_kv, BLOCK_KV, layout, alike
+                        )
                         s = hide_keys(s, problem, marks, position, of_keys)
                 if BOUNDED:
                     # Without a maximum each half goes by itself, and the second takes the registers

@@ -8,11 +8,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive, wait_for_all
 from torch_attn.kernels.explicit.hidden import hide_queries, mark_keys
-from torch_attn.kernels.explicit.items import Rows, head_and_tile, next_item, persistent
+from torch_attn.kernels.explicit.items import (
+    Rows,
+    are_listed,
+    head_and_tile,
+    next_item,
+    persistent,
+    tiles_of_list,
+)
 from torch_attn.kernels.explicit.steps import (
     group_step,
     group_step_has_padding,
-    listed_tiles,
     rows_have_padding,
 )
 from torch_attn.kernels.explicit.terms import (
@@ -105,21 +111,22 @@ def locate_keys(
     first_q, first_row = 0, 0
     if problem.intervals is not None:
         index, _tile, start_kv, begin, before, full, after = place
+    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+        index, tile, start_kv = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
         start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
-        index, tile, start_kv, seq_kv, first_q, seq_q, sequence = place
+        index, tile, start_kv, seq_kv = place.head, place.tile, place.start, place.end
+        first_q, seq_q, sequence = place.first_other, place.size_other, place.sequence
         diagonal = seq_kv - seq_q
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
-    if problem.segments is not None or problem.tree is not None:
-        begin, before, full, after = listed_tiles(
-            problem.segments, problem.tree, index // items_of_batch, tile, problem.size,
-            problem.size_other, problem.num_sequences, 128, BLOCK_Q,
-        )  # fmt: skip
-        before = gl.maximum(before, 1 - full)
+    if are_listed(problem.segments, problem.tree):
+        begin, before, full, after = tiles_of_list(
+            problem, place, index // items_of_batch, 128, BLOCK_Q
+        )
     else:
         if problem.intervals is None:
             begin, before, full, after = visible_tiles(
@@ -193,7 +200,8 @@ def produce_queries(
     ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
     step = 0  # over all items
     turn = 0
-    item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), BLOCK_Q)
+    heads = problem.heads_q // MEMBERS
+    item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), heads, BLOCK_Q)
     while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
             item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
@@ -243,7 +251,7 @@ def produce_queries(
                     )
             step += 1
         turn += 1
-        item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), BLOCK_Q)
+        item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), heads, BLOCK_Q)
 
 
 @gluon.jit
