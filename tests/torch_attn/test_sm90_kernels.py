@@ -120,7 +120,7 @@ TERMS_OF_BACKWARD = [
     FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
     FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
 ]
-# TMA loads the bias, and stores ds as its gradient. In order of time its readers are far apart.
+# TMA loads the bias, and stores or adds ds as its gradient. In order of time its readers are far apart.
 BIASES_OF_BACKWARD = [
     FlashCase("bias", 1, 130, 264, 1, 1, 64, bias="bhqk", terms_in_q_dtype=True),
     FlashCase(
@@ -129,6 +129,10 @@ BIASES_OF_BACKWARD = [
     ),
     FlashCase(
         "bias, shared keys", 1, 70, 272, 4, 1, 128, 64, bias="bhqk", dtype="float16",
+        terms_in_q_dtype=True,
+    ),
+    FlashCase(
+        "bias of two elements", 2, 70, 264, 2, 1, 64, bias="hqk", window_size=(100, 20),
         terms_in_q_dtype=True,
     ),
 ]  # fmt: skip

@@ -130,7 +130,7 @@ def bias_gradient(
     Args:
         operands, inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
     """
-    bias = terms.bias.entries
+    bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
         return {}
     _batch, _heads, rows, keys = bias.shape
