@@ -138,6 +138,17 @@ BIASES_OF_BACKWARD = [
 ]  # fmt: skip
 
 
+# A kernel of its own adds up ds, in order. Tiles that are not visible have a gradient of 0.
+SHARED_BIASES = [
+    FlashCase(
+        "batch", 3, 140, 264, 2, 1, 64, bias="hqk", causal=True, window_size=(90, None),
+        terms_in_q_dtype=True, dropout_rate=0.3,
+    ),
+    FlashCase("heads", 2, 140, 272, 4, 2, 128, bias="bqk", softcap=5.0, terms_in_q_dtype=True),
+    FlashCase("both, float32", 2, 70, 150, 2, 2, 80, bias="qk", relative=20, alibi="heads"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", TERMS_OF_BACKWARD, ids=lambda case: case.name)
 def test_backward_with_terms(case, deterministic):
@@ -149,6 +160,11 @@ def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
     launched = check_backward(case, mode, BACKEND)
     assert launched[: len(SUMMED)] == SUMMED
     assert set(launched) == set(SUMMED)
+
+
+@in_turn(SHARED_BIASES)
+def test_gradient_of_a_bias_that_pairs_share(case, mode):
+    check_backward(case, mode, BACKEND)
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)

@@ -27,7 +27,7 @@ from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
-from twin_attention.targets.family import Backend, portable_backend
+from twin_attention.targets.family import Backend
 from twin_attention.targets.steps import splits_group
 
 # A kernel and the function that prepares its launch.
@@ -194,9 +194,8 @@ def make_flash_bwd(
         if spec.terms and terms_gradients:
             if of_keys is None or mask_of is not computed_mask:
                 of_keys = computed_mask("flash_bwd_dq", operands, spec, backend)
-            portable = portable_backend("torch_attn", backend.target)
             for gradient in terms_gradients:
-                gradients |= gradient(others, inputs, *terms, of_keys, spec, portable)
+                gradients |= gradient(others, inputs, *terms, of_keys, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd
