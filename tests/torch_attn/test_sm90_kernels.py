@@ -120,7 +120,7 @@ TERMS_OF_BACKWARD = [
     FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
     FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
 ]
-# TMA loads the bias, and stores or adds ds as its gradient. In order of time its readers are far apart.
+# TMA loads the bias, and stores ds as its gradient, or adds it. Its readers are far apart in time.
 BIASES_OF_BACKWARD = [
     FlashCase("bias", 1, 130, 264, 1, 1, 64, bias="bhqk", terms_in_q_dtype=True),
     FlashCase(
@@ -141,10 +141,10 @@ BIASES_OF_BACKWARD = [
 # A kernel of its own adds up ds, in order. Tiles that are not visible have a gradient of 0.
 SHARED_BIASES = [
     FlashCase(
-        "batch", 3, 140, 264, 2, 1, 64, bias="hqk", causal=True, window_size=(90, None),
-        terms_in_q_dtype=True, dropout_rate=0.3,
+        "batch", 3, 140, 264, 1, 1, 64, bias="hqk", window_size=(40, 20), dropout_rate=0.3,
+        terms_in_q_dtype=True,
     ),
-    FlashCase("heads", 2, 140, 272, 4, 2, 128, bias="bqk", softcap=5.0, terms_in_q_dtype=True),
+    FlashCase("heads", 2, 70, 136, 2, 1, 128, bias="bqk", softcap=5.0, terms_in_q_dtype=True),
     FlashCase("both, float32", 2, 70, 150, 2, 2, 80, bias="qk", relative=20, alibi="heads"),
 ]  # fmt: skip
 

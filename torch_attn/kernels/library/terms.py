@@ -16,8 +16,9 @@ from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
-# Batch elements whose gradients of a bias are added in its 16 bits. Each addition rounds once, as
-# ds does before: of 4 the error stays below half of the budget.
+# Batch elements whose gradients of a bias are added in its 16 bits, from 0 on. The sum of two is
+# rounded once, and their order does not matter. Of three a partial sum would be rounded: where a
+# large one and its negative cancel, the error was 8 times the budget.
 MOST_SHARING = 2
 
 
@@ -241,8 +242,7 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
     """Return the gradient, 0, of a bias to which TMA adds for each batch element; none for others.
 
-    It has its own head for each query head, and as many batch elements share it as 16-bit sums
-    allow.
+    It has all query heads, in q's dtype.
     """
     own = (1, spec.heads_q, spec.seq_q, spec.seq_kv)
     if bias.entries is None or tuple(bias.entries.shape) != own or 1 in own[2:]:

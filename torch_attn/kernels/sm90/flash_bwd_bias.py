@@ -342,9 +342,7 @@ def pairs_gradient(
     tensors = (*inputs, terms._replace(dbias=Bias(values)), mask)
     # The sums are in order, and a deterministic backward has a configuration of this kernel's name.
     ordered = replace(spec, deterministic=True)
-    launch(
-        "flash_bwd_dq", flash_bwd_bias_kernel, _prepare, tensors, ordered, backend, num_warps=4
-    )
+    launch("flash_bwd_dq", flash_bwd_bias_kernel, _prepare, tensors, ordered, backend, num_warps=4)
     return {"bias": values}
 
 
