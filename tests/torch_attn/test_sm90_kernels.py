@@ -145,7 +145,7 @@ SHARED_BIASES = [
         terms_in_q_dtype=True,
     ),
     FlashCase("heads", 2, 70, 136, 2, 1, 128, bias="bqk", softcap=5.0, terms_in_q_dtype=True),
-    FlashCase("both, float32", 2, 70, 150, 2, 2, 80, bias="qk", relative=20, alibi="heads"),
+    FlashCase("both, float32", 2, 70, 152, 2, 2, 80, bias="qk", relative=20, alibi="heads"),
 ]  # fmt: skip
 
 

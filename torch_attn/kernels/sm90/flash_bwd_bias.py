@@ -21,13 +21,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import (
     K_READ,
-    MAX_STAGES,
     READERS,
     allocate_barriers,
     arrive,
     wait_for_all,
 )
-from torch_attn.kernels.explicit.items import Pairs, work_item
+from torch_attn.kernels.explicit.items import work_item
 from torch_attn.kernels.explicit.terms import (
     TileTerms,
     allocate_bias_boxes,
@@ -37,7 +36,6 @@ from torch_attn.kernels.explicit.terms import (
     head_terms,
     load_bias_box,
     prepare_tile,
-    store_bias,
 )
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
@@ -52,9 +50,16 @@ from torch_attn.kernels.explicit.wgmma import product_layout, product_scores
 from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.flash_bwd_bias import bias_gradient
 from torch_attn.kernels.library.mask import Mask
-from torch_attn.kernels.library.terms import Bias, Terms, shares_values, terms_argument
+from torch_attn.kernels.library.terms import (
+    Bias,
+    Terms,
+    shares_values,
+    terms_argument,
+    with_strides,
+)
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
+from torch_attn.layouts import layouts_of
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -84,6 +89,7 @@ def flash_bwd_bias_kernel(
     num_items,
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    STAGES: gl.constexpr,
     EDGES: gl.constexpr,
 ):
     """One program computes tiles of 128 queries by 128 keys of the gradient, one after the other.
@@ -97,12 +103,10 @@ def flash_bwd_bias_kernel(
     """
     dtype: gl.constexpr = q[0].dtype
     # Queries or rows of dout, and beside them keys or values.
-    left_tile = allocate_tile(dtype, 2 * MAX_STAGES, 64, HEAD_DIM)
-    right_tile = allocate_tile(dtype, MAX_STAGES, 128, HEAD_DIM)
-    bias_tile = ()
-    if terms.bias.boxes is not None:
-        bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, 64, 128)
-    full = allocate_barriers(MAX_STAGES)
+    left_tile = allocate_tile(dtype, 2 * STAGES, 64, HEAD_DIM)
+    right_tile = allocate_tile(dtype, STAGES, 128, HEAD_DIM)
+    bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, 64, 128)
+    full = allocate_barriers(STAGES)
     bias_full = allocate_barriers(1)
     bias_read = allocate_barriers(2)
     fence_async_shared()
@@ -168,6 +172,7 @@ def _load_pairs(
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     _seq_q, _seq_kv, _diagonal, _heads_q, shared_heads, _shared, num_items = numbers
+    STAGES: gl.constexpr = full.shape[0]
     step = 0  # over all items, two of each head
     turn = 0
     item = work_item(turn)
@@ -178,8 +183,8 @@ def _load_pairs(
         for i in range(count):
             own_element, own_head = element + i // shared_heads, head + i % shared_heads
             for values in gl.static_range(2):
-                slot = step % MAX_STAGES
-                if step >= MAX_STAGES:
+                slot = step % STAGES
+                if step >= STAGES:
                     wait_for_all(K_READ + slot, READERS)
                 ready = full.index(slot)
                 mbarrier.expect(ready, 2 * tile_bytes(128, HEAD_DIM))
@@ -208,15 +213,12 @@ def _load_pairs(
 @gluon.jit
 def _load_bias(bias, bias_tile, element, head, start_q, start_kv, full, read, turn):
     """Load the tile of the bias when the gradient before it, which is stored from there, is out."""
-    if bias.boxes is not None:
-        ready = full.index(0)
-        for half in gl.static_range(2):
-            mbarrier.wait(read.index(half), (turn & 1) ^ 1)
-        mbarrier.expect(ready, bias_box_bytes(bias.boxes, 128, 128))
-        for half in gl.static_range(2):
-            load_bias_box(
-                bias, bias_tile, half, element, head, start_q + 64 * half, start_kv, ready
-            )
+    ready = full.index(0)
+    for half in gl.static_range(2):
+        mbarrier.wait(read.index(half), (turn & 1) ^ 1)
+    mbarrier.expect(ready, bias_box_bytes(bias.boxes, 128, 128))
+    for half in gl.static_range(2):
+        load_bias_box(bias, bias_tile, half, element, head, start_q + 64 * half, start_kv, ready)
 
 
 @gluon.jit
@@ -238,10 +240,10 @@ def _add_pairs(
     full, bias_full, bias_read = barriers
     lse2_ptr, delta_ptr = of_rows
     seq_q, seq_kv, diagonal, heads_q, shared_heads, _shared, num_items = numbers
-    HAS_BOXES: gl.constexpr = terms.bias.boxes is not None
     PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     layout: gl.constexpr = product_layout(128)
     padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
+    STAGES: gl.constexpr = full.shape[0]
     step = 0  # over all items, two of each head
     turn = 0
     item = work_item(turn)
@@ -253,8 +255,7 @@ def _add_pairs(
         rows = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
         key = start_kv + gl.arange(0, 128, gl.SliceLayout(0, layout))
         acc = gl.zeros([64, 128], gl.float32, layout)
-        if HAS_BOXES:
-            mbarrier.wait(bias_full.index(0), turn & 1)
+        mbarrier.wait(bias_full.index(0), turn & 1)
         for masked in gl.static_range(1 if EDGES else 0, -1, -1):
             end = count
             if EDGES:
@@ -267,7 +268,7 @@ def _add_pairs(
                 lse2 = gl.load(lse2_ptr + row + rows)
                 delta = gl.load(delta_ptr + row + rows)
                 # s = scale · q kᵀ
-                slot, phase = step % MAX_STAGES, step // MAX_STAGES & 1
+                slot, phase = step % STAGES, step // STAGES & 1
                 mbarrier.wait(full.index(slot), phase)
                 s = product_scores(
                     left_tile, 2 * slot + CONSUMER, right_tile, slot, HEAD_DIM, layout
@@ -277,16 +278,15 @@ def _add_pairs(
                     128, layout,
                 )  # fmt: skip
                 # dp = dout vᵀ
-                following, phase = (step + 1) % MAX_STAGES, (step + 1) // MAX_STAGES & 1
+                following, phase = (step + 1) % STAGES, (step + 1) // STAGES & 1
                 mbarrier.wait(full.index(following), phase)
                 dp = product_scores(
                     left_tile, 2 * following + CONSUMER, right_tile, following, HEAD_DIM, layout
                 )
                 s = warpgroup_mma_wait(PIECES, deps=(s,))
                 arrive(K_READ + slot, READERS)
-                if HAS_BOXES:
-                    bias = piece(bias_tile, CONSUMER).load(layout)
-                    of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
+                bias = piece(bias_tile, CONSUMER).load(layout)
+                of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
                 # p = exp(s - lse)
                 s, exp2_scale, dcap = visible_scores(
                     s, (rows + diagonal)[:, None], key[None, :], seq_kv, rule, window_left,
@@ -304,16 +304,12 @@ def _add_pairs(
                 step += 2
 
         # Store where the bias was, whose rows nobody else reads.
-        if HAS_BOXES:
-            piece(bias_tile, CONSUMER).store(acc.to(terms.dbias.entries.dtype.element_ty))
-            fence_async_shared()
-            place = [element, head, first, start_kv]
-            store_box(terms.dbias.boxes, place, bias_tile.index(CONSUMER))
-            tma.store_wait(0)
-            mbarrier.arrive(bias_read.index(CONSUMER), count=1)
-        else:
-            pairs = Pairs(element, head, first, first + diagonal)
-            store_bias(terms.dbias, acc, pairs, start_kv, seq_q, seq_kv)
+        piece(bias_tile, CONSUMER).store(acc.to(bias_tile.dtype))
+        fence_async_shared()
+        place = [element, head, first, start_kv]
+        store_box(terms.dbias.boxes, place, bias_tile.index(CONSUMER))
+        tma.store_wait(0)
+        mbarrier.arrive(bias_read.index(CONSUMER), count=1)
         turn += 1
         item = work_item(turn)
 
@@ -336,7 +332,7 @@ def pairs_gradient(
     if bias is None or not shares_values(bias.shape, spec):
         return {}
     is_large = has_large_heads(spec) or spec.head_dim != spec.head_dim_v
-    if is_large or 1 in bias.shape[2:] or spec.segmented or spec.tree:
+    if is_large or spec.segmented or spec.tree or not _has_boxes(bias):
         return bias_gradient(operands, inputs, terms, mask, spec, backend)
     values = bias.new_empty(bias.shape)
     tensors = (*inputs, terms._replace(dbias=Bias(values)), mask)
@@ -346,17 +342,19 @@ def pairs_gradient(
     return {"bias": values}
 
 
+def _has_boxes(bias: Tensor) -> bool:
+    """Return True for a bias of pairs whose tiles TMA can load."""
+    (layout,) = layouts_of((Bias(bias),))
+    return bias_boxes(with_strides(layout), 64, 128) is not None
+
+
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_bias_kernel`."""
     spec = call.spec
     q, k, v, dout, *_ = call.layouts
     terms = terms_argument(call)["terms"]
     batch, heads, *_ = terms.dbias.entries.shape
-    boxes, stored = (bias_boxes(x, 64, 128) for x in (terms.bias, terms.dbias))
-    if boxes is None or stored is None or terms.bias.entries.dtype.itemsize != 2:
-        # Shared memory has no room for a bias in float32.
-        boxes = stored = None
-    bias, dbias = terms.bias._replace(boxes=boxes), terms.dbias._replace(boxes=stored)
+    bias, dbias = (x._replace(boxes=bias_boxes(x, 64, 128)) for x in (terms.bias, terms.dbias))
     tiles = triton.cdiv(spec.seq_q, 128) * triton.cdiv(spec.seq_kv, 128)
     items = tiles * heads * batch
     arguments = {
@@ -368,6 +366,8 @@ def _prepare(call: KernelCall) -> Prepared:
         "shared_heads": spec.heads_q // heads,
         "shared": spec.heads_q // heads * (spec.batch // batch),
         "num_items": items,
+        # Beside a bias in float32 shared memory has no room for more.
+        "STAGES": 2 if bias.entries.dtype.itemsize > 2 and spec.head_dim > 64 else 3,
         "EDGES": spec.window != Window(),
     }
     programs = min(items, num_sms(call.device, call.target))
