@@ -240,10 +240,10 @@ def _add_pairs(
     full, bias_full, bias_read = barriers
     lse2_ptr, delta_ptr = of_rows
     seq_q, seq_kv, diagonal, heads_q, shared_heads, _shared, num_items = numbers
+    STAGES: gl.constexpr = full.shape[0]
     PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     layout: gl.constexpr = product_layout(128)
     padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-    STAGES: gl.constexpr = full.shape[0]
     step = 0  # over all items, two of each head
     turn = 0
     item = work_item(turn)
@@ -255,7 +255,6 @@ def _add_pairs(
         rows = first + gl.arange(0, 64, gl.SliceLayout(1, layout))
         key = start_kv + gl.arange(0, 128, gl.SliceLayout(0, layout))
         acc = gl.zeros([64, 128], gl.float32, layout)
-        mbarrier.wait(bias_full.index(0), turn & 1)
         for masked in gl.static_range(1 if EDGES else 0, -1, -1):
             end = count
             if EDGES:
@@ -285,6 +284,7 @@ def _add_pairs(
                 )
                 s = warpgroup_mma_wait(PIECES, deps=(s,))
                 arrive(K_READ + slot, READERS)
+                mbarrier.wait(bias_full.index(0), turn & 1)
                 bias = piece(bias_tile, CONSUMER).load(layout)
                 of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
                 # p = exp(s - lse)
@@ -304,6 +304,7 @@ def _add_pairs(
                 step += 2
 
         # Store where the bias was, whose rows nobody else reads.
+        mbarrier.wait(bias_full.index(0), turn & 1)
         piece(bias_tile, CONSUMER).store(acc.to(bias_tile.dtype))
         fence_async_shared()
         place = [element, head, first, start_kv]
