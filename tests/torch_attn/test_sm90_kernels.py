@@ -120,7 +120,7 @@ TERMS_OF_BACKWARD = [
     FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
     FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
 ]
-# TMA loads the bias, and stores ds as its gradient. In order of time its readers are far apart.
+# TMA loads the bias, and stores ds as its gradient, or adds it. Its readers are far apart in time.
 BIASES_OF_BACKWARD = [
     FlashCase("bias", 1, 130, 264, 1, 1, 64, bias="bhqk", terms_in_q_dtype=True),
     FlashCase(
@@ -131,6 +131,21 @@ BIASES_OF_BACKWARD = [
         "bias, shared keys", 1, 70, 272, 4, 1, 128, 64, bias="bhqk", dtype="float16",
         terms_in_q_dtype=True,
     ),
+    FlashCase(
+        "bias of two elements", 2, 70, 264, 2, 1, 64, bias="hqk", window_size=(100, 20),
+        terms_in_q_dtype=True,
+    ),
+]  # fmt: skip
+
+
+# A kernel of its own adds up ds, in order. Tiles that are not visible have a gradient of 0.
+SHARED_BIASES = [
+    FlashCase(
+        "batch", 3, 140, 264, 1, 1, 64, bias="hqk", window_size=(40, 20), dropout_rate=0.3,
+        terms_in_q_dtype=True,
+    ),
+    FlashCase("heads", 2, 70, 136, 2, 1, 128, bias="bqk", softcap=5.0, terms_in_q_dtype=True),
+    FlashCase("both, float32", 2, 70, 152, 2, 2, 80, bias="qk", relative=20, alibi="heads"),
 ]  # fmt: skip
 
 
@@ -145,6 +160,11 @@ def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
     launched = check_backward(case, mode, BACKEND)
     assert launched[: len(SUMMED)] == SUMMED
     assert set(launched) == set(SUMMED)
+
+
+@in_turn(SHARED_BIASES)
+def test_gradient_of_a_bias_that_pairs_share(case, mode):
+    check_backward(case, mode, BACKEND)
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)

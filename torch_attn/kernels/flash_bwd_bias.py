@@ -24,7 +24,7 @@ from torch_attn.kernels.library.tiles import ROW_PADDING, strides_of, visible_ti
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.family import Backend
+from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import FlashConfig
 
 
@@ -130,7 +130,7 @@ def bias_gradient(
     Args:
         operands, inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
     """
-    bias = terms.bias.entries
+    bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
         return {}
     _batch, _heads, rows, keys = bias.shape
@@ -141,8 +141,9 @@ def bias_gradient(
         size = (1, spec.seq_kv) if keys > 1 else (spec.seq_q, 1)
         values = inputs[-1].new_empty((spec.batch, spec.heads_q, *size))
     tensors = (*inputs, Bias(values), terms, mask)
+    portable = portable_backend("torch_attn", backend.target)
     launch(
-        "flash_bwd_dq", flash_bwd_bias_kernel, _prepare, tensors, spec, backend, kind,
+        "flash_bwd_dq", flash_bwd_bias_kernel, _prepare, tensors, spec, portable, kind,
         **compiler_numbers(spec),
     )  # fmt: skip
     if kind == "pairs":

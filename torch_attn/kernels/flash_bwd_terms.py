@@ -35,7 +35,7 @@ from torch_attn.launch import (
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.bands import Bands, bands_of
-from twin_attention.targets.family import Backend
+from twin_attention.targets.family import Backend, portable_backend
 from twin_attention.targets.kernels import FlashConfig
 
 
@@ -243,7 +243,8 @@ def relative_gradient(
     table = getattr(operands, "relative_bias", None)
     if table is None:
         return {}
-    config = config_of("flash_bwd_dq", spec, backend, table.device)
+    portable = portable_backend("torch_attn", backend.target)
+    config = config_of("flash_bwd_dq", spec, portable, table.device)
     assert isinstance(config, FlashConfig)
     bands = bands_of(spec, table.shape[1] // 2, config.block_q, config.block_kv)
     shape = (spec.heads_q, bands.num_near, config.block_q, config.block_kv)
@@ -251,7 +252,7 @@ def relative_gradient(
     sums = inputs[-1].new_empty((spec.heads_q, bands.count))
     tensors = (*inputs, tiles, sums, terms, mask)
     launch(
-        "flash_bwd_dq", flash_bwd_relative_kernel, _prepare, tensors, spec, backend, bands,
+        "flash_bwd_dq", flash_bwd_relative_kernel, _prepare, tensors, spec, portable, bands,
         **compiler_numbers(spec),
     )  # fmt: skip
     return {"relative_bias": sums_of_distances(tiles, sums, bands).to(table.dtype)}

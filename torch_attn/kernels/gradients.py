@@ -17,6 +17,7 @@ from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.terms import (
     added_gradient,
     is_multiplied,
+    shared_gradient,
     stored_gradient,
     terms_of,
 )
@@ -26,7 +27,7 @@ from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
-from twin_attention.targets.family import Backend, portable_backend
+from twin_attention.targets.family import Backend
 from twin_attention.targets.steps import splits_group
 
 # A kernel and the function that prepares its launch.
@@ -158,7 +159,13 @@ def make_flash_bwd(
                 for x, _grad, rows in summed
             ]
             of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
-            stored = [x._replace(drelative=added_gradient(x)) for x in stored]
+            shared = (shared_gradient(x.bias, q, spec) for x in stored)
+            stored = [
+                x._replace(
+                    dbias=x.dbias if dbias.entries is None else dbias, drelative=added_gradient(x)
+                )
+                for x, dbias in zip(stored, shared, strict=True)
+            ]
             tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
@@ -176,18 +183,19 @@ def make_flash_bwd(
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         others = operands
         for x in stored:
-            gradients["bias"] = x.dbias.entries
+            if x.dbias.entries is not None:
+                gradients["bias"] = x.dbias.entries
+                others = others._replace(bias=None)
             if x.drelative is not None:
                 gradients["relative_bias"] = x.drelative.to(x.relative.dtype)
-                others = operands._replace(relative_bias=None)
+                others = others._replace(relative_bias=None)
         dsinks = sinks_gradient(operands.sinks, lse2, delta)
         gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
         if spec.terms and terms_gradients:
             if of_keys is None or mask_of is not computed_mask:
                 of_keys = computed_mask("flash_bwd_dq", operands, spec, backend)
-            portable = portable_backend("torch_attn", backend.target)
             for gradient in terms_gradients:
-                gradients |= gradient(others, inputs, *terms, of_keys, spec, portable)
+                gradients |= gradient(others, inputs, *terms, of_keys, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

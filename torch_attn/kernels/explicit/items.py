@@ -39,6 +39,7 @@ class Problem(NamedTuple):
         num_sequences: how many packed sequences there are; or None.
         segments, tree, depths: of the kernel's `library.mask.Mask`.
         intervals: what each row sees of the other axis, the library's `RowIntervals`; or None.
+        elements_adjoin: of a head the batch elements follow each other, in dense problems.
     """
 
     size: Any
@@ -54,6 +55,7 @@ class Problem(NamedTuple):
     tree: Any
     depths: Any
     intervals: Any
+    elements_adjoin: Any = None
 
 
 class Rows(NamedTuple):

@@ -16,6 +16,11 @@ from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
+# Batch elements whose gradients of a bias are added in its 16 bits, from 0 on. The sum of two is
+# rounded once, and their order does not matter. Of three a partial sum would be rounded: where a
+# large one and its negative cancel, the error was 8 times the budget.
+MOST_SHARING = 2
+
 
 class Bias(NamedTuple):
     """A bias of pairs, or its gradient; entries is None for none.
@@ -26,6 +31,7 @@ class Bias(NamedTuple):
         align: a divisor of the strides, which tells the compiler how wide a load may be.
         of_rows, of_keys: it has more than one row, and more than one key.
         boxes: TMA descriptor of the entries, where a kernel loads its tiles so.
+        adds: of a gradient, that batch elements share it, and a kernel adds the part of each.
     """
 
     entries: Any = None
@@ -36,6 +42,7 @@ class Bias(NamedTuple):
     of_rows: Any = None
     of_keys: Any = None
     boxes: Any = None
+    adds: Any = None
 
 
 class Terms(NamedTuple):
@@ -230,6 +237,19 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
     values = bias.entries.new_empty(bias.entries.shape)
     hides = spec.window != Window() or spec.segmented or spec.tree
     return Bias(values.zero_() if hides else values)
+
+
+def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
+    """Return the gradient, 0, of a bias to which TMA adds for each batch element; none for others.
+
+    It has all query heads, in q's dtype.
+    """
+    own = (1, spec.heads_q, spec.seq_q, spec.seq_kv)
+    if bias.entries is None or tuple(bias.entries.shape) != own or 1 in own[2:]:
+        return Bias()
+    if not 1 < spec.batch <= MOST_SHARING or not is_multiplied(bias, q):
+        return Bias()
+    return Bias(bias.entries.new_empty(own).zero_())
 
 
 def is_multiplied(dbias: Bias, q: Tensor) -> bool:

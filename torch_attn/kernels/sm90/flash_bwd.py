@@ -12,9 +12,9 @@ each have a kernel, with eight products in all.
 from torch import Tensor
 
 from torch_attn.kernels.explicit.items import item_counter
-from torch_attn.kernels.flash_bwd_bias import bias_gradient
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
+from torch_attn.kernels.sm90.flash_bwd_bias import pairs_gradient
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
 from torch_attn.kernels.sm90.flash_bwd_large import flash_bwd_large_kernel, prepare_dk, prepare_dv
@@ -36,7 +36,7 @@ _flash_bwd_small = make_flash_bwd(
     num_sums=3,
     dq_prepares_rows=True,
     item_counter=item_counter,
-    terms_gradients=(bias_gradient, relative_gradient),
+    terms_gradients=(pairs_gradient, relative_gradient),
     mask_of=listed_mask,
     num_warps=NUM_WARPS,
 )
@@ -45,7 +45,7 @@ _flash_bwd_large = make_flash_bwd(
     dkdv=((flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)),
     dq_prepares_rows=True,
     item_counter=item_counter,
-    terms_gradients=(bias_gradient, relative_gradient),
+    terms_gradients=(pairs_gradient, relative_gradient),
     mask_of=listed_mask,
     num_warps=NUM_WARPS,
 )

@@ -1,6 +1,7 @@
 """dk and dv of the backward for SM90, and dq's sums where they are wanted."""
 
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -22,6 +23,7 @@ from torch_attn.kernels.explicit.items import (
     locate_pairs,
     own_item,
 )
+from torch_attn.kernels.explicit.reduction import add_box
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step, group_step_is_alike
 from torch_attn.kernels.explicit.terms import (
@@ -186,7 +188,7 @@ def flash_bwd_dkdv_kernel(
         shared = allocate_hand_over(2 if sums.dq is None else 3, listed)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals, terms.dbias.adds,
     )  # fmt: skip
     # Constants stand in the calls: variables would make tensors of them. The last parts load, and
     # add dq.
@@ -206,7 +208,7 @@ def flash_bwd_dkdv_kernel(
             if part == 2
             else (_add_queries, (
                 of_dq, shared, problem, window_left, window_right, sums.dq, terms.dbias.boxes,
-                BLOCK_Q, MEMBERS, HEAD_DIM,
+                terms.dbias.adds, BLOCK_Q, MEMBERS, HEAD_DIM,
             ))
             for part in ((0, 1, 2) if sums.dq is None else (0, 1, 2, 3))
         ],
@@ -224,6 +226,7 @@ def _add_queries(
     window_right,
     dq_sum,
     dbias,
+    ADDS_BIAS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
@@ -231,6 +234,7 @@ def _add_queries(
     """Add what the consumers write of each tile of dq to its sums.
 
     dbias: None, or the descriptor of a bias' gradient, of which a tile is ds as they wrote it.
+    ADDS_BIAS: batch elements share that bias, and each adds its ds to the gradient.
     """
     ds_buffer, dq_tiles = of_dq
     tiles_per_head = count_sequence_tiles(
@@ -260,8 +264,12 @@ def _add_queries(
                     add_dq(dq_sum, dq_tiles[consumer], tile, consumer, HEAD_DIM)
             if dbias is not None:
                 for half in gl.static_range(2):
-                    first = [batch, first_head + member, start, keys.start + 64 * half]
-                    store_box(dbias, first, ds_buffer.index(step % 2 * 2 + half))
+                    tile_of_half = ds_buffer.index(step % 2 * 2 + half)
+                    head, key = first_head + member, keys.start + 64 * half
+                    if ADDS_BIAS:
+                        add_box(dbias, [0, head, start, key], tile_of_half)
+                    else:
+                        store_box(dbias, [batch, head, start, key], tile_of_half)
             step += 1
         turn += 1
         item, place = own_item(turn, problem, shared, 2)
@@ -664,8 +672,10 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     if boxes is not None and terms.bias.entries.dtype.itemsize != 2:
         # Shared memory has no room beside heads of 128.
         boxes = None
+    adds = None if stored is None else tl.constexpr(terms.dbias.entries.shape[0] < spec.batch)
     # TMA alone stores the gradient: a pointer to it would be one address more of a result.
-    terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=Bias(boxes=stored))
+    dbias = Bias(boxes=stored, adds=adds)
+    terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=dbias)
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if sums.dk is None else 1
     arguments = {

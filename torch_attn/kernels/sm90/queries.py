@@ -115,6 +115,9 @@ def locate_keys(
         index, tile, start_kv = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
+        if problem.elements_adjoin:
+            elements = problem.num_items // num_tiles // items_of_batch
+            index = index % elements * items_of_batch + index // elements
         start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
