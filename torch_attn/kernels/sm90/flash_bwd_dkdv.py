@@ -12,6 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.explicit.carry import head_rows, store_carry
+from torch_attn.kernels.explicit.distances import (
+    add_end_sum,
+    add_relative_gradient,
+    no_end_sum,
+)
 from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
@@ -24,7 +29,6 @@ from torch_attn.kernels.explicit.items import (
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.terms import (
-    add_relative_gradient,
     allocate_bias_boxes,
     bias_boxes,
     drop,
@@ -328,6 +332,7 @@ def _consume_queries(
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
+        end_sum = no_end_sum(terms)
         last = step + (before + full + after) * MEMBERS - 1
 
         # The first tile of queries has no ds of a tile before.
@@ -364,8 +369,8 @@ def _consume_queries(
             values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
         s = wait_sums(s, 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
-        s, dk, dv, ds = _visit_queries(
-            s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
+        s, dk, dv, ds, end_sum = _visit_queries(
+            s, dk, dv, None, end_sum, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
             rule, terms, pairs, member, reach_left, reach_right, problem, marks, queries.size,
             CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
@@ -387,8 +392,8 @@ def _consume_queries(
                     clear_queries(
                         q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
                     )
-                s, dk, dv, ds = _visit_queries(
-                    s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
+                s, dk, dv, ds, end_sum = _visit_queries(
+                    s, dk, dv, ds, end_sum, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
                     last, rule, terms, pairs, member, reach_left, reach_right, problem, marks,
                     queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
                 )  # fmt: skip
@@ -403,6 +408,8 @@ def _consume_queries(
         else:
             left = unpack(ds, dtype, layout, "end")
             dk = add_product(dk, left, q_tile, previous)
+        if terms.drelative is not None:
+            add_end_sum(terms, end_sum)
         if terms.seed is not None:
             dv = scale_all(dv, terms.dropout.scale)
         head_kv = first_head // GROUP_SIZE
@@ -464,6 +471,7 @@ def _visit_queries(
     dk,
     dv,
     ds,
+    end_sum,
     keys,
     values,
     tiles,
@@ -604,7 +612,9 @@ def _visit_queries(
     dp = drop_scaled(dp, terms, of_tile, True)
     exact = p * (dp - delta[None, :])
     if terms.drelative is not None:
-        add_relative_gradient(terms, own, pairs.head + member, pairs.position - start, exact, True)
+        end_sum = add_relative_gradient(
+            end_sum, terms, pairs.head + member, pairs.position - start, exact
+        )
     ds = pack(exact, dtype)
     if AHEAD:
         # s of the next tile
@@ -627,7 +637,7 @@ def _visit_queries(
     dv, p_left = wait_product(dv, p_left, S_PIECES if AHEAD else 0)
     arrive(DO_READ + slot, READERS)
     s = wait_sums(s, 0)
-    return s, dk, dv, ds
+    return s, dk, dv, ds, end_sum
 
 
 @gluon.jit
