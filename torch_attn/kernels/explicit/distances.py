@@ -123,7 +123,7 @@ def _add_band(middle, radius, offset, blocks):
 
 @gluon.jit
 def _exchange(a, b, BIT: gl.constexpr):
-    """Return sums over two quads that differ in a bit: those of a without it, those of b with it."""
+    """Return sums over two quads that differ in a bit: of a without it, and of b with it."""
     quad = gl.arange(0, 4, axis_layout(a.type.layout, 3, 2))[None, None, :]
     has_bit = quad & BIT != 0
     layout: gl.constexpr = a.type.layout
@@ -133,7 +133,7 @@ def _exchange(a, b, BIT: gl.constexpr):
 
 @gluon.jit
 def _add_distances(middle, radius, offset, sums):
-    """Add sums of eight distances from `offset` on, of eight less for each quad, 16 on for a warp."""
+    """Add sums of eight distances from `offset` on: 8 less for each quad, 16 more for each warp."""
     layout: gl.constexpr = sums.type.layout
     warp = gl.arange(0, 4, axis_layout(layout, 3, 0))[:, None, None]
     row = gl.arange(0, 8, axis_layout(layout, 3, 1))[None, :, None]

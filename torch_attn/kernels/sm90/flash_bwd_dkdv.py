@@ -370,9 +370,9 @@ def _consume_queries(
         s = wait_sums(s, 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         s, dk, dv, ds, end_sum = _visit_queries(
-            s, dk, dv, None, end_sum, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
-            rule, terms, pairs, member, reach_left, reach_right, problem, marks, queries.size,
-            CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
+            s, dk, dv, None, end_sum, keys, values, tiles, of_dq, barriers, start, key, end_kv,
+            step, last, rule, terms, pairs, member, reach_left, reach_right, problem, marks,
+            queries.size, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -393,9 +393,10 @@ def _consume_queries(
                         q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
                     )
                 s, dk, dv, ds, end_sum = _visit_queries(
-                    s, dk, dv, ds, end_sum, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
-                    last, rule, terms, pairs, member, reach_left, reach_right, problem, marks,
-                    queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                    s, dk, dv, ds, end_sum, keys, values, tiles, of_dq, barriers, start, key,
+                    end_kv, step, last, rule, terms, pairs, member, reach_left, reach_right,
+                    problem, marks, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM,
+                    HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -498,13 +499,16 @@ def _visit_queries(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Visit a tile of queries; returns s of the next tile, dk, dv, and packed ds. Keys are rows.
+    """Visit a tile of queries; returns s of the next tile, dk, dv, packed ds, and `EndSum`.
+
+    Keys are rows.
 
     Products are issued so that some run under all arithmetic: dq and dk of the tile before, and dp,
     under the exponentials; dv under ds; s of the next tile while ds is written. That s takes dp's
     registers. In the pair of kernels, heads that are not small have no room for it: there s is
     issued with dp. After the last tile, s is computed again and not used.
 
+    end_sum: `EndSum` of the tiles before; the last that is returned.
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
