@@ -167,6 +167,19 @@ def test_gradient_of_a_bias_that_pairs_share(case, mode):
     check_backward(case, mode, BACKEND)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        FlashCase("ends", 1, 130, 330, 2, 1, 64, relative=9),
+        FlashCase("no ends", 1, 70, 136, 1, 1, 128, causal=True, relative=500),
+        VarlenCase("packed", ((130, 70), (0, 9), (9, 140)), (9, 9), 2, 1, relative=0, causal=False),
+    ],
+    ids=lambda case: case.name,
+)
+def test_backward_that_adds_the_gradient_of_a_table(case):
+    assert set(check_backward(case, WRITES_FIRST, BACKEND)) == set(SUMMED)
+
+
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
 def test_listed_tiles(case):
     assert check_forward(case, Mode(), BACKEND) == ["tile_lists", "flash_fwd"]

@@ -86,6 +86,7 @@ _fake("reshape")(lambda x, shape: x.reshape(tuple(shape)))
 _fake("expand_dims")(lambda x, axis: Tensor(x.values.unsqueeze(axis)))
 _fake("permute")(lambda x, order: Tensor(x.values.permute(tuple(order))))
 _fake("join")(lambda a, b: Tensor(torch.stack((a.values, b.values), -1)))
+_fake("gather")(lambda x, index, axis: Tensor(x.values.gather(axis, index.values.long()), x.layout))
 _fake("split")(lambda x: tuple(Tensor(part) for part in x.values.unbind(-1)))
 
 

@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_attn.kernels.explicit.registers import split_columns
 from torch_attn.kernels.explicit.tma import box_layout, load_box
 from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
@@ -171,45 +170,6 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
     if terms.bias.entries is not None:
         s += bias.to(gl.float32)
     return s
-
-
-@gluon.jit
-def add_relative_gradient(terms, own, head, offset, ds, TRANSPOSED: gl.constexpr = False):
-    """Add the gradient of a tile's scores to the sums of the table's entries, in any order.
-
-    Args:
-        own: `HeadTerms` of the query head.
-        head: that head.
-        offset: distance of the tile's first key from its first query.
-        ds: float32, of a warpgroup.
-    """
-    SIGN: gl.constexpr = -1 if TRANSPOSED else 1
-    KEYS: gl.constexpr = ds.shape[0] if TRANSPOSED else ds.shape[1]
-    QUERIES: gl.constexpr = ds.shape[1] if TRANSPOSED else ds.shape[0]
-    sums = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1) + terms.radius
-    is_before = offset + KEYS <= 1 - terms.radius
-    if is_before | (offset - QUERIES + 1 >= terms.radius):
-        # All share an entry, to which each warp adds its sum: warps need not meet for it.
-        of_warps = gl.sum(gl.sum(gl.reshape(ds, [4, ds.shape[0] // 4, ds.shape[1]]), 2), 1)
-        layout: gl.constexpr = of_warps.type.layout
-        ends = gl.zeros([4], gl.int32, layout) + gl.where(is_before, -terms.radius, terms.radius)
-        gl.atomic_add(sums + ends, of_warps, sem="relaxed")
-    else:
-        a, b = split_columns(ds)
-        for half in gl.static_range(2):
-            x, y = split_columns(b if half else a)
-            first = offset + half * (ds.shape[1] // 2 * SIGN)
-            _add_entries(sums, terms.radius, first, x, SIGN)
-            _add_entries(sums, terms.radius, first + ds.shape[1] // 4 * SIGN, y, SIGN)
-
-
-@gluon.jit
-def _add_entries(sums, radius, offset, ds, SIGN: gl.constexpr):
-    """Add columns of a tile, few at a time: addresses take two registers each."""
-    eights = gl.reshape(ds, [ds.shape[0], ds.shape[1] // 8, 8])
-    eight, near = _distances(eights, offset, SIGN)
-    place = gl.minimum(gl.maximum(near + eight * SIGN, -radius), radius)
-    gl.atomic_add(sums + place, eights, sem="relaxed")
 
 
 @gluon.jit

@@ -13,6 +13,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from torch_attn.kernels.explicit.barriers import READERS, allocate_barriers, arrive, wait_for_all
 from torch_attn.kernels.explicit.carry import head_rows, store_carry
+from torch_attn.kernels.explicit.distances import (
+    add_end_sums,
+    add_relative_gradient,
+    no_end_sums,
+)
 from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
@@ -27,7 +32,6 @@ from torch_attn.kernels.explicit.reduction import add_box
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step, group_step_is_alike
 from torch_attn.kernels.explicit.terms import (
-    add_relative_gradient,
     allocate_bias_boxes,
     bias_boxes,
     drop,
@@ -338,6 +342,7 @@ def _consume_queries(
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
+        ends = no_end_sums(terms, first_head)
         last = step + (before + full + after) * MEMBERS - 1
 
         # The first tile of queries has no ds of a tile before.
@@ -375,9 +380,9 @@ def _consume_queries(
         s = wait_sums(s, 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         alike = group_step_is_alike(0, begin, before, full, problem.segments, MEMBERS)
-        s, dk, dv, ds = _visit_queries(
-            s, dk, dv, None, keys, values, tiles, of_dq, barriers, start, key, end_kv, step, last,
-            rule, terms, pairs, member, reach_left, reach_right, problem, marks, alike,
+        s, dk, dv, ds, ends = _visit_queries(
+            s, dk, dv, None, ends, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
+            last, rule, terms, pairs, member, reach_left, reach_right, problem, marks, alike,
             queries.size, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
@@ -403,10 +408,11 @@ def _consume_queries(
                     alike = group_step_is_alike(
                         index, begin, before, full, problem.segments, MEMBERS
                     )
-                s, dk, dv, ds = _visit_queries(
-                    s, dk, dv, ds, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
-                    last, rule, terms, pairs, member, reach_left, reach_right, problem, marks,
-                    alike, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM, HEAD_DIM_V,
+                s, dk, dv, ds, ends = _visit_queries(
+                    s, dk, dv, ds, ends, keys, values, tiles, of_dq, barriers, start, key, end_kv,
+                    step, last, rule, terms, pairs, member, reach_left, reach_right, problem,
+                    marks, alike, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM,
+                    HEAD_DIM_V,
                 )  # fmt: skip
                 index += 1
                 step += 1
@@ -419,6 +425,8 @@ def _consume_queries(
         else:
             left = unpack(ds, dtype, layout, "end")
             dk = add_product(dk, left, q_tile, previous)
+        if terms.drelative is not None:
+            add_end_sums(terms, ends)
         if terms.seed is not None:
             dv = scale_all(dv, terms.dropout.scale)
         head_kv = first_head // GROUP_SIZE
@@ -480,6 +488,7 @@ def _visit_queries(
     dk,
     dv,
     ds,
+    ends,
     keys,
     values,
     tiles,
@@ -507,13 +516,16 @@ def _visit_queries(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Visit a tile of queries; returns s of the next tile, dk, dv, and packed ds. Keys are rows.
+    """Visit a tile of queries; returns s of the next tile, dk, dv, packed ds, and `EndSums`.
+
+    Keys are rows.
 
     Products are issued so that some run under all arithmetic: dq and dk of the tile before, and dp,
     under the exponentials; dv under ds; s of the next tile while ds is written. That s takes dp's
     registers. In the pair of kernels, heads that are not small have no room for it: there s is
     issued with dp. After the last tile, s is computed again and not used.
 
+    ends: `EndSums` of the tiles before; the last that is returned.
     ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
         shared memory is read for q and dout alone.
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
@@ -622,7 +634,9 @@ def _visit_queries(
     dp = drop_scaled(dp, terms, of_tile, True)
     exact = p * (dp - delta[None, :])
     if terms.drelative is not None:
-        add_relative_gradient(terms, own, pairs.head + member, pairs.position - start, exact, True)
+        ends = add_relative_gradient(
+            ends, terms, pairs.head + member, pairs.position - start, exact
+        )
     ds = pack(exact, dtype)
     if AHEAD:
         # s of the next tile
@@ -645,7 +659,7 @@ def _visit_queries(
     dv, p_left = wait_product(dv, p_left, S_PIECES if AHEAD else 0)
     arrive(DO_READ + slot, READERS)
     s = wait_sums(s, 0)
-    return s, dk, dv, ds
+    return s, dk, dv, ds, ends
 
 
 @gluon.jit

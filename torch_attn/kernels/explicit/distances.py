@@ -1,0 +1,178 @@
+"""The gradient of a table of distances, in the layout that tensor cores leave their sums in.
+
+Most tiles are so far off that all of their pairs share the table's first entry or its last. Of
+these entries a thread sums its own, over tiles too: the threads meet when another head follows, and
+at a work item's end. In other tiles pairs of the same distance are summed before they reach memory.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.kernels.explicit.terms import axis_layout
+
+
+class EndSums(NamedTuple):
+    """Hold what is not yet added to the first and the last entry of a head.
+
+    Attributes:
+        first, last: [4, 8, 4] float32, what each thread of a warpgroup has.
+        head: the query head.
+    """
+
+    first: Any
+    last: Any
+    head: Any
+
+
+@gluon.jit
+def no_end_sums(terms, head):
+    """Return the `EndSums` before the first tile of a head; () without a table's gradient."""
+    found = ()
+    if terms.drelative is not None:
+        layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0])
+        zero = gl.zeros([4, 8, 4], gl.float32, layout)
+        found = EndSums(zero, zero, head)
+    return found
+
+
+@gluon.jit
+def add_end_sums(terms, ends):
+    """Add `EndSums` to their entries: each warp what it has, so that warps need not meet."""
+    row = terms.drelative + gl.cast(ends.head, gl.int64) * (2 * terms.radius + 1)
+    _add_of_warps(row, ends.first)
+    _add_of_warps(row + 2 * terms.radius, ends.last)
+
+
+@gluon.jit
+def _add_of_warps(entry, parts):
+    of_warps = gl.sum(gl.sum(parts, 2), 1)
+    layout: gl.constexpr = of_warps.type.layout
+    gl.atomic_add(entry + gl.zeros([4], gl.int32, layout), of_warps, sem="relaxed")
+
+
+@gluon.jit
+def add_relative_gradient(ends, terms, head, offset, ds):
+    """Add the gradient of a tile's scores to a table's, in any order.
+
+    Args:
+        ends: `EndSums`.
+        head: the query head.
+        offset: distance of the tile's first key from its first query.
+        ds: float32, of a warpgroup: 64 keys down, queries across.
+
+    Returns:
+        The `EndSums` after the tile.
+    """
+    QUERIES: gl.constexpr = ds.shape[1]
+    is_before = offset + ds.shape[0] <= 1 - terms.radius
+    is_behind = offset - QUERIES + 1 >= terms.radius
+    # Of a warp's 16 keys a thread has every eighth, and of eight queries the same two.
+    blocks = gl.reshape(ds, [4, 2, 8, QUERIES // 8, 4, 2])
+    first, last, now = ends
+    layout: gl.constexpr = first.type.layout
+    if head != now:
+        add_end_sums(terms, EndSums(first, last, now))
+        first = gl.zeros([4, 8, 4], gl.float32, layout)
+        last = gl.zeros([4, 8, 4], gl.float32, layout)
+        now = head
+    if is_before | is_behind:
+        found = gl.sum(gl.sum(gl.sum(blocks, 5), 3), 1)
+        found = gl.convert_layout(found, layout, assert_trivial=True)
+        first += gl.where(is_before, found, 0.0)
+        last += gl.where(is_before, 0.0, found)
+    else:
+        row = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
+        first, last = _add_band(row + terms.radius, terms.radius, offset, blocks, first, last)
+    return EndSums(first, last, now)
+
+
+@gluon.jit
+def _add_band(middle, radius, offset, blocks, first_end, last_end):
+    """Add a tile within the table, of which a warp has 16 keys: few additions to memory.
+
+    Returns:
+        The sums of the ends with what the tile has of these.
+
+    A pair's distance is 8 · eights + key - 2 · quad - pair, where key, quad and pair are those of
+    an element's place in its eight keys and eight queries, and eights those between them. Elements
+    of a thread with the same eights and pair are summed first. Rows of 8 then turn by what a key is
+    less than its distance: threads of a row share it, and quads and pairs are summed.
+
+    middle: pointer to the sum of distance 0.
+    """
+    EIGHTS: gl.constexpr = blocks.shape[3]
+    first, second = gl.split(gl.permute(blocks, (0, 2, 3, 4, 5, 1)))
+    first, second = _split_eights(first), _split_eights(second)
+    layout: gl.constexpr = first[0].type.layout
+    row = gl.arange(0, 8, axis_layout(layout, 4, 1))[None, :, None, None]
+    quad = gl.arange(0, 4, axis_layout(layout, 4, 2))[None, None, :, None]
+    pair = gl.arange(0, 2, axis_layout(layout, 4, 3))[None, None, None, :]
+    key = row + 2 * quad + pair + gl.zeros([4, 8, 4, 2], gl.int32, layout)
+    # Keys of the next eight are one eight further on.
+    turned = key >= 8
+    key = key & 7
+    zero = gl.zeros([4, 8, 4, 2], gl.float32, layout)
+    sums = ()
+    before = zero
+    for i in gl.static_range(EIGHTS + 4):
+        # 1 - i eights, and one less for those that turned.
+        near = zero
+        if i == 0:
+            near = gl.gather(second[0], key, 1)
+        elif i < EIGHTS:
+            near = gl.gather(first[i - 1] + second[i], key, 1)
+        elif i == EIGHTS:
+            near = gl.gather(first[EIGHTS - 1], key, 1)
+        sums = sums + (gl.sum(gl.where(turned, before, near), 3),)
+        before = near
+    for i in gl.static_range(EIGHTS // 4 + 1):
+        a = _exchange(sums[4 * i], sums[4 * i + 1], 1)
+        b = _exchange(sums[4 * i + 2], sums[4 * i + 3], 1)
+        first_end, last_end = _add_distances(
+            middle, radius, offset + (1 - 4 * i) * 8, _exchange(a, b, 2), first_end, last_end
+        )
+    return first_end, last_end
+
+
+@gluon.jit
+def _exchange(a, b, BIT: gl.constexpr):
+    """Return sums over two quads that differ in a bit: of a without it, and of b with it."""
+    quad = gl.arange(0, 4, axis_layout(a.type.layout, 3, 2))[None, None, :]
+    has_bit = quad & BIT != 0
+    layout: gl.constexpr = a.type.layout
+    other = (quad ^ BIT) + gl.zeros([4, 8, 4], gl.int32, layout)
+    return gl.where(has_bit, b, a) + gl.gather(gl.where(has_bit, a, b), other, 2)
+
+
+@gluon.jit
+def _add_distances(middle, radius, offset, sums, first_end, last_end):
+    """Add sums of eight distances from `offset` on: 8 less for each quad, 16 more for each warp.
+
+    What is clipped to an end joins that end's sums: in memory all lanes would add to one place.
+    """
+    layout: gl.constexpr = sums.type.layout
+    warp = gl.arange(0, 4, axis_layout(layout, 3, 0))[:, None, None]
+    row = gl.arange(0, 8, axis_layout(layout, 3, 1))[None, :, None]
+    quad = gl.arange(0, 4, axis_layout(layout, 3, 2))[None, None, :]
+    distance = offset + (row + 16 * warp - 8 * quad)
+    is_first, is_last = distance <= -radius, distance >= radius
+    gl.atomic_add(middle + distance, sums, mask=~(is_first | is_last), sem="relaxed")
+    ends: gl.constexpr = first_end.type.layout
+    of_first = gl.convert_layout(gl.where(is_first, sums, 0.0), ends, assert_trivial=True)
+    # A radius of 0 has one entry.
+    of_last = gl.where(is_last & ~is_first, sums, 0.0)
+    return first_end + of_first, last_end + gl.convert_layout(of_last, ends, assert_trivial=True)
+
+
+@gluon.jit
+def _split_eights(x):
+    """Return [4, 8, eights, 4, 2] as a tensor [4, 8, 4, 2] for each eight."""
+    if x.shape[2] == 1:
+        found = (gl.reshape(x, [4, 8, 4, 2]),)
+    else:
+        halves = gl.permute(gl.reshape(x, [4, 8, 2, x.shape[2] // 2, 4, 2]), (0, 1, 3, 4, 5, 2))
+        a, b = gl.split(halves)
+        found = _split_eights(a) + _split_eights(b)
+    return found
