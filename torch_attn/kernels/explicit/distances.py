@@ -18,31 +18,30 @@ class EndSums(NamedTuple):
 
     Attributes:
         first, last: [4, 8, 4] float32, what each thread of a warpgroup has.
-        head: the query head.
     """
 
     first: Any
     last: Any
-    head: Any
 
 
 @gluon.jit
-def no_end_sums(terms, head):
+def no_end_sums(terms):
     """Return the `EndSums` before the first tile of a head; () without a table's gradient."""
     found = ()
     if terms.drelative is not None:
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0])
         zero = gl.zeros([4, 8, 4], gl.float32, layout)
-        found = EndSums(zero, zero, head)
+        found = EndSums(zero, zero)
     return found
 
 
 @gluon.jit
-def add_end_sums(terms, ends):
+def add_end_sums(ends, terms, head):
     """Add `EndSums` to their entries: each warp what it has, so that warps need not meet."""
-    row = terms.drelative + gl.cast(ends.head, gl.int64) * (2 * terms.radius + 1)
-    _add_of_warps(row, ends.first)
-    _add_of_warps(row + 2 * terms.radius, ends.last)
+    if terms.drelative is not None:
+        row = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
+        _add_of_warps(row, ends.first)
+        _add_of_warps(row + 2 * terms.radius, ends.last)
 
 
 @gluon.jit
@@ -53,11 +52,23 @@ def _add_of_warps(entry, parts):
 
 
 @gluon.jit
+def follow_head(ends, terms, head, before):
+    """Return the `EndSums` for a tile of `head`, after one of the head `before`."""
+    if terms.drelative is not None:
+        first, last = ends
+        if head != before:
+            add_end_sums(ends, terms, before)
+            first, last = no_end_sums(terms)
+        ends = EndSums(first, last)
+    return ends
+
+
+@gluon.jit
 def add_relative_gradient(ends, terms, head, offset, ds):
     """Add the gradient of a tile's scores to a table's, in any order.
 
     Args:
-        ends: `EndSums`.
+        ends: `EndSums` of the head.
         head: the query head.
         offset: distance of the tile's first key from its first query.
         ds: float32, of a warpgroup: 64 keys down, queries across.
@@ -70,13 +81,8 @@ def add_relative_gradient(ends, terms, head, offset, ds):
     is_behind = offset - QUERIES + 1 >= terms.radius
     # Of a warp's 16 keys a thread has every eighth, and of eight queries the same two.
     blocks = gl.reshape(ds, [4, 2, 8, QUERIES // 8, 4, 2])
-    first, last, now = ends
+    first, last = ends
     layout: gl.constexpr = first.type.layout
-    if head != now:
-        add_end_sums(terms, EndSums(first, last, now))
-        first = gl.zeros([4, 8, 4], gl.float32, layout)
-        last = gl.zeros([4, 8, 4], gl.float32, layout)
-        now = head
     if is_before | is_behind:
         found = gl.sum(gl.sum(gl.sum(blocks, 5), 3), 1)
         found = gl.convert_layout(found, layout, assert_trivial=True)
@@ -85,7 +91,7 @@ def add_relative_gradient(ends, terms, head, offset, ds):
     else:
         row = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
         first, last = _add_band(row + terms.radius, terms.radius, offset, blocks, first, last)
-    return EndSums(first, last, now)
+    return EndSums(first, last)
 
 
 @gluon.jit

@@ -16,6 +16,7 @@ from torch_attn.kernels.explicit.carry import head_rows, store_carry
 from torch_attn.kernels.explicit.distances import (
     add_end_sums,
     add_relative_gradient,
+    follow_head,
     no_end_sums,
 )
 from torch_attn.kernels.explicit.hidden import load_queries
@@ -342,7 +343,7 @@ def _consume_queries(
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
-        ends = no_end_sums(terms, first_head)
+        ends = no_end_sums(terms)
         last = step + (before + full + after) * MEMBERS - 1
 
         # The first tile of queries has no ds of a tile before.
@@ -408,6 +409,11 @@ def _consume_queries(
                     alike = group_step_is_alike(
                         index, begin, before, full, problem.segments, MEMBERS
                     )
+                if MEMBERS > 1:
+                    earlier, _start = group_step(
+                        index - 1, begin, before, full, after, BLOCK_Q, MEMBERS
+                    )
+                    ends = follow_head(ends, terms, first_head + member, first_head + earlier)
                 s, dk, dv, ds, ends = _visit_queries(
                     s, dk, dv, ds, ends, keys, values, tiles, of_dq, barriers, start, key, end_kv,
                     step, last, rule, terms, pairs, member, reach_left, reach_right, problem,
@@ -425,8 +431,8 @@ def _consume_queries(
         else:
             left = unpack(ds, dtype, layout, "end")
             dk = add_product(dk, left, q_tile, previous)
-        if terms.drelative is not None:
-            add_end_sums(terms, ends)
+        member, start = group_step(index - 1, begin, before, full, after, BLOCK_Q, MEMBERS)
+        add_end_sums(ends, terms, first_head + member)
         if terms.seed is not None:
             dv = scale_all(dv, terms.dropout.scale)
         head_kv = first_head // GROUP_SIZE
