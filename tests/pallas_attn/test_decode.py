@@ -21,6 +21,7 @@ from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
 from pallas_attn import append_kv, check_pages, explain, merge_states, paged_decode
 from pallas_attn.lowering import recording
+from tests.sides import EXPLICIT
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.reference import merge as merge_oracle
 from twin_attention.contract.reference import paged_forward
@@ -100,7 +101,9 @@ def test_vmap_over_sequences_of_one_pool(decode):
     assert_right((out, lse), inputs, CASE.spec)
 
 
-def test_vmap_over_trees(decode):
+def test_vmap_over_trees(decode, implementation):
+    if implementation in EXPLICIT:
+        pytest.skip("its kernels take no trees")
     case = replace(CASE, window_size=None, tree="drafts")
     inputs = operands(case)
     ends = jnp.stack([inputs["tree_ends"], jnp.full_like(inputs["tree_ends"], 3)])
