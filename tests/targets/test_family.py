@@ -182,6 +182,8 @@ def test_terms_run_in_the_explicit_kernels(fields, operation):
     [
         ("flash_fwd", 64, {"dropout_rate": 0.1}),
         ("flash_bwd", 128, {"terms": ("bias",), "wide_bias": True}),
+        ("flash_bwd", 128, {"terms": ("relative_bias",)}),
+        ("flash_bwd", 96, {"terms": ("relative_bias",), "seq_kv": 2048, "deterministic": True}),
     ],
 )
 def test_terms_that_are_slower_in_the_explicit_kernels_run_there_by_name(
