@@ -55,7 +55,7 @@ def test_lowered_for_cuda_only_the_kernels_are_left(qkv, implementation, fresh_c
     assert [name for name, *_ in kernels] == [
         "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv",
     ]  # fmt: skip
-    # The case is over a constant: what JAX leaves of the choice of platform. Barriers become nothing.
+    # The case is over a constant: what JAX leaves of the choice of platform.
     assert found == {"custom_call", "case", "constant", "optimization_barrier", "return"}
 
 
