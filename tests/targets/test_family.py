@@ -172,6 +172,8 @@ def test_terms_run_in_the_explicit_kernels(fields, operation):
     for spec in (dense, packed):
         assert choice(None, "sm90", spec, operation=operation)[0] == Backend(GLUON_SM90, "sm90")
     assert foreign.gluon_is_faster(operation, long, "sm90")
+    with_bias = replace(long, terms=("bias",))
+    assert foreign.gluon_is_faster(operation, with_bias, "sm90") == (operation == "flash_fwd")
     if operation == "flash_fwd":
         with pytest.raises(NotImplementedError, match="its kernels"):
             choice("mosaic", "sm90", replace(dense, compact=True))

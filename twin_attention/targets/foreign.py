@@ -49,7 +49,7 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True where Gluon's SM90 kernels are faster than those of `pallas_attn`.
 
     A backward that is to be deterministic was not timed, nor a dense one with a window or a
-    softcap.
+    softcap. The gradients of `bias` and `relative_bias` were not timed in JAX.
 
     Args:
         operation: the function that is to run, such as "flash_fwd".
@@ -61,6 +61,8 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     if not isinstance(spec, AttentionSpec) or isinstance(spec, BlockSparseSpec):
         return False
     if sm90.slower(operation, spec, target) is not None:
+        return False
+    if operation == "flash_bwd" and {"bias", "relative_bias"} & {*spec.terms}:
         return False
     head_dim, launches = max(spec.head_dim, spec.head_dim_v), _LAUNCHES[operation]
     is_packed = isinstance(spec, VarlenSpec)
