@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.pages import load_rows_at, locate_keys, share_of_tiles
@@ -67,7 +67,6 @@ def find_prefixes_kernel(
     PAGE_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     MEMBERS: tl.constexpr,
-    PDL: tl.constexpr,
     BLOCK_BATCH: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_PAGES: tl.constexpr,
@@ -79,11 +78,7 @@ def find_prefixes_kernel(
     first page is the same, in their order, make tiles of MEMBERS. A tile's prefix is the pages that
     all of them begin with, before any new token, cut to a multiple of BLOCK_KEYS keys. Entries
     past a sequence's last page do not count. BLOCK_BATCH is a power of two, at least B.
-
-    PDL: the launch that depends on this one may begin to start.
     """
-    if PDL:
-        gdc_launch_dependents()
     # Which sequences begin with the same page, and how many of them come before this one.
     own = tl.program_id(0)
     capacity = max_pages * PAGE_SIZE
@@ -168,11 +163,9 @@ def shared_pages_kernel(
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
     dtype. BLOCK_BATCH is a power of two, at least the batch.
 
-    PDL: the launch overlaps the start of the one before, and waits for what that finds. Then the
-    decode over the other keys, which depends on nothing of this launch, may begin.
+    PDL: the decode over the other keys, which depends on nothing of this launch, may begin.
     """
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
     # Locate the tiles that have a prefix.
     num_tiles: tl.constexpr = (MEMBERS * TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -280,7 +273,7 @@ def attend_to_prefixes(
 ) -> None:
     """Launch `shared_pages_kernel`, which writes the last parts of outs and lses.
 
-    On SM90 it starts while `find_prefixes_kernel` ends, and the launch behind it while it runs.
+    On SM90 the launch behind it may start while it runs.
 
     Args:
         operands: those of the decode; an 8-bit pool is packed.
@@ -295,7 +288,6 @@ def attend_to_prefixes(
         prefixes.tile,
         backend,
         prefixes.num_states,
-        launch_pdl=backend.target == "sm90",
     )
 
 
@@ -310,7 +302,6 @@ def _prepare_find(call: KernelCall) -> Prepared:
         "PAGE_SIZE": spec.cache.page_size,
         "TOKENS": spec.tokens,
         "MEMBERS": members.shape[1],
-        "PDL": call.target == "sm90",
         "BLOCK_BATCH": triton.next_power_of_2(spec.batch),
         "BLOCK_KEYS": block_keys,
     }
