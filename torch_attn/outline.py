@@ -36,7 +36,7 @@ class Value(NamedTuple):
     Attributes:
         number: the operands have the first ones, in order. A tensor's memory in another dtype has
             the tensor's number.
-        shape, dtype: the tensor's, which is contiguous.
+        shape, dtype: the tensor's. What a kernel takes is contiguous.
     """
 
     number: int
