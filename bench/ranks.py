@@ -8,9 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ from torch_attn.distributed import (
 from twin_attention.contract.exchange import Rows
 from twin_attention.targets.target import use_target
 
-_ROUNDS, _CALLS, _WARMUP = 3, 5, 3  # of ranks that are timed together
+_ROUNDS, _WARMUP, _TURNS, _CALLS = 3, 1, 4, 5  # of ranks that are timed together; calls of a turn
+_PREPARED = 2  # problems of a group that are kept: those of a case
 _LIMIT = 300.0  # seconds for an answer of a rank, which compiles first
 _TRIES = 3  # calls of each rank, to find the slowest
 
@@ -235,40 +236,43 @@ def _attend(case: Any, mesh: Any, exchange: str, q: Tensor, k: Tensor, v: Tensor
 class Group:
     """Ranks that run together, each in a process and on a device of its own."""
 
-    def __init__(self, target: str, case: Any, operation: str, device: str) -> None:
+    def __init__(self, size: int, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
-        store = Path(self._folder.name) / "store"
+        store = str(Path(self._folder.name) / "store")
         self._pipes, self.processes = [], []
-        for rank in range(case.ranks):
+        for rank in range(size):
             here, there = context.Pipe()
-            arguments = there, rank, str(store), target, case, operation, device
+            arguments = there, rank, size, store, device
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(here)
             self.processes.append(process)
-        weakref.finalize(self, _end, self._pipes, self.processes)
+        self._end = weakref.finalize(self, _end, self._pipes, self.processes)
 
-    def __call__(self) -> None:
-        self.ask("run")
-
-    def ask(self, question: str) -> list[Any]:
+    def ask(self, question: str, problem: _Problem) -> list[Any]:
         """Return the answer of each rank to "run", "results" or "time".
 
         Raises:
-            RuntimeError: a rank failed, or did not answer in time.
+            RuntimeError: a rank failed, or did not answer in time. That ends the group.
         """
         for pipe in self._pipes:
-            pipe.send(question)
+            pipe.send((question, problem))
         found = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(_LIMIT):
-                raise RuntimeError(f"rank {rank}: expected an answer in {_LIMIT:.0f} s, got none")
-            answer = pipe.recv()
-            if isinstance(answer, Exception):
+            answer = pipe.recv() if pipe.poll(_LIMIT) else f"no answer in {_LIMIT:.0f} s"
+            if isinstance(answer, str):
+                group_of.cache_clear()
+                self._end()
                 raise RuntimeError(f"rank {rank}: {answer}")
             found.append(answer)
         return found
+
+
+@cache
+def group_of(size: int, device: str) -> Group:
+    """Return processes that stay for the next problem."""
+    return Group(size, device)
 
 
 def _end(pipes: Sequence[Any], processes: Sequence[Any]) -> None:
@@ -279,65 +283,95 @@ def _end(pipes: Sequence[Any], processes: Sequence[Any]) -> None:
         process.kill()
 
 
-def _serve(
-    pipe: Any, rank: int, store: str, target: str, case: Any, operation: str, device: str
-) -> None:
+class _Problem(NamedTuple):
+    """What a rank of a group computes."""
+
+    target: str
+    case: Any
+    operation: str
+    exchange: str
+
+    def prepare(self, rank: int, device: str) -> Run:
+        """Return the call of a rank."""
+        tensors = attention_tensors(self.case.whole, device)
+        *inputs, dout = shares(self.case, tensors, rank)
+        attend = partial(_attend, self.case, dist.group.WORLD, self.exchange)
+        with use_target(self.target):
+            call = Call(prepare_torch(attend, self.operation, inputs, dout), None)
+        return for_target(call, self.target).run
+
+
+class Together:
+    """A call of the ranks of a group."""
+
+    def __init__(self, group: Group, problem: _Problem) -> None:
+        self._group, self._problem = group, problem
+
+    def __call__(self) -> None:
+        self.ask("run")
+
+    def ask(self, question: str) -> list[Any]:
+        """Return the answer of each rank; see `Group.ask`."""
+        return self._group.ask(question, self._problem)
+
+
+def _serve(pipe: Any, rank: int, size: int, store: str, device: str) -> None:
     """Answer what `Group.ask` asks, until it hangs up."""
     backend = "gloo"
     if device == "cuda":
         torch.cuda.set_device(rank)
         backend = "nccl"
-    where = {"init_method": f"file://{store}", "rank": rank, "world_size": case.ranks}
-    dist.init_process_group(backend, **where)
-    tensors = attention_tensors(case.whole, device)
-    *inputs, dout = shares(case, tensors, rank)
-    with use_target(target):
-        attend = partial(_attend, case, dist.group.WORLD, "ring")
-        run = prepare_torch(attend, operation, inputs, dout)
-        answers: dict[str, Callable[[], Any]] = {
-            "run": lambda: len(leaves(run())),
-            "results": lambda: [x.detach().cpu() for x in leaves(run())],
-            "time": lambda: list(_rounds(run, device)),
-        }
-        while True:
-            try:
-                question = pipe.recv()
-            except EOFError:
-                return
-            try:
-                pipe.send(answers[question]())
-            except Exception as error:
-                pipe.send(RuntimeError(str(error)))
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    prepare = lru_cache(maxsize=_PREPARED)(partial(_Problem.prepare, rank=rank, device=device))
+    answers: dict[str, Callable[[Run], Any]] = {
+        "run": lambda run: len(leaves(run())),
+        "results": lambda run: [x.detach().cpu() for x in leaves(run())],
+        "time": lambda run: list(_rounds(run, device)),
+    }
+    while True:
+        try:
+            question, problem = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(answers[question](prepare(problem)))
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
 
 
 def _rounds(run: Run, device: str) -> Iterator[list[float]]:
-    """Yield the milliseconds of the calls of each round, of each call those of the slowest rank."""
+    """Yield the milliseconds of calls of each round, those of the slowest rank."""
     for _ in range(_ROUNDS):
-        found = [_together(run, device) for _ in range(_WARMUP + _CALLS)]
+        found = [_together(run, device) for _ in range(_WARMUP + _TURNS)]
         yield found[_WARMUP:]
 
 
 def _together(run: Run, device: str) -> float:
-    """Return the milliseconds of a call that all ranks begin together, on the slowest rank."""
+    """Return the milliseconds of a call on the slowest rank, of several one after the other.
+
+    All ranks begin together. The host may run ahead, as it does in training.
+    """
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+    begin = time.perf_counter()
+    for _ in range(_CALLS):
         run()
+    milliseconds = 1e3 * (time.perf_counter() - begin)
+    if device == "cuda":
         end.record()
         end.synchronize()
         milliseconds = start.elapsed_time(end)
-    else:
-        begin = time.perf_counter()
-        run()
-        milliseconds = 1e3 * (time.perf_counter() - begin)
-    longest = torch.tensor(milliseconds, device=device)
+    longest = torch.tensor(milliseconds / _CALLS, device=device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()
 
 
-def together(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+def together(
+    target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
+) -> Call:
     """Return the call of ranks on as many GPUs, in a process each.
 
     Raises:
@@ -346,13 +380,18 @@ def together(target: str, case: Any, operation: str, tensors: list[Tensor]) -> C
     device = tensors[0].device.type
     if device == "cuda" and torch.cuda.device_count() < case.ranks:
         raise Absent(f"needs {case.ranks} GPUs")
-    group = Group(target, case, operation, device)
+    call = Together(group_of(case.ranks, device), _Problem(target, case, operation, exchange))
 
     def result(_: Any) -> list[Tensor]:
-        found = assembled(case, group.ask("results"), tensors[0].ndim == 3)
+        found = assembled(case, call.ask("results"), tensors[0].ndim == 3)
         return [x.to(tensors[0].device) for x in found]
 
-    return Call(group, result)
+    return Call(call, result)
+
+
+def together_gathered(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of ranks on as many GPUs, each of which gets all its keys at once."""
+    return together(target, case, operation, tensors, "gather")
 
 
 def need_devices(size: int) -> None:
@@ -415,7 +454,7 @@ def time_ranks(
         calls: of "dense" the whole sequence, whose times are divided by `size`.
         wait: blocks until a call's result is there.
     """
-    groups = {s: run for s, run in calls.items() if isinstance(run, Group)}
+    groups = {s: run for s, run in calls.items() if isinstance(run, Together)}
     others = {
         s: run.slowest(wait) if isinstance(run, Ranks) else run
         for s, run in calls.items()

@@ -35,10 +35,11 @@ NOTE = (
     "number of ranks. 'triton dense' runs the portable kernels. 'rank' is the "
     "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
     "hand: the kernels without the exchange; 'gather' reads them in one step, and 'host keys' "
-    "copies them from host memory while it reads those before. 'ring' are ranks on as many GPUs, "
-    "with the exchange: in torch a process each, by CUDA events of the slowest rank, in jax one "
-    "process. The lengths of 'lognormal' documents are those of the suite 'packed', around a mean "
-    "of 1024. FLOPs are a rank's share of the pairs that are seen."
+    "copies them from host memory while it reads those before. 'ring' and 'gather' are ranks on as "
+    "many GPUs, with that exchange: in torch a process each, calls one after the other by CUDA "
+    "events of the slowest rank, in jax one process. The lengths of 'lognormal' documents are "
+    "those of the suite 'packed', around a mean of 1024. FLOPs are a rank's share of the pairs "
+    "that are seen."
 )
 
 CHANNELS, HEADS = 2048, 2  # HEADS are checked
@@ -120,7 +121,7 @@ def job(case: ContextCase, operation: Operation, target: str) -> Job:
 RANKS = {
     "torch rank": "in_turn", "torch rank gather": "in_turn_gathered",
     "torch rank host keys": "in_turn_from_host", "torch ring": "together",
-    "jax ring": "over_devices",
+    "torch gather": "together_gathered", "jax ring": "over_devices",
 }  # fmt: skip
 
 

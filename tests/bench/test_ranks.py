@@ -36,13 +36,17 @@ def test_times_are_those_of_the_slowest_rank_and_of_a_share_of_the_whole(monkeyp
 def test_a_group_of_processes():
     job = context.job(CASE, "forward", "sm90")
     tensors = job.inputs("cpu")
-    subject = Subject("torch ring", "sm90")
-    call = job.factories[subject](tensors)
-    assert job.check(tensors)(call.result(call.run())) <= 1
-    found = ranks.time_ranks(2, {subject: call.run})[subject]
-    assert 0 < found.busy.fastest <= found.busy.median
-    with pytest.raises(RuntimeError, match="rank 0: 'dance'"):
-        call.run.ask("dance")
-    processes = call.run.processes
-    del call
-    assert not any(process.is_alive() for process in processes)
+    subjects = Subject("torch ring", "sm90"), Subject("torch gather", "sm90")
+    calls = {subject: job.factories[subject](tensors) for subject in subjects}
+    for call in calls.values():
+        assert job.check(tensors)(call.result(call.run())) <= 1
+    found = ranks.time_ranks(2, {subject: call.run for subject, call in calls.items()})
+    for timing in found.values():
+        assert 0 < timing.busy.fastest <= timing.busy.median
+
+    group = ranks.group_of(2, "cpu")
+    assert ranks.group_of(2, "cpu") is group
+    with pytest.raises(RuntimeError, match="rank 0: KeyError: 'dance'"):
+        calls[subjects[0]].run.ask("dance")
+    assert ranks.group_of.cache_info().currsize == 0
+    assert not any(process.is_alive() for process in group.processes)
