@@ -66,11 +66,11 @@ class Alone(Peers):
     ) -> Transfer:
         if not of_gradients:
             return Transfer(self._keys(tuple(received)))
-        for rank, start, end, token in sent:
+        for rank, start, end, token, _ in sent:
             rows = tuple(x[:, start:end] for x in tensors)
             self._sent[rank, self.rank, token] = rows
         parts = []
-        for rank, start, end, token in received:
+        for rank, start, end, token, _ in received:
             rows = tuple(x[:, start:end] for x in tensors)
             if rank != self.rank:
                 nothing = tuple(x.new_zeros(x.shape[0], end - start, *x.shape[2:]) for x in tensors)
@@ -82,7 +82,7 @@ class Alone(Peers):
     def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
         """Return the keys of a step, which are there before they are asked for."""
         return _joined(
-            [tuple(x[:, start:end] for x in self._shards[rank]) for rank, start, end, _ in received]
+            [tuple(x[:, a:b] for x in self._shards[rank]) for rank, a, b, *_ in received]
         )
 
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class FromHost(Alone):
     def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
         parts = [
             tuple(x[:, start:end].to(self._device, non_blocking=True) for x in self._held[rank])
-            for rank, start, end, _ in received
+            for rank, start, end, *_ in received
         ]
         return _joined(parts)
 

@@ -73,7 +73,7 @@ class HostKeys(Peers):
         of_gradients: bool = False,
     ) -> Transfer:
         if of_gradients:  # they go back to where keys are held
-            for rank, start, end, token in sent:
+            for rank, start, end, token, _ in sent:
                 for total, x in zip(self._gradients[rank], tensors, strict=True):
                     held = total[:, token : token + end - start]
                     held += x[:, start:end].cpu()  # on a GPU the host waits
@@ -92,7 +92,7 @@ class HostKeys(Peers):
         """Return copies of rows of keys and values on the device."""
         parts = [
             [x[:, start:end].to(self._device, non_blocking=True) for x in self._keys[rank]]
-            for rank, start, end, _ in received
+            for rank, start, end, *_ in received
         ]
         return tuple(torch.cat(xs, 1) if len(xs) > 1 else xs[0] for xs in zip(*parts, strict=True))
 

@@ -66,6 +66,9 @@ if torch.distributed.is_available():
         find("torch.distributed", _GROUP + name)
         for name in ("_get_backend", "_start_coalescing", "_end_coalescing")
     )
+    symmetric_empty, symmetric_rendezvous = (
+        find("torch.distributed._symmetric_memory", name) for name in ("empty", "rendezvous")
+    )
 
 
 class DispatchMode(TorchDispatchMode):

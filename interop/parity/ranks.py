@@ -91,14 +91,14 @@ class SimulatedPeers(Peers):
 
     def exchange(self, tensors, sent, received, of_gradients=False) -> Transfer:
         boxes = self.room.boxes
-        for rank, start, end, _ in sent:
+        for rank, start, end, *_ in sent:
             for n, x in enumerate(tensors):
                 boxes[rank, self.rank, n].put(x[:, start:end].detach().clone())
         into, places = room_for(tensors, received)
         for x in into:
             x.fill_(torch.nan)
         arrivals = []
-        for (rank, start, end, _), place in zip(received, places, strict=True):
+        for (rank, start, end, *_), place in zip(received, places, strict=True):
             parts = tuple(x[:, place] for x in into)
             if rank == self.rank:
                 for part, x in zip(parts, tensors, strict=True):

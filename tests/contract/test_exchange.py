@@ -56,6 +56,9 @@ def test_what_one_sends_another_receives(plan: ContextPlan, window: Window, exch
     steps = [exchange_steps(plan, window, exchange, rank) for rank in range(plan.size)]
     for at_once in zip(*steps, strict=True):
         for rank, step in enumerate(at_once):
+            for rows in step.received, step.gathered:
+                ends = np.cumsum([x.end - x.start for x in rows]).tolist()
+                assert [x.place for x in rows] == [0, *ends][: len(rows)]
             for other, theirs in enumerate(at_once):
                 sent = [x[1:] for x in step.sent if x.rank == other]
                 arrived = [x[1:] for x in theirs.received if x.rank == rank]
@@ -67,7 +70,7 @@ def test_what_one_sends_another_receives(plan: ContextPlan, window: Window, exch
                     assert back == gathered
                 assert [x.end - x.start for x in step.gathered if x.rank == other] == [
                     end - start
-                    for start, end, _ in ([x[1:] for x in theirs.received if x.rank == rank])
+                    for _, start, end, *_ in (x for x in theirs.received if x.rank == rank)
                 ]
         first = next(iter(zip(*steps, strict=True)))
         assert all(

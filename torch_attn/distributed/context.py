@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
 from torch_attn.calls import Call, keep, recall
 from torch_attn.dispatch import Implementation, check_implementation, choose
+from torch_attn.distributed.copies import ALIGNMENT, Sizes
 from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
 from torch_attn.distributed.sums import GradientSums
 from torch_attn.explain import PROBLEMS
@@ -205,10 +206,24 @@ def _agree(
         if other != everyone[0][0]:
             fail(ValueError, "context_attention", f"rank 0's call on all: {everyone[0][0]}", other)
     assert checked is not None
+    call, used = checked
+    if call.exchange != "heads":
+        peers.prepare(used[0].device, _sizes(call, plan, peers.rank, used))
     _agreed.add((peers.group, said))
     if key is not None:
         _calls[key] = checked[0]
     return checked
+
+
+def _sizes(call: _Call, plan: ContextPlan, rank: int, tensors: tuple[Any, ...]) -> Sizes:
+    """Return what a rank receives at most, with room for rows to be aligned."""
+    _, k, v, _ = tensors
+    steps = exchange_steps(plan, call.options.window, call.exchange, rank)
+    numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
+    keys = max((step.num_keys for step in steps), default=0)
+    gathered = max((sum(x.end - x.start for x in step.gathered) for step in steps), default=0)
+    rows_of = (keys, k.dtype.itemsize), (gathered, torch.float32.itemsize)
+    return Sizes(*((rows + 2 * ALIGNMENT) * numbers * size for rows, size in rows_of))
 
 
 def _described(x: Tensor | None) -> Any:
@@ -405,6 +420,7 @@ class Problem(NamedTuple):
     def _fetch(self, step: _Step, k: Tensor, v: Tensor) -> Transfer:
         """Begin to exchange the keys of a step."""
         if step.is_own and not step.step.sent:
+            self.peers.skip(k.device)
             return Transfer((k, v))
         return self.peers.exchange((k, v), step.step.sent, step.step.received)
 
@@ -412,6 +428,7 @@ class Problem(NamedTuple):
         """Begin to send gradients of a step's keys to the ranks that hold them, and to receive."""
         _, _, _, _, returned, gathered = step.step
         if step.is_own and not returned and len(gathered) == 1:
+            self.peers.skip(gradients[0].device, of_gradients=True)
             return Transfer(gradients)
         if step.inverse is not None:
             gradients = tuple(x.index_select(1, step.inverse) for x in gradients)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_attn import private
+from torch_attn.distributed.copies import Copies, Sizes, copies_of, prepare_copies
 from twin_attention.contract.exchange import Rows
 from twin_attention.contract.validate import fail, type_name
 
@@ -83,6 +84,14 @@ class Peers(ABC):
             of_gradients: they are gradients, of the tokens `Rows.token` and after.
         """
 
+    def prepare(self, device: torch.device, sizes: Sizes) -> None:  # noqa: B027 (optional)
+        """Prepare for the exchanges of a call; all ranks do so alike, before the first."""
+
+    def skip(  # noqa: B027 (optional)
+        self, device: torch.device, of_gradients: bool = False
+    ) -> None:
+        """Take no part in an exchange, which other ranks may have among them."""
+
     @abstractmethod
     def all_to_all(self, x: Tensor) -> Tensor:
         """Return part `rank` of every rank's tensor [size, ...], in the order of ranks."""
@@ -130,10 +139,14 @@ class GroupPeers(Peers):
         of_gradients: bool = False,
     ) -> Transfer:
         tensors = tuple(x.contiguous() for x in tensors)
+        copies = self._copies(tensors[0].device)
+        if copies is not None:
+            arriving, waiting = copies.exchange(tensors, sent, received, of_gradients)
+            return Transfer(arriving, (waiting,), tensors)
         into, places = room_for(tensors, received)
         sends = [(rows.rank, [x[:, rows.start : rows.end] for x in tensors]) for rows in sent]
         receives = []
-        for (rank, start, end, _), place in zip(received, places, strict=True):
+        for (rank, start, end, *_), place in zip(received, places, strict=True):
             parts = [x[:, place] for x in into]
             if rank == self.rank:
                 for part, x in zip(parts, tensors, strict=True):
@@ -142,6 +155,23 @@ class GroupPeers(Peers):
                 receives.append((rank, parts))
         works = self._begin(sends, receives) if sends or receives else ()
         return Transfer(into if received else None, works, tensors)
+
+    def prepare(self, device: torch.device, sizes: Sizes) -> None:
+        copies = prepare_copies(self._group, device, self.gather_objects)
+        if copies is not None:
+            copies.reserve(sizes)
+
+    def skip(self, device: torch.device, of_gradients: bool = False) -> None:
+        copies = self._copies(device)
+        if copies is not None:
+            copies.skip(of_gradients)
+
+    def _copies(self, device: torch.device) -> Copies | None:
+        """Return how to exchange without the process group; not in a CUDA graph."""
+        copies = copies_of(self._group, device)
+        if copies is None or torch.cuda.is_current_stream_capturing():
+            return None
+        return copies
 
     def _begin(self, sends: Sequence[_Message], receives: Sequence[_Message]) -> Sequence[Any]:
         """Begin to send and receive; returns what to wait for."""

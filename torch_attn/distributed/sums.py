@@ -53,7 +53,7 @@ class GradientSums:
 
     def _add_rows(self, found: tuple[Tensor, ...], rows: Sequence[Rows]) -> None:
         start = 0
-        for _, first, end, token in rows:
+        for _, first, end, token, _ in rows:
             count = end - first
             for total, x in zip(self._addends[0], found, strict=True):
                 total[:, token : token + count] += x[:, start : start + count]

@@ -37,12 +37,14 @@ class Rows(NamedTuple):
         rank: the other one, which receives or sends them.
         start, end: which rows of the sender's tensors.
         token: the first of them, among the tokens of the rank that holds the keys.
+        place: the first of them, among the rows that their receiver receives.
     """
 
     rank: int
     start: int
     end: int
     token: int
+    place: int = 0
 
 
 class Step(NamedTuple):
@@ -79,14 +81,9 @@ class _Keys(NamedTuple):
     order: np.ndarray | None
     intervals: Intervals
 
-    def of(self, holder: int, other: int) -> Iterable[tuple[Rows, Rows]]:
-        """Yield each of a holder's pieces, as rows of its keys and as rows of this step's."""
-        start = 0
-        for rank, first, end, token in self.received:
-            stop = start + end - first
-            if rank == holder:
-                yield Rows(other, first, end, token), Rows(other, start, stop, token)
-            start = stop
+    def of(self, holder: int) -> Iterable[Rows]:
+        """Yield each of a holder's pieces."""
+        return (rows for rows in self.received if rows.rank == holder)
 
 
 @lru_cache(maxsize=256)
@@ -121,11 +118,37 @@ def _step(
         holders: whose keys this rank reads, and the ranks that read keys of this one.
     """
     keys = {q: _keys_of(plan, window, q, ranks) for q, ranks in holders.items()}
-    own, others = keys[rank], [q for q in keys if q != rank]
-    sent = [rows for q in others for rows, _ in keys[q].of(rank, q)]
-    returned = [rows for q in range(plan.size) if q != rank for _, rows in own.of(q, q)]
-    gathered = [rows for q in (rank, *others) for _, rows in keys[q].of(rank, q)]
-    return Step(*own, tuple(sent), tuple(returned), tuple(gathered))
+    sent = [rows._replace(rank=q) for q in keys if q != rank for rows in keys[q].of(rank)]
+    returned = [
+        rows._replace(rank=holder)
+        for holder in range(plan.size)
+        if holder != rank
+        for rows in _gathered(keys, holder)
+        if rows.rank == rank
+    ]
+    return Step(*keys[rank], tuple(sent), tuple(returned), tuple(_gathered(keys, rank)))
+
+
+def _gathered(keys: dict[int, _Keys], holder: int) -> Iterable[Rows]:
+    """Yield the rows of every rank's step whose gradients a holder of keys receives, its own first.
+
+    Args:
+        keys: of every rank that reads some of the holder's.
+    """
+    place = 0
+    for rank in sorted(keys, key=lambda rank: (rank != holder, rank)):
+        for _, first, end, token, start in keys[rank].of(holder):
+            count = end - first
+            yield Rows(rank, start, start + count, token, place)
+            place += count
+
+
+def _placed(received: Iterable[Rows]) -> Iterable[Rows]:
+    """Yield rows that stand one after the other where they are received."""
+    place = 0
+    for rows in received:
+        yield rows._replace(place=place)
+        place += rows.end - rows.start
 
 
 @lru_cache(maxsize=1024)
@@ -142,8 +165,8 @@ def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, .
     intervals = intervals_of(begins, ends, positions[order])
     pieces = _pieces(holder_of[order], token_of[order])
     if len(pieces) <= _PIECES_MAX * len(held) + _PIECES_BESIDE:
-        return _Keys(tuple(pieces), None, intervals)
-    return _Keys(tuple(held), order, intervals)
+        return _Keys(tuple(_placed(pieces)), None, intervals)
+    return _Keys(tuple(_placed(held)), order, intervals)
 
 
 @lru_cache(maxsize=16)
