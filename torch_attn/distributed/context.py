@@ -377,10 +377,6 @@ class Problem(NamedTuple):
         """The window, `causal` included."""
         return self.call.options.window
 
-    def parts(self, operation: str) -> tuple[_Part, ...]:
-        """Return an operation on the keys of each step."""
-        return _parts(self.call, self.plan, self.peers.rank, self.rows_aligned, operation)
-
     def run(self, operation: str, part: _Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Run a family's function, replayed where its operands had such layouts before.
 
@@ -400,22 +396,26 @@ class Problem(NamedTuple):
         return call(*tensors)
 
     def hops(
-        self, q: Tensor, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[_Step, PartialOperands[Tensor] | None]]:
-        """Yield each step and its operands, own keys first; None for no keys.
+        self, operation: str, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[_Step, _Part, PartialOperands[Tensor] | None]]:
+        """Yield each step, the operation on its keys and its operands, None for no keys.
 
-        The next keys are on their way while the caller works with those it was given.
+        The next keys are on their way while the caller works with those it was given. A forward
+        begins with own keys. A backward ends with them, while the last gradients go back.
         """
         call, peers = self.call, self.peers
         steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)
+        parts = _parts(call, self.plan, peers.rank, self.rows_aligned, operation)
+        if operation == "partial_bwd":
+            steps, parts = (*steps[1:], steps[0]), (*parts[1:], parts[0])
         transfer = self._fetch(steps[0], k, v)
-        for step, following in zip(steps, (*steps[1:], None), strict=True):
+        for step, part, following in zip(steps, parts, (*steps[1:], None), strict=True):
             arrived = transfer.wait()
             if following is not None:
                 transfer = self._fetch(following, k, v)
             if arrived is not None and step.order is not None:
                 arrived = tuple(x.index_select(1, step.order) for x in arrived)
-            yield step, None if arrived is None else _operands(q, arrived, step.intervals)
+            yield step, part, None if arrived is None else _operands(q, arrived, step.intervals)
 
     def _fetch(self, step: _Step, k: Tensor, v: Tensor) -> Transfer:
         """Begin to exchange the keys of a step."""
@@ -486,8 +486,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
         out = lse = None
-        parts = problem.parts("partial_fwd")
-        for part, (_, operands) in zip(parts, problem.hops(q, k, v), strict=True):
+        for _, part, operands in problem.hops("partial_fwd", q, k, v):
             if operands is not None:
                 operands = operands._replace(sinks=sinks if part.spec.first else None)
                 out, lse = problem.run("partial_fwd", part, *operands, out, lse)
@@ -504,22 +503,22 @@ class _Attention(torch.autograd.Function):
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
-        carry, of_keys = _NO_CARRY, GradientSums()
+        carry, of_keys = _NO_CARRY, GradientSums(k.shape[1])
         arriving, rows = Transfer(None), ()
-        parts = problem.parts("partial_bwd")
-        for part, (step, operands) in zip(parts, problem.hops(q, k, v), strict=True):
+        for step, part, operands in problem.hops("partial_bwd", q, k, v):
+            gradients = tuple(x[:, :0].float() for x in (k, v))  # where there are no keys
             if operands is not None:
                 tensors = (dout, dlse, out, lse, *carry, *operands)
                 *carry, dk, dv = problem.run("partial_bwd", part, *tensors)
-            # Where this rank has no keys, these are the shapes of what the others send.
-            following = problem.send_back(step, (dk, dv))
+                gradients = dk, dv
+            following = problem.send_back(step, gradients)
             of_keys.add(arriving.wait(), rows)
             arriving, rows = following, step.step.gathered
         of_keys.add(arriving.wait(), rows)
         *_, delta = carry
-        assert delta is not None  # own keys are the first hop
+        assert delta is not None  # own keys are the last hop
         assert lse is not None
-        (dq,) = problem.run("partial_dq", parts[0], q, *carry)
+        (dq,) = problem.run("partial_dq", part, q, *carry)
         dk, dv = of_keys.total(k.dtype)
         dsinks = None
         if sinks is not None:

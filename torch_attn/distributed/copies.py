@@ -18,8 +18,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ _SLOT_ALIGNMENT = 256  # bytes
 _KEYS_SLOTS = 2  # one is read while the next is written
 _GRADIENTS_SLOTS = 6  # four are kept to be summed; see `GradientSums`
 _PERIOD = 1.0  # seconds between looks at exchanges that may not end
+_PROGRAMS_MAX = 1024
 _READY, _FREE = 0, 1  # numbers of the last exchange that a sender wrote, or a receiver waits for
 
 
@@ -45,22 +46,71 @@ class Sizes(NamedTuple):
     gradients: int
 
 
-@cache
-def _driver() -> Any:
-    """Return the driver's library, with which streams write and wait for numbers."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
-        getattr(driver, name).argtypes = [
+class _Driver:
+    """Operations of the driver on a stream."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        stream, address, number, flags = (
             ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint,
-        ]  # fmt: skip
-    return driver
+        )  # fmt: skip
+        self._write, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+        self._copy = library.cuMemcpyAsync
+        for function in (self._write, self._wait):
+            function.argtypes = [stream, address, number, flags]
+        self._copy.argtypes = [address, address, ctypes.c_size_t, stream]
+
+    def write(self, stream: int, address: int, number: int) -> None:
+        """Write a number."""
+        _check("cuStreamWriteValue32", self._write(stream, address, number, 0))
+
+    def wait(self, stream: int, address: int, number: int) -> None:
+        """Wait until memory holds a number or a later one; numbers begin again after 2**32."""
+        _check("cuStreamWaitValue32", self._wait(stream, address, number, 0))
+
+    def copy(self, stream: int, target: int, source: int, size: int) -> None:
+        """Copy bytes."""
+        _check("cuMemcpyAsync", self._copy(target, source, size, stream))
 
 
-def _on_stream(name: str, stream: torch.cuda.Stream, address: int, number: int) -> None:
-    """Let a stream write a number, or wait until memory holds it or a later one."""
-    error = getattr(_driver(), name)(stream.cuda_stream, address, number & 0xFFFFFFFF, 0)
+def _check(name: str, error: int) -> None:
     if error:
         raise RuntimeError(f"{name}: CUDA error {error}")
+
+
+@cache
+def _driver() -> _Driver:
+    return _Driver()
+
+
+class _Block(NamedTuple):
+    """Rows that lie behind each other: where they go, of which tensor, and where they begin."""
+
+    target: int
+    tensor: int
+    offset: int
+    size: int
+
+
+class _Program(NamedTuple):
+    """What a rank's stream does in an exchange, all by address.
+
+    Attributes:
+        free: where it says that its slot may be overwritten.
+        own: rows of this rank that it reads itself.
+        writes: for each receiver, where it says that its slot is free, the rows, and where the
+            receiver waits for them.
+        ready: where the others say that their rows are there.
+        into: what arrives, [B, rows, H, D] each; None for nothing.
+        of: the exchange, which stays alive, and with it the identity by which it is found.
+    """
+
+    free: tuple[int, ...]
+    own: tuple[_Block, ...]
+    writes: tuple[tuple[int, tuple[_Block, ...], int], ...]
+    ready: tuple[int, ...]
+    into: tuple[Tensor, ...] | None
+    of: tuple[Sequence[Rows], Sequence[Rows]]
 
 
 class _Arena:
@@ -70,12 +120,13 @@ class _Arena:
         slot_bytes: of one exchange.
         number: of the last exchange, the same on all ranks.
         stream: of its copies.
+        begin: when that stream may begin.
     """
 
     def __init__(self, group: Any, device: torch.device, slot_bytes: int, slots: int) -> None:
         self.slot_bytes, self._slots, self.number = slot_bytes, slots, 0
-        self.stream = torch.cuda.Stream(device)
-        self.rank, size = dist.get_rank(group), dist.get_world_size(group)
+        self.stream, self.begin = torch.cuda.Stream(device), torch.cuda.Event()
+        self._rank, size = dist.get_rank(group), dist.get_world_size(group)
         end = slots * slot_bytes  # behind it, a number of each kind and rank
         shape = (end + 2 * size * torch.int32.itemsize,)
         with torch.cuda.device(device):
@@ -84,47 +135,82 @@ class _Arena:
             torch.cuda.synchronize()
             self._handle = private.symmetric_rendezvous(own, group)
         self._memory = [
-            own if rank == self.rank else self._handle.get_remote_tensor(rank, shape, own.dtype)
+            own if rank == self._rank else self._handle.get_remote_tensor(rank, shape, own.dtype)
             for rank in range(size)
         ]
         self._numbers = [x.data_ptr() + end for x in self._memory]
-        self.regions = lru_cache(maxsize=256)(self._regions)
+        self._programs: dict[tuple[Any, ...], _Program] = {}
 
-    def _regions(
-        self, rank: int, slot: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        """Return where a rank receives tensors, [B, rows, H, D] each, as many rows as fit.
+    def next(
+        self, tensors: Sequence[Tensor], sent: Sequence[Rows], received: Sequence[Rows]
+    ) -> _Program:
+        """Begin an exchange; return what to do."""
+        self.number += 1
+        slot = self.number % self._slots
+        key = slot, tensors[0].dtype, *(x.shape for x in tensors), id(sent), id(received)
+        found = self._programs.get(key)
+        if found is None:
+            if len(self._programs) >= _PROGRAMS_MAX:
+                self._programs.clear()
+            found = self._programs[key] = self._program(slot, tensors, sent, received)
+        return found
 
-        Args:
-            shapes: (B, H, D) of each tensor.
-        """
-        bytes_of_row = sum(batch * heads * dim for batch, heads, dim in shapes) * dtype.itemsize
+    def _program(
+        self,
+        slot: int,
+        tensors: Sequence[Tensor],
+        sent: Sequence[Rows],
+        received: Sequence[Rows],
+    ) -> _Program:
+        places = {rank: self._regions(rank, slot, tensors) for rank in range(len(self._memory))}
+
+        def blocks(rank: int, of_rank: Iterable[Rows]) -> tuple[_Block, ...]:
+            return tuple(
+                _Block(
+                    y[b, rows.place].data_ptr(), n, x[b, rows.start].data_ptr() - x.data_ptr(),
+                    (rows.end - rows.start) * x.stride(1) * x.itemsize,
+                )
+                for rows in of_rank
+                for n, (x, y) in enumerate(zip(tensors, places[rank], strict=True))
+                for b in range(x.shape[0])
+            )  # fmt: skip
+
+        senders = list(dict.fromkeys(x.rank for x in received if x.rank != self._rank))
+        receivers = list(dict.fromkeys(x.rank for x in sent))
+        count = sum(x.end - x.start for x in received)
+        return _Program(
+            tuple(self._number(rank, _FREE, self._rank) for rank in senders),
+            blocks(self._rank, (x for x in received if x.rank == self._rank)),
+            tuple(
+                (
+                    self._number(self._rank, _FREE, rank),
+                    blocks(rank, (x for x in sent if x.rank == rank)),
+                    self._number(rank, _READY, self._rank),
+                )
+                for rank in receivers
+            ),
+            tuple(self._number(self._rank, _READY, rank) for rank in senders),
+            tuple(_rows(x, count) for x in places[self._rank]) if count else None,
+            (sent, received),
+        )
+
+    def _regions(self, rank: int, slot: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return where a rank receives tensors, [B, rows, H, D] each, as many rows as fit."""
+        bytes_of_row = sum(x.shape[0] * x.stride(1) * x.itemsize for x in tensors)
         rows = self.slot_bytes // bytes_of_row // ALIGNMENT * ALIGNMENT
         start, found = slot * self.slot_bytes, []
-        for batch, heads, dim in shapes:
-            end = start + batch * rows * heads * dim * dtype.itemsize
-            part = self._memory[rank][start:end].view(dtype)
+        for x in tensors:
+            batch, _, heads, dim = x.shape
+            end = start + batch * rows * heads * dim * x.itemsize
+            part = self._memory[rank][start:end].view(x.dtype)
             found.append(part.view(batch, rows, heads, dim))
             start = end
-        return tuple(found)
+        return found
 
-    def next_slot(self) -> int:
-        """Begin an exchange; return its slot."""
-        self.number += 1
-        return self.number % self._slots
-
-    def tell(self, rank: int, what: int) -> None:
-        """Let the stream write this exchange's number into another rank's memory."""
-        self._number("cuStreamWriteValue32_v2", rank, what, self.rank)
-
-    def await_(self, rank: int, what: int) -> None:
-        """Let the stream wait until another rank has written this exchange's number."""
-        self._number("cuStreamWaitValue32_v2", self.rank, what, rank)
-
-    def _number(self, name: str, holder: int, what: int, writer: int) -> None:
+    def _number(self, holder: int, what: int, writer: int) -> int:
+        """Return the address of a number that one rank holds and another writes."""
         place = what * len(self._numbers) + writer
-        address = self._numbers[holder] + place * torch.int32.itemsize
-        _on_stream(name, self.stream, address, self.number)
+        return self._numbers[holder] + place * torch.int32.itemsize
 
 
 class Copies:
@@ -167,34 +253,28 @@ class Copies:
         Args:
             tensors: contiguous.
         """
-        arena = self._arena(of_gradients)
-        rank, slot, stream = arena.rank, arena.next_slot(), arena.stream
-        shapes = tuple((x.shape[0], *x.shape[2:]) for x in tensors)
-        into = arena.regions(rank, slot, shapes, tensors[0].dtype)
+        arena, driver = self._arena(of_gradients), _driver()
+        free, own, writes, ready, into, _ = arena.next(tensors, sent, received)
         # What came with this slot was read by the work that the current stream has by now.
-        stream.wait_stream(self._follow())
-        senders = list(dict.fromkeys(rows.rank for rows in received if rows.rank != rank))
-        receivers = list(dict.fromkeys(rows.rank for rows in sent))
-        with torch.cuda.stream(stream):
-            for other in senders:
-                arena.tell(other, _FREE)
-            for rows in received:
-                if rows.rank == rank:
-                    _copy(tensors, rows, into)
-            for other in receivers:
-                arena.await_(other, _FREE)
-                places = arena.regions(other, slot, shapes, tensors[0].dtype)
-                for rows in sent:
-                    if rows.rank == other:
-                        _copy(tensors, rows, places)
-                arena.tell(other, _READY)
-            for other in senders:
-                arena.await_(other, _READY)
-            done = torch.cuda.Event()
-            done.record(stream)
+        arena.begin.record(self._follow())
+        arena.stream.wait_event(arena.begin)
+        stream, number = arena.stream.cuda_stream, arena.number & 0xFFFFFFFF
+        begins = [x.data_ptr() for x in tensors]
+        for address in free:
+            driver.write(stream, address, number)
+        for target, tensor, offset, size in own:
+            driver.copy(stream, target, begins[tensor] + offset, size)
+        for is_free, blocks, there in writes:
+            driver.wait(stream, is_free, number)
+            for target, tensor, offset, size in blocks:
+                driver.copy(stream, target, begins[tensor] + offset, size)
+            driver.write(stream, there, number)
+        for address in ready:
+            driver.wait(stream, address, number)
+        done = torch.cuda.Event()
+        done.record(arena.stream)
         self._note(done)
-        count = sum(rows.end - rows.start for rows in received)
-        return tuple(_rows(x, count) for x in into) if count else None, Waiting(done)
+        return into, Waiting(done)
 
     def _arena(self, of_gradients: bool) -> _Arena:
         """Return memory that is large enough; all ranks find that it is not at the same time."""
@@ -249,14 +329,6 @@ class Waiting:
     def wait(self) -> None:
         """Let the current stream wait until all rows have come, and all that were sent are read."""
         torch.cuda.current_stream().wait_event(self._done)
-
-
-def _copy(tensors: Sequence[Tensor], rows: Rows, into: Sequence[Tensor]) -> None:
-    """Copy rows of each batch element, which lie behind each other, to their places."""
-    count = rows.end - rows.start
-    for x, y in zip(tensors, into, strict=True):
-        for source, target in zip(x, y, strict=True):
-            target[rows.place : rows.place + count].copy_(source[rows.start : rows.end])
 
 
 def _rows(region: Tensor, count: int) -> Tensor:
