@@ -1,5 +1,6 @@
-"""One rank of a group of processes: RANK SIZE FILE. `test_context.py` runs several of these."""
+"""One rank of a group of processes: RANK SIZE FILE [cuda [dies]]; tests run several of these."""
 
+import os
 import sys
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from torch.distributed.tensor.experimental import context_parallel
 
 import torch_attn
 from torch_attn.distributed import context_attention, context_plan, shard_sequence
+from torch_attn.distributed.copies import copies_of
 
 LIMIT = timedelta(seconds=60)
 
@@ -18,8 +20,10 @@ LIMIT = timedelta(seconds=60)
 def check(mesh, plan, exchange):
     """Hold out, lse and gradients of this rank to those of the whole sequence."""
     torch.manual_seed(0)
-    whole = [torch.randn(2, plan.seq_len, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    dout = torch.randn(2, plan.seq_len, 4, 16)
+    device = torch.get_default_device()
+    shapes = ((2, plan.seq_len, heads, 16) for heads in (4, 2, 2, 4))
+    *whole, dout = (torch.randn(x, device="cpu").to(device) for x in shapes)
+    whole = [x.requires_grad_() for x in whole]
     options = {"causal": True, "window_size": (20, None), "return_lse": True}
     expected = torch_attn.flash_attention(*whole, **options)
     expected += torch.autograd.grad(expected[0], whole, dout)
@@ -64,14 +68,45 @@ def check_that_all_raise(plan):
     raise AssertionError("a rank did not notice that another one is gone")
 
 
+def check_on_gpus(rank, size):
+    """As on a CPU; calls of several sizes, one after the other and often."""
+    for _ in range(3):
+        for exchange, layout in (*WAYS, ("ring", "contiguous")):
+            for length in (96, 768, 192):
+                check(dist.group.WORLD, context_plan(length, size, layout), exchange)
+    print("copies", int(copies_of(dist.group.WORLD, torch.device("cuda", rank)) is not None))
+
+
+def die(rank, size):
+    """Wait for a rank that is gone."""
+    plan = context_plan(96, size)
+    q, k, v = torch.zeros(3, 1, plan.local_len, 2, 16)
+    call = {"plan": plan, "mesh": dist.group.WORLD, "exchange": "ring", "causal": True}
+    context_attention(q, k, v, **call)
+    torch.cuda.synchronize()
+    if rank == 1:
+        os._exit(0)
+    context_attention(q, k, v, **call)
+    torch.cuda.synchronize()
+
+
+WAYS = ("ring", "zigzag"), ("gather", "stripe"), ("gather", "zigzag"), ("heads", "balanced")
+
 if __name__ == "__main__":
-    rank, size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    rank, size, file, *more = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+    limit = timedelta(seconds=10) if "dies" in more else LIMIT
+    backend = "nccl" if more else "gloo"
+    if more:
+        torch.cuda.set_device(rank)
+        torch.set_default_device(f"cuda:{rank}")
     dist.init_process_group(
-        "gloo", init_method=f"file://{file}", rank=rank, world_size=size, timeout=LIMIT
+        backend, init_method=f"file://{file}", rank=rank, world_size=size, timeout=limit
     )
+    if more:
+        (die if "dies" in more else check_on_gpus)(rank, size)
+        sys.exit()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("context",))
-    ways = ("ring", "zigzag"), ("gather", "stripe"), ("gather", "zigzag"), ("heads", "balanced")
-    for exchange, layout in ways:
+    for exchange, layout in WAYS:
         check(mesh["context"], context_plan(96, size, layout), exchange)
     check(dist.group.WORLD, context_plan(96, size, "contiguous"), "ring")
     check_torch_conventions(mesh["context"], rank)

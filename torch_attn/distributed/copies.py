@@ -113,32 +113,24 @@ class _Program(NamedTuple):
     of: tuple[Sequence[Rows], Sequence[Rows]]
 
 
-class _Arena:
+class Arena:
     """Memory into which other ranks write, and theirs, for exchanges of keys or of gradients.
 
     Attributes:
         slot_bytes: of one exchange.
         number: of the last exchange, the same on all ranks.
-        stream: of its copies.
-        begin: when that stream may begin.
     """
 
-    def __init__(self, group: Any, device: torch.device, slot_bytes: int, slots: int) -> None:
+    def __init__(self, rank: int, memory: Sequence[Tensor], slot_bytes: int, slots: int) -> None:
+        """Take memory.
+
+        Args:
+            rank: this one.
+            memory: of each rank, `arena_bytes` that begin with numbers of 0.
+            slot_bytes, slots: of one exchange, and how many.
+        """
         self.slot_bytes, self._slots, self.number = slot_bytes, slots, 0
-        self.stream, self.begin = torch.cuda.Stream(device), torch.cuda.Event()
-        self._rank, size = dist.get_rank(group), dist.get_world_size(group)
-        end = slots * slot_bytes  # behind it, a number of each kind and rank
-        shape = (end + 2 * size * torch.int32.itemsize,)
-        with torch.cuda.device(device):
-            own = private.symmetric_empty(*shape, dtype=torch.uint8, device=device)
-            own[end:].zero_()
-            torch.cuda.synchronize()
-            self._handle = private.symmetric_rendezvous(own, group)
-        self._memory = [
-            own if rank == self._rank else self._handle.get_remote_tensor(rank, shape, own.dtype)
-            for rank in range(size)
-        ]
-        self._numbers = [x.data_ptr() + end for x in self._memory]
+        self._rank, self._memory = rank, memory
         self._programs: dict[tuple[Any, ...], _Program] = {}
 
     def next(
@@ -198,7 +190,7 @@ class _Arena:
         """Return where a rank receives tensors, [B, rows, H, D] each, as many rows as fit."""
         bytes_of_row = sum(x.shape[0] * x.stride(1) * x.itemsize for x in tensors)
         rows = self.slot_bytes // bytes_of_row // ALIGNMENT * ALIGNMENT
-        start, found = slot * self.slot_bytes, []
+        start, found = _bytes_of_numbers(len(self._memory)) + slot * self.slot_bytes, []
         for x in tensors:
             batch, _, heads, dim = x.shape
             end = start + batch * rows * heads * dim * x.itemsize
@@ -209,8 +201,63 @@ class _Arena:
 
     def _number(self, holder: int, what: int, writer: int) -> int:
         """Return the address of a number that one rank holds and another writes."""
-        place = what * len(self._numbers) + writer
-        return self._numbers[holder] + place * torch.int32.itemsize
+        place = what * len(self._memory) + writer
+        return self._memory[holder].data_ptr() + place * torch.int32.itemsize
+
+    def run(self, program: _Program, tensors: Sequence[Tensor], driver: Any, stream: int) -> None:
+        """Let a stream do what `next` returned for tensors."""
+        number = self.number & 0xFFFFFFFF
+        begins = [x.data_ptr() for x in tensors]
+        for address in program.free:
+            driver.write(stream, address, number)
+        for target, tensor, offset, size in program.own:
+            driver.copy(stream, target, begins[tensor] + offset, size)
+        for is_free, blocks, there in program.writes:
+            driver.wait(stream, is_free, number)
+            for target, tensor, offset, size in blocks:
+                driver.copy(stream, target, begins[tensor] + offset, size)
+            driver.write(stream, there, number)
+        for address in program.ready:
+            driver.wait(stream, address, number)
+
+
+def arena_bytes(size: int, slot_bytes: int, slots: int) -> int:
+    """Return the memory of an `Arena` of each of `size` ranks."""
+    return _bytes_of_numbers(size) + slots * slot_bytes
+
+
+def _bytes_of_numbers(size: int) -> int:
+    return _aligned(2 * size * torch.int32.itemsize)
+
+
+def _symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, list[Tensor]]:
+    """Return bytes of 0 of each rank of a group, which all can write, and what keeps them."""
+    rank, shape = dist.get_rank(group), (size,)
+    with torch.cuda.device(device):
+        own = private.symmetric_empty(*shape, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.synchronize()
+        handle = private.symmetric_rendezvous(own, group)
+    return handle, [
+        own if other == rank else handle.get_remote_tensor(other, shape, own.dtype)
+        for other in range(dist.get_world_size(group))
+    ]
+
+
+class _Lane(NamedTuple):
+    """An arena on a GPU.
+
+    Attributes:
+        arena: its memory.
+        stream: of the copies.
+        begin: when they may begin.
+        handle: keeps the memory.
+    """
+
+    arena: Arena
+    stream: torch.cuda.Stream
+    begin: torch.cuda.Event
+    handle: Any
 
 
 class Copies:
@@ -227,7 +274,7 @@ class Copies:
         self._group, self._device, self._say = group, device, say
         self._limit = private.backend_of(group, device).options._timeout.total_seconds()
         self._sizes = Sizes(0, 0)
-        self._arenas: dict[bool, _Arena] = {}
+        self._lanes: dict[bool, _Lane] = {}
         self._last: torch.cuda.Stream | None = None
         self._open: deque[tuple[float, torch.cuda.Event]] = deque()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -239,7 +286,7 @@ class Copies:
 
     def skip(self, of_gradients: bool) -> None:
         """Count an exchange in which this rank has no part."""
-        self._arena(of_gradients).number += 1
+        self._lane(of_gradients).arena.number += 1
 
     def exchange(
         self,
@@ -253,41 +300,31 @@ class Copies:
         Args:
             tensors: contiguous.
         """
-        arena, driver = self._arena(of_gradients), _driver()
-        free, own, writes, ready, into, _ = arena.next(tensors, sent, received)
+        arena, stream, begin, _ = self._lane(of_gradients)
+        program = arena.next(tensors, sent, received)
         # What came with this slot was read by the work that the current stream has by now.
-        arena.begin.record(self._follow())
-        arena.stream.wait_event(arena.begin)
-        stream, number = arena.stream.cuda_stream, arena.number & 0xFFFFFFFF
-        begins = [x.data_ptr() for x in tensors]
-        for address in free:
-            driver.write(stream, address, number)
-        for target, tensor, offset, size in own:
-            driver.copy(stream, target, begins[tensor] + offset, size)
-        for is_free, blocks, there in writes:
-            driver.wait(stream, is_free, number)
-            for target, tensor, offset, size in blocks:
-                driver.copy(stream, target, begins[tensor] + offset, size)
-            driver.write(stream, there, number)
-        for address in ready:
-            driver.wait(stream, address, number)
+        begin.record(self._follow())
+        stream.wait_event(begin)
+        arena.run(program, tensors, _driver(), stream.cuda_stream)
         done = torch.cuda.Event()
-        done.record(arena.stream)
+        done.record(stream)
         self._note(done)
-        return into, Waiting(done)
+        return program.into, Waiting(done)
 
-    def _arena(self, of_gradients: bool) -> _Arena:
+    def _lane(self, of_gradients: bool) -> _Lane:
         """Return memory that is large enough; all ranks find that it is not at the same time."""
-        size = self._sizes[of_gradients]
-        arena = self._arenas.get(of_gradients)
-        if arena is None or arena.slot_bytes < size:
+        lane, slot_bytes = self._lanes.get(of_gradients), self._sizes[of_gradients]
+        if lane is None or lane.arena.slot_bytes < slot_bytes:
             torch.cuda.synchronize(self._device)
             self._say(None)  # nobody writes into what goes
-            most = _GRADIENTS_SLOTS if of_gradients else _KEYS_SLOTS
-            slots = min(most, dist.get_world_size(self._group) - 1)
-            arena = self._arenas[of_gradients] = _Arena(self._group, self._device, size, slots)
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            slots = min(_GRADIENTS_SLOTS if of_gradients else _KEYS_SLOTS, size - 1)
+            bytes_ = arena_bytes(size, slot_bytes, slots)
+            handle, memory = _symmetric_memory(self._group, self._device, bytes_)
+            arena, stream = Arena(rank, memory, slot_bytes, slots), torch.cuda.Stream(self._device)
+            lane = self._lanes[of_gradients] = _Lane(arena, stream, torch.cuda.Event(), handle)
             self._say(None)  # all numbers are 0
-        return arena
+        return lane
 
     def _follow(self) -> torch.cuda.Stream:
         """Return the current stream, which waits for the one of the exchange before."""
@@ -365,7 +402,7 @@ def _try(group: Any, device: torch.device) -> bool:
     """Return True if the ranks reach each other's memory."""
     try:
         _driver()
-        _Arena(group, device, _SLOT_ALIGNMENT, 1)
+        _symmetric_memory(group, device, _SLOT_ALIGNMENT)
     except (AttributeError, OSError, RuntimeError):
         return False
     return True
