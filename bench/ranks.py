@@ -67,16 +67,22 @@ class Alone(Peers):
         if not of_gradients:
             return Transfer(self._keys(tuple(received)))
         for rank, start, end, token, _ in sent:
-            rows = tuple(x[:, start:end] for x in tensors)
-            self._sent[rank, self.rank, token] = rows
+            self._send((rank, self.rank, token), tuple(x[:, start:end] for x in tensors))
         parts = []
         for rank, start, end, token, _ in received:
             rows = tuple(x[:, start:end] for x in tensors)
             if rank != self.rank:
                 nothing = tuple(x.new_zeros(x.shape[0], end - start, *x.shape[2:]) for x in tensors)
-                rows = self._sent.get((self.rank, rank, token), nothing)
+                place = self.rank, rank, token
+                rows = self._arrived(place) if place in self._sent else nothing
             parts.append(rows)
         return Transfer(_joined(parts))
+
+    def _send(self, place: tuple[int, int, int], rows: tuple[Tensor, ...]) -> None:
+        self._sent[place] = rows
+
+    def _arrived(self, place: tuple[int, int, int]) -> tuple[Tensor, ...]:
+        return self._sent[place]
 
     @cache  # noqa: B019 (as many as steps)
     def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
@@ -113,20 +119,25 @@ class FromHost(Alone):
         received: Sequence[Rows],
         of_gradients: bool = False,
     ) -> Transfer:
-        if of_gradients:
-            arrived = super().exchange(tensors, sent, received, of_gradients)
-            for rank, _, _, token in sent:
-                place = rank, self.rank, token
-                self._sent[place] = tuple(map(_on_host, self._sent[place]))
-            found = arrived.received
-            return Transfer(found and tuple(x.to(self._device) for x in found))
-        if self._copies is None:
-            return Transfer(self._keys(tuple(received)))
+        if of_gradients or self._copies is None:
+            return super().exchange(tensors, sent, received, of_gradients)
         arrived = torch.cuda.Event()
         with torch.cuda.stream(self._copies):
             found = self._keys(tuple(received))
             arrived.record()
-        return Transfer(found, (_Copied(arrived),))
+        return Transfer(found, (_Copied(arrived, found or ()),))
+
+    def _send(self, place: tuple[int, int, int], rows: tuple[Tensor, ...]) -> None:
+        """Copy gradients to memory of the place, which is pinned once; the host does not wait."""
+        if place not in self._sent:
+            self._sent[place] = tuple(
+                torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda) for x in rows
+            )
+        for held, x in zip(self._sent[place], rows, strict=True):
+            held.copy_(x, non_blocking=True)
+
+    def _arrived(self, place: tuple[int, int, int]) -> tuple[Tensor, ...]:
+        return tuple(x.to(self._device, non_blocking=True) for x in self._sent[place])
 
     def _keys(self, received: tuple[Rows, ...]) -> tuple[Tensor, ...] | None:
         parts = [
@@ -137,13 +148,16 @@ class FromHost(Alone):
 
 
 class _Copied:
-    """Wait on the card for copies to it."""
+    """Wait on the card for copies to it, whose memory no other copy takes before it was read."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
+        self._event, self._tensors = event, tensors
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self._event)
+        for x in self._tensors:
+            x.record_stream(stream)
 
 
 def _on_host(x: Tensor) -> Tensor:

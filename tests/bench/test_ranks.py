@@ -1,12 +1,16 @@
 """Ranks of context parallel attention that are timed: in turn, and in processes."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from bench import ranks
 from bench.job import Subject
 from bench.records import Times
 from bench.suites import context
 from bench.timing import Timing
+from twin_attention.contract.exchange import Rows
 
 CASE = context.ContextCase("causal-small", 1, 8, 8, 1, 1, 16, causal=True, ranks=2)
 
@@ -50,3 +54,27 @@ def test_a_group_of_processes():
         calls[subjects[0]].run.ask("dance")
     assert ranks.group_of.cache_info().currsize == 0
     assert not any(process.is_alive() for process in group.processes)
+
+
+def test_keys_from_the_host_stay_until_the_stream_that_waits_has_read_them(monkeypatch):
+    done = []
+    stream = SimpleNamespace(wait_event=lambda event: done.append(event))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    keys = [SimpleNamespace(record_stream=lambda x, i=i: done.append((i, x))) for i in range(2)]
+    ranks._Copied("event", keys).wait()
+    assert done == ["event", (0, stream), (1, stream)]
+
+
+def test_gradients_of_each_call_go_to_the_same_memory_of_the_host():
+    shards, sent = [tuple(torch.randn(2, 1, 8, 1, 16)) for _ in range(2)], {}
+    sender, receiver = (ranks.FromHost(rank, shards, sent) for rank in range(2))
+    places = []
+    for _ in range(2):
+        gradients = tuple(torch.randn(2, 1, 4, 1, 16))
+        sender.exchange(gradients, [Rows(1, 1, 4, 5)], [], of_gradients=True)
+        arrived = receiver.exchange(gradients, [], [Rows(0, 1, 4, 5)], of_gradients=True).wait()
+        for x, y in zip(arrived, gradients, strict=True):
+            torch.testing.assert_close(x, y[:, 1:4], rtol=0, atol=0)
+        places.append(sent[1, 0, 5])
+    for x, y in zip(*places, strict=True):
+        assert x is y

@@ -320,7 +320,7 @@ def test_other_operations(name, launches, monkeypatch):
 
 
 def test_no_interpreter_runs_them_outside_jit():
-    q = jnp.zeros((1, 70, 2, 64), "float16")
+    q = jnp.zeros((1, 70, 2, 64), "float16", device=jax.devices("cpu")[0])
     with pytest.raises(NotImplementedError, match="no interpreter"):
         explain(pallas_attn.flash_attention, q, q, q, implementation="gluon")
 

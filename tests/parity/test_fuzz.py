@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from interop.parity import __main__ as command
-from interop.parity.cases import FlashCase, VarlenCase
+from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from interop.parity.check import NAN
 from interop.parity.fuzz import trial
 from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged
@@ -127,6 +127,27 @@ def test_what_jax_compiles_runs_one_problem_of_a_group(jax, monkeypatch):
     group = [Subject(*name.split(), "sm90") for name in names]
     assert run_problem(Problem(FlashCase("x"), jax=jax), [group], "cpu").ok
     assert ran == [x.label for x in (group if jax else group[:1])]
+
+
+@pytest.mark.parametrize("refuses_all", [False, True])
+def test_pools_without_gaps_for_kernels_that_refuse_others(refuses_all, monkeypatch):
+    """What is refused whatever the layout stays a failure."""
+
+    def call(side, case, inputs, implementation):
+        gaps = {name for name in inputs if not inputs[name].is_contiguous()}
+        seen.append(gaps)
+        if refuses_all or gaps & {"k_pages", "v_pages"}:
+            raise NotImplementedError("k_pages: expected a contiguous pool")
+        return right(side, case, inputs, "reference")
+
+    seen, right = [], trial.call
+    monkeypatch.setattr(trial, "call", call)
+    monkeypatch.setattr(trial, "supports", lambda *_: True)
+    rows = dict.fromkeys(("q", "k_pages", "v_pages"), Rows(True, 48, 16))
+    problem = Problem(DecodeCase("pools", (3, 20), 2), rows)
+    result = run_problem(problem, [[Subject("torch_attn", "mosaic", "sm90")]], "cpu")
+    assert result.ok == (not refuses_all), result
+    assert seen == [{"q"}] * (1 if refuses_all else 3)
 
 
 def test_a_wrong_element_is_found(monkeypatch):

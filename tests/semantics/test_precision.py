@@ -96,6 +96,15 @@ def test_every_function_takes_it(side, torch_device, function):
     assert not equal(found, results(side, function, inputs, **options))
 
 
+@pytest.mark.parametrize("term", [{"bias": "bhq"}, {"relative": 0}], ids=lambda x: next(iter(x)))
+def test_the_gradient_of_what_all_keys_share(side, portable, torch_device, term):
+    """Sum ds over all keys: it cancels but for the gradient of lse and what rounding leaves."""
+    case = replace(CASE, name="precision-shared", seq_kv=3, head_dim=128, causal=False, **term)
+    inputs = make_inputs(case, torch_device)
+    found = attention(side, inputs, implementation=portable, **case.options)
+    assert_within_budget(found, inputs, case.spec)
+
+
 def test_cut_operands_are_outside_of_the_budget(torch_device):
     """The budget tells rounding from what tensor cores do without it."""
     case = replace(CASE, seq_q=64, seq_kv=579, head_dim=128, causal=False)

@@ -91,6 +91,10 @@ def attention_backward(
     A sink is a score without a value, so that its dp is 0. With dropout p of dv, and dp, are
     multiplied by `dropout_weights`.
 
+    Gradients of terms that sum ds over keys take delta of out with `precision` "tf32",
+    ``rowsum(dout ∘ out) - dlse``, as kernels do. The other one cancels there: the sum over all keys
+    that a row sees would have no error of a product.
+
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].
         dlse: gradient of lse, [B, Hq, Sq], or None for zero.
@@ -549,9 +553,12 @@ def _backward(
     if dlse is not None:
         lse, dlse = (xp.reshape(xp.astype(x, dtype), delta.shape) for x in (lse, dlse))
         delta = delta - xp.where(lse == -xp.inf, xp.zeros_like(dlse), dlse)
-    ds = p * (dp - delta)
-    if dcap is not None:
-        ds = ds * dcap
+
+    def ds_of(delta: Array) -> Array:
+        ds = p * (dp - delta)
+        return ds if dcap is None else ds * dcap
+
+    ds = ds_of(delta)
     dq = _product(xp, ds, k, spec) * spec.scale
     dk = _product(xp, xp.matrix_transpose(ds), q, spec) * spec.scale
     dv = _product(xp, xp.matrix_transpose(kept_p), dout, spec)
@@ -561,8 +568,14 @@ def _backward(
         dsinks = xp.sum(dsink, axis=(0, 2))
     of_terms = {}
     if isinstance(operands, FlashOperands) and spec.terms:
-        of_pairs = xp.reshape(ds, (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv))
-        of_terms = gradients_of_terms(xp, operands, position, of_pairs)
+        summed = ds
+        if _takes_tf32(xp, dp, spec):  # p is rounded in out, so that no sum over keys cancels
+            out = _product(xp, kept_p, v, spec)
+            of_out = xp.sum(_as_tf32(xp, dout) * out, axis=-1, keepdims=True)
+            summed = ds_of(delta + of_out - xp.sum(p * dp, axis=-1, keepdims=True))
+        shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
+        of_pairs = (xp.reshape(x, shape) for x in (ds, summed))
+        of_terms = gradients_of_terms(xp, operands, position, *of_pairs)
     return FlashOperands(
         _to_heads(xp, dq, spec),
         xp.permute_dims(dk, (0, 2, 1, 3)),
@@ -574,9 +587,13 @@ def _backward(
 
 def _product(xp: Any, a: Array, b: Array, spec: AttentionSpec) -> Array:
     """Multiply matrices; with `precision` "tf32" float32 operands are rounded to TF32."""
-    if spec.precision == "tf32" and a.dtype == xp.float32:
+    if _takes_tf32(xp, a, spec):
         a, b = (_as_tf32(xp, x) for x in (a, b))
     return xp.matmul(a, b)
+
+
+def _takes_tf32(xp: Any, x: Array, spec: AttentionSpec) -> bool:
+    return spec.precision == "tf32" and x.dtype == xp.float32
 
 
 def _as_tf32(xp: Any, x: Array) -> Array:

@@ -55,22 +55,24 @@ def added_scores(
 
 
 def gradients_of_terms(
-    xp: Any, operands: FlashOperands | VarlenOperands, position: Array, ds: Array
+    xp: Any, operands: FlashOperands | VarlenOperands, position: Array, ds: Array, summed: Array
 ) -> dict[str, Array]:
     """Return the gradients of the terms by name; `alibi_slopes` have none.
 
     Args:
         xp, operands, position: as `added_scores` takes them.
         ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
+        summed: likewise, for gradients that sum it over keys.
     """
     found = {}
     if isinstance(operands, FlashOperands) and operands.bias is not None:
         shape = operands.bias.shape
         shared = tuple(i for i in range(4) if shape[i] == 1 and ds.shape[i] != 1)
-        found["bias"] = xp.sum(ds, axis=shared, keepdims=True) if shared else ds
+        of_pairs = summed if shape[3] == 1 else ds
+        found["bias"] = xp.sum(of_pairs, axis=shared, keepdims=True) if shared else of_pairs
     if operands.relative_bias is not None:
         size = operands.relative_bias.shape[1]
-        of_heads = xp.sum(ds, axis=0)
+        of_heads = xp.sum(summed, axis=0)
         found["relative_bias"] = _sums_of_distances(xp, of_heads, position, size // 2)
     return found
 

@@ -24,7 +24,7 @@ from interop.parity.harness import describe
 from interop.parity.inputs import Tensors, make_inputs
 from interop.parity.oracle import Expectation, expectations, parts_of
 from interop.parity.records import CaseResult, Comparison, RunRecord
-from interop.parity.sides import SIDES, Side, Subject, call, supports
+from interop.parity.sides import POOLS, SIDES, Side, Subject, call, supports
 from interop.parity.workers import tell
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
@@ -109,8 +109,7 @@ def _run_subject(
     for name in _rounds(subject, problem):
         tell(f"{subject.label}, {name}")
         inputs, expected = values[name == "again"]
-        if not _is_torch(subject):  # JAX arrays have no strides
-            inputs = {x: inputs[x].clone(memory_format=torch.contiguous_format) for x in inputs}
+        inputs = _without_refused_strides(subject, inputs)
         try:
             results = _run_round(side, subject, problem, inputs, name)
             check_layout(results, inputs, problem.case.spec, name)
@@ -158,6 +157,19 @@ def _run_round(
 
 def _is_torch(subject: Subject) -> bool:
     return subject.side == "torch_attn"
+
+
+def _without_refused_strides(subject: Subject, inputs: Tensors) -> Tensors:
+    """Return inputs of which those are contiguous that a subject takes in no other layout.
+
+    JAX arrays have no strides. Kernels of JAX in torch refuse pools of pages with gaps; they copy
+    other operands, or refuse the whole problem: see `_is_readable`.
+    """
+    names = (*inputs,)
+    if _is_torch(subject):
+        names = POOLS if subject.implementation in _WITHOUT_STRIDES else ()
+    contiguous = torch.contiguous_format
+    return inputs | {x: inputs[x].clone(memory_format=contiguous) for x in names if x in inputs}
 
 
 def _compiles_each_shape(subject: Subject) -> bool:
