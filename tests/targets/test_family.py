@@ -172,11 +172,20 @@ def test_terms_run_in_the_explicit_kernels(fields, operation):
     for spec in (dense, packed):
         assert choice(None, "sm90", spec, operation=operation)[0] == Backend(GLUON_SM90, "sm90")
     assert foreign.gluon_is_faster(operation, long, "sm90")
-    with_bias = replace(long, terms=("bias",))
-    assert foreign.gluon_is_faster(operation, with_bias, "sm90") == (operation == "flash_fwd")
     if operation == "flash_fwd":
         with pytest.raises(NotImplementedError, match="its kernels"):
             choice("mosaic", "sm90", replace(dense, compact=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("term", ["bias", "relative_bias"])
+def test_jax_takes_the_explicit_kernels_for_gradients_of_terms(term, head_dim):
+    spec = AttentionSpec(1, 4096, 4096, 16, 16, head_dim, head_dim, "bfloat16", 0.125)
+    spec = replace(spec, terms=(term,))
+    for window in (Window(), Window(None, 0)):
+        masked = replace(spec, window=window)
+        assert foreign.gluon_is_faster("flash_bwd", masked, "sm90")
+        assert not foreign.gluon_is_faster("flash_bwd", replace(masked, deterministic=True), "sm90")
 
 
 @pytest.mark.parametrize(
