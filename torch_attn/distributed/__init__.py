@@ -7,6 +7,7 @@ import it, because `torch.distributed.tensor` takes long to import.
 
 import torch_attn.distributed.sharding  # noqa: F401 (registers)
 from torch_attn.distributed.context import context_attention
+from torch_attn.distributed.copies import Sizes
 from torch_attn.distributed.peers import Peers, Transfer
 from twin_attention.contract.context import (
     ContextPlan,
@@ -20,6 +21,7 @@ __all__ = [
     "ContextPlan",
     "Peers",
     "Rows",
+    "Sizes",
     "Transfer",
     "context_attention",
     "context_plan",
