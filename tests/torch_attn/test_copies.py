@@ -6,14 +6,20 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_attn.distributed import context_plan
+from interop.parity.ranks import SimulatedPeers, run_ranks
+from tests.oracle import assert_within_budget
+from tests.torch_attn.test_context import CASES, attend, problem
+from torch_attn.distributed import Transfer, context_plan, copies
 from torch_attn.distributed.copies import Arena, arena_bytes
 from twin_attention.contract.exchange import exchange_steps
 from twin_attention.contract.spec import Window
@@ -104,6 +110,94 @@ def check(into, received, keys):
     for n, x in enumerate(into or ()):
         rows = [keys[x.rank][n][:, x.start : x.end] for x in received]
         assert torch.equal(x, torch.cat(rows, 1))
+
+
+class AtOnce:
+    """A driver that does all at once; a rank that waits lets the others run."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def write(self, stream, address, number):
+        ctypes.c_uint32.from_address(address).value = number
+
+    def copy(self, stream, target, source, size):
+        ctypes.memmove(target, source, size)
+
+    def wait(self, stream, address, number):
+        end = time.monotonic() + 60
+        while ctypes.c_uint32.from_address(address).value < number:
+            assert time.monotonic() < end, "the ranks wait for each other"
+            with self.room.waiting():
+                time.sleep(1e-4)
+
+
+class CopyPeers(SimulatedPeers):
+    """Ranks as threads on a CPU that exchange by copies, as those of a process group on GPUs do."""
+
+    def prepare(self, device, sizes):
+        self.copies = copies.prepare_copies(self, torch.device("cuda", self.rank), self.say)
+        self.copies.reserve(sizes)
+
+    def say(self, x):
+        return self.gather_objects(x)
+
+    def skip(self, device, of_gradients=False):
+        self.copies.skip(of_gradients, self.at_once)
+
+    def exchange(self, tensors, sent, received, of_gradients=False):
+        tensors = tuple(x.contiguous() for x in tensors)
+        into, waiting = self.copies.exchange(tensors, sent, received, of_gradients, self.at_once)
+        return Transfer(into, (waiting,), tensors)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Let `Copies` work without GPUs; every byte of its memory is NaN first."""
+
+    def symmetric_memory(group, device, size):
+        own = torch.full((size,), 255, dtype=torch.uint8)
+        own[:256] = 0  # the numbers
+        return None, group.gather_objects(own)
+
+    options = SimpleNamespace(_timeout=timedelta(seconds=60))
+    stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
+    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    group = SimpleNamespace(get_rank=lambda x: x.rank, get_world_size=lambda x: x.size)
+    monkeypatch.setattr(copies, "symmetric_memory", symmetric_memory)
+    monkeypatch.setattr(copies, "dist", group)
+    monkeypatch.setattr(copies.private, "backend_of", lambda *_: SimpleNamespace(options=options))
+    for name, value in (("Stream", stream), ("current_stream", stream), ("Event", event)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    kept = {}  # ranks that make several calls
+
+    def run(size, function):
+        def on_rank(peers):
+            monkeypatch.setattr(copies, "driver", lambda: AtOnce(peers.room))
+            own = kept.setdefault(peers.rank, CopyPeers(peers.room, peers.rank))
+            own.room = peers.room
+            return function(own)
+
+        return run_ranks(size, on_rank)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "name"),
+    [(2, "zigzag", "causal"), (3, "stripe", "window"), (4, "contiguous", "all-options")],
+)
+def test_calls_of_several_sizes(on_cpu, size, layout, name):
+    """Memory grows with a call, and a ring and a gather have their own."""
+    calls = (24, "ring"), (40, "gather"), (40, "ring"), (24, "gather"), (24, "ring")
+    for tokens, exchange in calls:
+        plan = context_plan(tokens * size, size, layout)
+        case = replace(CASES[name], seq_q=tokens * size, seq_kv=tokens * size)
+        inputs, spec = problem(case, plan, "cpu")
+        got = attend(on_cpu, case, plan, inputs, exchange=exchange, implementation="reference")
+        assert_within_budget(got, inputs, spec)
 
 
 ON_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

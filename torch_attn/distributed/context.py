@@ -141,6 +141,7 @@ def context_attention(
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     call, tensors = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
+    peers.at_once = call.exchange == "gather"
     problem = Problem(peers, call, plan)
     attend = _attend_heads if call.exchange == "heads" else _Attention.apply
     out, lse = attend(problem, *tensors)
@@ -223,7 +224,8 @@ def _sizes(call: _Call, plan: ContextPlan, rank: int, tensors: tuple[Any, ...]) 
     keys = max((step.num_keys for step in steps), default=0)
     gathered = max((sum(x.end - x.start for x in step.gathered) for step in steps), default=0)
     rows_of = (keys, k.dtype.itemsize), (gathered, torch.float32.itemsize)
-    return Sizes(*((rows + 2 * ALIGNMENT) * numbers * size for rows, size in rows_of))
+    bytes_ = ((rows + 2 * ALIGNMENT) * numbers * size for rows, size in rows_of)
+    return Sizes(*bytes_, at_once=call.exchange == "gather")
 
 
 def _described(x: Tensor | None) -> Any:

@@ -40,10 +40,16 @@ _READY, _FREE = 0, 1  # numbers of the last exchange that a sender wrote, or a r
 
 
 class Sizes(NamedTuple):
-    """Bytes that a rank receives at most in one exchange of a call."""
+    """Bytes that a rank receives at most in one exchange of a call.
+
+    Attributes:
+        keys, gradients: of an exchange of them.
+        at_once: a call has one of each ("gather"), and not one for each rank.
+    """
 
     keys: int
     gradients: int
+    at_once: bool
 
 
 class _Driver:
@@ -79,7 +85,12 @@ def _check(name: str, error: int) -> None:
 
 
 @cache
-def _driver() -> _Driver:
+def driver() -> _Driver:
+    """Return the operations of the driver.
+
+    Raises:
+        OSError, AttributeError: there is none, or it is too old.
+    """
     return _Driver()
 
 
@@ -230,7 +241,7 @@ def _bytes_of_numbers(size: int) -> int:
     return _aligned(2 * size * torch.int32.itemsize)
 
 
-def _symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, list[Tensor]]:
+def symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, list[Tensor]]:
     """Return bytes of 0 of each rank of a group, which all can write, and what keeps them."""
     rank, shape = dist.get_rank(group), (size,)
     with torch.cuda.device(device):
@@ -245,7 +256,7 @@ def _symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any,
 
 
 class _Lane(NamedTuple):
-    """An arena on a GPU.
+    """Exchanges of one kind: an arena on a GPU.
 
     Attributes:
         arena: its memory.
@@ -258,6 +269,13 @@ class _Lane(NamedTuple):
     stream: torch.cuda.Stream
     begin: torch.cuda.Event
     handle: Any
+
+
+class _Kind(NamedTuple):
+    """Exchanges that take turns in the same memory."""
+
+    of_gradients: bool
+    at_once: bool
 
 
 class Copies:
@@ -273,20 +291,23 @@ class Copies:
         """
         self._group, self._device, self._say = group, device, say
         self._limit = private.backend_of(group, device).options._timeout.total_seconds()
-        self._sizes = Sizes(0, 0)
-        self._lanes: dict[bool, _Lane] = {}
+        self._slot_bytes: dict[_Kind, int] = {}
+        self._lanes: dict[_Kind, _Lane] = {}
         self._last: torch.cuda.Stream | None = None
         self._open: deque[tuple[float, torch.cuda.Event]] = deque()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def reserve(self, sizes: Sizes) -> None:
-        """Have room for exchanges of so many bytes on any rank. All ranks call it alike."""
-        everyone = [*self._say(sizes), self._sizes]
-        self._sizes = Sizes(*(_aligned(max(xs)) for xs in zip(*everyone, strict=True)))
+        """Have room for the exchanges of a call on any rank. All ranks call it alike."""
+        everyone: list[Sizes] = self._say(sizes)
+        for of_gradients in (False, True):
+            most = _aligned(max(x[of_gradients] for x in everyone))
+            kind = _Kind(of_gradients, sizes.at_once)
+            self._slot_bytes[kind] = max(most, self._slot_bytes.get(kind, 0))
 
-    def skip(self, of_gradients: bool) -> None:
+    def skip(self, of_gradients: bool, at_once: bool) -> None:
         """Count an exchange in which this rank has no part."""
-        self._lane(of_gradients).arena.number += 1
+        self._lane(_Kind(of_gradients, at_once)).arena.number += 1
 
     def exchange(
         self,
@@ -294,35 +315,39 @@ class Copies:
         sent: Sequence[Rows],
         received: Sequence[Rows],
         of_gradients: bool,
+        at_once: bool,
     ) -> tuple[tuple[Tensor, ...] | None, Waiting]:
         """Begin an exchange as `Peers.exchange` does; return what arrives and what to wait for.
 
         Args:
             tensors: contiguous.
+            at_once: as in the call's `Sizes`.
         """
-        arena, stream, begin, _ = self._lane(of_gradients)
+        arena, stream, begin, _ = self._lane(_Kind(of_gradients, at_once))
         program = arena.next(tensors, sent, received)
         # What came with this slot was read by the work that the current stream has by now.
         begin.record(self._follow())
         stream.wait_event(begin)
-        arena.run(program, tensors, _driver(), stream.cuda_stream)
+        arena.run(program, tensors, driver(), stream.cuda_stream)
         done = torch.cuda.Event()
         done.record(stream)
         self._note(done)
         return program.into, Waiting(done)
 
-    def _lane(self, of_gradients: bool) -> _Lane:
+    def _lane(self, kind: _Kind) -> _Lane:
         """Return memory that is large enough; all ranks find that it is not at the same time."""
-        lane, slot_bytes = self._lanes.get(of_gradients), self._sizes[of_gradients]
+        lane, slot_bytes = self._lanes.get(kind), self._slot_bytes[kind]
         if lane is None or lane.arena.slot_bytes < slot_bytes:
             torch.cuda.synchronize(self._device)
             self._say(None)  # nobody writes into what goes
             rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-            slots = min(_GRADIENTS_SLOTS if of_gradients else _KEYS_SLOTS, size - 1)
+            slots = 1 if kind.at_once else _GRADIENTS_SLOTS if kind.of_gradients else _KEYS_SLOTS
+            slots = min(slots, size - 1)
             bytes_ = arena_bytes(size, slot_bytes, slots)
-            handle, memory = _symmetric_memory(self._group, self._device, bytes_)
-            arena, stream = Arena(rank, memory, slot_bytes, slots), torch.cuda.Stream(self._device)
-            lane = self._lanes[of_gradients] = _Lane(arena, stream, torch.cuda.Event(), handle)
+            handle, memory = symmetric_memory(self._group, self._device, bytes_)
+            arena = Arena(rank, memory, slot_bytes, slots)
+            stream = torch.cuda.Stream(self._device)
+            lane = self._lanes[kind] = _Lane(arena, stream, torch.cuda.Event(), handle)
             self._say(None)  # all numbers are 0
         return lane
 
@@ -394,15 +419,25 @@ def prepare_copies(
         able = os.environ.get(VARIABLE) != "0" and None not in names
         everyone = say((socket.gethostname(), able))
         able = len(everyone) > 1 and set(everyone) == {(socket.gethostname(), True)}
-        _found[key] = Copies(group, device, say) if able and all(say(_try(group, device))) else None
+        able = able and _reach_each_other(group, device, say)
+        _found[key] = Copies(group, device, say) if able else None
     return _found[key]
 
 
-def _try(group: Any, device: torch.device) -> bool:
-    """Return True if the ranks reach each other's memory."""
+def _reach_each_other(group: Any, device: torch.device, say: Callable[[Any], list[Any]]) -> bool:
+    """Return True if each rank's stream writes into the memory of all. All ranks call it alike."""
+    rank, size, kept = dist.get_rank(group), dist.get_world_size(group), None
     try:
-        _driver()
-        _symmetric_memory(group, device, _SLOT_ALIGNMENT)
+        kept = symmetric_memory(group, device, _bytes_of_numbers(size))
+        stream = torch.cuda.current_stream(device)
+        for memory in kept[1]:
+            address = memory.data_ptr() + rank * torch.int32.itemsize
+            driver().write(stream.cuda_stream, address, rank + 1)
+        torch.cuda.synchronize(device)
     except (AttributeError, OSError, RuntimeError):
+        kept = None
+    if not all(say(kept is not None)):
         return False
-    return True
+    assert kept is not None
+    numbers = kept[1][rank].view(torch.int32)[:size].tolist()
+    return all(say(numbers == [other + 1 for other in range(size)]))

@@ -58,11 +58,13 @@ class Peers(ABC):
     Attributes:
         rank, size: this one, and how many there are.
         group: stands for all of them, and is kept with the calls that they agreed on.
+        at_once: a call has one exchange of keys ("gather"), and one of their gradients.
     """
 
     rank: int
     size: int
     group: Hashable
+    at_once: bool = False
 
     @abstractmethod
     def exchange(
@@ -141,7 +143,7 @@ class GroupPeers(Peers):
         tensors = tuple(x.contiguous() for x in tensors)
         copies = self._copies(tensors[0].device)
         if copies is not None:
-            arriving, waiting = copies.exchange(tensors, sent, received, of_gradients)
+            arriving, waiting = copies.exchange(tensors, sent, received, of_gradients, self.at_once)
             return Transfer(arriving, (waiting,), tensors)
         into, places = room_for(tensors, received)
         sends = [(rows.rank, [x[:, rows.start : rows.end] for x in tensors]) for rows in sent]
@@ -164,7 +166,7 @@ class GroupPeers(Peers):
     def skip(self, device: torch.device, of_gradients: bool = False) -> None:
         copies = self._copies(device)
         if copies is not None:
-            copies.skip(of_gradients)
+            copies.skip(of_gradients, self.at_once)
 
     def _copies(self, device: torch.device) -> Copies | None:
         """Return how to exchange without the process group; not in a CUDA graph."""
