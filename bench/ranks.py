@@ -298,7 +298,7 @@ def _end(pipes: Sequence[Any], processes: Sequence[Any]) -> None:
 
 
 class _Problem(NamedTuple):
-    """What a rank of a group computes."""
+    """Name what a rank of a group computes."""
 
     target: str
     case: Any

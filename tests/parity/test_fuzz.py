@@ -131,7 +131,7 @@ def test_what_jax_compiles_runs_one_problem_of_a_group(jax, monkeypatch):
 
 @pytest.mark.parametrize("refuses_all", [False, True])
 def test_pools_without_gaps_for_kernels_that_refuse_others(refuses_all, monkeypatch):
-    """What is refused whatever the layout stays a failure."""
+    """Call a refusal a failure if the layout has no part in it."""
 
     def call(side, case, inputs, implementation):
         gaps = {name for name in inputs if not inputs[name].is_contiguous()}

@@ -104,7 +104,7 @@ class _Block(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """What a rank's stream does in an exchange, all by address.
+    """List what a rank's stream does in an exchange, all by address.
 
     Attributes:
         free: where it says that its slot may be overwritten.
