@@ -71,6 +71,14 @@ if torch.distributed.is_available():
     )
 
 
+def timeout_of(group: Any, device: torch.device) -> float | None:
+    """Return the seconds that a process group waits for other ranks, None if it does not say."""
+    try:
+        return backend_of(group, device).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError, TypeError):  # also where it has no backend for a GPU
+        return None
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode without torch's own wrapper around it.
 

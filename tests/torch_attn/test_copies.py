@@ -160,13 +160,12 @@ def on_cpu(monkeypatch):
         own[:256] = 0  # the numbers
         return None, group.gather_objects(own)
 
-    options = SimpleNamespace(_timeout=timedelta(seconds=60))
     stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
     event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
     group = SimpleNamespace(get_rank=lambda x: x.rank, get_world_size=lambda x: x.size)
     monkeypatch.setattr(copies, "symmetric_memory", symmetric_memory)
     monkeypatch.setattr(copies, "dist", group)
-    monkeypatch.setattr(copies.private, "backend_of", lambda *_: SimpleNamespace(options=options))
+    monkeypatch.setattr(copies.private, "timeout_of", lambda *_: 60.0)
     for name, value in (("Stream", stream), ("current_stream", stream), ("Event", event)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
@@ -198,6 +197,20 @@ def test_calls_of_several_sizes(on_cpu, size, layout, name):
         inputs, spec = problem(case, plan, "cpu")
         got = attend(on_cpu, case, plan, inputs, exchange=exchange, implementation="reference")
         assert_within_budget(got, inputs, spec)
+
+
+def test_a_group_that_says_no_timeout_has_no_copies(monkeypatch):
+    """So it is with backends other than NCCL's, and if a private name of torch moved."""
+    device = torch.device("cuda", 0)
+    for backend in (None, lambda *_: object()):
+        monkeypatch.setattr(copies.private, "backend_of", backend)
+        assert copies.private.timeout_of("group", device) is None
+    group = object()
+    assert copies.prepare_copies(group, device, lambda x: [x, x]) is None
+    assert copies.copies_of(group, device) is None
+    options = SimpleNamespace(_timeout=timedelta(seconds=9))
+    monkeypatch.setattr(copies.private, "backend_of", lambda *_: SimpleNamespace(options=options))
+    assert copies.private.timeout_of("group", device) == 9.0
 
 
 ON_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -508,8 +508,9 @@ class _Attention(torch.autograd.Function):
         carry, of_keys = _NO_CARRY, GradientSums(k.shape[1])
         arriving, rows = Transfer(None), ()
         for step, part, operands in problem.hops("partial_bwd", q, k, v):
-            gradients = tuple(x[:, :0].float() for x in (k, v))  # where there are no keys
-            if operands is not None:
+            if operands is None:
+                gradients = tuple(x[:, :0].float() for x in (k, v))
+            else:
                 tensors = (dout, dlse, out, lse, *carry, *operands)
                 *carry, dk, dv = problem.run("partial_bwd", part, *tensors)
                 gradients = dk, dv

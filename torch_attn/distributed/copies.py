@@ -281,16 +281,18 @@ class _Kind(NamedTuple):
 class Copies:
     """Exchanges between the ranks of a group, each on a GPU of one host."""
 
-    def __init__(self, group: Any, device: torch.device, say: Callable[[Any], list[Any]]) -> None:
+    def __init__(
+        self, group: Any, device: torch.device, say: Callable[[Any], list[Any]], limit: float
+    ) -> None:
         """Take a group.
 
         Args:
             group: a process group.
             device: of this rank.
             say: gathers an object of each rank.
+            limit: seconds that a rank waits for another.
         """
-        self._group, self._device, self._say = group, device, say
-        self._limit = private.backend_of(group, device).options._timeout.total_seconds()
+        self._group, self._device, self._say, self._limit = group, device, say, limit
         self._slot_bytes: dict[_Kind, int] = {}
         self._lanes: dict[_Kind, _Lane] = {}
         self._last: torch.cuda.Stream | None = None
@@ -415,12 +417,15 @@ def prepare_copies(
         return None
     key = group, device
     if key not in _found:
-        names = private.backend_of, private.symmetric_empty, private.symmetric_rendezvous
-        able = os.environ.get(VARIABLE) != "0" and None not in names
+        limit = private.timeout_of(group, device)
+        needed = limit, private.symmetric_empty, private.symmetric_rendezvous
+        able = os.environ.get(VARIABLE) != "0" and None not in needed
         everyone = say((socket.gethostname(), able))
         able = len(everyone) > 1 and set(everyone) == {(socket.gethostname(), True)}
-        able = able and _reach_each_other(group, device, say)
-        _found[key] = Copies(group, device, say) if able else None
+        _found[key] = None
+        if able and _reach_each_other(group, device, say):
+            assert limit is not None
+            _found[key] = Copies(group, device, say, limit)
     return _found[key]
 
 
