@@ -257,10 +257,17 @@ class _Problem(NamedTuple):
     options: FlashOptions
     implementation: Implementation | None
 
-    def run(self, operation: str, *operands: Any) -> Any:
-        """Run a family's function on operands, with `PartialOperands` among them."""
-        part = next(x for x in operands if isinstance(x, PartialOperands))
-        spec = PartialSpec.of(part, part.q.dtype.name, self.options)
+    @property
+    def distances(self) -> tuple[int, ...]:
+        """The distance of each hop, own keys first."""
+        return (0,) if self.exchange == "gather" else self.plan.distances(self.options.window)
+
+    def part(self, operands: PartialOperands[Array]) -> PartialSpec:
+        """Return the problem of a hop's operands."""
+        return PartialSpec.of(operands, operands.q.dtype.name, self.options)
+
+    def run(self, operation: str, spec: PartialSpec, *operands: Any) -> Any:
+        """Run a family's function: "partial_fwd", "partial_bwd" or "partial_dq"."""
         backends = choose_backends(self.implementation, operation, None, spec)
         if spec.is_empty:  # runs no kernel
             return getattr(reference, operation)(*operands, spec, backends.elsewhere)
@@ -279,7 +286,7 @@ class _Problem(NamedTuple):
             yield 0, _operands(q, tuple(keys), intervals_of(begins, ends, whole))
             return
         needed = plan.needed(window)
-        for distance in plan.distances(window):
+        for distance in self.distances:
             keys = k, v
             if distance:
                 routes = [
@@ -323,13 +330,13 @@ def _attention(problem, q, k, v, sinks):
 
 
 def _forward(problem, q, k, v, sinks):
-    batch, rows, heads, _ = q.shape
-    out = jnp.zeros((batch, rows, heads, v.shape[3]), jnp.float32)
-    lse = jnp.full((batch, heads, rows), -jnp.inf, jnp.float32)
+    out = lse = None
     for distance, operands in problem.hops(q, k, v):
-        operands = operands._replace(sinks=None if distance else sinks)
-        out, lse = problem.run("partial_fwd", operands, out, lse)
-    return out.astype(q.dtype), lse
+        first, last = distance == 0, distance == problem.distances[-1]
+        operands = operands._replace(sinks=sinks if first else None)
+        spec = replace(problem.part(operands), first=first, last=last)
+        out, lse = problem.run("partial_fwd", spec, operands, out, lse)
+    return out, lse
 
 
 def _attention_fwd(problem, q, k, v, sinks):
@@ -342,12 +349,14 @@ def _attention_bwd(problem, residuals, gradients):
     carry: GradientCarry[Array] | None = None
     of_keys: list[Array] = []
     for distance, operands in problem.hops(q, k, v):
-        carry, *found = problem.run("partial_bwd", dout, dlse, operands, out, lse, carry)
+        spec = problem.part(operands)
+        carry, *found = problem.run("partial_bwd", spec, dout, dlse, operands, out, lse, carry)
         if distance:
             found = problem.send_back(distance, tuple(found))
             found = [x + y for x, y in zip(of_keys, found, strict=True)]
         of_keys = found
     assert carry is not None  # own keys are the first hop
+    dq = problem.run("partial_dq", spec, q, carry)
     if problem.exchange == "gather":
         parts = (_by_rank(x, problem.plan) for x in of_keys)
         of_keys = [lax.psum_scatter(x, problem.axis_name) for x in parts]
@@ -355,8 +364,8 @@ def _attention_bwd(problem, residuals, gradients):
     dsinks = None
     if sinks is not None:
         p = jnp.exp(sinks[:, None] - lse)
-        dsinks = -jnp.sum(p * carry.delta, (0, 2))
-    return carry.dq.astype(q.dtype), dk, dv, dsinks
+        dsinks = -jnp.sum(p * carry.delta[..., : lse.shape[-1]], (0, 2))
+    return dq, dk, dv, dsinks
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

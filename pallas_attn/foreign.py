@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_attn.targets import capability, num_sms, shared_memory
 from pallas_attn.triton_call import kernel_call
 from twin_attention.contract.operands import TERMS
-from twin_attention.contract.spec import AttentionSpec
+from twin_attention.contract.spec import AttentionSpec, PartialSpec
 from twin_attention.contract.validate import fail
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
@@ -115,6 +115,24 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
     return any(getattr(x, name, None) is not None for x in operands for name in names)
 
 
+def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any, ...]:
+    """Return the operands that torch writes in place. In JAX they are results.
+
+    These are the pools of `append_kv`, and results over other keys of a part's functions.
+    """
+    written: tuple[Any, ...] = ()
+    if operation == "append_kv":
+        written = (operands[0].k_pages, operands[0].v_pages)
+    elif operation == "partial_fwd":
+        assert isinstance(spec, PartialSpec)
+        _, carry, lse = operands
+        written = (lse,) if spec.last else (carry, lse)
+    elif operation == "partial_bwd":
+        *_, carry = operands
+        written = () if carry is None else (carry.dq,)
+    return tuple(x for x in written if x is not None)
+
+
 def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
     outlines = import_module("torch_attn.outline")
     assert backend.target is not None
@@ -123,14 +141,15 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
     )
     tensors = jax.tree.map(lambda x: outlines.operand_of(x.shape, x.dtype.name), operands)
     function = backend.family.function(operation)
-    # A pool is written in place by torch, and a result in JAX.
-    pools = (tensors[0].k_pages, tensors[0].v_pages) if operation == "append_kv" else ()
+    written = _written(operation, tensors, spec)
 
     def host_function() -> Any:
         found = function(*tensors, spec, backend)
-        return (*pools, *([] if found is None else [found])) if pools else found
+        if operation != "append_kv":
+            return found
+        return (*written, *([] if found is None else [found]))
 
-    outline = outlines.outline(host_function, tuple(jax.tree.leaves(tensors)), card, pools)
+    outline = outlines.outline(host_function, tuple(jax.tree.leaves(tensors)), card, written)
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:

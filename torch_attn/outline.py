@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torch_attn import private
 from torch_attn.launch import Launch
-from torch_attn.layouts import Layout, leaves
+from torch_attn.layouts import Layout, leaves, replace_leaves
 from torch_attn.operands import dtype_name
 from torch_attn.replay import Capture
 from torch_attn.targets import Card, described
@@ -175,6 +175,13 @@ class _Writer:
         self.steps.append(Operation(name, values, kwargs, self._value(result)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
+        # A carry, and the result in its memory, are one operand.
+        first = {id(x): i for i, x in reversed([*enumerate(tensors)])}
+
+        def as_first(x: Layout | None) -> Layout | None:
+            return None if x is None else x._replace(operand=first[id(tensors[x.operand])])
+
+        launch = launch._replace(layouts=replace_leaves(launch.layouts, as_first))
         _grid, arguments = launch.prepared(launch.config)
         used = {x.operand for x in leaves(tuple(arguments)) if isinstance(x, (Layout, TensorMap))}
         operands = [self._value(x) if i in used else None for i, x in enumerate(tensors)]

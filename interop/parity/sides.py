@@ -102,7 +102,7 @@ def supports(subject: Subject, case: Case) -> bool:
             return False  # under `vmap` JAX does not differentiate a sum over ranks
         spec = case.part
         if isinstance(spec, PartialSpec):
-            operations = ("partial_fwd", "partial_bwd")
+            operations = ("partial_fwd", "partial_bwd", "partial_dq")
     return all(
         any(family.supports(operation, spec, subject.target) is None for family in families)
         for operation in operations

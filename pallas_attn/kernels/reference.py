@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_attn.kernels.parts import result_before
 from twin_attention.contract import reference
 from twin_attention.contract.operands import (
     AppendOperands,
@@ -58,14 +59,16 @@ def flash_bwd(
 
 def partial_fwd(
     operands: PartialOperands[Array],
-    out: Array,
-    lse: Array,
+    carry: Array | None,
+    lse: Array | None,
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Return a result with the keys of the operands added, in float32."""
+    """Return a result with the keys of the operands added, in float32 until the last."""
+    carry, lse = result_before(carry, lse, spec)
     with jax.default_matmul_precision("highest"):
-        return reference.partial_forward(operands, out, lse, spec, jnp.float32)
+        out, lse = reference.partial_forward(operands, carry, lse, spec, jnp.float32)
+    return (out.astype(operands.q.dtype) if spec.last else out), lse
 
 
 def partial_bwd(
@@ -90,6 +93,13 @@ def partial_bwd(
             dout, carry.lse2, carry.delta, operands, spec, jnp.float32
         )
     return carry._replace(dq=carry.dq + dq), dk, dv
+
+
+def partial_dq(
+    like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
+) -> Array:
+    """Return dq of the carry in the dtype of the first array."""
+    return carry.dq.astype(like.dtype)
 
 
 def paged_decode(

@@ -16,22 +16,24 @@ import pytest
 import torch
 
 import pallas_attn
-from interop.parity.cases import KINDS
+from interop.parity.cases import KINDS, ContextCase
 from interop.parity.inputs import make_inputs
-from interop.parity.sides import Subject, run
+from interop.parity.sides import Subject, run, supports
 from pallas_attn import explain, foreign, triton_call
 from pallas_attn.flash_ops import DENSE, PACKED
+from tests.oracle import assert_within_budget
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
 from torch_attn.ahead import Compiled, Descriptor, Number, Pointer
 from torch_attn.layouts import leaves
 from torch_attn.targets import described
 from tuning.static import gate
 from tuning.static.operands import flash_operands
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import FlashOperands, PartialOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets import ptx
+from twin_attention.targets import config, ptx
+from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.describe import describe
-from twin_attention.targets.family import FOREIGN, Backend
+from twin_attention.targets.family import FOREIGN, Backend, choose, families_of
 from twin_attention.targets.target import NUM_SMS, use_target
 
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
@@ -317,6 +319,101 @@ def test_other_operations(name, launches, monkeypatch):
     assert [x for x in OTHERS[name] if x in launches] == OTHERS[name], launches
     for x in expected:
         np.testing.assert_array_equal(to_numpy(found[x]), to_numpy(expected[x]), err_msg=x)
+
+
+RANKS = ContextCase(
+    "", batch=1, seq_q=138, seq_kv=138, heads_q=2, heads_kv=1, head_dim=64, causal=True, ranks=3,
+    exchange="ring",
+)  # fmt: skip
+PARTS = {
+    "sums": RANKS,
+    "documents": replace(
+        RANKS, ranks=2, sharding="balanced", documents=(60, 1, 60), sinks=True, softcap=3.0,
+        deterministic=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def of_long_parts(monkeypatch):
+    """Run what runs for many queries: TMA adds to dq's sums unless it is deterministic."""
+    for condition in (">= 1024 keys", ">= 2048 keys"):
+        monkeypatch.setitem(CONDITIONS, condition, lambda spec: True)
+    config._shipped.cache_clear()
+    yield
+    monkeypatch.undo()
+    config._shipped.cache_clear()
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_a_sequence(name, launches, of_long_parts):
+    """Compare what ranks get with the whole sequence."""
+    case = PARTS[name]
+    inputs, subject = make_inputs(case, "cpu"), Subject("pallas_attn", "gluon", "sm90")
+    assert supports(subject, case)
+    assert_within_budget(run(subject, case, inputs), inputs, case.spec)
+    kernels = {"flash_bwd_dq", "flash_bwd_dkdv"}
+    if not case.deterministic:
+        kernels = {"flash_bwd_fused", "flash_bwd_postprocess"}
+    assert {*launches} == {"flash_fwd", "flash_bwd_preprocess", *kernels}
+
+
+def test_parts_after_a_gather(launches):
+    """Keep no result in float32, since there is one part."""
+    case = replace(RANKS, seq_q=140, seq_kv=140, exchange="gather", ranks=2)
+    inputs = make_inputs(case, "cpu")
+    inputs = {x: inputs[x] for x in "qkv"}
+    found = run(Subject("pallas_attn", "gluon", "sm90"), case, inputs)
+    assert_within_budget(found, inputs, case.spec)
+    assert launches == ["flash_fwd"] * case.ranks
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_rank_without_keys_changes_nothing(deterministic, of_long_parts):
+    """The others have a program of theirs, and it gets zeros for keys."""
+    q, dout, carry = problem(0, [(1, 150, 2, 64)] * 3, "bfloat16")
+    carry, (lse,) = carry.astype("float32"), problem(1, [(1, 2, 150)], "float32")
+    lse = lse.at[:, :, 140:].set(-jnp.inf)  # these rows have seen no key yet
+    spec = replace(RANKS.part, seq_q=150, seq_kv=150, scale=1.0, deterministic=deterministic)
+    nothing = [jnp.zeros(150, jnp.int32)] * 4
+    part = PartialOperands(q, *[jnp.zeros((1, 150, 1, 64), q.dtype)] * 2, *nothing)
+
+    @jax.jit
+    def call():
+        launch = partial(foreign.run, Backend(GLUON_SM90, "sm90"))
+        later = launch("partial_fwd", spec, part, carry, lse)
+        last = launch("partial_fwd", replace(spec, last=True), part, carry, lse)
+        first = launch("partial_fwd", replace(spec, first=True), part, None, None)
+        rows = dout, lse, part, *last
+        own = part._replace(k=q[:, :, :1], v=dout[:, :, :1], key_ends=nothing[0] + 150,
+                            query_ends=nothing[0] + 150)  # fmt: skip
+        before, *_ = launch("partial_bwd", spec, dout, lse, own, *last, None)
+        after, *of_keys = launch("partial_bwd", spec, *rows, before)
+        return later, last, first, (before.dq, after.dq), of_keys
+
+    later, last, first, (before, after), of_keys = call()
+    equal = np.testing.assert_array_equal
+    equal(later[0], carry)
+    equal(later[1], lse)
+    rows = jnp.isfinite(lse)[0, 0][:, None, None]
+    equal(last[0], jnp.where(rows, carry, 0).astype(q.dtype))
+    np.testing.assert_allclose(last[1], lse, rtol=1e-6)
+    equal(first[0], jnp.zeros_like(carry))
+    equal(first[1], jnp.full_like(lse, -jnp.inf))
+    assert jnp.abs(before).max() > 0
+    equal(after, before)
+    assert not any(x.any() for x in of_keys)
+
+
+def test_parts_are_taken_by_name_alone(monkeypatch):
+    """On a JAX without the Triton lowering of Pallas too."""
+    whose = [family for family in families_of("pallas_attn") if family.folder == "sm90"]
+    assert [x.supports("partial_bwd", RANKS.part, "sm90") is None for x in whose] == [False, True]
+    lacks = {"triton": "it is gone"}
+    monkeypatch.setattr("pallas_attn.private.missing", lacks.get)
+    chosen, passed_over = choose("pallas_attn", None, "partial_bwd", RANKS.part, "sm90", True)
+    assert chosen.family.name == "reference"
+    assert "gluon: JAX takes its kernels of parts of a sequence by name alone" in passed_over
 
 
 def test_no_interpreter_runs_them_outside_jit():

@@ -130,8 +130,6 @@ def _jax_runs(
     """Return what a family of `torch_attn` supports where JAX launches its kernels."""
 
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
-        if isinstance(spec, PartialSpec):
-            return "JAX launches no kernels that take a result over other keys"
         for package in ("triton", "torch"):
             if find_spec(package) is None:
                 return (
@@ -295,7 +293,8 @@ FOREIGN = {
     ),
     "pallas_attn": tuple(
         Family(
-            name, "torch_attn", folder, supports=_jax_runs(supports), is_foreign=True, faster=faster
+            name, "torch_attn", folder, supports=_jax_runs(supports), slower=foreign.by_name_alone,
+            is_foreign=True, faster=faster,
         )
         for name, folder, supports, faster in (
             ("gluon", "sm80", _gluon_sm80_supports, _never_faster),

@@ -42,7 +42,13 @@ An H100 took these of the backward alone, without a mask and with a causal one. 
 from __future__ import annotations
 
 from twin_attention.contract.cost import backward_flops, forward_flops
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    BlockSparseSpec,
+    PartialSpec,
+    VarlenSpec,
+    Window,
+)
 from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
 
@@ -81,6 +87,17 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
         faster = is_backward and (is_packed or _dense_backward_is_faster(spec, head_dim))
     faster = faster and not (operation == "flash_bwd" and spec.deterministic)
     return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
+
+
+def by_name_alone(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why JAX leaves a problem of these kernels to the families behind them, or None.
+
+    Its families, and so its platforms, would not agree on what one step of a backward leaves for
+    the next.
+    """
+    if isinstance(spec, PartialSpec):
+        return "JAX takes its kernels of parts of a sequence by name alone"
+    return None
 
 
 def _dense_backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:

@@ -120,7 +120,11 @@ def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why JAX cannot launch a problem that the kernels of `torch_attn` cover, or None."""
     if target != "sm90" or isinstance(spec, VarlenSpec) or not isinstance(spec, AttentionSpec):
         return None
-    results = {spec.head_dim_v} if operation == "flash_fwd" else {spec.head_dim, spec.head_dim_v}
+    results = {spec.head_dim_v}
+    if isinstance(spec, PartialSpec) and operation != "partial_fwd":
+        results = set()  # in float32, by address
+    elif operation == "flash_bwd":
+        results |= {spec.head_dim}
     if any(len(column_pieces(size)) > 2 for size in results):
         return "JAX passes two TMA descriptors of a result at most"
     return None

@@ -6,6 +6,7 @@ next, in float32.
 
 from jax import Array
 
+from pallas_attn.kernels.parts import result_before
 from pallas_attn.kernels.portable.flash_fwd import Result, launch_forward
 from twin_attention.contract.operands import PartialOperands
 from twin_attention.contract.spec import PartialSpec
@@ -14,8 +15,8 @@ from twin_attention.targets.family import Backend
 
 def partial_fwd(
     operands: PartialOperands[Array],
-    out: Array,
-    lse: Array,
+    carry: Array | None,
+    lse: Array | None,
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Array, Array]:
@@ -23,11 +24,13 @@ def partial_fwd(
 
     Args:
         operands, spec: the problem.
-        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, whose memory
-            the new one takes where it can; 0 and -inf for none.
+        carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, whose
+            memory the new one takes where it can; None where the spec says that there is none.
         backend: what runs.
 
     Returns:
-        out and lse.
+        out and lse. The last out is in q's dtype, with 0 in rows that saw no key.
     """
-    return launch_forward(operands, Result(out, lse), spec, backend)
+    result = Result(*result_before(carry, lse, spec))
+    out, lse = launch_forward(operands, result, spec, backend)
+    return (out.astype(operands.q.dtype) if spec.last else out), lse
