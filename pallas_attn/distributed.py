@@ -125,7 +125,8 @@ def context_attention(
         deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
             XLA's.
         return_lse: return the log-sum-exp as well. It is differentiable.
-        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference".
+        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference",
+            and by name alone "gluon" on SM90 and "torch_triton".
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in

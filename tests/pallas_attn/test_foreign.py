@@ -328,7 +328,7 @@ RANKS = ContextCase(
 PARTS = {
     "sums": RANKS,
     "documents": replace(
-        RANKS, ranks=2, sharding="balanced", documents=(60, 1, 60), sinks=True, softcap=3.0,
+        RANKS, ranks=2, sharding="stripe", documents=(60, 1, 60), sinks=True, softcap=3.0,
         deterministic=True,
     ),
 }  # fmt: skip
@@ -403,6 +403,21 @@ def test_a_rank_without_keys_changes_nothing(deterministic, of_long_parts):
     assert jnp.abs(before).max() > 0
     equal(after, before)
     assert not any(x.any() for x in of_keys)
+
+
+@pytest.mark.parametrize(
+    ("change", "operation", "target", "reason"),
+    [
+        ({"dtype": "float32"}, "partial_fwd", "sm90", "take float16 and bfloat16, not float32"),
+        ({"head_dim": 192}, "partial_bwd", "sm90", "have head dimensions up to 128"),
+        ({"head_dim_v": 112}, "partial_fwd", "sm90", "two TMA descriptors of a result"),
+        ({}, "partial_fwd", "sm80", "its kernels are for SM90"),
+    ],
+)
+def test_parts_that_are_refused(change, operation, target, reason):
+    spec = replace(RANKS.part, **change)
+    with pytest.raises(NotImplementedError, match=f"implementation: expected .*{reason}"):
+        choose("pallas_attn", "gluon", operation, spec, target, True)
 
 
 def test_parts_are_taken_by_name_alone(monkeypatch):
@@ -502,6 +517,8 @@ def test_a_result_with_three_descriptors_is_refused(monkeypatch):
     spec = replace(spec, head_dim_v=96)
     assert GLUON_SM90.supports("flash_fwd", spec, "sm90") is None
     assert "two TMA descriptors" in GLUON_SM90.supports("flash_bwd", spec, "sm90")
+    part = replace(RANKS.part, head_dim=112)
+    assert GLUON_SM90.supports("partial_bwd", part, "sm90") is None
 
 
 def test_a_result_that_a_later_launch_writes(launches):

@@ -23,6 +23,7 @@ from interop.parity.cases import KINDS, Case, DilatedCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import Subject, run, supports
 from torch_attn.targets import target_of
+from twin_attention.contract.spec import PartialSpec
 from twin_attention.targets.target import use_target
 
 if not torch.cuda.is_available() or jax.default_backend() != "gpu":
@@ -66,6 +67,8 @@ def test_the_bits_are_equal(case: Case, target: str, pair: str):
     ours, theirs = (Subject(*subject, target) for subject in PAIRS[pair])
     if not (supports(ours, case) and supports(theirs, case)):
         pytest.skip("a side does not support the problem")
+    if isinstance(getattr(case, "part", None), PartialSpec):
+        pytest.skip("each framework exchanges keys in its own steps")
     if pair != "triton in JAX" and case.name in MERGED:
         pytest.skip("each framework merges in a kernel of its own")
     inputs = make_inputs(case, "cuda")

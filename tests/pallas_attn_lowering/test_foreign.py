@@ -16,8 +16,10 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from pallas_attn import flash_attention, flash_attention_varlen, private, triton_call
+from pallas_attn.distributed import context_attention, context_plan
 from torch_attn import ahead
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN
@@ -181,6 +183,30 @@ def test_shards_are_lowered():
         gradients("gluon"), mesh=devices, in_specs=heads, out_specs=heads, check_vma=False
     )
     assert calls(lower("sm80", function, *arrays(64))).count(KERNEL) == 4
+
+
+@pytest.mark.parametrize(
+    ("exchange", "deterministic", "expected"),
+    [("ring", False, 8), ("ring", True, 10), ("gather", False, 4)],
+)
+def test_parts_of_a_sequence_are_lowered(exchange, deterministic, expected):
+    """As many programs as ranks, of which one is lowered; the carry's memory is one operand."""
+    plan, sequence = context_plan(3072, 3), jax.P(None, "x")
+    mesh = AbstractMesh((3,), ("x",), axis_types=(AxisType.Auto,))
+    attention = partial(
+        context_attention, plan=plan, axis_name="x", exchange=exchange, causal=True,
+        deterministic=deterministic, implementation="gluon",
+    )  # fmt: skip
+
+    def function(*qkv):
+        out, pullback = jax.vjp(attention, *qkv)
+        return pullback(out)
+
+    on_ranks = jax.shard_map(
+        function, mesh=mesh, in_specs=sequence, out_specs=sequence, check_vma=False
+    )
+    text = lower("sm90", on_ranks, *arrays(64, seq=3072))
+    assert calls(text).count(KERNEL) == expected
 
 
 def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):
