@@ -260,7 +260,7 @@ class _Problem(NamedTuple):
 
     @property
     def distances(self) -> tuple[int, ...]:
-        """The distance of each hop, own keys first."""
+        """Return the distance of each hop, own keys first."""
         return (0,) if self.exchange == "gather" else self.plan.distances(self.options.window)
 
     def part(self, operands: PartialOperands[Array]) -> PartialSpec:

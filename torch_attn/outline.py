@@ -175,11 +175,16 @@ class _Writer:
         self.steps.append(Operation(name, values, kwargs, self._value(result)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
-        # A carry, and the result in its memory, are one operand.
-        first = {id(x): i for i, x in reversed([*enumerate(tensors)])}
+        # A carry that is written, and the result in its memory, are one operand.
+        first: dict[int, int] = {}
+        for i, x in enumerate(tensors):
+            if self._numbers[id(x)] in self._writable:
+                first.setdefault(id(x), i)
 
         def as_first(x: Layout | None) -> Layout | None:
-            return None if x is None else x._replace(operand=first[id(tensors[x.operand])])
+            if x is None:
+                return None
+            return x._replace(operand=first.get(id(tensors[x.operand]), x.operand))
 
         launch = launch._replace(layouts=replace_leaves(launch.layouts, as_first))
         _grid, arguments = launch.prepared(launch.config)

@@ -90,10 +90,10 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
 
 
 def by_name_alone(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why JAX leaves a problem of these kernels to the families behind them, or None.
+    """Return why JAX leaves a problem to the families behind these, or None.
 
-    Its families, and so its platforms, would not agree on what one step of a backward leaves for
-    the next.
+    Parts of a sequence have not run on a GPU so. Families do not agree on the layout of dq's sums,
+    which one step of a backward leaves for the next, and None may take one for each platform.
     """
     if isinstance(spec, PartialSpec):
         return "JAX takes its kernels of parts of a sequence by name alone"

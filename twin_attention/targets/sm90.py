@@ -122,7 +122,7 @@ def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
         return None
     results = {spec.head_dim_v}
     if isinstance(spec, PartialSpec) and operation != "partial_fwd":
-        results = set()  # in float32, by address
+        results = set()  # an address each
     elif operation == "flash_bwd":
         results |= {spec.head_dim}
     if any(len(column_pieces(size)) > 2 for size in results):
