@@ -326,7 +326,7 @@ RANKS = ContextCase(
     exchange="ring",
 )  # fmt: skip
 PARTS = {
-    "sums": RANKS,
+    "sums": replace(RANKS, heads_q=1),
     "documents": replace(
         RANKS, ranks=2, sharding="stripe", documents=(60, 1, 60), sinks=True, softcap=3.0,
         deterministic=True,
@@ -366,6 +366,16 @@ def test_parts_after_a_gather(launches):
     found = run(Subject("pallas_attn", "gluon", "sm90"), case, inputs)
     assert_within_budget(found, inputs, case.spec)
     assert launches == ["flash_fwd"] * case.ranks
+
+
+def test_parts_by_the_portable_kernels(launches):
+    (case,) = (case for cases in KINDS for case in cases("quick", "context-ring"))
+    case = replace(case, ranks=2)
+    inputs, subject = make_inputs(case, "cpu"), Subject("pallas_attn", "torch_triton", "sm80")
+    assert supports(subject, case)
+    assert_within_budget(run(subject, case, inputs), inputs, case.spec)
+    expected = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
+    assert {*launches} == expected
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
