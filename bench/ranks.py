@@ -33,6 +33,7 @@ from twin_attention.contract.exchange import Rows
 from twin_attention.targets.target import use_target
 
 _ROUNDS, _WARMUP, _TURNS, _CALLS = 3, 1, 4, 5  # of ranks that are timed together; calls of a turn
+_FILLS, _FILL_BYTES = 24, 2**28  # before a turn: 2 ms on an H100, while hosts launch the first call
 _PREPARED = 2  # problems of a group that are kept: those of a case
 _LIMIT = 300.0  # seconds for an answer of a rank, which compiles first
 _TRIES = 3  # calls of each rank, to find the slowest
@@ -363,11 +364,15 @@ def _rounds(run: Run, device: str) -> Iterator[list[float]]:
 def _together(run: Run, device: str) -> float:
     """Return the milliseconds of a call on the slowest rank, of several one after the other.
 
-    All ranks begin together. The host may run ahead, as it does in training.
+    All ranks begin together. The calls are queued behind fills, and the host may run ahead, as it
+    does in training.
     """
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()
+        filled = torch.empty(_FILL_BYTES, dtype=torch.int8, device=device)
+        for _ in range(_FILLS):
+            filled.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
     begin = time.perf_counter()
