@@ -2,6 +2,8 @@
 
 import re
 from itertools import pairwise
+from math import log
+from random import Random
 
 import numpy as np
 import pytest
@@ -91,14 +93,62 @@ def test_causal_work_is_equal(layout: str, size: int):
     assert work.max() <= 1.05 * work.mean()
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 4, 8]))
-def test_causal_work_of_documents_is_equal(seed: int, size: int):
-    generator, seq_len = np.random.default_rng(seed), size * 4096
-    lengths = generator.lognormal(7, 1.5, 200).astype(int) + 1
-    offsets = np.append(0, np.cumsum(lengths))
-    offsets = np.append(offsets[offsets < seq_len], seq_len)
-    work = context_plan(seq_len, size, "balanced", offsets).pairs(Window(None, 0)).sum(1)
+def lognormal_offsets(seed: int, seq_len: int, mean: int, sigma: float = 1.0) -> list[int]:
+    """Return offsets of documents that fill the tokens, the same every time."""
+    generator, offsets = Random(seed), [0]
+    while offsets[-1] < seq_len:
+        length = round(generator.lognormvariate(log(mean) - sigma**2 / 2, sigma))
+        offsets.append(min(offsets[-1] + max(length, 1), seq_len))
+    return offsets
+
+
+def rows_needed(plan: ContextPlan) -> list[int]:
+    """Return how many keys of other ranks each rank reads under a causal mask."""
+    begins, ends = plan.bounds(Window(None, 0))
+    counts = []
+    for rank in range(plan.size):
+        rows = plan.positions(rank)
+        edges = np.zeros(plan.seq_len + 1, int)
+        np.add.at(edges, begins[rows], 1)
+        np.add.at(edges, ends[rows], -1)
+        seen = np.cumsum(edges)[:-1] > 0
+        seen[rows] = False
+        counts.append(int(seen.sum()))
+    return counts
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(2, 8),
+    st.sampled_from([1000, 4096]),
+    st.sampled_from([300, 2000]),
+    st.sampled_from([0.5, 1.5]),
+    st.floats(0.5, 1.0),
+)
+def test_causal_work_of_documents_is_equal(
+    seed: int, size: int, local_len: int, mean: int, sigma: float, filled: float
+):
+    tokens = int(size * local_len * filled)
+    offsets = lognormal_offsets(seed, tokens, mean, sigma)
+    plan = context_plan(size * local_len, size, "balanced", offsets)
+    assert np.bincount(plan.owners, minlength=size).tolist() == [local_len] * size
+    work = plan.pairs(Window(None, 0)).sum(1)
     assert work.max() <= 1.05 * work.mean()
+
+
+@pytest.mark.parametrize(
+    ("size", "local_len", "rows_mean", "rows_max", "runs"),
+    [(4, 8192, 0.4, 0.55, 12), (8, 8192, 0.25, 0.4, 12), (8, 16384, 0.01, 0.02, 24)],
+)
+def test_few_keys_of_documents_travel(
+    size: int, local_len: int, rows_mean: float, rows_max: float, runs: int
+):
+    tokens = size * local_len
+    plan = context_plan(tokens, size, "balanced", lognormal_offsets(2, tokens, 1024))
+    rows = np.array(rows_needed(plan)) / local_len
+    assert rows.mean() <= rows_mean
+    assert rows.max() <= rows_max
+    assert (np.diff(plan.positions_by_rank) != 1).sum(1).max() < runs
 
 
 def test_documents_stay_whole_where_work_is_equal_with_them():
@@ -108,8 +158,20 @@ def test_documents_stay_whole_where_work_is_equal_with_them():
     assert plan.distances(Window(None, 0)) == (0, 1)  # of documents that had to be cut
     cut = [len(set(plan.owners[a:b])) > 1 for a, b in pairwise(offsets)]
     assert sum(cut) <= 1
-    work = plan.pairs(Window(None, 0)).sum(1)
-    assert work.max() <= 1.03 * work.mean()
+    plan = context_plan(8192, 4, "balanced", range(0, 8193, 512))
+    assert plan.distances(Window(None, 0)) == (0,)
+
+
+def test_short_documents_are_shared_by_near_ranks_alone():
+    plan = context_plan(8 * 4096, 8, "balanced", [*range(0, 8 * 4096, 300), 8 * 4096])
+    assert plan.distances(Window(None, 0)) == (0, 1, 2)
+    assert 0 < max(rows_needed(plan)) < 300
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_one_document_is_shared_as_in_zigzag(size: int):
+    owners = [context_plan(64, size, layout).owners for layout in ("balanced", "zigzag")]
+    assert (owners[0] == owners[1]).all()
 
 
 def test_a_window_needs_near_ranks_alone():

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_jax_array
 
+from twin_attention.contract.balance import balanced_owners
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate import (
     check_context_plan,
@@ -27,9 +27,6 @@ from twin_attention.contract.validate import (
 )
 
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
-_BLOCK_MAX = 128  # tokens that "balanced" moves together: a tile of the kernels
-_BLOCKS_LEAST = 16  # of a rank, so that it has work to choose from
-_IMBALANCE_MAX = 1.03  # of the rank with most work over the mean, where documents stay whole
 
 
 class Intervals(NamedTuple):
@@ -88,75 +85,7 @@ class ContextPlan:
         if self.layout == "zigzag":
             chunk = token // max(self.local_len // 2, 1)
             return np.minimum(chunk, 2 * self.size - 1 - chunk)
-        return self._balanced_owners()
-
-    def _balanced_owners(self) -> np.ndarray:
-        """Keep the longest documents whole with which the ranks' causal work is about equal.
-
-        A rank that holds a whole document reads it without an exchange.
-        """
-        begins, _ = self.bounds(Window(None, 0))
-        seen = np.arange(self.seq_len) + 1 - begins
-        seen[self._num_tokens :] = 0
-        longest = float(self.local_len) if self.cu_seqlens is not None and self.size > 1 else 0.0
-        while longest >= 2 * _BLOCK_MAX:
-            owners = self._deal_documents(seen, int(longest))
-            work = np.bincount(owners, seen, self.size)
-            if work.max() <= _IMBALANCE_MAX * work.mean():
-                return owners
-            longest /= 2**0.5
-        return self._deal_blocks(seen)
-
-    def _deal_documents(self, seen: np.ndarray, longest: int) -> np.ndarray:
-        """Deal documents out, and blocks of longer ones: the costliest first.
-
-        Each goes to the rank that has least, in work or in tokens, afterwards; if no rank has room,
-        parts of it go where there is most.
-
-        Args:
-            seen: a token's work, the number of keys that it sees under a causal mask.
-            longest: tokens of a document that stays whole.
-        """
-        parts = []
-        for start, end in pairwise([*(self.cu_seqlens or (0,)), self.seq_len]):
-            is_whole = end - start <= longest and end <= self._num_tokens
-            step = max(end - start, 1) if is_whole else _BLOCK_MAX
-            parts += [(first, min(first + step, end)) for first in range(start, end, step)]
-        before = np.append(0, np.cumsum(seen))
-        share = max(before[-1] / self.size, 1)
-        work, room = np.zeros(self.size), np.full(self.size, self.local_len)
-        owners = np.empty(self.seq_len, np.int32)
-        for start, end in sorted(parts, key=lambda part: before[part[0]] - before[part[1]]):
-            while start < end:
-                count, cost = end - start, before[end] - before[start]
-                load = np.maximum((work + cost) / share, 1 - (room - count) / self.local_len)
-                rank = np.argmin(np.where(room >= count, load, np.inf))
-                if room[rank] < count:
-                    rank = np.argmax(room)
-                    count = room[rank]
-                owners[start : start + count] = rank
-                work[rank] += before[start + count] - before[start]
-                room[rank] -= count
-                start += count
-        return owners
-
-    def _deal_blocks(self, seen: np.ndarray) -> np.ndarray:
-        """Deal blocks of tokens out: of the costliest left, the first to the rank with least work.
-
-        Each round gives every rank one block, so that all hold equally many tokens.
-        """
-        block = _BLOCK_MAX
-        while self.local_len % block or (block > 1 and self.local_len // block < _BLOCKS_LEAST):
-            block //= 2
-        cost = seen.reshape(-1, block).sum(1)
-        order = np.argsort(-cost, kind="stable")
-        work, owners = np.zeros(self.size, np.int64), np.empty(len(cost), np.int32)
-        for first in range(0, len(order), self.size):
-            dealt = order[first : first + self.size]
-            ranks = np.argsort(work, kind="stable")
-            owners[dealt] = ranks
-            work[ranks] += cost[dealt]
-        return owners.repeat(block)
+        return balanced_owners(self.cu_seqlens or (0, self.seq_len), self.seq_len, self.size)
 
     @property
     def _num_tokens(self) -> int:
@@ -286,8 +215,9 @@ def context_plan(
         layout: "contiguous": rank r has the r-th part, so that under a causal mask the last rank
             has most work. "zigzag": of 2 · size parts rank r has the r-th from the front and from
             the back, so that causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
-            rank r has every size-th token from the r-th on. "balanced": whole documents, and blocks
-            of up to 128 tokens of long ones, dealt out so that causal work is about equal.
+            rank r has every size-th token from the r-th on. "balanced": whole documents, and as
+            in "zigzag" equal shares of a few long ones, dealt out so that no rank has more than
+            1.05 times the mean of causal work. Documents of a few tokens a rank may miss that.
         cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, numbers of
             the host. Tokens past the last one are padding. None is one document.
 
