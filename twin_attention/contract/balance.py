@@ -149,16 +149,21 @@ def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Ran
     ranks = [_Rank(local_len) for _ in range(size)]
     shares = [share for item in degrees.items() for share in _shares(*item)]
     shares.sort(key=attrgetter("work"), reverse=True)
-    left = int(_POURED * sum(share.num_tokens for share in shares))
+    num_tokens = sum(share.num_tokens for share in shares)
+    count, count_max = 0, int(_POURED * num_tokens)
     poured = []
-    while shares and degrees[shares[-1].document] == 1 and shares[-1].num_tokens <= left:
-        left -= shares[-1].num_tokens
+    while shares and degrees[shares[-1].document] == 1:
+        if count + shares[-1].num_tokens > count_max:
+            break
+        count += shares[-1].num_tokens
         poured.append(shares.pop())
     # What a token of room will bring to a rank: poured documents or padding.
-    to_fill = local_len * size - sum(share.num_tokens for share in shares)
-    work_of_room = sum(share.work for share in poured) / max(to_fill, 1)
+    room = local_len * size - num_tokens + count
+    work_of_room = sum(share.work for share in poured) / max(room, 1)
     for share in shares:
-        roomy = [rank for rank in ranks if rank.room >= share.num_tokens]
+        # With too little room on a rank, more than two would share a poured document.
+        spare = count // (2 * size) if degrees[share.document] == 1 else 0
+        roomy = [rank for rank in ranks if rank.room >= share.num_tokens + spare]
         if roomy:
             min(roomy, key=lambda rank: rank.work + work_of_room * rank.room).take(share)
         else:
