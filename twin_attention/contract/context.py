@@ -217,7 +217,7 @@ def context_plan(
             the back, so that causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
             rank r has every size-th token from the r-th on. "balanced": whole documents, and as
             in "zigzag" equal shares of a few long ones, dealt out so that no rank has more than
-            1.05 times the mean of causal work. Documents of a few tokens a rank may miss that.
+            1.05 times the mean of causal work. With a few tokens a rank it may have more.
         cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, numbers of
             the host. Tokens past the last one are padding. None is one document.
 
