@@ -103,7 +103,7 @@ def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) 
         others = [q for q in range(size) if q != rank]
         return (_step(plan, window, rank, {q: tuple(range(size)) for q in [rank, *others]}),)
     found = []
-    for distance in plan.distances(window):
+    for distance in _distances(plan, window):
         holders = {q: ((q - distance) % size,) for q in (rank, (rank + distance) % size)}
         found.append(_step(plan, window, rank, holders))
     return tuple(found)
@@ -170,6 +170,12 @@ def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, .
 
 
 @lru_cache(maxsize=16)
+def _distances(plan: ContextPlan, window: Window) -> tuple[int, ...]:
+    """Return what `ContextPlan.distances` does."""
+    return plan.distances(window)
+
+
+@lru_cache(maxsize=16)
 def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
     """Return what `ContextPlan.bounds` does, [2, seq_len]."""
     return np.stack(plan.bounds(window))
@@ -180,10 +186,16 @@ def _needed(plan: ContextPlan, window: Window, rank: int, holder: int) -> tuple[
     """Return the rows of a holder's keys that go to a rank: the ones that its queries see."""
     runs = [(0, plan.local_len)]  # all of its own, so that each has a gradient
     if holder != rank:
-        begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
-        seen = intervals_of(begins, ends, plan.positions_by_rank[holder])
-        runs = _runs(seen.query_begins < seen.query_ends)
+        runs = _runs(_seen(plan, window, rank)[plan.positions_by_rank[holder]])
     return tuple(Rows(holder, start, end, start) for start, end in runs)
+
+
+@lru_cache(maxsize=16)
+def _seen(plan: ContextPlan, window: Window, rank: int) -> np.ndarray:
+    """Return whether some query of a rank sees each token, [seq_len] bool."""
+    begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
+    opened, closed = (np.bincount(x, minlength=plan.seq_len + 1) for x in (begins, ends))
+    return np.cumsum(opened - closed)[:-1] > 0
 
 
 def _runs(seen: np.ndarray) -> list[tuple[int, int]]:
@@ -270,7 +282,7 @@ def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) ->
     size, pairs = plan.size, _pairs(plan, window)
     counted = range(0, size, max(1, size // _RANKS_COUNTED))
     gathers = exchange == "gather"
-    distances = (0,) if gathers else plan.distances(window)
+    distances = (0,) if gathers else _distances(plan, window)
     computing, arriving, host = [], [], 0.0
     for distance in distances:
         of_step = {q: tuple(range(size)) if gathers else ((q - distance) % size,) for q in counted}
@@ -303,7 +315,7 @@ def describe_exchange(
     chosen, reason = choose_exchange(exchange, plan, window, spec)
     if chosen != "ring":
         return f"{chosen}: {reason}"
-    steps = len(plan.distances(window)) - 1
+    steps = len(_distances(plan, window)) - 1
     return f"{chosen}: {reason}; keys of other ranks come in {steps} of up to {plan.size - 1} steps"
 
 
