@@ -71,12 +71,12 @@ class Alone(Peers):
             self._send((rank, self.rank, token), tuple(x[:, start:end] for x in tensors))
         parts = []
         for rank, start, end, token, _ in received:
-            rows = tuple(x[:, start:end] for x in tensors)
-            if rank != self.rank:
-                nothing = tuple(x.new_zeros(x.shape[0], end - start, *x.shape[2:]) for x in tensors)
-                place = self.rank, rank, token
-                rows = self._arrived(place) if place in self._sent else nothing
-            parts.append(rows)
+            place = self.rank, rank, token
+            if place in self._sent:
+                parts.append(self._arrived(place))
+            else:
+                rows = (x.new_zeros(x.shape[0], end - start, *x.shape[2:]) for x in tensors)
+                parts.append(tuple(rows))
         return Transfer(_joined(parts))
 
     def _send(self, place: tuple[int, int, int], rows: tuple[Tensor, ...]) -> None:

@@ -27,7 +27,7 @@ from torch_attn.distributed import (
 from torch_attn.distributed.context import Problem
 from torch_attn.distributed.sums import GradientSums
 from torch_attn.interpreter import interpreted
-from torch_attn.kernels.sum import sum_kernel
+from torch_attn.kernels.sum import sum_rows, sum_rows_kernel
 from twin_attention.contract.context import LAYOUTS
 from twin_attention.contract.exchange import EXCHANGES, Rows
 from twin_attention.contract.spec import Window
@@ -353,24 +353,31 @@ def test_explain(monkeypatch, options, kernel_heads, exchange):
     assert spec.seq_kv == (24 if "ring" in options.values() else 96)
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 5])
-def test_sums_of_gradients(count):
+@pytest.mark.parametrize("count", [0, 1, 3, 5, 12])
+def test_sums_of_gradients(count, torch_device):
     """Gradients are summed in float32, in the order in which they come, a few in a pass."""
-    whole = torch.randn(count, 2, 1, 5000, 1, 1)
-    every, sums = Rows(0, 0, 5000, 0), GradientSums(5000)
+    whole = torch.randn(count, 2, 2, 500, 3, 8, device=torch_device)
+    every, sums = (Rows(0, 0, 500, 0),), GradientSums(500)
     for x in whole:
-        sums.add(tuple(x.clone()), (every,))
+        sums.add(tuple(x), every)
         sums.add(None, ())
-    part = torch.randn(2, 1, 30, 1, 1)
-    sums.add(tuple(part), (Rows(1, 5, 25, 100), Rows(1, 25, 35, 4000)))
-    expected = reduce(torch.add, whole, torch.zeros(2, 1, 5000, 1, 1))
+    part = torch.randn(2, 2, 50, 3, 8, device=torch_device)
+    of_two = Rows(1, 5, 25, 100, 0), Rows(1, 25, 35, 400, 20), Rows(2, 0, 20, 405, 30)
+    sums.add(tuple(part), of_two)
+    expected = reduce(torch.add, whole, torch.zeros(2, 2, 500, 3, 8, device=torch_device))
     expected[:, :, 100:120] += part[:, :, :20]
-    expected[:, :, 4000:4010] += part[:, :, 20:]
-    torch.testing.assert_close(torch.stack(sums.total(torch.float32)), expected)
+    expected[:, :, 400:410] += part[:, :, 20:30]
+    expected[:, :, 405:425] += part[:, :, 30:]
+    assert torch.equal(torch.stack(sums.total(torch.float32)), expected)
 
 
 def test_sum_kernel():
-    xs = tuple(torch.randn(3, 5000))
-    out = torch.full((5000,), torch.nan, dtype=torch.bfloat16)
-    interpreted(sum_kernel)[(2,)](out, xs, 5000, 4096)
-    assert torch.equal(out, reduce(torch.add, xs).bfloat16())
+    """Tensors have other numbers of rows, of which some are not read."""
+    xs = tuple(torch.randn(2, rows, 5, 24) for rows in (4, 9))
+    xs[1][:, 3] = torch.nan
+    places = torch.tensor([2, -1, 0]).int(), torch.tensor([8, 0, -1]).int()
+    out = torch.full((2, 3, 5, 24), torch.nan, dtype=torch.bfloat16)
+    strides = tuple(x.stride(0) for x in xs)
+    interpreted(sum_rows_kernel)[(3, 2)](out, xs, places, strides, 3, 120, 64)
+    assert torch.equal(out, sum_rows(xs, places, torch.bfloat16))
+    assert torch.equal(out[:, 0], (xs[0][:, 2] + xs[1][:, 8]).bfloat16())

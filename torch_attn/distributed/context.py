@@ -36,6 +36,7 @@ from torch_attn.operators import readable
 from twin_attention.contract.context import ContextPlan, Intervals
 from twin_attention.contract.exchange import (
     EXCHANGES,
+    Rows,
     Step,
     choose_exchange,
     describe_exchange,
@@ -294,13 +295,15 @@ class _Step(NamedTuple):
         step: on the host.
         order, inverse: of its keys, where they do not come in the order of the sequence.
         intervals: of its keys.
-        is_own: its keys are those of this rank.
+        own: its rows of keys of this rank.
+        is_own: it has no others.
     """
 
     step: Step
     order: Tensor | None
     inverse: Tensor | None
     intervals: Intervals
+    own: tuple[Rows, ...]
     is_own: bool
 
 
@@ -313,8 +316,9 @@ def _steps(
         order = step.order if step.order is None else torch.from_numpy(step.order).to(device)
         intervals = Intervals(*(torch.from_numpy(x).to(device) for x in step.intervals))
         inverse = None if order is None else order.argsort()
-        is_own = [rows.rank for rows in step.received] == [rank] or not plan.seq_len
-        found.append(_Step(step, order, inverse, intervals, is_own))
+        own = tuple(rows for rows in step.received if rows.rank == rank)
+        is_own = (step.received == own and len(own) == 1) or not plan.seq_len
+        found.append(_Step(step, order, inverse, intervals, own, is_own))
     return tuple(found)
 
 
@@ -421,19 +425,21 @@ class Problem(NamedTuple):
 
     def _fetch(self, step: _Step, k: Tensor, v: Tensor) -> Transfer:
         """Begin to exchange the keys of a step."""
-        if step.is_own and not step.step.sent:
+        keys, sent, received = (k, v), step.step.sent, step.step.received
+        if not step.is_own and (sent or received):
+            return self.peers.exchange(keys, sent, received)
+        arrived = keys if step.is_own else None
+        if not sent:
             self.peers.skip(k.device)
-            return Transfer((k, v))
-        return self.peers.exchange((k, v), step.step.sent, step.step.received)
+            return Transfer(arrived)
+        return self.peers.exchange(keys, sent, ())._replace(received=arrived)
 
     def send_back(self, step: _Step, gradients: tuple[Tensor, ...]) -> Transfer:
         """Begin to send gradients of a step's keys to the ranks that hold them, and to receive."""
         _, _, _, _, returned, gathered = step.step
-        if step.is_own and not returned and len(gathered) == 1:
+        if not returned and not gathered:
             self.peers.skip(gradients[0].device, of_gradients=True)
-            return Transfer(gradients)
-        if step.inverse is not None:
-            gradients = tuple(x.index_select(1, step.inverse) for x in gradients)
+            return Transfer(None)
         return self.peers.exchange(gradients, returned, gathered, of_gradients=True)
 
 
@@ -514,8 +520,11 @@ class _Attention(torch.autograd.Function):
                 tensors = (dout, dlse, out, lse, *carry, *operands)
                 *carry, dk, dv = problem.run("partial_bwd", part, *tensors)
                 gradients = dk, dv
+            if step.inverse is not None:
+                gradients = tuple(x.index_select(1, step.inverse) for x in gradients)
             following = problem.send_back(step, gradients)
             of_keys.add(arriving.wait(), rows)
+            of_keys.add(gradients if step.own else None, step.own)
             arriving, rows = following, step.step.gathered
         of_keys.add(arriving.wait(), rows)
         *_, delta = carry

@@ -3,66 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torch_attn.kernels.sum import sum_tensors
+from torch_attn.kernels.sum import sum_rows
 from twin_attention.contract.exchange import Rows
 
-_AT_A_TIME = 4  # addends of a pass over memory
+_KEPT = 4  # arrivals, before they are summed: their memory is used again
+_AT_A_TIME = 8  # addends of a pass over memory
+
+
+class _Addend(NamedTuple):
+    """Gradients of some of a rank's keys.
+
+    Attributes:
+        gradients: [B, rows, H, D] float32 each.
+        places: [num_rows] int32, the row of each key, -1 for none.
+    """
+
+    gradients: tuple[Tensor, ...]
+    places: Tensor
 
 
 class GradientSums:
     """Gradients of a rank's keys, through its own queries and through those of others.
 
-    A few of all rows are kept and summed in one pass over memory. Those of some rows are added to
-    the first at once. What is added when follows from the plan.
+    Several are kept and summed in one pass over memory. What is added when follows from the plan.
     """
 
     def __init__(self, num_rows: int) -> None:
         """Take the number of the rank's keys."""
         self._num_rows = num_rows
-        self._addends: list[tuple[Tensor, ...]] = []
+        self._kept = 0
+        self._addends: list[_Addend] = []
 
-    def add(self, arrived: Sequence[Tensor] | None, rows: Sequence[Rows]) -> None:
-        """Add gradients that arrived, None for nothing.
+    def add(self, gradients: tuple[Tensor, ...] | None, rows: tuple[Rows, ...]) -> None:
+        """Add gradients.
 
         Args:
-            arrived: [B, S, H, D] float32 each, which may be overwritten.
-            rows: what `Peers.exchange` was to receive.
+            gradients: [B, any, H, D] float32 each, None for nothing.
+            rows: which of their rows, from `Rows.place` on, are those of which keys, from
+                `Rows.token` on. What came from several ranks is added in the order of its ranks.
         """
-        if arrived is None:
+        if gradients is None:
             return
-        start = 0
-        for _, group in groupby(rows, key=attrgetter("rank")):
-            of_rank = list(group)
-            count = sum(x.end - x.start for x in of_rank)
-            found = tuple(x[:, start : start + count] for x in arrived)
-            if count == self._num_rows:
-                self._add_whole(found)  # in their order
-            else:
-                self._add_rows(found, of_rank)
-            start += count
-
-    def _add_whole(self, found: tuple[Tensor, ...]) -> None:
-        if len(self._addends) == _AT_A_TIME:
-            self._addends = [self.total(torch.float32)]
-        self._addends.append(tuple(x.contiguous() for x in found))
-
-    def _add_rows(self, found: tuple[Tensor, ...], rows: Sequence[Rows]) -> None:
-        if not self._addends:
-            shapes = ((x.shape[0], self._num_rows, *x.shape[2:]) for x in found)
-            self._addends = [tuple(x.new_zeros(y) for x, y in zip(found, shapes, strict=True))]
-        start = 0
-        for _, first, end, token, _ in rows:
-            count = end - first
-            for total, x in zip(self._addends[0], found, strict=True):
-                total[:, token : token + count] += x[:, start : start + count]
-            start += count
+        if self._kept == _KEPT:
+            self._addends = [self._whole(self.total(torch.float32))]
+            self._kept = 1
+        self._kept += 1
+        for places in _places(rows, self._num_rows, gradients[0].device):
+            self._addends.append(_Addend(gradients, places))
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the sums in a dtype."""
-        return tuple(sum_tensors(xs, dtype) for xs in zip(*self._addends, strict=True))
+        addends = self._addends
+        while len(addends) > _AT_A_TIME:
+            first = self._whole(_sum(addends[:_AT_A_TIME], torch.float32))
+            addends = [first, *addends[_AT_A_TIME:]]
+        return _sum(addends, dtype)
+
+    def _whole(self, sums: tuple[Tensor, ...]) -> _Addend:
+        every = Rows(0, 0, self._num_rows, 0)
+        return _Addend(sums, _places((every,), self._num_rows, sums[0].device)[0])
+
+
+def _sum(addends: Sequence[_Addend], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    places = [x.places for x in addends]
+    return tuple(
+        sum_rows(xs, places, dtype) for xs in zip(*(x.gradients for x in addends), strict=True)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _places(rows: tuple[Rows, ...], num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the row of each key among the gradients from each rank, [num_rows] int32."""
+    found = []
+    for _, of_rank in groupby(rows, key=attrgetter("rank")):
+        places = np.full(num_rows, -1, np.int32)
+        for _, start, end, token, place in of_rank:
+            places[token : token + end - start] = np.arange(place, place + end - start)
+        found.append(torch.from_numpy(places).to(device))
+    return tuple(found)

@@ -1,6 +1,6 @@
-"""A sum of several tensors in one pass over memory."""
+"""A sum of rows of several tensors in one pass over memory."""
 
-from functools import reduce
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,45 +12,76 @@ from torch_attn.driver import launcher_of
 from torch_attn.layouts import layouts_of
 from torch_attn.replay import Launcher
 
-_BLOCK, _NUM_WARPS = 4096, 8
+_BLOCK_MAX, _NUM_WARPS = 2048, 4
 # Compiled sums, by all that they depend on but addresses.
 _launchers: dict[tuple[Any, ...], Launcher] = {}
 _LAUNCHERS_MAX = 1024
 
 
 @triton.jit
-def sum_kernel(out_ptr, x_ptrs, size, BLOCK: tl.constexpr):
-    """One program sums BLOCK elements of float32 tensors, in their order, and rounds them once."""
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(x_ptrs[0] + element, mask=element < size)
-    for i in tl.static_range(1, len(x_ptrs)):
-        total += tl.load(x_ptrs[i] + element, mask=element < size)
-    tl.store(out_ptr + element, total.to(out_ptr.dtype.element_ty), mask=element < size)
+def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLOCK: tl.constexpr):
+    """One program sums a row of float32 tensors, in their order, and rounds it once.
+
+    Args:
+        out_ptr: [B, num_rows, width].
+        x_ptrs: [B, any, width] each.
+        place_ptrs: [num_rows] int32 each, the row of a tensor that is added to each row of the
+            result, -1 for none.
+        x_strides: from one batch element of a tensor to the next.
+    """
+    row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(len(x_ptrs)):
+            place = tl.load(place_ptrs[i] + row)
+            x_ptr = x_ptrs[i] + batch * x_strides[i] + place.to(tl.int64) * width
+            total += tl.load(x_ptr + column, mask=(column < width) & (place >= 0), other=0.0)
+        out_row_ptr = out_ptr + (batch * num_rows + row) * width
+        tl.store(out_row_ptr + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
 
 
-def sum_tensors(xs: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    """Return the sum of float32 tensors of one shape, contiguous, in their order, in a dtype.
+def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return sums of rows of tensors, in their order, [B, S, H, D] in a dtype.
 
     No configuration: memory alone says how long it takes.
+
+    Args:
+        xs: [B, any, H, D] float32 each.
+        places: [S] int32 each, the row of a tensor that is added to each row of the result, -1 for
+            none.
     """
-    first = xs[0]
-    if not first.is_cuda or len(xs) == 1:
-        return reduce(torch.add, xs).to(dtype)
-    out = first.new_empty(first.shape, dtype=dtype)
-    addresses = (out.data_ptr(), *[x.data_ptr() for x in xs])
-    key = first.device, dtype, out.numel(), tuple([address % 16 == 0 for address in addresses])
+    first, num_rows = xs[0], len(places[0])
+    out = first.new_empty((first.shape[0], num_rows, *first.shape[2:]), dtype=dtype)
+    if not first.is_cuda:
+        total = first.new_zeros(out.shape)
+        for x, place in zip(xs, places, strict=True):
+            total[:, place >= 0] += x[:, place[place >= 0]]
+        return out.copy_(total)
+    if not out.numel():
+        return out
+    rows_behind_each_other = out.stride()[1:]
+    xs = [x if x.stride()[1:] == rows_behind_each_other else x.contiguous() for x in xs]
+    addresses = tuple([x.data_ptr() for x in (out, *xs, *places)])
+    strides = tuple([x.stride(0) for x in xs])
+    aligned = tuple([address % 16 == 0 for address in addresses])
+    key = first.device, dtype, out.shape, strides, aligned
     with torch.cuda.device(first.device):
         if key not in _launchers:
             if len(_launchers) >= _LAUNCHERS_MAX:
                 _launchers.clear()
-            _launchers[key] = _compile(out, xs)
+            _launchers[key] = _compile(out, tuple(xs), tuple(places), strides)
         _launchers[key](torch.cuda.current_stream().cuda_stream, addresses)
     return out
 
 
-def _compile(out: Tensor, xs: tuple[Tensor, ...]) -> Launcher:
-    """Return a function that sums tensors of the same number, size and alignment as these."""
-    size = out.numel()
-    grid = (triton.cdiv(size, _BLOCK), 1, 1)
-    compiled = sum_kernel.warmup(out, xs, size, _BLOCK, grid=grid, num_warps=_NUM_WARPS)
-    return launcher_of(compiled, grid, [*layouts_of((out, xs)), size, _BLOCK])
+def _compile(
+    out: Tensor, xs: tuple[Tensor, ...], places: tuple[Tensor, ...], strides: tuple[int, ...]
+) -> Launcher:
+    """Return a function that sums tensors of the same number, shapes and alignment as these."""
+    batch, num_rows, *row = out.shape
+    width = row[0] * row[1]
+    numbers = strides, num_rows, width, min(triton.next_power_of_2(width), _BLOCK_MAX)
+    grid = (num_rows, batch, 1)
+    compiled = sum_rows_kernel.warmup(out, xs, places, *numbers, grid=grid, num_warps=_NUM_WARPS)
+    return launcher_of(compiled, grid, [*layouts_of((out, xs, places)), *numbers])

@@ -57,8 +57,7 @@ class Step(NamedTuple):
         intervals: which of the keys each query sees.
         sent: own keys that go to other ranks in this step.
         returned: rows of the step's gradients that go back to other ranks.
-        gathered: rows of the gradients of every rank's step that are those of own keys; of this
-            rank's step first.
+        gathered: rows of the gradients of the other ranks' steps that are those of own keys.
     """
 
     received: tuple[Rows, ...]
@@ -130,13 +129,13 @@ def _step(
 
 
 def _gathered(keys: dict[int, _Keys], holder: int) -> Iterable[Rows]:
-    """Yield the rows of every rank's step whose gradients a holder of keys receives, its own first.
+    """Yield the rows of other ranks' steps whose gradients a holder of keys receives.
 
     Args:
         keys: of every rank that reads some of the holder's.
     """
     place = 0
-    for rank in sorted(keys, key=lambda rank: (rank != holder, rank)):
+    for rank in sorted(keys.keys() - {holder}):
         for _, first, end, token, start in keys[rank].of(holder):
             count = end - first
             yield Rows(rank, start, start + count, token, place)
