@@ -33,6 +33,7 @@ from twin_attention.contract.exchange import Rows
 from twin_attention.targets.target import use_target
 
 _ROUNDS, _WARMUP, _TURNS, _CALLS = 3, 1, 4, 5  # of ranks that are timed together; calls of a turn
+_REST = 0.1  # seconds before a turn: a card at its power cap regains its clock
 _FILLS, _FILL_BYTES = 24, 2**28  # before a turn: 2 ms on an H100, while hosts launch the first call
 _PREPARED = 2  # problems of a group that are kept: those of a case
 _LIMIT = 300.0  # seconds for an answer of a rank, which compiles first
@@ -367,6 +368,7 @@ def _together(run: Run, device: str) -> float:
     All ranks begin together. The calls are queued behind fills, and the host may run ahead, as it
     does in training.
     """
+    time.sleep(_REST)
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()

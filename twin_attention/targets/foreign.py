@@ -30,9 +30,9 @@ milliseconds of a call in a queue, forward and backward, portable and Gluon's:
 | ALiBi | 0.172, 0.562; 0.138, 0.382 | 0.123, 0.296; 0.108, 0.232 |
 | dropout | 0.335, 0.793; 0.206, 0.563 | backward 0.579; 0.404 |
 
-Of parts of a sequence two H100s that shared 16384 tokens took 2.04 ms forward and 6.55 forward and
-backward in a ring, portable, and 1.81 and 4.93 in Gluon's kernels; after a gather 1.87 and 6.09, and
-1.40 and 4.65.
+Of parts of a sequence two H100s that shared 16384 tokens took 2.04 ms forward and 6.55 with the
+backward in a ring, portable, and 1.81 and 4.93 in Gluon's kernels; after a gather 1.87 and 6.09,
+and 1.40 and 4.65.
 
 An H100 took these of the backward alone, without a mask and with a causal one. The bias was
 [1, H, S, S] in bfloat16, and the table had 257 entries:
