@@ -227,7 +227,7 @@ def run_two(tmp_path, *arguments, **environment):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [process.communicate(timeout=120)[0] for process in started]
+    said = [process.communicate(timeout=240)[0] for process in started]
     return [process.returncode for process in started], said
 
 
