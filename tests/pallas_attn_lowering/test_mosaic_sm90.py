@@ -520,6 +520,15 @@ def test_a_causal_schedule_is_balanced():
     assert max(steps) < 1.03 * sum(steps) / len(steps)
 
 
+def test_a_schedule_has_fewer_heads_together_where_each_visits_several():
+    spec = AttentionSpec(4, 4096, 4096, 8, 8, 128, 128, "bfloat16", 0.1, Window(None, 0))
+    heads = [
+        len({tile // 32 for tile in make_schedule(spec, 128, 64, 132, members=members)[:, 1]})
+        for members in (1, 4)
+    ]
+    assert heads == [16, 8]  # of tiles that programs begin with
+
+
 @pytest.mark.parametrize(("batch", "seq", "slack"), [(32, 512, 1.04), (5, 640, 1.2)])
 def test_a_schedule_of_one_round_reads_few_heads_at_a_time(batch, seq, slack):
     spec = AttentionSpec(batch, seq, seq, 8, 8, 256, 256, "bfloat16", 0.1, Window(None, 0))

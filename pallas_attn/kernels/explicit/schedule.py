@@ -11,7 +11,7 @@ import numpy as np
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.steps import steps_of_queries
 
-# Keys and values of heads that are worked on at the same time fit the L2 cache.
+# What tiles of heads that are worked on at the same time visit fits the L2 cache.
 L2_BYTES = 32 * 2**20
 # Time that a tile of queries takes beside its steps, in steps.
 TILE_OVERHEAD = 1.5
@@ -20,7 +20,12 @@ TILE_OVERHEAD = 1.5
 # Of the calls traced last: 4 bytes a tile, which is megabytes for the longest problems.
 @lru_cache(maxsize=16)
 def make_schedule(
-    spec: AttentionSpec, block_q: int, block_kv: int, most: int, one_round: bool = False
+    spec: AttentionSpec,
+    block_q: int,
+    block_kv: int,
+    most: int,
+    one_round: bool = False,
+    members: int = 1,
 ) -> np.ndarray:
     """Return which tiles of queries each program works on, in order.
 
@@ -35,6 +40,7 @@ def make_schedule(
         one_round: take only as many heads together as have a tile for each program, so that some
             programs read from memory at any time. Heads that are too few for a round of their own
             go with the last one, so that programs end together.
+        members: heads of what a tile visits, one after the other.
 
     Returns:
         int32 [programs, 1 + most tiles]: the number of tiles, and their numbers; tile t of head h
@@ -45,7 +51,7 @@ def make_schedule(
     heads = spec.batch * spec.heads_q
     together = 1
     if min(costs) < max(costs):
-        bytes_of_head = spec.seq_kv * (spec.head_dim + spec.head_dim_v) * 2
+        bytes_of_head = spec.seq_kv * (spec.head_dim + spec.head_dim_v) * 2 * members
         heads_kv = L2_BYTES // bytes_of_head
         if one_round:
             heads_kv = most // (num_tiles * spec.group_size)

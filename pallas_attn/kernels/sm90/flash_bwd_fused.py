@@ -552,7 +552,7 @@ def launch_fused(inputs, spec, backend, _masks):
         name,
         flash_bwd_fused_kernel,
         (inputs,),
-        make_schedule(turned, config.block_kv, config.block_q, programs),
+        make_schedule(turned, config.block_kv, config.block_q, programs, members=members),
         (Outputs(*outputs, *sums, *[None] * (3 - len(sums))),),
         {"memory": allocate_memory(spec, config, sums_dq=True)},
         spec,
