@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from twin_attention.contract.spec import AttentionSpec, Window
@@ -40,3 +42,26 @@ def test_steps_count_the_tiles_with_visible_pairs(seq_q, seq_kv, window):
 def test_tiles_that_most_sms_would_wait_for_are_split(batch, seq, heads_q, heads_kv, window, split):
     spec = problem(batch, seq, seq, heads_q, heads_kv, window)
     assert splits_group(spec, 64, 128, 132) == split
+
+
+@pytest.mark.parametrize(
+    ("heads_kv", "head_dim", "window", "split"),
+    [
+        (4, 128, CAUSAL, True),
+        (4, 128, Window(1024, 0), True),
+        (4, 128, Window(), False),
+        (4, 64, CAUSAL, False),
+        (8, 128, CAUSAL, False),
+    ],
+)
+def test_large_groups_with_wide_rows_are_split(heads_kv, head_dim, window, split):
+    """Where all tiles see the same queries, programs read them at the same time."""
+    spec = problem(4, 4096, 4096, 32, heads_kv, window)
+    spec = replace(spec, head_dim=head_dim, head_dim_v=head_dim)
+    assert splits_group(spec, 64, 128, 132) == split
+
+
+def test_how_long_the_longest_tile_may_take_can_be_chosen():
+    spec = problem(4, 3000, 3000, 16, 4)
+    assert not splits_group(spec, 64, 128, 132)
+    assert splits_group(spec, 64, 128, 132, most_of_mean=0.6)

@@ -1,9 +1,11 @@
 """The order of work items of the explicit SM90 kernels, which run on GPUs alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from torch_attn.kernels.explicit.items import ITEM_STEPS, heads_together
+from torch_attn.kernels.explicit.items import ITEM_STEPS, heads_together, item_counter
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.steps import steps_of_keys, steps_of_queries
 
@@ -66,3 +68,11 @@ def test_the_default_dtype_changes_nothing():
         assert heads_together.__wrapped__(steps, 16, 132) == want
     finally:
         torch.set_default_dtype(default)
+
+
+def test_uneven_tiles_are_counted_where_a_kernel_takes_a_counter():
+    q, causal = torch.empty(0), problem(1, 300, 300, 2, 2)
+    assert item_counter(q, causal, has_uneven=True).tolist() == [0]
+    for spec in (replace(causal, window=Window()), replace(causal, segmented=True)):
+        assert item_counter(q, spec, has_uneven=True) is None
+    assert item_counter(q, causal) is None

@@ -28,7 +28,16 @@ from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.steps import splits_group
+from twin_attention.targets.steps import (
+    MOST_OF_MEAN,
+    has_wide_rows,
+    is_uneven,
+    splits_group,
+)
+
+# The longest tile of keys, in an SM's mean work, with which query heads have programs of their own
+# where tiles are uneven and rows wide.
+_MOST_OF_UNEVEN = 0.6
 
 # A kernel and the function that prepares its launch.
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
@@ -75,7 +84,7 @@ def make_flash_bwd(
     sum_columns: Callable[[int], int] | None = None,
     num_sums: int = 0,
     dq_prepares_rows: bool = False,
-    item_counter: Callable[[Tensor, AttentionSpec], Tensor | None] | None = None,
+    item_counter: Callable[[Tensor, AttentionSpec, bool], Tensor | None] | None = None,
     terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None,
     mask_of: MaskOf = computed_mask,
     **options: Hashable,
@@ -142,8 +151,8 @@ def make_flash_bwd(
         inputs = (q, k, v, dout, lse2, delta)
         gradients: dict[str, Tensor | None] = {}
 
-        def counter() -> tuple[Tensor | None, ...]:
-            return () if item_counter is None else (item_counter(q, spec),)
+        def counter(has_uneven: bool = False) -> tuple[Tensor | None, ...]:
+            return () if item_counter is None else (item_counter(q, spec, has_uneven),)
 
         of_keys = None
         if has_sums:
@@ -166,7 +175,8 @@ def make_flash_bwd(
                 )
                 for x, dbias in zip(stored, shared, strict=True)
             ]
-            tensors = (*inputs, *grads[1:], Sums(*sums), *counter(), *stored, of_queries)
+            counted = counter(has_uneven=True)
+            tensors = (*inputs, *grads[1:], Sums(*sums), *counted, *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed, sums, strict=True):
                 tensors = (values, grad, offsets.q)
@@ -202,8 +212,11 @@ def make_flash_bwd(
 
 
 def _splits_group(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
-    config = backend.configs(spec)["flash_bwd_fused"]
-    return splits_group(spec, config.block_q, config.block_kv, num_sms(device, backend.target))
+    config, sms = backend.configs(spec)["flash_bwd_fused"], num_sms(device, backend.target)
+    most_of_mean = MOST_OF_MEAN
+    if is_uneven(spec) and has_wide_rows(spec):
+        most_of_mean = _MOST_OF_UNEVEN
+    return splits_group(spec, config.block_q, config.block_kv, sms, most_of_mean)
 
 
 def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:

@@ -12,6 +12,9 @@ from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
 # Programs share a tile that takes longer than this multiple of an SM's mean work.
 MOST_OF_MEAN = 1.25
+# With as many query heads of a kv head, and head dimensions above 64, the queries that programs
+# read at a time do not fit the L2 cache, unless all tiles of keys see the same queries.
+LARGE_GROUP = 8
 
 
 @lru_cache(maxsize=1024)
@@ -43,19 +46,40 @@ def exchange_sides(spec: AttentionSpec) -> AttentionSpec:
 
 
 @lru_cache(maxsize=1024)
-def splits_group(spec: AttentionSpec, block_q: int, block_kv: int, num_sms: int) -> bool:
+def splits_group(
+    spec: AttentionSpec,
+    block_q: int,
+    block_kv: int,
+    num_sms: int,
+    most_of_mean: float = MOST_OF_MEAN,
+) -> bool:
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 
     They add up dk and dv then. One program for all of them takes dk and dv to memory once, but
-    where kv heads are few, most SMs would wait for those with the longest tiles. The sums have no
-    rows for packed sequences.
+    where kv heads are few, most SMs would wait for those with the longest tiles. Programs with all
+    heads of a large group, which are at different heads at a time, read queries from memory again
+    and again. The sums have no rows for packed sequences.
 
     Args:
         spec: the problem of a backward that sums dq.
         block_q, block_kv: rows of a tile of q, and of k and v.
         num_sms: SMs of the card.
+        most_of_mean: what the longest tile may take, as a multiple of an SM's mean work.
     """
+    if isinstance(spec, VarlenSpec) or spec.group_size == 1:
+        return False
     steps = steps_of_keys(spec, block_q, block_kv)
+    if is_uneven(spec) and has_wide_rows(spec) and spec.group_size >= LARGE_GROUP:
+        return True
     mean = spec.batch * spec.heads_kv * sum(steps) / num_sms
-    is_packed = isinstance(spec, VarlenSpec)
-    return not is_packed and spec.group_size > 1 and max(steps) > MOST_OF_MEAN * mean
+    return max(steps) > most_of_mean * mean
+
+
+def is_uneven(spec: AttentionSpec) -> bool:
+    """Return True where some tiles of keys are seen by other queries than others."""
+    return spec.window != Window()
+
+
+def has_wide_rows(spec: AttentionSpec) -> bool:
+    """Return True for head dimensions above 64."""
+    return max(spec.head_dim, spec.head_dim_v) > 64

@@ -17,6 +17,7 @@ from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_s
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
+from twin_attention.targets.steps import is_uneven
 
 # What an item takes beside its steps, in steps; items of a program and heads that are counted.
 ITEM_STEPS = 2
@@ -193,10 +194,9 @@ def next_item(
 ):
     """Return the producer's work item of a turn, and its place if programs take items as they come.
 
-    Programs take those of packed sequences, those whose tiles are listed, and those whose rows have
-    intervals, from a counter, so
-    that one whose items are short takes more of them. Tiles without rows are passed over. The other
-    warps have `own_item`.
+    Programs take those of packed sequences, those whose tiles are listed, those whose rows have
+    intervals, and all where a counter is given, from a counter, so that one whose items are short
+    takes more of them. Tiles without rows are passed over. The other warps have `own_item`.
 
     Args:
         turn: how many items the program has had.
@@ -218,6 +218,9 @@ def next_item(
         if PASSES_OVER:
             while (item < problem.num_items) & (place.before + place.full + place.after == 0):
                 item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
+        _hand_over(shared, turn, item, place)
+    elif len(shared) > 0 and not are_counted(problem.num_sequences, problem.segments, problem.tree):
+        item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
         _hand_over(shared, turn, item, place)
     if problem.num_sequences is not None:
         item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
@@ -248,6 +251,8 @@ def own_item(turn, problem, shared, READER: gl.constexpr):
     if problem.intervals is not None:
         item, found = _receive(shared, turn, READER)
         place = Part(*found)
+    elif len(shared) > 0 and not are_counted(problem.num_sequences, problem.segments, problem.tree):
+        item, _place = _receive(shared, turn, READER)
     return item, place
 
 
@@ -412,7 +417,11 @@ def _receive(shared, turn, READER: gl.constexpr):
 
 
 def persistent(
-    call: KernelCall, steps: tuple[int, ...], heads: int, arguments: dict[str, Any]
+    call: KernelCall,
+    steps: tuple[int, ...],
+    heads: int,
+    arguments: dict[str, Any],
+    is_counted: bool = False,
 ) -> Prepared:
     """Return the grid of a kernel whose programs take work items in turn, and its arguments.
 
@@ -420,22 +429,35 @@ def persistent(
         steps: how many steps each tile of a head takes, the longest first.
         heads: of all batch elements.
         arguments: what only this kernel has.
+        is_counted: programs take the items of a dense problem from a counter.
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    is_counted = isinstance(call.spec, VarlenSpec | PartialSpec)
-    if is_counted or call.spec.segmented or call.spec.tree:
+    is_other = isinstance(call.spec, VarlenSpec | PartialSpec)
+    if is_other or call.spec.segmented or call.spec.tree:
         # Their tiles follow each other as they are.
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
+    elif is_counted:
+        # The fewest heads whose tiles occupy most programs, so that few heads' rows are in the L2
+        # cache at a time. A program that had a long tile of these takes a short one of the next.
+        together = triton.cdiv(3 * programs, 4 * len(steps))
     else:
         together = heads_together(steps, heads, programs)
     order = {"num_items": items, "together": together}
     return (programs,), flash_arguments(call.spec) | order | arguments
 
 
-def item_counter(q: torch.Tensor, spec: AttentionSpec) -> torch.Tensor | None:
-    """Return the counter of a launch's work items [1], 0; None where programs take turns."""
+def item_counter(
+    q: torch.Tensor, spec: AttentionSpec, has_uneven: bool = False
+) -> torch.Tensor | None:
+    """Return the counter of a launch's work items [1], 0; None where programs take turns.
+
+    Args:
+        has_uneven: the kernel takes a counter for uneven tiles of a dense problem, too.
+    """
     is_counted = isinstance(spec, VarlenSpec | PartialSpec)
+    if has_uneven and not (spec.segmented or spec.tree):
+        is_counted |= is_uneven(spec)
     return q.new_zeros(1, dtype=torch.int32) if is_counted else None
 
 

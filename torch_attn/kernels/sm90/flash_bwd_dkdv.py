@@ -155,7 +155,8 @@ def flash_bwd_dkdv_kernel(
     With intervals in the mask dk and dv, by their pointers, are float32.
 
     Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
-    kernel; the programs do not share tiles of keys then. counter_ptr: as there.
+    kernel; the programs do not share tiles of keys then. counter_ptr: as there, or None
+    where programs take turns.
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
@@ -188,7 +189,7 @@ def flash_bwd_dkdv_kernel(
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
         listed: gl.constexpr = are_listed(mask.segments, mask.tree)
         shared = allocate_hand_over(2 if sums.dq is None else 3, listed)
     problem = Problem(
@@ -686,7 +687,7 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec, config = call.spec, call.config
     assert config.block_kv == 128
-    q, k, v, dout, lse2, delta, dk, dv, sums, *_ = call.layouts
+    q, k, v, dout, lse2, delta, dk, dv, sums, counter, *_ = call.layouts
     terms = terms_argument(call)["terms"]
     boxes, stored = (bias_boxes(x, config.block_q, 64) for x in (terms.bias, terms.dbias))
     if boxes is not None and terms.bias.entries.dtype.itemsize != 2:
@@ -710,4 +711,4 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         "sums": sums if sums.dq is None else sums._replace(dq=map_sums(sums.dq)),
         "terms": terms,
     }
-    return persistent_keys(call, members, arguments, ragged)
+    return persistent_keys(call, members, arguments, ragged, counter is not None)

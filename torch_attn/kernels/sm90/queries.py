@@ -348,7 +348,11 @@ def exponents(
 
 
 def persistent_keys(
-    call: KernelCall, members: int, arguments: dict[str, Any], ragged: bool = False
+    call: KernelCall,
+    members: int,
+    arguments: dict[str, Any],
+    ragged: bool = False,
+    is_counted: bool = False,
 ) -> Prepared:
     """Return `persistent` of a kernel whose work items are tiles of keys.
 
@@ -356,6 +360,7 @@ def persistent_keys(
         members: query heads that an item visits, all of a kv head's or one.
         arguments: what only this kernel has.
         ragged: keys that do not exist are hidden in every tile.
+        is_counted: as `persistent` has it.
     """
     spec, config = call.spec, call.config
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
@@ -363,4 +368,5 @@ def persistent_keys(
     hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
     edges = hides or spec.window != Window() or ragged
     arguments = arguments | {"EDGES": edges}
-    return persistent(call, steps, spec.heads_q // members * spec.batch, arguments)
+    heads = spec.heads_q // members * spec.batch
+    return persistent(call, steps, heads, arguments, is_counted)
