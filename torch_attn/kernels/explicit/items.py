@@ -433,9 +433,9 @@ def persistent(
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    is_other = isinstance(call.spec, VarlenSpec | PartialSpec)
-    if is_other or call.spec.segmented or call.spec.tree:
-        # Their tiles follow each other as they are.
+    spec = call.spec
+    if isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree:
+        # How long tiles take is data on the device: they follow each other as they are.
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
     elif is_counted:
         # The fewest heads whose tiles occupy most programs, so that few heads' rows are in the L2
@@ -444,7 +444,7 @@ def persistent(
     else:
         together = heads_together(steps, heads, programs)
     order = {"num_items": items, "together": together}
-    return (programs,), flash_arguments(call.spec) | order | arguments
+    return (programs,), flash_arguments(spec) | order | arguments
 
 
 def item_counter(
