@@ -52,6 +52,9 @@ SPARSE: Mapping[str, Callable[..., Call]] = {
 TREE: Mapping[str, Callable[..., Call]] = {
     "FlexAttention": tree_peers.flex,
     "FlexAttention, mask made": partial(tree_peers.flex, makes_mask=True),
+    "FlexAttention, mask made uncompiled": partial(
+        tree_peers.flex, makes_mask=True, compiles_mask=False
+    ),
 }
 SCORES: Mapping[str, Callable[..., Call]] = {
     "FlexAttention": score_peers.flex,

@@ -15,7 +15,14 @@ from bench.trees import TreeCase
 FLEX_TILE = 128  # queries, and keys, of FlexAttention's tiles
 
 
-def flex(case: TreeCase, operation: str, tensors, *, makes_mask: bool = False) -> Call:
+def flex(
+    case: TreeCase,
+    operation: str,
+    tensors,
+    *,
+    makes_mask: bool = False,
+    compiles_mask: bool = True,
+) -> Call:
     """Return a call of compiled FlexAttention with a block mask of the tree.
 
     Compiling takes some 10 s for every shape.
@@ -23,12 +30,14 @@ def flex(case: TreeCase, operation: str, tensors, *, makes_mask: bool = False) -
     Args:
         case, operation, tensors: as every factory takes them.
         makes_mask: make the mask in each call, as each new tree needs it; else it is made once.
+        compiles_mask: compile the function that makes it, which torch does not by default.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     ends = torch.from_numpy(case.ends[0]).to(tensors[0].device)
-    make, attention = compiled(create_block_mask), compiled(flex_attention)
+    make = compiled(create_block_mask) if compiles_mask else create_block_mask
+    attention = compiled(flex_attention)
 
     def visible(batch, head, query, key):
         return (query >= key) & (query < ends[key])
