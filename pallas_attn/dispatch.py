@@ -7,7 +7,6 @@ platform, which is right under `jit`, `jit(backend=...)` and ahead-of-time lower
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -129,26 +128,17 @@ def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: A
 
     Call it under `jit`: outside, JAX goes by the default device and not by the operands'.
     """
-    return on_platform(backends, partial(run_operation, operation, spec), *operands)
 
+    def run(*operands: Any, backend: Backend) -> Any:
+        if backend.family.is_foreign:
+            return foreign.run(backend, operation, spec, *operands)
+        return backend.family.function(operation)(*operands, spec, backend)
 
-def on_platform(backends: Backends, function: Callable[..., Any], *operands: Any) -> Any:
-    """Call a function of operands and of the `backend` of the platform that it is lowered for.
-
-    Results of one platform need not have the shapes of another's until the function returns.
-    """
     with repeat_configs(backends.changes):  # a backward may be traced after the block
         if backends.cuda == backends.elsewhere:
-            return function(*operands, backend=backends.cuda)
+            return run(*operands, backend=backends.cuda)
         return jax.lax.platform_dependent(
             *operands,
-            cuda=partial(function, backend=backends.cuda),
-            default=partial(function, backend=backends.elsewhere),
+            cuda=partial(run, backend=backends.cuda),
+            default=partial(run, backend=backends.elsewhere),
         )
-
-
-def run_operation(operation: str, spec: Spec, *operands: Any, backend: Backend) -> Any:
-    """Run an operation's function with a backend."""
-    if backend.family.is_foreign:
-        return foreign.run(backend, operation, spec, *operands)
-    return backend.family.function(operation)(*operands, spec, backend)

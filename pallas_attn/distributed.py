@@ -26,8 +26,7 @@ from pallas_attn.dispatch import (
     Implementation,
     check_implementation,
     choose_backends,
-    on_platform,
-    run_operation,
+    run_on_platform,
 )
 from pallas_attn.explain import PROBLEMS
 from pallas_attn.flash import flash_attention
@@ -64,7 +63,6 @@ from twin_attention.contract.validate import (
     fail,
     type_name,
 )
-from twin_attention.targets.family import Backend
 
 __all__ = [
     "ContextPlan",
@@ -265,11 +263,16 @@ class _Problem(NamedTuple):
         """Return the distance of each hop, own keys first."""
         return (0,) if self.exchange == "gather" else self.plan.distances(self.options.window)
 
-    def part(self, q: Array, k: Array, v: Array) -> PartialSpec:
-        """Return the problem of each hop, from this rank's tensors."""
-        part = PartialOperands(q, k, v, *[None] * 4)
-        spec = PartialSpec.of(part, q.dtype.name, self.options)
-        return replace(spec, seq_kv=self.plan.seq_len) if self.exchange == "gather" else spec
+    def part(self, operands: PartialOperands[Array]) -> PartialSpec:
+        """Return the problem of a hop's operands."""
+        return PartialSpec.of(operands, operands.q.dtype.name, self.options)
+
+    def run(self, operation: str, spec: PartialSpec, *operands: Any) -> Any:
+        """Run a family's function: "partial_fwd", "partial_bwd" or "partial_dq"."""
+        backends = choose_backends(self.implementation, operation, None, spec)
+        if spec.is_empty:  # runs no kernel
+            return getattr(reference, operation)(*operands, spec, backends.elsewhere)
+        return run_on_platform(backends, operation, spec, *operands)
 
     def hops(self, q: Array, k: Array, v: Array) -> Iterator[tuple[int, PartialOperands]]:
         """Return the distance and the operands of each hop, own keys first.
@@ -315,13 +318,6 @@ def _operands(q: Array, keys: tuple[Array, ...], bounds: Intervals) -> PartialOp
     return PartialOperands(q, k, v, *bounds)
 
 
-def _run(operation: str, spec: PartialSpec, *operands: Any, backend: Backend) -> Any:
-    """Run a family's function: "partial_fwd", "partial_bwd" or "partial_dq"."""
-    if spec.is_empty:  # runs no kernel
-        return getattr(reference, operation)(*operands, spec, backend)
-    return run_operation(operation, spec, *operands, backend=backend)
-
-
 def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
     """Attend by "ring" or "gather", differentiable once, in reverse mode."""
     q, k, v, sinks = operands[:4]
@@ -339,9 +335,8 @@ def _forward(problem, q, k, v, sinks):
     for distance, operands in problem.hops(q, k, v):
         first, last = distance == 0, distance == problem.distances[-1]
         operands = operands._replace(sinks=sinks if first else None)
-        spec = replace(problem.part(q, k, v), first=first, last=last)
-        backends = choose_backends(problem.implementation, "partial_fwd", None, spec)
-        out, lse = on_platform(backends, partial(_run, "partial_fwd", spec), operands, out, lse)
+        spec = replace(problem.part(operands), first=first, last=last)
+        out, lse = problem.run("partial_fwd", spec, operands, out, lse)
     return out, lse
 
 
@@ -351,25 +346,18 @@ def _attention_fwd(problem, q, k, v, sinks):
 
 
 def _attention_bwd(problem, residuals, gradients):
-    spec = problem.part(*residuals[:3])
-    backends = choose_backends(problem.implementation, "partial_bwd", None, spec)
-    return on_platform(backends, partial(_backward, problem, spec), residuals, gradients)
-
-
-def _backward(problem, spec, residuals, gradients, backend):
-    """Run all hops by one family: no other knows the layout of the sums of dq between them."""
     (q, k, v, sinks, out, lse), (dout, dlse) = residuals, gradients
     carry: GradientCarry[Array] | None = None
     of_keys: list[Array] = []
     for distance, operands in problem.hops(q, k, v):
-        rows = dout, dlse, operands, out, lse, carry
-        carry, *found = _run("partial_bwd", spec, *rows, backend=backend)
+        spec = problem.part(operands)
+        carry, *found = problem.run("partial_bwd", spec, dout, dlse, operands, out, lse, carry)
         if distance:
             found = problem.send_back(distance, tuple(found))
             found = [x + y for x, y in zip(of_keys, found, strict=True)]
         of_keys = found
     assert carry is not None  # own keys are the first hop
-    dq = _run("partial_dq", spec, q, carry, backend=backend)
+    dq = problem.run("partial_dq", spec, q, carry)
     if problem.exchange == "gather":
         parts = (_by_rank(x, problem.plan) for x in of_keys)
         of_keys = [lax.psum_scatter(x, problem.axis_name) for x in parts]

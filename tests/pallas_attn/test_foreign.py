@@ -430,23 +430,15 @@ def test_parts_that_are_refused(change, operation, target, reason):
         choose("pallas_attn", "gluon", operation, spec, target, True)
 
 
-@pytest.mark.parametrize("operation", ["partial_fwd", "partial_bwd", "partial_dq"])
-def test_parts_are_taken_where_they_are_long(operation):
-    """All operations of a backward alike, and portable kernels where it is to be deterministic."""
-
-    def name(**changes):
-        spec = replace(RANKS.part, seq_q=4096, seq_kv=4096, head_dim=128, head_dim_v=128, **changes)
-        return choose("pallas_attn", None, operation, spec, "sm90", True)[0].family.name
-
-    assert name() == "gluon"
-    assert name(deterministic=True) == ("gluon" if operation == "partial_fwd" else "triton")
-    assert name(dtype="float32") == "triton"
-
-
-def test_parts_without_the_lowering_of_pallas(monkeypatch):
-    monkeypatch.setattr("pallas_attn.private.missing", {"triton": "it is gone"}.get)
-    chosen, _ = choose("pallas_attn", None, "partial_bwd", RANKS.part, "sm80", True)
-    assert chosen.family.name == "torch_triton"
+def test_parts_are_taken_by_name_alone(monkeypatch):
+    """On a JAX without the Triton lowering of Pallas too."""
+    whose = [family for family in families_of("pallas_attn") if family.folder == "sm90"]
+    assert [x.supports("partial_bwd", RANKS.part, "sm90") is None for x in whose] == [False, True]
+    lacks = {"triton": "it is gone"}
+    monkeypatch.setattr("pallas_attn.private.missing", lacks.get)
+    chosen, passed_over = choose("pallas_attn", None, "partial_bwd", RANKS.part, "sm90", True)
+    assert chosen.family.name == "reference"
+    assert "gluon: JAX takes its kernels of parts of a sequence by name alone" in passed_over
 
 
 def test_no_interpreter_runs_them_outside_jit():

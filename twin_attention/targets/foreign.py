@@ -30,10 +30,6 @@ milliseconds of a call in a queue, forward and backward, portable and Gluon's:
 | ALiBi | 0.172, 0.562; 0.138, 0.382 | 0.123, 0.296; 0.108, 0.232 |
 | dropout | 0.335, 0.793; 0.206, 0.563 | backward 0.579; 0.404 |
 
-Of parts of a sequence two H100s that shared 16384 tokens took 2.04 ms forward and 6.55 with the
-backward in a ring, portable, and 1.81 and 4.93 in Gluon's kernels; after a gather 1.87 and 6.09,
-and 1.40 and 4.65.
-
 An H100 took these of the backward alone, without a mask and with a causal one. The bias was
 [1, H, S, S] in bfloat16, and the table had 257 entries:
 
@@ -49,6 +45,7 @@ from twin_attention.contract.cost import backward_flops, forward_flops
 from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
+    PartialSpec,
     VarlenSpec,
     Window,
 )
@@ -57,7 +54,7 @@ from twin_attention.targets.kernels import Spec
 
 # Of the host, for a launch in JAX: 6 us were measured on an H100, and its own take 2 to 3 us.
 _SECONDS_OF_LAUNCH = 1e-5
-_LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3, "partial_fwd": 1, "partial_bwd": 3, "partial_dq": 3}
+_LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3}
 _FLOPS_OF_SECOND = 4e14
 _SHORT = 1024  # tokens
 
@@ -83,13 +80,24 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     is_packed = isinstance(spec, VarlenSpec)
     if spec.segmented or spec.tree:
         launches += 1  # of the lists of tiles
-    is_backward = operation not in ("flash_fwd", "partial_fwd")
     if sm90.mosaic_leaves(operation, spec) is not None:
         faster = True  # than portable kernels
     else:
+        is_backward = operation == "flash_bwd"
         faster = is_backward and (is_packed or _dense_backward_is_faster(spec, head_dim))
-    faster = faster and not (is_backward and spec.deterministic)
-    return faster and _flops(is_backward, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
+    faster = faster and not (operation == "flash_bwd" and spec.deterministic)
+    return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
+
+
+def by_name_alone(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return why JAX leaves a problem to the families behind these, or None.
+
+    Families do not agree on the layout of dq's sums, which one step of a backward leaves for the
+    next, and None may take one for each platform.
+    """
+    if isinstance(spec, PartialSpec):
+        return "JAX takes its kernels of parts of a sequence by name alone"
+    return None
 
 
 def _dense_backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
@@ -101,12 +109,12 @@ def _dense_backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
     return (is_short and head_dim > 64) or (is_causal and head_dim > 128)
 
 
-def _flops(is_backward: bool, spec: AttentionSpec) -> int:
+def _flops(operation: str, spec: AttentionSpec) -> int:
     """Count the operations of the pairs that the window shows.
 
     Which of them ids and ends hide is data on the device. Packed sequences count as of one length.
     """
-    count = backward_flops if is_backward else forward_flops
+    count = forward_flops if operation == "flash_fwd" else backward_flops
     if not isinstance(spec, VarlenSpec):
         return count(spec)
     number = max(1, spec.num_sequences)
