@@ -33,7 +33,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import config, ptx
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.describe import describe
-from twin_attention.targets.family import FOREIGN, Backend, choose
+from twin_attention.targets.family import FOREIGN, Backend, choose, families_of
 from twin_attention.targets.target import NUM_SMS, use_target
 
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
