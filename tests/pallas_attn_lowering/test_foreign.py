@@ -190,7 +190,7 @@ def test_shards_are_lowered():
     [("ring", False, 8), ("ring", True, 10), ("gather", False, 4)],
 )
 def test_parts_of_a_sequence_are_lowered(exchange, deterministic, expected):
-    """Of three steps the second has a carry, and writes its result there."""
+    """Let the second of three steps write its result into its carry."""
     plan, sequence = context_plan(3072, 3), jax.P(None, "x")
     mesh = AbstractMesh((3,), ("x",), axis_types=(AxisType.Auto,))
     attention = partial(

@@ -65,7 +65,7 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Rank:
-    """What a rank holds.
+    """Hold what a rank has.
 
     Attributes:
         room: tokens that it can still take.
