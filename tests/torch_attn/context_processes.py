@@ -129,8 +129,9 @@ if __name__ == "__main__":
     if more:
         if "dies" in more:
             die(rank, size)
-        check_on_gpus(rank, size)
-        check_cases(size)
+        else:
+            check_on_gpus(rank, size)
+            check_cases(size)
         sys.exit()
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("context",))
     for exchange, layout in WAYS:
