@@ -100,7 +100,7 @@ def paged_decode(
             the shapes.
         cascade: read pages that several sequences of the batch begin with once for up to 16 of
             them, as those of one prompt that they continue. Which ones do is found on the device,
-            from the page tables. True costs two more launches, about as much as a short decode.
+            from the page tables. True costs one more launch, about 2 microseconds.
             It changes nothing with a window to the left, with more than 32 query rows a kv head
             (tokens times query heads), and for more than 1024 sequences. Not with num_splits.
         return_lse: return the log-sum-exp of the scores as well.

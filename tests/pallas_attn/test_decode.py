@@ -339,7 +339,7 @@ def test_explain_a_decode():
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
     cascade = explain(paged_decode, **inputs, implementation="triton", cascade=True)
-    assert set(cascade.configs) == {"find_prefixes", "paged_decode", "combine"}
+    assert set(cascade.configs) == {"paged_decode"}
     nothing = inputs | {"block_tables": inputs["block_tables"][:, :0]}
     empty = explain(paged_decode, **nothing, implementation="triton")
     assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)

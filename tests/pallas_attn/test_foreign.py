@@ -301,7 +301,7 @@ def test_every_feature_becomes_a_program(family):
 
 
 OTHERS = {
-    "decode-fp8": ["paged_decode"], "decode-cascade": ["find_prefixes", "paged_decode", "combine"],
+    "decode-fp8": ["paged_decode"], "decode-cascade": ["paged_decode"],
     "paged-page-7": ["paged_attention"], "append-rotary-interleaved": ["append_kv"],
     "bias-keys": ["flash_bwd_dq"],
 }  # fmt: skip

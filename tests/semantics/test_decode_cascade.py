@@ -52,6 +52,19 @@ def test_a_cascade_is_the_decode(side, implementation, torch_device):
     assert_twins(named(got), named(want), inputs, CASE.spec)
 
 
+@pytest.mark.parametrize("options", [{}, {"sinks": True, "tokens": 2}, {"kv_dtype": "int8"}])
+def test_keys_in_one_part(side, implementation, torch_device, options):
+    """The decode, not a merge, joins what is shared; the last of nine sequences is alone in a tile.
+
+    Tables are so short that the keys of a sequence are not divided.
+    """
+    case = replace(CASE, lengths=(156, 150, 140, 156, 149, 155, 156, 144, 156), max_pages=13)
+    case = replace(case, **options)
+    inputs = make_inputs(case, torch_device)
+    inputs["block_tables"][:] = inputs["block_tables"][:1].clone()
+    assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
+
+
 @pytest.mark.parametrize("page", [0, 10, 11])
 def test_pages_are_shared_up_to_the_first_that_differs(side, implementation, torch_device, page):
     """One sequence has a page of its own between pages that all have."""

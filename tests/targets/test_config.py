@@ -337,10 +337,10 @@ def test_the_block_says_which_kernels_were_looked_up():
     with use_configs({}) as read:
         assert not read
         current_configs("torch_attn", "sm80", decode(256))
-        assert read == {"paged_decode", "find_prefixes"}
+        assert read == {"paged_decode"}
         current_configs("torch_attn", "sm80", AppendSpec(2, 1, decode(256).cache, "float16"))
     current_configs("torch_attn", "sm80", FLASH)
-    assert read == {"paged_decode", "find_prefixes", "append_kv"}
+    assert read == {"paged_decode", "append_kv"}
 
 
 def test_an_exception_restores_the_tables():

@@ -590,7 +590,7 @@ def test_explain_a_cpu():
     assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
     assert str(split).endswith("splits of each sequence: 3")
     cascade = explain(paged_decode, p.q, *p.cache, implementation="triton", cascade=True)
-    assert set(cascade.configs) == {"find_prefixes", "paged_decode", "combine"}
+    assert set(cascade.configs) == {"paged_decode"}
     tables = p.block_tables[:, :0]
     empty = explain(
         paged_decode, p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton"

@@ -12,7 +12,6 @@ from twin_attention.targets.kernels import (
     CombineConfig,
     DecodeConfig,
     FlashConfig,
-    PrefixConfig,
     PreprocessConfig,
 )
 
@@ -33,7 +32,6 @@ CONFIGS = {
     PreprocessConfig: PreprocessConfig(block_q=128, num_warps=8),
     DecodeConfig: DecodeConfig(max_rows=128, block_kv=64, num_warps=8, num_stages=3),
     CombineConfig: CombineConfig(block_states=64, num_warps=8, num_stages=3),
-    PrefixConfig: PrefixConfig(block_pages=64, num_warps=4),
     AppendConfig: AppendConfig(block_heads=128, num_warps=8),
 }
 
@@ -58,8 +56,6 @@ def config(kernel):
         # padding is multiplied but not loaded
         ("flash_fwd", replace(FLASH, head_dim=120, head_dim_v=56),
          Tile(2 * 128 * 64 * (128 + 64), 128 * 64, 64 * (120 + 56) * 2, "L2")),
-        # the table entries of 16 sequences
-        ("find_prefixes", DECODE, Tile(0, 0, 4 * 64 * 16, "L2")),
         # 3 tokens of 8 heads a group are 32 rows; 64 keys and values of 128 bytes
         ("paged_decode", DECODE, Tile(2 * 32 * 64 * 256, 32 * 64, 64 * 256, "device memory")),
         # 64 parts of 128 float32 and their lse

@@ -38,11 +38,10 @@ from twin_attention.targets.kernels import (
     FlashConfig,
     KernelConfig,
     ListsConfig,
-    PrefixConfig,
     PreprocessConfig,
     find_kernel,
 )
-from twin_attention.targets.splits import CASCADE_MEMBERS, block_rows
+from twin_attention.targets.splits import block_rows
 from twin_attention.targets.target import NUM_SMS
 
 _MULTIPLY_ADDS = {
@@ -164,8 +163,6 @@ def count(
             return Tile(0, 0, config.block_heads * row, "device memory")
         case ListsConfig():  # reads ids or ends
             return Tile(0, 0, 4 * config.scan_rows, "L2")
-        case PrefixConfig():  # reads the page tables of a tile of sequences
-            return Tile(0, 0, 4 * config.block_pages * CASCADE_MEMBERS, "L2")
     raise ValueError(f"config: no tile is known of {config!r}")
 
 

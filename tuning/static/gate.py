@@ -172,6 +172,9 @@ _LOOP_SPILLS_MAX = 255
 # the least tile takes: paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
 _SCALAR_SPILLS_MAX = 32
 _SPILLS_MAX = 127
+# The kernel of shared pages searches in front of its main loop, and keeps that loop's addresses
+# meanwhile, up to 200 bytes (JAX 0.11.2, SM80, head size 256).
+_SPILLS_MAX_OF_CASCADES = 255
 _WGMMA_ROWS = 64  # which a wgmma instruction multiplies
 
 
@@ -419,7 +422,9 @@ def failures(
             found.append(f"spills {resources.loop_spills} B in a step of its main loop")
     elif target == "sm80":
         stores, loads = resources.spill_stores, resources.spill_loads
-        if resources.loop_spills > _SCALAR_SPILLS_MAX or max(stores, loads) > _SPILLS_MAX:
+        is_cascade = problem.feature == "decode-cascade"
+        most = _SPILLS_MAX_OF_CASCADES if is_cascade else _SPILLS_MAX
+        if resources.loop_spills > _SCALAR_SPILLS_MAX or max(stores, loads) > most:
             found.append(f"spills {stores} B of stores, {loads} B of loads")
     if resources.unwritten:
         found.append(f"reads registers that nothing wrote in {resources.unwritten} instructions")

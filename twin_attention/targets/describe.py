@@ -9,7 +9,7 @@ from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PartialSpec
 from twin_attention.targets.family import FOREIGN, Backend, families_of
 from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
-from twin_attention.targets.splits import cascade_tile, choose_splits, decode_kernel
+from twin_attention.targets.splits import choose_splits, decode_kernel
 
 _OPERATIONS = {
     "flash_attention": "flash_fwd",
@@ -96,9 +96,6 @@ def describe(
         configs = {kernel: configs[kernel]}
         is_split = isinstance(configs[kernel], DecodeConfig)
         splits = choose_splits(spec, configs[kernel], num_sms) if is_split else 1
-        if is_split and cascade_tile(spec) is not None:
-            configs |= {"find_prefixes": backend.configs(spec)["find_prefixes"]}
-            configs |= backend.configs(spec.merge(splits))
         if splits > 1:
             configs |= backend.configs(spec.merge(splits))
     if not runs_kernels:

@@ -161,21 +161,6 @@ class CombineConfig(KernelConfig):
 
 
 @dataclass(frozen=True)
-class PrefixConfig(KernelConfig):
-    """Configure `find_prefixes`.
-
-    Attributes:
-        block_pages: pages of a sequence that are compared at a time.
-        num_warps: warps per program.
-    """
-
-    num_stages: ClassVar[int] = 1
-
-    block_pages: int
-    num_warps: int
-
-
-@dataclass(frozen=True)
 class AppendConfig(KernelConfig):
     """Configure `append_kv`, which has no loop.
 
@@ -249,8 +234,6 @@ KERNELS = {
         products=("d", "dv"), accumulators=("dv",),  # s, p·v
         stationary="max_rows",
     ),
-    # Of a cascade, whose tiles over shared pages run with the numbers of paged_decode.
-    "find_prefixes": Kernel(DecodeSpec, PrefixConfig, "paged_decode"),
     "combine": Kernel(MergeSpec, CombineConfig, "paged_decode"),
     "append_kv": Kernel(AppendSpec, AppendConfig, "append_kv"),
 }  # fmt: skip

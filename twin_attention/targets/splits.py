@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from twin_attention.contract.spec import SPLITS_MAX, DecodeSpec, PagedSpec
 from twin_attention.targets.conditions import KEYS_OF_ONE_SPLIT
@@ -45,6 +46,44 @@ def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
     members = 1 << (most.bit_length() - 1)
     batch = -(-spec.batch // members)
     return replace(spec, batch=batch, tokens=members * spec.tokens, has_tree=False)
+
+
+class CascadeTiles(NamedTuple):
+    """Hold the numbers of a cascade's tiles of sequences.
+
+    Attributes:
+        num_states: splits of shared keys, a running softmax each.
+        members: sequences of a full tile.
+        block_kv: keys of a tile of shared keys.
+        block_keys: what a prefix has a multiple of, in keys.
+        block_batch: a power of two, at least the batch.
+    """
+
+    num_states: int
+    members: int
+    block_kv: int
+    block_keys: int
+    block_batch: int
+
+
+def cascade_tiles(
+    spec: DecodeSpec, tile: DecodeSpec, config: DecodeConfig, block_kv: int, num_sms: int
+) -> CascadeTiles:
+    """Return the numbers of a cascade's tiles.
+
+    Args:
+        tile: the problem of a tile, of `cascade_tile`.
+        config: how its kernel is configured.
+        block_kv: keys of a tile of the decode over the other keys.
+        num_sms: of the device.
+    """
+    return CascadeTiles(
+        num_states=choose_splits(tile, config, num_sms),
+        members=tile.tokens // spec.tokens,
+        block_kv=config.block_kv,
+        block_keys=max(block_kv, config.block_kv),
+        block_batch=1 << (spec.batch - 1).bit_length(),
+    )
 
 
 def num_row_tiles(spec: PagedSpec, rows: int) -> int:

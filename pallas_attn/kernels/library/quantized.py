@@ -78,6 +78,15 @@ def store_out(ref, out, index, is_row, size, block_size):
         store_rows_at(ref, out[half], index, is_row, size, block_size, half, len(out))
 
 
+def add_stored(out, ref, index, is_row, factor, size, block_size):
+    """Return out plus factor times the rows that `store_out` stored."""
+    stored = (
+        load_rows_at(ref, index, is_row, size, block_size, half, len(out))
+        for half in range(len(out))
+    )
+    return [x + y * factor[:, None] for x, y in zip(out, stored, strict=True)]
+
+
 def upcast_bytes(x, float8):
     """Return int8, or the bits of a float8_e4m3fn, as float16.
 

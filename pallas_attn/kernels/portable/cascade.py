@@ -1,12 +1,11 @@
 """Cascades: pages that sequences of a batch begin with are read once for a tile of sequences.
 
-`find_prefixes` compares page tables. Then the rows of a tile's sequences see the shared pages as
-those of one sequence, which gives each a partial result. `paged_decode` gives those over its other
-keys, and `combine` merges them. Ye et al. 2024 (cascade inference); Juravsky et al. 2024
-(Hydragen).
+The rows of a tile's sequences see the shared pages as those of one sequence, which gives each a
+running softmax. `paged_decode` visits a sequence's other keys and goes on with it. Ye et al. 2024
+(cascade inference); Juravsky et al. 2024 (Hydragen).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,138 +14,61 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
-from pallas_attn.kernels.library.pages import load_rows_at, locate_keys, share_of_tiles
-from pallas_attn.kernels.library.quantized import add_pv, load_q, scores, store_out, unpack
-from pallas_attn.kernels.library.softmax import online_softmax_update, row_statistics
-from pallas_attn.kernels.library.tiles import arange, cdiv
+from pallas_attn.kernels.library.pages import (
+    load_rows_at,
+    locate_keys,
+    share_of_tiles,
+    splits_with_keys,
+)
+from pallas_attn.kernels.library.prefixes import find_leaders, find_members
+from pallas_attn.kernels.library.quantized import (
+    add_pv,
+    add_stored,
+    load_q,
+    scores,
+    store_out,
+    unpack,
+)
+from pallas_attn.kernels.library.softmax import online_softmax_update
+from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import DecodeSpec
 from twin_attention.targets.family import Backend
-from twin_attention.targets.splits import block_rows, cascade_tile, choose_splits
-
-NO_SEQUENCE = 2**31 - 1
+from twin_attention.targets.splits import block_rows, cascade_tile, cascade_tiles
 
 
-class Prefixes(NamedTuple):
-    """Hold what the sequences of a batch have in common at their beginning.
+class Cascade(NamedTuple):
+    """Hold running softmaxes over keys that sequences share.
 
     Attributes:
-        lens: keys that each sequence shares with others, [B] int32, a multiple of all tiles of
-            keys.
-        members: sequences that share them, [B, members] int32. A tile has the row of its first
-            sequence, and -1 behind its last one; other rows begin with -1.
-        tile: the problem of a tile (`cascade_tile`).
-        num_states: parts that the shared keys of a sequence are divided into.
-        block_kv: keys of a tile of keys of these.
+        prefixes: how many keys of each sequence, [B] int32.
+        accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
+        maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
+        block_kv: keys of a tile of shared keys.
     """
 
-    lens: Array
-    members: Array
-    tile: DecodeSpec
-    num_states: int
+    prefixes: Any
+    accs: Any
+    maxima: Any
+    sums: Any
     block_kv: int
 
 
-def pages_before(len_ref, sequence, exists, capacity, tokens, page_size):
-    """Return how many pages of sequences are full of keys that all their new tokens see."""
-    length = plt.load(len_ref.at[sequence], mask=exists, other=0)
-    length = jnp.minimum(jnp.maximum(length, 0), capacity)
-    return jnp.maximum(length - tokens, 0) // page_size
-
-
-def find_prefixes_kernel(
-    table_ref,
-    len_ref,
-    prefix_ref,
-    member_ref,
-    *,
-    page_size,
-    tokens,
-    members,
-    block_batch,
-    block_keys,
-    block_pages,
-):
-    """One program finds the tile of which one sequence is the first, if there is one.
-
-    Operands: page tables [B, max_pages], int32; lens [B], int32; prefixes [B] and members [B,
-    members], int32, as `Prefixes` has them. Grid: batch. The sequences whose first page is the
-    same, in their order, make tiles of `members`. A tile's prefix is the pages that all of them
-    begin with, before any new token, cut to a multiple of block_keys keys. Entries past a
-    sequence's last page do not count. block_batch is a power of two, at least B.
-    """
-    # Which sequences begin with the same page, and how many of them come before this one.
-    own = pl.program_id(0)
-    batch_size, max_pages = table_ref.shape
-    capacity = max_pages * page_size
-    other = arange(block_batch)
-    exists = other < batch_size
-    pages = pages_before(len_ref, other, exists, capacity, tokens, page_size)
-    first_entry = jnp.zeros_like(other)
-    # Loaded without waiting for the lengths, which say whether they count.
-    page = plt.load(table_ref.at[other, first_entry], mask=exists, other=0)
-    is_own = other == own
-    own_pages = jnp.max(jnp.where(is_own, pages, 0), 0)
-    own_page = jnp.max(jnp.where(is_own, page, -(2**31)), 0)
-    is_alike = (pages > 0) & (own_pages > 0) & (page == own_page)
-    rank = jnp.sum((is_alike & (other < own)).astype(jnp.int32), 0)
-    slot = arange(members)
-    is_first = rank % members == 0
-
-    @pl.when(jnp.logical_not(is_first))
-    def _():
-        plt.store(member_ref.at[own, slot], jnp.full_like(slot, -1))
-
-    @pl.when(is_first)
-    def _():
-        # The sequences of the tile that it is the first of.
-        follows = is_own | (is_alike & (other > own))
-        position = jnp.cumsum(follows, dtype=jnp.int32) - 1
-        is_placed = follows[None, :] & (position[None, :] == slot[:, None])
-        member = jnp.max(jnp.where(is_placed, other[None, :], -1), 1)
-        is_member = member >= 0
-        row = jnp.where(is_member, member, batch_size)
-        count = jnp.sum(is_member.astype(jnp.int32), 0)
-        ends = pages_before(len_ref, row, is_member, capacity, tokens, page_size)
-        most = jnp.where(count > 1, jnp.min(jnp.where(is_member, ends, own_pages), 0), 0)
-
-        # The pages that all of them begin with.
-        def visit(step, common):
-            entry = lax.convert_element_type(step, jnp.int32) * block_pages + arange(block_pages)
-            shape = (members, block_pages)
-            mine = plt.load(
-                table_ref.at[jnp.full_like(entry, own), entry], mask=entry < most, other=0
-            )
-            inside = is_member[:, None] & (entry < most)[None, :]
-            place = jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(entry[None, :], shape)
-            theirs = plt.load(table_ref.at[place], mask=inside, other=0)
-            differs = inside & (theirs != mine[None, :])
-            first = jnp.min(jnp.where(differs, place[1], NO_SEQUENCE), 1)
-            return jnp.minimum(common, jnp.min(first, 0))
-
-        common = lax.fori_loop(0, cdiv(most, block_pages), visit, most)
-        keys = common * page_size // block_keys * block_keys
-        plt.store(prefix_ref.at[row], jnp.full_like(row, keys), mask=is_member)
-        plt.store(member_ref.at[own, slot], jnp.where(keys > 0, member, -1))
-
-
 def shared_pages_kernel(
-    _outs_ref,
-    _lses_ref,
     q_ref,
     k_ref,
     v_ref,
     table_ref,
+    len_ref,
     k_scale_ref,
-    v_scale_ref,
     prefix_ref,
-    member_ref,
-    outs_ref,
-    lses_ref,
+    acc_ref,
+    maximum_ref,
+    sum_ref,
     *,
-    num_splits,
+    tiles,
     rule,
     tokens,
     group_size,
@@ -155,50 +77,54 @@ def shared_pages_kernel(
     block_d,
     block_dv,
     upcast,
-    block_batch,
     block_rows,
     block_kv,
 ):
     """One program computes block_rows rows of one kv head of tiles over a split of their prefixes.
 
     Row r is that of `paged_decode_kernel` of the tile's sequence ``r // (tokens * group_size)``.
-    Operands, of this program's kv head: q [B, T, group, D], the pools and scales as there; tables
-    [B, max_pages]; the prefixes [B] and the members [B, members] of `find_prefixes_kernel`; outs
-    [B, T, group, Dv] and lses [B, group, T] of its split, float32, which are inputs as well, and of
-    splits without keys are not written. Grid: (row tiles, kv heads, tiles, splits). The tiles are
-    as many as full ones would be; where more have a prefix, a program takes several. All rows see
-    all keys. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
-    cast to the products' dtype. block_batch is a power of two, at least the batch.
+    Operands, of this program's kv head: q [B, T, group, D], the pools and k's scale as there;
+    tables [B, max_pages] and lens [B]; of a `Cascade` its prefixes, and of the split its accs [B,
+    T, group, Dv], maxima and sums [B, group, T]. Grid: (row tiles, kv heads, sequences by
+    tiles.members, splits). A program takes the tiles whose first sequence is one of its `members`:
+    one where all sequences share. All rows see all keys. Loop invariant: `online_softmax_update`.
+    Accumulation: float32, exponents in base 2, p cast to the products' dtype.
+
+    tiles: `CascadeTiles`.
     """
     # Locate the tiles that have a prefix.
     tile, split = pl.program_id(0), pl.program_id(3)
     (num_pages, page_size, _), scale = k_ref.shape, rule.scale
-    batch_size, members = member_ref.shape
-    other = arange(block_batch)
-    first_member = plt.load(
-        member_ref.at[other, jnp.zeros_like(other)], mask=other < batch_size, other=-1
+    batch_size = len_ref.shape[0]
+    candidate = pl.program_id(2) * tiles.members
+    sequence, leads, is_alone = find_leaders(
+        table_ref, len_ref, tiles, candidate, page_size, tokens
     )
-    leads = first_member >= 0
     position = jnp.cumsum(leads, dtype=jnp.int32) - 1
+    writes = (tile == 0) & (pl.program_id(1) == 0) & (split == 0)
+    plt.store(prefix_ref.at[sequence], jnp.zeros_like(sequence), mask=is_alone & writes)
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
     row = tile * block_rows + arange(block_rows)
-    member = row // (tokens * group_size)
+    index_in_tile = row // (tokens * group_size)
     token, head = row // group_size % tokens, row % group_size
-    first_tile, step = pl.program_id(2), pl.num_programs(2)
 
     def attend(turn, _):
         # Find the split's share of the keys.
-        which = first_tile + lax.convert_element_type(turn, jnp.int32) * step
-        leader = jnp.sum(jnp.where(leads & (position == which), other, 0), 0, dtype=jnp.int32)
-        length = plt.load(prefix_ref.at[leader])
-        first, count, _ = share_of_tiles(0, length, split, num_splits, block_kv)
+        turn = lax.convert_element_type(turn, jnp.int32)
+        leader = jnp.sum(jnp.where(leads & (position == turn), sequence, 0), 0, dtype=jnp.int32)
+        members, length = find_members(table_ref, len_ref, tiles, leader, page_size, tokens)
+        writes_to = jnp.where((members >= 0) & writes, members, batch_size)
+        lengths = jnp.full_like(members, length)
+        plt.store(prefix_ref.at[writes_to], lengths, mask=writes_to < batch_size)
+        first, count, _ = share_of_tiles(0, length, split, tiles.num_states, block_kv)
 
         # Load the queries; they stay.
-        sequence = plt.load(member_ref.at[leader, member], mask=member < members, other=-1)
-        is_row = (sequence >= 0) & (count > 0)
-        sequence = jnp.where(is_row, sequence, batch_size)
-        place = sequence, token, head
+        is_own = index_in_tile[:, None] == arange(tiles.members)[None, :]
+        member = jnp.max(jnp.where(is_own, members[None, :], -1), 1)
+        is_row = (member >= 0) & (count > 0)
+        member = jnp.where(is_row, member, batch_size)
+        place = member, token, head
         q, row_scale = load_q(q_ref, place, is_row, scale, head_dim, block_d, upcast)
         m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
         l_i = jnp.zeros((block_rows,), jnp.float32)
@@ -226,135 +152,101 @@ def shared_pages_kernel(
 
         m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
 
-        # Normalise and store.
-        l_safe, lse = row_statistics(m_i, l_i)
-        out = [x / l_safe[:, None] for x in acc]
-        if v_scale_ref is not None:
-            v_scale = v_scale_ref[...]
-            out = [x * v_scale for x in out]
-        plt.store(lses_ref.at[sequence, head, token], lse, mask=is_row)
-        store_out(outs_ref, out, place, is_row, head_dim_v, block_dv)
+        # Store the running softmax.
+        plt.store(maximum_ref.at[member, head, token], m_i, mask=is_row)
+        plt.store(sum_ref.at[member, head, token], l_i, mask=is_row)
+        store_out(acc_ref, acc, place, is_row, head_dim_v, block_dv)
 
-    num_tiles = jnp.sum(leads, dtype=jnp.int32)
-    lax.fori_loop(0, cdiv(jnp.maximum(num_tiles - first_tile, 0), step), attend, None)
+    lax.fori_loop(0, jnp.sum(leads.astype(jnp.int32), 0), attend, None)
 
 
-def find_prefixes(
-    operands: DecodeOperands[Array], spec: DecodeSpec, block_kv: int, backend: Backend
-) -> Prefixes | None:
-    """Call `find_prefixes_kernel`; None where the shapes leave a cascade nothing to gain.
+def join_prefix(cascade, keys, token, head, is_row, softmax, size, block_size):
+    """Join a running softmax with those over the keys of a prefix.
 
     Args:
+        cascade: of this program's sequence and kv head.
+        token, head: of each row, the head of the group.
+        softmax: m_i, l_i and acc.
+        size, block_size: columns of a tile of acc, and these padded.
+
+    Returns:
+        m_i, l_i and acc.
+    """
+
+    def visit(state, softmax):
+        m_i, l_i, acc = softmax
+        state = lax.convert_element_type(state, jnp.int32)
+        place = (jnp.full_like(token, state), head, token)
+        maximum = plt.load(cascade.maxima.at[place], mask=is_row, other=float("-inf"))
+        total = plt.load(cascade.sums.at[place], mask=is_row, other=0.0)
+        m_new = jnp.maximum(m_i, maximum)
+        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+        alpha, beta = jnp.exp2(m_i - m_safe), jnp.exp2(maximum - m_safe)
+        acc = [x * alpha[:, None] for x in acc]
+        acc = add_stored(acc, cascade.accs, (state, token, head), is_row, beta, size, block_size)
+        return m_new, l_i * alpha + total * beta, acc
+
+    states = splits_with_keys(0, keys, cascade.accs.shape[0], cascade.block_kv)
+    return lax.fori_loop(0, states, visit, softmax)
+
+
+def attend_to_shared_pages(
+    operands: DecodeOperands[Array], spec: DecodeSpec, block_kv: int, backend: Backend
+) -> Cascade | None:
+    """Call `shared_pages_kernel`; None where the shapes leave a cascade nothing to gain.
+
+    Args:
+        operands: those of the decode; an 8-bit pool is packed.
         block_kv: keys of a tile of the decode over the other keys.
     """
     tile = cascade_tile(spec)
     if tile is None:
         return None
+    q, k_pages, v_pages, block_tables, seq_lens, _, k_scale, *_ = operands
     config = backend.configs(tile)["paged_decode"]
-    count = tile.tokens // spec.tokens
-    tables, lens = operands.block_tables, operands.seq_lens
-    results = (
-        jax.ShapeDtypeStruct((spec.batch,), jnp.int32),
-        jax.ShapeDtypeStruct((spec.batch, count), jnp.int32),
-    )
-
-    def of(x, *axes):
-        return block_spec(x, lambda batch: {}, *axes)
-
-    prefixes, members = launch(
-        "find_prefixes",
-        find_prefixes_kernel,
-        lambda config: (spec.batch,),
-        (tables, lens),
-        (of(tables, ALL, ALL), of(lens, ALL)),
-        results,
-        (of(results[0], ALL), of(results[1], ALL, ALL)),
-        {
-            "page_size": spec.cache.page_size,
-            "tokens": spec.tokens,
-            "members": count,
-            "block_batch": 1 << (spec.batch - 1).bit_length(),
-            "block_keys": max(block_kv, config.block_kv),
-        },
-        spec,
-        backend,
-    )
-    splits = choose_splits(tile, config, num_sms(backend.target))
-    return Prefixes(prefixes, members, tile, splits, config.block_kv)
-
-
-def attend_to_prefixes(
-    operands: DecodeOperands[Array],
-    prefixes: Prefixes,
-    outs: Array,
-    lses: Array,
-    backend: Backend,
-) -> tuple[Array, Array]:
-    """Call `shared_pages_kernel`, which writes the last parts of outs and lses.
-
-    Args:
-        operands: those of the decode; an 8-bit pool is packed.
-        prefixes: of its sequences.
-        outs, lses: [N, B, T, Hq, Dv] and [N, B, Hq, T], float32.
-
-    Returns:
-        outs and lses.
-    """
-    q, k_pages, v_pages, block_tables, _, _, k_scale, v_scale, _ = operands
-    tile, (batch, count) = prefixes.tile, prefixes.members.shape
-    rows = block_rows(tile, backend.configs(tile)["paged_decode"])
-    first, heads = len(outs) - prefixes.num_states, ("head", tile.group_size)
+    tiles = cascade_tiles(spec, tile, config, block_kv, num_sms(backend.target))
+    rows, heads = block_rows(tile, config), ("head", tile.group_size)
 
     def place(tile, head, _of_sequences, split):
-        return {"head": head, "state": first + split}
+        return {"head": head, "split": split}
 
     def of(x, *axes):
         return block_spec(x, place, *axes)
 
-    of_outs, of_lses = ("state", ALL, ALL, heads, COLUMNS), ("state", ALL, heads, ALL)
-    results = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (outs, lses))
-    return launch(
-        "paged_decode",
-        shared_pages_kernel,
-        lambda config: (pl.cdiv(tile.rows, rows), tile.heads_kv, tile.batch, prefixes.num_states),
-        (
-            outs,
-            lses,
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            k_scale,
-            v_scale,
-            prefixes.lens,
-            prefixes.members,
+    states, batch = tiles.num_states, spec.batch
+    accs = (states, batch, spec.tokens, spec.heads_q, spec.head_dim_v)
+    statistics = (states, batch, spec.heads_q, spec.tokens)
+    results = (
+        jax.ShapeDtypeStruct((batch,), jnp.int32),
+        *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (accs, statistics, statistics)),
+    )
+    of_statistics = of(results[2], "split", ALL, heads, ALL)
+    arguments = decode_arguments(tile, k_pages, v_pages, backend.target)
+    del arguments["window_left"]
+    return Cascade(
+        *launch(
+            "paged_decode",
+            shared_pages_kernel,
+            lambda config: (pl.cdiv(tile.rows, rows), tile.heads_kv, tile.batch, states),
+            (q, k_pages, v_pages, block_tables, seq_lens, k_scale),
+            (
+                of(q, ALL, ALL, heads, COLUMNS),
+                of(k_pages, ALL, ALL, "head", COLUMNS),
+                of(v_pages, ALL, ALL, "head", COLUMNS),
+                of(block_tables, ALL, ALL),
+                of(seq_lens, ALL),
+                of(k_scale, "head"),
+            ),
+            results,
+            (
+                of(results[0], ALL),
+                of(results[1], "split", ALL, ALL, heads, COLUMNS),
+                of_statistics,
+                of_statistics,
+            ),
+            arguments | {"tiles": tiles, "tokens": spec.tokens, "block_rows": rows},
+            tile,
+            backend,
         ),
-        (
-            of(outs, *of_outs),
-            of(lses, *of_lses),
-            of(q, ALL, ALL, heads, COLUMNS),
-            of(k_pages, ALL, ALL, "head", COLUMNS),
-            of(v_pages, ALL, ALL, "head", COLUMNS),
-            of(block_tables, ALL, ALL),
-            of(k_scale, "head"),
-            of(v_scale, "head"),
-            of(prefixes.lens, ALL),
-            of(prefixes.members, ALL, ALL),
-        ),
-        results,
-        (of(results[0], *of_outs), of(results[1], *of_lses)),
-        {
-            name: x
-            for name, x in decode_arguments(tile, k_pages, v_pages, backend.target).items()
-            if name != "window_left"
-        }
-        | {
-            "tokens": tile.tokens // count,
-            "num_splits": prefixes.num_states,
-            "block_batch": 1 << (batch - 1).bit_length(),
-            "block_rows": rows,
-        },
-        tile,
-        backend,
-        aliases={0: 0, 1: 1},
+        tiles.block_kv,
     )

@@ -12,7 +12,6 @@ from jax.experimental.pallas import triton as plt
 from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
 from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, row_statistics
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
-from pallas_attn.kernels.portable.cascade import Prefixes
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
@@ -27,19 +26,16 @@ def combine_kernel(
     _lse_ref,
     sink_ref,
     len_ref,
-    prefix_ref,
     out_ref,
     lse_ref,
     *,
     tokens,
     num_states,
-    num_splits,
     capacity,
     window_left,
     head_dim_v,
     block_dv,
     block_keys,
-    block_shared,
     block_states,
 ):
     """One program merges one row.
@@ -55,21 +51,11 @@ def combine_kernel(
     and len [] is the length, int32. Only splits with keys are read, and where there is at most one
     the result is there already, in out and lse, which are inputs as well. None: any states; len is
     None.
-
-    block_shared: the states behind the first num_splits are the splits of a cascade's shared keys,
-    whose tiles have that many keys, and the prefix [], int32, says how many the sequence has. None:
-    all states are splits; prefix and num_splits are None.
     """
     # Locate the row.
     if block_keys is not None:
         begin, end = keys_of_sequence(len_ref, capacity, tokens, window_left)
-        if block_shared is not None:
-            begin = prefix_ref[...]
-            num_shared = splits_with_keys(0, begin, num_states - num_splits, block_shared)
-            num_own = splits_with_keys(begin, end, num_splits, block_keys)
-            num_states = num_own + num_shared
-        else:
-            num_states = splits_with_keys(begin, end, num_states, block_keys)
+        num_states = splits_with_keys(begin, end, num_states, block_keys)
 
     @pl.when(block_keys is None or num_states > 1)
     def _():
@@ -79,11 +65,7 @@ def combine_kernel(
             start = lax.convert_element_type(index, jnp.int32) * block_states
             part = start + arange(block_states)
             is_part = part < num_states
-            if block_shared is not None:
-                part = jnp.where(part < num_own, part, part - num_own + num_splits)
-                s = plt.load(lses_ref.at[part], mask=is_part, other=float("-inf"))
-            else:
-                s = load_rows(lses_ref, start, num_states, block_states, float("-inf"))
+            s = load_rows(lses_ref, start, num_states, block_states, float("-inf"))
             # Loaded without waiting for the lse, which says whether it counts.
             x = load_rows_at(outs_ref, (part,), is_part, head_dim_v, block_dv)
             x = jnp.where((s > float("-inf"))[:, None], x.astype(jnp.float32), 0.0)
@@ -116,7 +98,7 @@ def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tupl
     Returns:
         out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
     """
-    return _launch(outs, lses, None, None, None, None, None, spec, backend)
+    return _launch(outs, lses, None, None, None, None, spec, backend)
 
 
 def merge_splits(
@@ -128,7 +110,6 @@ def merge_splits(
     spec: DecodeSpec,
     block_kv: int | None,
     backend: Backend,
-    prefixes: Prefixes | None = None,
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
@@ -136,19 +117,13 @@ def merge_splits(
         operands: those of the decode.
         block_kv: keys of a tile of the decode; None if every split has written its part, one
             without keys too. Then nothing is in out and lse, which are None.
-        prefixes: of a cascade, whose parts are the last ones.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
-    lens = shared = None
-    if prefixes is not None:
-        lens, shared = prefixes.lens, (len(outs) - prefixes.num_states, prefixes.block_kv)
-    return _launch(
-        outs, lses, out, lse, sinks, seq_lens, lens, states, backend, spec, block_kv, shared
-    )
+    return _launch(outs, lses, out, lse, sinks, seq_lens, states, backend, spec, block_kv)
 
 
 def _launch(
@@ -158,19 +133,12 @@ def _launch(
     lse: Array | None,
     sinks: Array | None,
     seq_lens: Array | None,
-    prefixes: Array | None,
     spec: MergeSpec,
     backend: Backend,
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
-    shared: tuple[int, int] | None = None,
 ) -> tuple[Array, Array]:
-    """Call the kernel; what is optional is given where the states are splits.
-
-    Args:
-        shared: of a cascade, how many states are splits of own keys, and the kernel's block_shared.
-    """
-    num_splits, block_shared = (None, None) if shared is None else shared
+    """Call the kernel; what is optional is given where the states are splits."""
     rows = (spec.batch, spec.tokens, spec.heads)
     results = (
         jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype)),
@@ -185,7 +153,7 @@ def _launch(
         return block_spec(x, place, *axes)
 
     of_out, of_lse = ("batch", "token", "head", COLUMNS), ("batch", "head", "token")
-    operands = (outs, lses, out, lse, sinks, seq_lens, prefixes)
+    operands = (outs, lses, out, lse, sinks, seq_lens)
     capacity = 0 if decode is None else decode.cache.capacity
     left = None if decode is None else decode.window_left
     return launch(
@@ -200,20 +168,17 @@ def _launch(
             of(lse, *of_lse),
             of(sinks, "head"),
             of(seq_lens, "batch"),
-            of(prefixes, "batch"),
         ),
         results,
         (of(results[0], *of_out), of(results[1], *of_lse)),
         {
             "tokens": spec.tokens,
             "num_states": spec.num_states,
-            "num_splits": num_splits,
             "capacity": capacity,
             "window_left": None if left is None else min(left, capacity),
             "head_dim_v": spec.head_dim_v,
             "block_dv": block_dv,
             "block_keys": block_keys,
-            "block_shared": block_shared,
         },
         spec,
         backend,

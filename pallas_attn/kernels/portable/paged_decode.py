@@ -30,7 +30,7 @@ from pallas_attn.kernels.library.quantized import (
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from pallas_attn.kernels.library.tiles import arange
-from pallas_attn.kernels.portable.cascade import attend_to_prefixes, find_prefixes
+from pallas_attn.kernels.portable.cascade import Cascade, attend_to_shared_pages, join_prefix
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
@@ -51,12 +51,16 @@ def paged_decode_kernel(
     v_scale_ref,
     tree_ref,
     prefix_ref,
+    acc_ref,
+    maximum_ref,
+    sum_ref,
     out_ref,
     lse_ref,
     outs_ref,
     lses_ref,
     *,
     num_splits,
+    block_shared,
     rule,
     window_left,
     tokens,
@@ -75,13 +79,17 @@ def paged_decode_kernel(
     keys and values are read once for all of them. Operands, of this program's batch and kv head: q
     [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len [],
     int32; sinks [group] and scales [], float32, or None; tree [T], int32, or None, the ends of
-    `tree_mask`; prefix [], int32, or None: how many keys of a cascade are seen elsewhere; out [T,
-    group, Dv] and lse [group, T] (float32, natural log). Where more than one split has keys, or the
-    prefix has, each of them writes its outs [T, group, Dv] and lses [group, T] instead, float32;
-    with a single split and without a prefix both are None. Grid: (row tiles, kv heads, batch,
-    splits). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
-    cast to the products' dtype. A row that sees no key has lse -inf, or its sink. block_rows and
-    block_kv are powers of two, at least 16.
+    `tree_mask`; out [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one
+    split has keys, each of them writes its outs [T, group, Dv] and lses [group, T] instead,
+    float32; with a single split both are None. In a cascade all splits do so. Grid: (row tiles, kv
+    heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
+    in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
+    block_rows and block_kv are powers of two, at least 16.
+
+    block_shared: of a cascade, the block_kv of `Cascade`, which comes with this sequence's prefix
+    [], accs [N, T, group, Dv], maxima and sums [N, group, T]; or None, as all of these. The keys of
+    the prefix are passed over; the first split, which has keys in any case, goes on with the
+    running softmaxes over them.
 
     upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
@@ -97,8 +105,8 @@ def paged_decode_kernel(
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    if prefix_ref is not None:
-        is_result = is_result & (begin == 0)
+    if prefix_ref is not None and outs_ref is not None:
+        is_result = False
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
 
@@ -149,8 +157,15 @@ def paged_decode_kernel(
             acc = add_pv(acc, p, unpack(v, upcast))
             return m_i, l_i, acc
 
-        tiles = (full, count) if masked else (0, full)
-        m_i, l_i, acc = lax.fori_loop(*tiles, visit, (m_i, l_i, acc))
+        bounds = (full, count) if masked else (0, full)
+        m_i, l_i, acc = lax.fori_loop(*bounds, visit, (m_i, l_i, acc))
+
+    if prefix_ref is not None:
+        cascade = Cascade(prefix_ref, acc_ref, maximum_ref, sum_ref, block_shared)
+        keys = jnp.where(split == 0, begin, 0)
+        m_i, l_i, acc = join_prefix(
+            cascade, keys, token, head, is_row, (m_i, l_i, acc), head_dim_v, block_dv
+        )
 
     # Normalise and store.
     if sinks_ref is not None:
@@ -166,9 +181,9 @@ def paged_decode_kernel(
     plt.store(lse_ref.at[head, token], lse, mask=writes)
     store_out(out_ref, out, (token, head), writes, head_dim_v, block_dv)
     if outs_ref is not None:
-        writes = is_row & (count > 0) & (count < total)
-        if prefix_ref is not None:
-            writes = is_row & (count > 0) & jnp.logical_not(is_result)
+        writes = is_row
+        if prefix_ref is None:
+            writes = is_row & (count > 0) & (count < total)
         plt.store(lses_ref.at[head, token], lse, mask=writes)
         store_out(outs_ref, out, (token, head), writes, head_dim_v, block_dv)
 
@@ -178,7 +193,7 @@ def paged_decode(
 ) -> tuple[Array, Array]:
     """Call `paged_decode_kernel`, and `combine` where there is more than one split.
 
-    In a cascade `find_prefixes_kernel` comes first, and `shared_pages_kernel` before the merge.
+    In a cascade `shared_pages_kernel` comes first.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
@@ -186,23 +201,21 @@ def paged_decode(
     config = backend.configs(spec)["paged_decode"]
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, num_sms(backend.target))
-    tiles = pl.cdiv(spec.rows, rows)
     if spec.cache.is_quantized:
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
-    prefixes = find_prefixes(operands, spec, config.block_kv, backend)
-    states = splits if prefixes is None else splits + prefixes.num_states
-    lens = None if prefixes is None else prefixes.lens
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
+    cascade = attend_to_shared_pages(operands, spec, config.block_kv, backend)
+    prefixes, accs, maxima, sums, block_shared = cascade or (None,) * 5
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = jax.ShapeDtypeStruct(shape, q.dtype)
     lse = jax.ShapeDtypeStruct(lse_shape, jnp.float32)
     outs = lses = None
-    if states > 1:
-        outs = jax.ShapeDtypeStruct((states, *shape), jnp.float32)
-        lses = jax.ShapeDtypeStruct((states, *lse_shape), jnp.float32)
+    if splits > 1:
+        outs = jax.ShapeDtypeStruct((splits, *shape), jnp.float32)
+        lses = jax.ShapeDtypeStruct((splits, *lse_shape), jnp.float32)
     heads = "head", spec.group_size
     of_tokens, of_rows = ("batch", ALL, heads, COLUMNS), ("batch", heads, ALL)
 
@@ -215,8 +228,8 @@ def paged_decode(
     out, lse, outs, lses = launch(
         "paged_decode",
         paged_decode_kernel,
-        lambda config: (tiles, spec.heads_kv, spec.batch, splits),
-        (*operands, lens),
+        lambda config: (pl.cdiv(spec.rows, rows), spec.heads_kv, spec.batch, splits),
+        (*operands, prefixes, accs, maxima, sums),
         (
             of(q, *of_tokens),
             of(k_pages, ALL, ALL, "head", COLUMNS),
@@ -227,7 +240,10 @@ def paged_decode(
             of(k_scale, "head"),
             of(v_scale, "head"),
             of(tree_ends, "batch", ALL),
-            of(lens, "batch"),
+            of(prefixes, "batch"),
+            of(accs, ALL, *of_tokens),
+            of(maxima, ALL, *of_rows),
+            of(sums, ALL, *of_rows),
         ),
         (out, lse, outs, lses),
         (
@@ -237,13 +253,18 @@ def paged_decode(
             of(lses, "split", *of_rows),
         ),
         decode_arguments(spec, k_pages, v_pages, backend.target)
-        | {"tokens": spec.tokens, "num_splits": splits, "block_rows": rows},
+        | {
+            "tokens": spec.tokens,
+            "num_splits": splits,
+            "block_shared": block_shared,
+            "block_rows": rows,
+        },
         spec,
         backend,
     )
     if outs is not None and lses is not None:
-        if prefixes is not None:
-            outs, lses = attend_to_prefixes(operands, prefixes, outs, lses, backend)
-        block_kv = config.block_kv
-        return merge_splits(outs, lses, out, lse, operands, spec, block_kv, backend, prefixes)
+        block_kv = config.block_kv if cascade is None else None
+        if cascade is not None:
+            out = lse = None
+        return merge_splits(outs, lses, out, lse, operands, spec, block_kv, backend)
     return out, lse

@@ -116,6 +116,20 @@ def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE:
 
 
 @triton.jit
+def add_stored(
+    out, base, index, strides, is_row, factor, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr
+):
+    """Return out plus factor times the rows that `store_out` stored."""
+    even = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 0, len(out))
+    if len(out) == 1:
+        out = (out[0] + even * factor[:, None],)
+    else:
+        odd = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 1, len(out))
+        out = (out[0] + even * factor[:, None], out[1] + odd * factor[:, None])
+    return out
+
+
+@triton.jit
 def upcast_bytes(x, FLOAT8: tl.constexpr):
     """Return int8, or the bits of a float8_e4m3fn, as float16.
 

@@ -17,7 +17,6 @@ from torch_attn.kernels.library.pages import (
     strides_of_outputs,
 )
 from torch_attn.kernels.library.softmax import LOG2E, add_sink_to_states
-from torch_attn.kernels.portable.cascade import Prefixes
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
@@ -31,21 +30,18 @@ def combine_kernel(
     lses_ptr,
     sinks_ptr,
     lens_ptr,
-    prefixes_ptr,
     out_ptr,
     lse_ptr,
     outs_strides,
     lses_strides,
     tokens,
     num_states,
-    num_splits,
     capacity,
     window_left,
     HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    BLOCK_SHARED: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_STATES: tl.constexpr,
 ):
@@ -62,10 +58,6 @@ def combine_kernel(
     and lens [B] the lengths, int32. Only splits with keys are read, and where there is at most one
     the result is there already. None: any states; lens is None.
 
-    BLOCK_SHARED: the states behind the first num_splits are the splits of a cascade's shared keys,
-    whose tiles have that many keys, and prefixes [B], int32, says how many a sequence has. None:
-    all states are splits; prefixes and num_splits are None.
-
     PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch), which writes
     the states and no length. Every program waits for it, also one with nothing to do: whatever is
     launched next waits for this one alone.
@@ -76,13 +68,7 @@ def combine_kernel(
     batch = (tl.program_id(0) // HEADS // tokens).to(tl.int64)
     if BLOCK_KEYS is not None:
         begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left)
-        if BLOCK_SHARED is not None:
-            begin = tl.load(prefixes_ptr + batch)
-            num_shared = splits_with_keys(0, begin, num_states - num_splits, BLOCK_SHARED)
-            num_own = splits_with_keys(begin, end, num_splits, BLOCK_KEYS)
-            num_states = num_own + num_shared
-        else:
-            num_states = splits_with_keys(begin, end, num_states, BLOCK_KEYS)
+        num_states = splits_with_keys(begin, end, num_states, BLOCK_KEYS)
     # The wait stands in both branches, so that the number of parts is there before it.
     if BLOCK_KEYS is not None and num_states <= 1:
         if PDL:
@@ -100,8 +86,6 @@ def combine_kernel(
     for start in tl.range(0, num_states, BLOCK_STATES):
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
-        if BLOCK_SHARED is not None:
-            part = tl.where(part < num_own, part, part - num_own + num_splits)
         s = tl.load(lses_ptr + part * lses_strides.state, mask=is_part, other=float("-inf"))
         # Loaded without waiting for the lse, which says whether it counts.
         x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
@@ -136,7 +120,7 @@ def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tu
     shape = (spec.batch, spec.tokens, spec.heads, spec.head_dim_v)
     out = outs.new_empty(shape, dtype=getattr(torch, spec.dtype))
     lse = lses.new_empty((spec.batch, spec.heads, spec.tokens))
-    _launch(outs, lses, None, None, None, out, lse, spec, backend)
+    _launch(outs, lses, None, None, out, lse, spec, backend)
     return out, lse
 
 
@@ -149,7 +133,6 @@ def merge_splits(
     spec: DecodeSpec,
     block_kv: int | None,
     backend: Backend,
-    prefixes: Prefixes | None = None,
 ) -> None:
     """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
 
@@ -159,14 +142,10 @@ def merge_splits(
             without keys too.
         backend: that of the decode. On SM90 the merge starts while the decode still runs, which
             expects it.
-        prefixes: of a cascade, whose parts are the last ones.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
-    lens = shared = None
-    if prefixes is not None:
-        lens, shared = prefixes.lens, (len(outs) - prefixes.num_states, prefixes.block_kv)
-    _launch(outs, lses, sinks, seq_lens, lens, out, lse, states, backend, spec, block_kv, shared)
+    _launch(outs, lses, sinks, seq_lens, out, lse, states, backend, spec, block_kv)
 
 
 def _launch(
@@ -174,31 +153,24 @@ def _launch(
     lses: Tensor,
     sinks: Tensor | None,
     seq_lens: Tensor | None,
-    prefixes: Tensor | None,
     out: Tensor,
     lse: Tensor,
     spec: MergeSpec,
     backend: Backend,
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
-    shared: tuple[int, int] | None = None,
 ) -> None:
-    """Launch the kernel; decode is given where the states are splits, block_keys as there.
-
-    Args:
-        shared: of a cascade, how many states are splits of own keys, and the kernel's BLOCK_SHARED.
-    """
+    """Launch the kernel; decode is given where the states are splits, block_keys as there."""
     overlap = decode is not None and backend.target == "sm90"
     launch(
         "combine",
         combine_kernel,
         _prepare,
-        (outs, lses, sinks, seq_lens, prefixes, out, lse),
+        (outs, lses, sinks, seq_lens, out, lse),
         spec,
         backend,
         decode,
         block_keys,
-        shared,
         overlap,
         launch_pdl=overlap,
     )
@@ -206,21 +178,18 @@ def _launch(
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `combine_kernel`."""
-    spec, (decode, block_keys, shared, overlap) = call.spec, call.constants
-    num_splits, block_shared = (None, None) if shared is None else shared
+    spec, (decode, block_keys, overlap) = call.spec, call.constants
     outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {
         "outs_strides": strides_of_outputs(outs),
         "lses_strides": strides_of_lses(lses),
         "tokens": spec.tokens,
         "num_states": spec.num_states,
-        "num_splits": num_splits,
         "capacity": 0 if decode is None else decode.cache.capacity,
         "window_left": None if decode is None else decode.bounded_window.left,
         "HEADS": spec.heads,
         "HEAD_DIM_V": spec.head_dim_v,
         "BLOCK_DV": padded_head_dim(spec.head_dim_v),
         "BLOCK_KEYS": block_keys,
-        "BLOCK_SHARED": block_shared,
         "PDL": overlap,
     }

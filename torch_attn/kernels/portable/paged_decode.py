@@ -34,7 +34,11 @@ from torch_attn.kernels.library.quantized import (
 )
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
-from torch_attn.kernels.portable.cascade import attend_to_prefixes, find_prefixes
+from torch_attn.kernels.portable.cascade import (
+    attend_to_shared_pages,
+    cascade_argument,
+    join_prefix,
+)
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import num_sms
@@ -50,7 +54,7 @@ def paged_decode_kernel(
     cache,
     sinks_ptr,
     tree,
-    prefixes_ptr,
+    cascade,
     out_ptr,
     lse_ptr,
     outs_ptr,
@@ -79,12 +83,12 @@ def paged_decode_kernel(
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
     keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
-    the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; prefixes [B],
-    int32, or None: how many keys of a cascade are seen elsewhere; out [B, T, Hq, Dv] and lse [B,
-    Hq, T] (float32, natural log), contiguous. Where more than one split has keys, or a prefix has,
-    each of them writes its part of outs [splits, B, T, Hq, Dv] and lses [splits, B, Hq, T] instead,
-    float32 and contiguous; with a single split and without prefixes both are None. Grid: (row
-    tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
+    the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; a `Cascade`, or
+    None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than
+    one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses
+    [splits, B, Hq, T] instead, float32 and contiguous; with a single split both are None. In a
+    cascade all splits do so. Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and
+    splits. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
     dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
     elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
@@ -94,8 +98,10 @@ def paged_decode_kernel(
     where UPCAST is None (see `quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch). In a cascade this one overlaps the launch over the shared keys, of which it needs
-    nothing, and ends after it: the merge waits for this one alone.
+    launch). In a cascade this one has begun to, and waits for the launch over the shared keys.
+
+    Cascade: the keys of the prefix are passed over. The first split, which has keys in any case,
+    goes on with the running softmaxes over them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -107,13 +113,15 @@ def paged_decode_kernel(
     split = tl.program_id(1) if outs_ptr is not None else 0
     capacity = max_pages * cache.page_size
     begin, length = keys_of_sequence(cache.lens, batch, capacity, TOKENS, window_left)
-    if prefixes_ptr is not None:
-        begin = tl.load(prefixes_ptr + batch)
+    if cascade is not None:
+        if PDL:
+            gdc_wait()
+        begin = tl.load(cascade.prefixes + batch)
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    if prefixes_ptr is not None:
-        is_result &= begin == 0
+    if cascade is not None and outs_ptr is not None:
+        is_result = False
     table_ptr = cache.tables + batch * cache.table_stride
     k_base = cache.k + head_kv * cache.k_strides.head
     v_base = cache.v + head_kv * cache.v_strides.head
@@ -166,6 +174,16 @@ def paged_decode_kernel(
             v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
             acc = add_pv(acc, p, unpack(v, UPCAST))
 
+    heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
+    lse_row = (batch * heads_q + head) * TOKENS + token
+    out_row = (batch * TOKENS + token) * heads_q + head
+    rows = batch_size * TOKENS * heads_q
+    if cascade is not None:
+        keys = begin if split == 0 else 0
+        acc, m_i, l_i = join_prefix(
+            cascade, keys, rows, lse_row, out_row, is_row, acc, m_i, l_i, HEAD_DIM_V, BLOCK_DV
+        )
+
     # Normalise and store.
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=is_row & is_result, other=float("-inf"))
@@ -176,24 +194,20 @@ def paged_decode_kernel(
     if cache.v_scale is not None:
         v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
         out = [x * v_scale for x in out]
-    heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     row_size: tl.constexpr = HEAD_DIM_V * len(out)
-    lse_row = (batch * heads_q + head) * TOKENS + token
-    out_row = (batch * TOKENS + token) * heads_q + head
     writes = is_row & is_result
     tl.store(lse_ptr + lse_row, lse, mask=writes)
     store_out(out_ptr, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV)
     if outs_ptr is not None:
-        writes = is_row & (count > 0) & (count < total)
-        if prefixes_ptr is not None:
-            writes = is_row & (count > 0) & (is_result == 0)
-        rows = split.to(tl.int64) * batch_size * TOKENS * heads_q
-        tl.store(lses_ptr + rows + lse_row, lse, mask=writes)
+        writes = is_row
+        if cascade is None:
+            writes = is_row & (count > 0) & (count < total)
+        first_row = split.to(tl.int64) * rows
+        tl.store(lses_ptr + first_row + lse_row, lse, mask=writes)
         store_out(
-            outs_ptr + rows * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV
-        )
-    if PDL and prefixes_ptr is not None:
-        gdc_wait()
+            outs_ptr + first_row * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V,
+            BLOCK_DV,
+        )  # fmt: skip
 
 
 def paged_decode(
@@ -201,7 +215,7 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
-    In a cascade `find_prefixes_kernel` and `shared_pages_kernel` come first.
+    In a cascade `shared_pages_kernel` comes first.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
@@ -213,50 +227,47 @@ def paged_decode(
         )
     q = operands.q
     splits = choose_splits(spec, config, num_sms(q.device, backend.target))
-    prefixes = find_prefixes(operands, spec, config.block_kv, backend)
-    states = splits if prefixes is None else splits + prefixes.num_states
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = q.new_empty(shape)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
     outs = lses = None
-    if states > 1:
-        outs = lse.new_empty((states, *shape))
-        lses = lse.new_empty((states, *lse_shape))
-    lens = None
-    if prefixes is not None:
-        assert outs is not None
-        assert lses is not None
-        lens = prefixes.lens
-        attend_to_prefixes(operands, prefixes, outs, lses, backend)
+    if splits > 1:
+        outs = lse.new_empty((splits, *shape))
+        lses = lse.new_empty((splits, *lse_shape))
+    shared = attend_to_shared_pages(operands, spec, config.block_kv, backend)
+    cascade, tiles = shared or (None, None)
 
     launch(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (q, cache_of(operands), operands.sinks, ends_of(operands), lens, out, lse, outs, lses),
+        (q, cache_of(operands), operands.sinks, ends_of(operands), cascade, out, lse, outs, lses),
         spec,
         backend,
         splits,
-        launch_pdl=prefixes is not None and backend.target == "sm90",
+        tiles,
+        launch_pdl=cascade is not None and backend.target == "sm90",
     )
     if outs is not None and lses is not None:
-        merge_splits(outs, lses, out, lse, operands, spec, config.block_kv, backend, prefixes)
+        block_kv = config.block_kv if cascade is None else None
+        merge_splits(outs, lses, out, lse, operands, spec, block_kv, backend)
     return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `paged_decode_kernel`."""
-    spec, (splits,) = call.spec, call.constants
-    q, cache, _, tree, prefixes, *_ = call.layouts
+    spec, (splits, tiles) = call.spec, call.constants
+    q, cache, _, tree, cascade, *_ = call.layouts
     rows = block_rows(spec, call.config)
-    tiles = triton.cdiv(spec.rows, rows)
     arguments = decode_arguments(spec, call.target, q, cache)
-    return (tiles * spec.heads_kv * spec.batch, splits), arguments | {
+    programs = triton.cdiv(spec.rows, rows) * spec.heads_kv * spec.batch
+    return (programs, splits), arguments | {
         "tree": tree_argument(tree),
+        "cascade": cascade_argument(cascade, tiles),
         "batch_size": spec.batch,
         "num_splits": splits,
         "TOKENS": spec.tokens,
-        "PDL": (splits > 1 or prefixes is not None) and call.target == "sm90",
+        "PDL": (splits > 1 or cascade is not None) and call.target == "sm90",
         "BLOCK_ROWS": rows,
     }
