@@ -11,11 +11,6 @@ from triton.experimental.gluon import language as gl
 from torch_attn.kernels.explicit.terms import axis_layout, draw_words
 from torch_attn.kernels.library.softmax import LOG2E
 
-# Sleeps where $1, a sum of exponentials, is negative: none is.
-PIN = gl.constexpr(
-    "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; mov.b32 $0, 0; "
-    "@never nanosleep.u32 0; }"
-)
 # Widens two packed bfloat16. In PTX: Triton takes three instructions for them.
 WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
@@ -231,12 +226,3 @@ def _widen(bias):
             WIDEN, "=f,=f,r", [bias], dtype=gl.float32, is_pure=True, pack=2
         )
     return bias.to(gl.float32)
-
-
-@gluon.jit
-def finish_sums(l_i):
-    """Compute all that row sums are made of before anything that follows is awaited.
-
-    ptxas would wait for p·v first, and compute exponentials after. It moves nothing over a branch.
-    """
-    gl.inline_asm_elementwise(PIN, "=r,f", [l_i], dtype=gl.int32, is_pure=False, pack=1)
