@@ -8,7 +8,7 @@ the function after calls their shift, [rows, 4] as `softmax.add_columns` has its
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.terms import axis_layout, draw_words
+from torch_attn.kernels.explicit.terms import axis_layout, draw_words, table_sides
 from torch_attn.kernels.library.softmax import LOG2E
 
 # Widens two packed bfloat16. In PTX: Triton takes three instructions for them.
@@ -76,8 +76,7 @@ def add_to_products(s, terms, own, rule, offset, bias):
             distance = first.to(gl.float32)[:, None, :, None] + other.to(gl.float32)
             quads -= gl.abs(distance) * (own.slope * inverse)
     if terms.relative is not None:
-        is_before = offset + s.shape[1] <= 1 - terms.radius
-        is_behind = offset - s.shape[0] + 1 >= terms.radius
+        is_before, is_behind = table_sides(terms, offset, s.shape[1], s.shape[0])
         if is_before | is_behind:
             shift += gl.where(is_before, own.first, own.last) * LOG2E
         else:
