@@ -245,7 +245,6 @@ _INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0
 )
 _INSTRUCTIONS[re.escape(plain(terms.KEEP))] = _keep
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.MASK_WORDS))] = _mask_words
-_INSTRUCTIONS[re.escape(plain(wgmma_terms.PIN))] = lambda _: None
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.WIDEN))] = lambda x: x.to(gl.float32)
 _INSTRUCTIONS |= {
     re.escape(terms.compare_words(halves)): functools.partial(_compare_words, halves=halves)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.terms import axis_layout
+from torch_attn.kernels.explicit.terms import axis_layout, table_sides
 
 
 class EndSums(NamedTuple):
@@ -64,7 +64,7 @@ def follow_head(ends, terms, head, before):
 
 
 @gluon.jit
-def add_relative_gradient(ends, terms, head, offset, ds):
+def add_relative_gradient(ends, terms, head, offset, ds, FAR: gl.constexpr):
     """Add the gradient of a tile's scores to a table's, in any order.
 
     Args:
@@ -72,18 +72,18 @@ def add_relative_gradient(ends, terms, head, offset, ds):
         head: the query head.
         offset: distance of the tile's first key from its first query.
         ds: float32, of a warpgroup: 64 keys down, queries across.
+        FAR: as `terms.add_terms` takes it.
 
     Returns:
         The `EndSums` after the tile.
     """
     QUERIES: gl.constexpr = ds.shape[1]
-    is_before = offset + ds.shape[0] <= 1 - terms.radius
-    is_behind = offset - QUERIES + 1 >= terms.radius
+    is_before, is_behind = table_sides(terms, offset, ds.shape[0], QUERIES)
     # Of a warp's 16 keys a thread has every eighth, and of eight queries the same two.
     blocks = gl.reshape(ds, [4, 2, 8, QUERIES // 8, 4, 2])
     first, last = ends
     layout: gl.constexpr = first.type.layout
-    if is_before | is_behind:
+    if FAR or (is_before | is_behind):
         found = gl.sum(gl.sum(gl.sum(blocks, 5), 3), 1)
         found = gl.convert_layout(found, layout, assert_trivial=True)
         first += gl.where(is_before, found, 0.0)

@@ -130,7 +130,18 @@ def adds_terms(bias, relative, slopes):
 
 
 @gluon.jit
-def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = False):
+def table_sides(terms, offset, KEYS: gl.constexpr, QUERIES: gl.constexpr):
+    """Return whether all pairs of a tile have a table's first entry, and whether all have its last.
+
+    offset: distance of the tile's first key from its first query.
+    """
+    return offset + KEYS <= 1 - terms.radius, offset - QUERIES + 1 >= terms.radius
+
+
+@gluon.jit
+def add_terms(
+    s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False
+):
     """Return products q·k, scaled, with the terms added: scores before the softcap.
 
     Args:
@@ -139,6 +150,7 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
         rule: `twin_attention.contract.spec.ScoreRule`.
         offset: distance of the tile's first key from its first query.
         bias: the tile's, in any dtype and with 1 in place of any axis; not read without one.
+        FAR: one of `table_sides` is known to be true.
     """
     SIGN: gl.constexpr = -1 if TRANSPOSED else 1
     KEYS: gl.constexpr = s.shape[0] if TRANSPOSED else s.shape[1]
@@ -160,12 +172,14 @@ def add_terms(s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = Fals
                 eights -= after * (2.0 * slope)
     if terms.relative is not None:
         # Most tiles are so far off that all of their distances share an entry.
-        is_before = offset + KEYS <= 1 - terms.radius
-        is_behind = offset - QUERIES + 1 >= terms.radius
-        eights += gl.where(is_before, own.first, gl.where(is_behind, own.last, 0.0))
-        if not (is_before | is_behind):
-            place = gl.minimum(gl.maximum(near + eight * SIGN, -terms.radius), terms.radius)
-            eights += gl.load(own.table + place).to(gl.float32)
+        is_before, is_behind = table_sides(terms, offset, KEYS, QUERIES)
+        if FAR:
+            eights += gl.where(is_before, own.first, own.last)
+        else:
+            eights += gl.where(is_before, own.first, gl.where(is_behind, own.last, 0.0))
+            if not (is_before | is_behind):
+                place = gl.minimum(gl.maximum(near + eight * SIGN, -terms.radius), terms.radius)
+                eights += gl.load(own.table + place).to(gl.float32)
     s = gl.convert_layout(gl.reshape(eights, shape), layout, assert_trivial=True)
     if terms.bias.entries is not None:
         s += bias.to(gl.float32)

@@ -50,7 +50,7 @@ def scores_with_terms(s, terms, own, rule, offset, bias):
 @gluon.jit
 def visible_scores(
     s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr, terms, own, tile,
-    TRANSPOSED: gl.constexpr = False,
+    TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
 
@@ -63,7 +63,7 @@ def visible_scores(
     dcap = 1.0
     ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
     if ADDS:
-        s = add_terms(s, terms, own, rule, tile.offset, tile.bias, TRANSPOSED)
+        s = add_terms(s, terms, own, rule, tile.offset, tile.bias, TRANSPOSED, FAR)
     elif rule.softcap is None:
         s = scaled_scores(s, rule)
     if rule.softcap is not None:

@@ -8,14 +8,9 @@ the function after calls their shift, [rows, 4] as `softmax.add_columns` has its
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.terms import axis_layout, draw_words
+from torch_attn.kernels.explicit.terms import axis_layout, draw_words, table_sides
 from torch_attn.kernels.library.softmax import LOG2E
 
-# Sleeps where $1, a sum of exponentials, is negative: none is.
-PIN = gl.constexpr(
-    "{ .reg .pred never; setp.lt.f32 never, $1, 0f00000000; mov.b32 $0, 0; "
-    "@never nanosleep.u32 0; }"
-)
 # Widens two packed bfloat16. In PTX: Triton takes three instructions for them.
 WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
@@ -81,8 +76,7 @@ def add_to_products(s, terms, own, rule, offset, bias):
             distance = first.to(gl.float32)[:, None, :, None] + other.to(gl.float32)
             quads -= gl.abs(distance) * (own.slope * inverse)
     if terms.relative is not None:
-        is_before = offset + s.shape[1] <= 1 - terms.radius
-        is_behind = offset - s.shape[0] + 1 >= terms.radius
+        is_before, is_behind = table_sides(terms, offset, s.shape[1], s.shape[0])
         if is_before | is_behind:
             shift += gl.where(is_before, own.first, own.last) * LOG2E
         else:
@@ -231,12 +225,3 @@ def _widen(bias):
             WIDEN, "=f,=f,r", [bias], dtype=gl.float32, is_pure=True, pack=2
         )
     return bias.to(gl.float32)
-
-
-@gluon.jit
-def finish_sums(l_i):
-    """Compute all that row sums are made of before anything that follows is awaited.
-
-    ptxas would wait for p·v first, and compute exponentials after. It moves nothing over a branch.
-    """
-    gl.inline_asm_elementwise(PIN, "=r,f", [l_i], dtype=gl.int32, is_pure=False, pack=1)

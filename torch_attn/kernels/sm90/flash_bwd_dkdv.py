@@ -39,6 +39,7 @@ from torch_attn.kernels.explicit.terms import (
     drop_scaled,
     head_terms,
     prepare_tile,
+    table_sides,
 )
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
@@ -317,6 +318,8 @@ def _consume_queries(
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
+    # Tiles that are far off have their own code: beside that of the others ptxas spills in it.
+    SPLITS: gl.constexpr = FUSED and terms.drelative is not None
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
@@ -385,7 +388,7 @@ def _consume_queries(
         s, dk, dv, ds, ends = _visit_queries(
             s, dk, dv, None, ends, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
             last, rule, terms, pairs, member, reach_left, reach_right, problem, marks, alike,
-            queries.size, CONSUMER, FUSED, EDGES, True, HEAD_DIM, HEAD_DIM_V,
+            queries.size, CONSUMER, FUSED, EDGES, True, False, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -415,12 +418,18 @@ def _consume_queries(
                         index - 1, begin, before, full, after, BLOCK_Q, MEMBERS
                     )
                     ends = follow_head(ends, terms, first_head + member, first_head + earlier)
-                s, dk, dv, ds, ends = _visit_queries(
-                    s, dk, dv, ds, ends, keys, values, tiles, of_dq, barriers, start, key, end_kv,
-                    step, last, rule, terms, pairs, member, reach_left, reach_right, problem,
-                    marks, alike, queries.size, CONSUMER, FUSED, masked, False, HEAD_DIM,
-                    HEAD_DIM_V,
-                )  # fmt: skip
+                is_far = False
+                if SPLITS and not masked:
+                    sides = table_sides(terms, pairs.position - start, 64, BLOCK_Q)
+                    is_far = sides[0] | sides[1]
+                for far in gl.static_range(2 if SPLITS and not masked else 1):
+                    if not SPLITS or masked or is_far == (far == 1):
+                        s, dk, dv, ds, ends = _visit_queries(
+                            s, dk, dv, ds, ends, keys, values, tiles, of_dq, barriers, start, key,
+                            end_kv, step, last, rule, terms, pairs, member, reach_left, reach_right,
+                            problem, marks, alike, queries.size, CONSUMER, FUSED, masked, False,
+                            far == 1, HEAD_DIM, HEAD_DIM_V,
+                        )  # fmt: skip
                 index += 1
                 step += 1
 
@@ -520,6 +529,7 @@ def _visit_queries(
     FUSED: gl.constexpr,
     MASKED: gl.constexpr,
     FIRST: gl.constexpr,
+    FAR: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
@@ -537,6 +547,7 @@ def _visit_queries(
         shared memory is read for q and dout alone.
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
     alike: the tile's queries and the keys are of one segment.
+    FAR: as `terms.add_terms` takes it.
     size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
@@ -581,7 +592,7 @@ def _visit_queries(
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
             s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks,
-            of_queries, MASKED, terms, own, of_tile,
+            of_queries, MASKED, terms, own, of_tile, FAR,
         )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
@@ -615,7 +626,7 @@ def _visit_queries(
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
             now, lse2, start, key, end, rule, window_left, window_right, problem, marks, of_queries,
-            MASKED, terms, own, of_tile,
+            MASKED, terms, own, of_tile, FAR,
         )  # fmt: skip
     p = gl.exp2(power)
     kept = drop(p, terms, of_tile.kept, True).to(dtype)
@@ -642,7 +653,7 @@ def _visit_queries(
     exact = p * (dp - delta[None, :])
     if terms.drelative is not None:
         ends = add_relative_gradient(
-            ends, terms, pairs.head + member, pairs.position - start, exact
+            ends, terms, pairs.head + member, pairs.position - start, exact, FAR
         )
     ds = pack(exact, dtype)
     if AHEAD:

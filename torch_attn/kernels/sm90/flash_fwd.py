@@ -99,7 +99,6 @@ from torch_attn.kernels.explicit.wgmma_terms import (
     add_to_products,
     draw_masks,
     drop_packed,
-    finish_sums,
     shifted_softmax_update,
 )
 from torch_attn.kernels.library.mask import mask_argument
@@ -635,8 +634,6 @@ def _consume(
                     else:
                         e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked or ADDS)
                     # Rescale what was accumulated
-                    if ADDS or DROPS:
-                        finish_sums(l_i)
                     acc, p = wait_product(acc, p)
                     arrive(V_READ + previous, READERS)
                     acc = scale_rows(acc, alpha)

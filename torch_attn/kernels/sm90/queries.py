@@ -329,18 +329,19 @@ def hand_back_bias(terms):
 @gluon.jit
 def exponents(
     s, lse2, start_q, key, end, rule, window_left, window_right, problem, marks, of_queries,
-    MASKED: gl.constexpr, terms, own, of_tile,
+    MASKED: gl.constexpr, terms, own, of_tile, FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
 
     end: the first key that does not exist, counted as `key` is; None where others hide them.
     problem, marks, of_queries: as `hide_queries` takes them.
     terms, own, of_tile: of the scores, their head, and the tile.
+    FAR: as `terms.add_terms` takes it.
     """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
         s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED, terms, own,
-        of_tile, True,
+        of_tile, True, FAR,
     )  # fmt: skip
     if MASKED:
         s = hide_queries(s, problem, marks, start_q, of_queries)
