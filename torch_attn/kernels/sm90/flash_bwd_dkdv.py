@@ -318,8 +318,10 @@ def _consume_queries(
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
-    # Tiles that are far off have their own code: beside that of the others ptxas spills in it.
-    SPLITS: gl.constexpr = FUSED and terms.drelative is not None
+    # Tiles that are far off in a table have code of their own: beside that of the others ptxas
+    # spills in it. Small heads leave it the registers.
+    LARGE: gl.constexpr = not is_small(HEAD_DIM, HEAD_DIM_V, False, False)
+    SPLITS: gl.constexpr = FUSED and LARGE and terms.drelative is not None
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # over all items
