@@ -136,8 +136,9 @@ def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
     q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
     append_kv(k_new, v_new, *p.cache)
     near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)
-    ends = torch.full(p.k_new.shape[:2] if tokens else (len(q), 1), 2, dtype=torch.int32)
-    options = {"sinks": p.sinks, "tree_ends": ends.to(q.device), "return_lse": True}
+    shape = p.k_new.shape[:2] if tokens else (len(q), 1)
+    ends = torch.full(shape, 2, dtype=torch.int32, device=q.device)
+    options = {"sinks": p.sinks, "tree_ends": ends, "return_lse": True}
     far = paged_decode(q, *p.cache, softcap=8.0, scale=0.3, **options)
     outs, lses = (torch.stack(parts) for parts in zip(near, far, strict=True))
     return merge_states(outs, lses)
