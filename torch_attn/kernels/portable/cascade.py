@@ -120,6 +120,7 @@ def shared_pages_kernel(
     token = row // GROUP_SIZE % TOKENS
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
 
+    # Nothing is hoisted: the search needs the registers before the products do.
     for which in tl.range(0, num_leaders, disable_licm=True):
         # Find the split's share of the keys.
         leader = tl.sum(tl.where(leads & (place == which), sequence, 0), 0)
