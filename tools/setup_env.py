@@ -41,8 +41,12 @@ def main() -> None:
     minor = min(sys.version_info.minor, 12)
     constraints = ROOT / "tools" / f"constraints-py3{minor}.txt"
     stamp = arguments.venv / "twin-attention.json"
-    key = environment_key(project, constraints)
     state = json.loads(stamp.read_text()) if stamp.exists() else {}
+    if Path(sys.prefix).resolve() == arguments.venv.resolve():
+        # It is active. Its own Python would make it from itself, and first remove all it holds.
+        python = state.get("python", f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}")
+        os.execv(python, [python, *sys.argv])
+    key = environment_key(project, constraints)
     provided = set(state["extras"]) if state.get("key") == key else set()
     missing_extras = sorted(set(arguments.extras) - provided)
     if not missing_extras:
@@ -54,12 +58,19 @@ def main() -> None:
         for framework in project["optional-dependencies"][side]
     )
     if not provided:
+        if (arguments.venv / "pyvenv.cfg").exists() and not stamp.exists():
+            sys.exit(
+                f"setup: {arguments.venv} holds an environment that this has not made. Remove it,"
+                " or name another place: make VENV=folder"
+            )
         create(arguments.venv, overlay)
+        stamp.write_text(json.dumps({"extras": [], "python": sys.executable}))
     if overlay:
         add_missing(arguments.venv, requirements(project, missing_extras))
     else:
         install_pinned(arguments.venv, constraints, missing_extras)
-    stamp.write_text(json.dumps({"key": key, "extras": sorted(provided | set(missing_extras))}))
+    extras = sorted(provided | set(missing_extras))
+    stamp.write_text(json.dumps({"key": key, "extras": extras, "python": sys.executable}))
 
 
 def environment_key(project: dict, constraints: Path) -> str:
