@@ -11,13 +11,14 @@ there, so that no rank passes on what another one sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -274,20 +275,25 @@ class _Problem(NamedTuple):
             return getattr(reference, operation)(*operands, spec, backends.elsewhere)
         return run_on_platform(backends, operation, spec, *operands)
 
-    def hops(self, q: Array, k: Array, v: Array) -> Iterator[tuple[int, PartialOperands]]:
-        """Return the distance and the operands of each hop, own keys first.
+    def hops(
+        self, operation: str, q: Array, k: Array, v: Array
+    ) -> Iterator[tuple[int, PartialOperands]]:
+        """Yield the distance and the operands of each hop.
 
-        A rank that needs no keys at a distance gets zeros, of which its queries see none.
+        A forward begins with own keys, while the next ones come. A backward ends with them, while
+        the last gradients go back. A rank that needs no keys at a distance gets zeros, of which its
+        queries see none.
         """
         plan, window = self.plan, self.options.window
-        begins, ends = (jnp.asarray(x)[self.positions(0)] for x in plan.bounds(window))
+        seen = intervals_of(*plan.bounds(window), np.arange(plan.seq_len))
+        in_sequence = Intervals(*map(jnp.asarray, seen))
         if self.exchange == "gather":
-            keys = (_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v))
-            whole = jnp.arange(plan.seq_len, dtype=jnp.int32)
-            yield 0, _operands(q, tuple(keys), intervals_of(begins, ends, whole))
+            whole = [_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v)]
+            yield 0, PartialOperands(q, whole[0], whole[1], *self.intervals(in_sequence, None))
             return
         needed = plan.needed(window)
-        for distance in self.distances:
+        first, *others = self.distances
+        for distance in [*others, first] if operation == "partial_bwd" else [first, *others]:
             keys = k, v
             if distance:
                 routes = [
@@ -295,14 +301,26 @@ class _Problem(NamedTuple):
                     for rank in range(plan.size)
                     if needed[to := (rank + distance) % plan.size, rank]
                 ]
-                keys = lax.ppermute((k, v), self.axis_name, routes)
-            bounds = intervals_of(begins, ends, self.positions(distance))
-            yield distance, _operands(q, keys, bounds)
+                keys = lax.ppermute(keys, self.axis_name, routes)
+            intervals = self.intervals(in_sequence, distance)
+            yield distance, PartialOperands(q, keys[0], keys[1], *intervals)
 
-    def positions(self, distance: int) -> Array:
-        """Return the positions of the tokens of the rank at a distance before this one."""
-        rank = (lax.axis_index(self.axis_name) - distance) % self.plan.size
-        return jnp.asarray(self.plan.positions_by_rank)[rank]
+    def intervals(self, in_sequence: Intervals, distance: int | None) -> Intervals:
+        """Return which keys of the rank at a distance before this one its queries see.
+
+        Args:
+            in_sequence: which tokens each token sees.
+            distance: of the rank; None is the keys of all ranks, in the order of the sequence.
+        """
+        rank, positions = lax.axis_index(self.axis_name), jnp.asarray(self.plan.positions_by_rank)
+        seen = [x[positions[rank]] for x in in_sequence[:2]]
+        seeing = in_sequence[2:]
+        if distance is not None:
+            rank_kv = (rank - distance) % self.plan.size
+            seen = [_count_before(self.plan, rank_kv, x) for x in seen]
+            seeing = [x[positions[rank_kv]] for x in seeing]
+        seeing = [_count_before(self.plan, rank, x) for x in seeing]
+        return Intervals(seen[0], seen[1], seeing[0], seeing[1])
 
     def send_back(self, distance: int, gradients: tuple[Array, ...]) -> tuple[Array, ...]:
         """Send gradients of keys to the rank that holds them; returns what others send here."""
@@ -313,9 +331,11 @@ class _Problem(NamedTuple):
         return lax.ppermute(gradients, self.axis_name, routes)
 
 
-def _operands(q: Array, keys: tuple[Array, ...], bounds: Intervals) -> PartialOperands[Array]:
-    k, v = keys
-    return PartialOperands(q, k, v, *bounds)
+def _count_before(plan: ContextPlan, rank: Array, positions: Array) -> Array:
+    """Return how many tokens of a rank are before each position, [S] int32."""
+    starts, counts, step = plan.runs
+    before = -(-(positions[:, None] - jnp.asarray(starts)[rank]) // step)
+    return jnp.sum(jnp.clip(before, 0, jnp.asarray(counts)[rank]), 1, dtype=jnp.int32)
 
 
 def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
@@ -332,7 +352,7 @@ def _attention(problem, q, k, v, sinks):
 
 def _forward(problem, q, k, v, sinks):
     out = lse = None
-    for distance, operands in problem.hops(q, k, v):
+    for distance, operands in problem.hops("partial_fwd", q, k, v):
         first, last = distance == 0, distance == problem.distances[-1]
         operands = operands._replace(sinks=sinks if first else None)
         spec = replace(problem.part(operands), first=first, last=last)
@@ -348,15 +368,15 @@ def _attention_fwd(problem, q, k, v, sinks):
 def _attention_bwd(problem, residuals, gradients):
     (q, k, v, sinks, out, lse), (dout, dlse) = residuals, gradients
     carry: GradientCarry[Array] | None = None
-    of_keys: list[Array] = []
-    for distance, operands in problem.hops(q, k, v):
+    of_others: Sequence[Array] = ()
+    own: Sequence[Array] = ()
+    for distance, operands in problem.hops("partial_bwd", q, k, v):
         spec = problem.part(operands)
-        carry, *found = problem.run("partial_bwd", spec, dout, dlse, operands, out, lse, carry)
+        carry, *own = problem.run("partial_bwd", spec, dout, dlse, operands, out, lse, carry)
         if distance:
-            found = problem.send_back(distance, tuple(found))
-            found = [x + y for x, y in zip(of_keys, found, strict=True)]
-        of_keys = found
-    assert carry is not None  # own keys are the first hop
+            of_others = _sum(of_others, problem.send_back(distance, tuple(own)))
+    assert carry is not None
+    of_keys = _sum(of_others, own)  # own keys are the last hop
     dq = problem.run("partial_dq", spec, q, carry)
     if problem.exchange == "gather":
         parts = (_by_rank(x, problem.plan) for x in of_keys)
@@ -367,6 +387,11 @@ def _attention_bwd(problem, residuals, gradients):
         p = jnp.exp(sinks[:, None] - lse)
         dsinks = -jnp.sum(p * carry.delta[..., : lse.shape[-1]], (0, 2))
     return dq, dk, dv, dsinks
+
+
+def _sum(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
+    """Return the sum of arrays, where there are none so far the others."""
+    return [x + y for x, y in zip(xs, ys, strict=True)] if xs else ys
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -33,6 +33,19 @@ def test_one_device(exchange):
     assert jnp.allclose(out, flash_attention(Q, K, V, causal=True), atol=1e-4)
 
 
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_who_sees_whom_takes_no_loop(exchange):
+    """A search on the device is a loop of many launches, half a millisecond of a GPU."""
+
+    def loss(q, k, v):
+        call = {"plan": context_plan(24, 1), "axis_name": "context", "mesh": MESH}
+        return context_attention(
+            q, k, v, exchange=exchange, implementation="reference", **call
+        ).sum()
+
+    assert not re.search(r"while\[|scan\[", str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(Q, K, V)))
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

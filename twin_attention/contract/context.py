@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace, device, is_jax_array
@@ -43,6 +43,20 @@ class Intervals(NamedTuple):
     key_ends: Any
     query_begins: Any
     query_ends: Any
+
+
+class Runs(NamedTuple):
+    """The positions of each rank's tokens as runs, in the order of the sequence.
+
+    Attributes:
+        starts: [size, runs] int32, the first position of each run.
+        counts: [size, runs] int32, its tokens; 0 for runs that only other ranks have.
+        step: from one position of a run to the next.
+    """
+
+    starts: np.ndarray
+    counts: np.ndarray
+    step: int
 
 
 @dataclass(frozen=True)
@@ -106,6 +120,20 @@ class ContextPlan:
         """The positions of each rank's tokens, [size, local_len] int32."""
         order = np.argsort(self.owners, kind="stable").astype(np.int32)
         return order.reshape(self.size, self.local_len)
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The positions of each rank's tokens, as runs."""
+        step = self.size if self.layout == "stripe" else 1
+        of_ranks = [
+            np.split(x, np.flatnonzero(np.diff(x) != step) + 1) for x in self.positions_by_rank
+        ]
+        most = max(map(len, of_ranks))
+        starts, counts = np.zeros((2, self.size, most), np.int32)
+        for rank, runs in enumerate(of_ranks):
+            starts[rank, : len(runs)] = [run[0] if len(run) else 0 for run in runs]
+            counts[rank, : len(runs)] = [len(run) for run in runs]
+        return Runs(starts, counts, step)
 
     @cached_property
     def order(self) -> np.ndarray:
@@ -180,20 +208,19 @@ class ContextPlan:
         return tuple(d for d in range(self.size) if needed[rank, (rank - d) % self.size].any())
 
 
-def intervals_of(begins: Any, ends: Any, positions: Any) -> Intervals:
+def intervals_of(begins: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> Intervals:
     """Return which keys each query sees, from positions that it sees and the keys' positions.
 
     Args:
         begins, ends: [Sq] int32, the first position that each query sees, and after its last.
         positions: [Skv] int32, increasing.
     """
-    xp = array_namespace(begins, positions)
 
-    def search(bounds: Any, x: Any, side: str) -> Any:
-        return xp.astype(xp.searchsorted(bounds, x, side=side), xp.int32)
+    def search(bounds: np.ndarray, x: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
+        return np.searchsorted(bounds, x, side=side).astype(np.int32)
 
     query_begins = search(ends, positions, "right")
-    query_ends = xp.maximum(search(begins, positions, "right"), query_begins)
+    query_ends = np.maximum(search(begins, positions, "right"), query_begins)
     return Intervals(
         search(positions, begins, "left"), search(positions, ends, "left"), query_begins, query_ends
     )
