@@ -69,7 +69,11 @@ def check_implementation(implementation: Implementation | None) -> None:
 
 
 def choose(
-    implementation: Implementation | None, operation: str, target: str | None, spec: Spec
+    implementation: Implementation | None,
+    operation: str,
+    target: str | None,
+    spec: Spec,
+    only_own: bool = False,
 ) -> tuple[Backend, tuple[str, ...]]:
     """Choose what runs a problem; see `twin_attention.targets.family.choose`.
 
@@ -78,17 +82,23 @@ def choose(
         operation: the function that is to run, such as "flash_fwd".
         target: whose code runs on CUDA devices, or None for another platform.
         spec: the problem.
+        only_own: None takes no family of `torch_attn`.
 
     Raises:
         NotImplementedError: the family asked for does not support the problem there.
     """
     # A process without a GPU traces for one each time, and seldom lowers what it traced.
-    may_import = bool(cuda_devices()) or requested_target() is not None
+    has_gpu = bool(cuda_devices()) or requested_target() is not None
+    may_import = has_gpu and not only_own
     return family.choose("pallas_attn", implementation, operation, spec, target, True, may_import)
 
 
 def choose_backends(
-    implementation: Implementation | None, operation: str, device: Device | None, spec: Spec
+    implementation: Implementation | None,
+    operation: str,
+    device: Device | None,
+    spec: Spec,
+    only_own: bool = False,
 ) -> Backends:
     """Choose what runs a problem on each platform.
 
@@ -98,6 +108,7 @@ def choose_backends(
         device: where the operands are, None while that is not known. It decides the target
             (`pallas_attn.targets.target_of`).
         spec: the problem.
+        only_own: None takes no family of `torch_attn`.
 
     Raises:
         ValueError: no such implementation.
@@ -112,9 +123,9 @@ def choose_backends(
     if device is not None and device not in cuda_devices():
         # First, so that a refusal says what is wrong on this device.
         elsewhere, _ = choose(implementation, operation, None, spec)
-        cuda, _ = choose(implementation, operation, target, spec)
+        cuda, _ = choose(implementation, operation, target, spec, only_own)
     else:
-        cuda, _ = choose(implementation, operation, target, spec)
+        cuda, _ = choose(implementation, operation, target, spec, only_own)
         compiles_only = cuda.runs_kernels and not cuda.family.has_interpreter
         if implementation is not None and compiles_only:
             elsewhere = cuda

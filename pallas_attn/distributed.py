@@ -11,7 +11,7 @@ there, so that no rank passes on what another one sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -127,7 +127,7 @@ def context_attention(
             XLA's.
         return_lse: return the log-sum-exp as well. It is differentiable.
         implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference",
-            and by name alone "gluon" on SM90 and "torch_triton".
+            and with PyTorch installed "gluon" on SM90 and "torch_triton".
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
@@ -269,8 +269,11 @@ class _Problem(NamedTuple):
         return PartialSpec.of(operands, operands.q.dtype.name, self.options)
 
     def run(self, operation: str, spec: PartialSpec, *operands: Any) -> Any:
-        """Run a family's function: "partial_fwd", "partial_bwd" or "partial_dq"."""
-        backends = choose_backends(self.implementation, operation, None, spec)
+        """Run a family's function: "partial_fwd", "partial_bwd" or "partial_dq".
+
+        None is a family of `pallas_attn`; see `_on_each_platform`.
+        """
+        backends = choose_backends(self.implementation, operation, None, spec, only_own=True)
         if spec.is_empty:  # runs no kernel
             return getattr(reference, operation)(*operands, spec, backends.elsewhere)
         return run_on_platform(backends, operation, spec, *operands)
@@ -345,9 +348,31 @@ def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[
     return once(_attention(problem, q, k, v, sinks), PartialSpec.function)
 
 
+def _on_each_platform(
+    function: Callable[..., Any], operation: str, problem: _Problem, *operands: Any
+) -> Any:
+    """Run all hops, by None with kernels of `torch_attn` on CUDA where they are faster.
+
+    One choice is for all hops: what a hop of a backward leaves for the next is laid out in the way
+    of its family. Ranks of `vmap` run families of `pallas_attn`: JAX differentiates no exchange
+    among them that is in a branch.
+    """
+    of_mesh = problem.axis_name in jax.sharding.get_abstract_mesh().axis_names
+    if problem.implementation is None and of_mesh:
+        q, k, v = jax.tree.leaves(operands)[:3]
+        spec = problem.part(PartialOperands(q, k, v, *[None] * 4))
+        cuda = choose_backends(None, operation, None, spec).cuda.family
+        if cuda.is_foreign:
+            of_cuda = problem._replace(implementation=cuda.name)
+            return lax.platform_dependent(
+                *operands, cuda=partial(function, of_cuda), default=partial(function, problem)
+            )
+    return function(problem, *operands)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(problem, q, k, v, sinks):
-    return _forward(problem, q, k, v, sinks)
+    return _on_each_platform(_forward, "partial_fwd", problem, q, k, v, sinks)
 
 
 def _forward(problem, q, k, v, sinks):
@@ -361,11 +386,15 @@ def _forward(problem, q, k, v, sinks):
 
 
 def _attention_fwd(problem, q, k, v, sinks):
-    out, lse = _forward(problem, q, k, v, sinks)
+    out, lse = _on_each_platform(_forward, "partial_fwd", problem, q, k, v, sinks)
     return (out, lse), (q, k, v, sinks, out, lse)
 
 
 def _attention_bwd(problem, residuals, gradients):
+    return _on_each_platform(_backward, "partial_bwd", problem, residuals, gradients)
+
+
+def _backward(problem, residuals, gradients):
     (q, k, v, sinks, out, lse), (dout, dlse) = residuals, gradients
     carry: GradientCarry[Array] | None = None
     of_others: Sequence[Array] = ()

@@ -20,6 +20,7 @@ from interop.parity.cases import KINDS, ContextCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import Subject, run, supports
 from pallas_attn import explain, foreign, triton_call
+from pallas_attn.distributed import context_attention
 from pallas_attn.flash_ops import DENSE, PACKED
 from tests.oracle import assert_within_budget
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
@@ -33,7 +34,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import config, ptx
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.describe import describe
-from twin_attention.targets.family import FOREIGN, Backend, choose, families_of
+from twin_attention.targets.family import FOREIGN, Backend, choose
 from twin_attention.targets.target import NUM_SMS, use_target
 
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
@@ -430,15 +431,47 @@ def test_parts_that_are_refused(change, operation, target, reason):
         choose("pallas_attn", "gluon", operation, spec, target, True)
 
 
-def test_parts_are_taken_by_name_alone(monkeypatch):
-    """On a JAX without the Triton lowering of Pallas too."""
-    whose = [family for family in families_of("pallas_attn") if family.folder == "sm90"]
-    assert [x.supports("partial_bwd", RANKS.part, "sm90") is None for x in whose] == [False, True]
-    lacks = {"triton": "it is gone"}
-    monkeypatch.setattr("pallas_attn.private.missing", lacks.get)
+LONG = replace(RANKS, seq_q=32768, seq_kv=32768, ranks=1, heads_q=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "target", "name"),
+    [
+        ({}, "sm90", "gluon"), ({"deterministic": True}, "sm90", "triton"),
+        ({"head_dim": 192}, "sm90", "triton"), ({"seq_kv": 16}, "sm90", "triton"),
+        ({}, "sm80", "triton"),
+    ],
+)  # fmt: skip
+def test_none_takes_parts_where_they_are_faster(change, target, name):
+    part = replace(LONG.part, **change)
+    chosen, _ = choose("pallas_attn", None, "partial_bwd", part, target, True)
+    assert chosen.family.name == name
+
+
+def test_none_takes_parts_without_the_triton_lowering_of_pallas(monkeypatch):
+    monkeypatch.setattr("pallas_attn.private.missing", {"triton": "it is gone"}.get)
     chosen, passed_over = choose("pallas_attn", None, "partial_bwd", RANKS.part, "sm90", True)
-    assert chosen.family.name == "reference"
-    assert "gluon: JAX takes its kernels of parts of a sequence by name alone" in passed_over
+    assert chosen.family.name == "gluon"
+    assert "triton: it is gone" in passed_over
+
+
+def test_ranks_of_vmap_run_own_kernels_by_none():
+    """Elsewhere than on CUDA, too: what is not lowered there is in the program until then."""
+    q = jax.ShapeDtypeStruct((1, LONG.seq_q, LONG.heads_q, 64), "bfloat16")
+    call = {"plan": LONG.plan, "axis_name": "context", "exchange": "ring"}
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(attend, q):
+        return jnp.sum(attend(q, q, q).astype("float32"))
+
+    with use_target("sm90"):
+        over_mesh = partial(loss, partial(context_attention, mesh=mesh, **call))
+        of_vmap = partial(loss, jax.vmap(partial(context_attention, **call), axis_name="context"))
+        programs = [
+            str(jax.make_jaxpr(jax.grad(over_mesh))(q)),
+            str(jax.make_jaxpr(jax.grad(of_vmap))(jax.ShapeDtypeStruct((1, *q.shape), q.dtype))),
+        ]
+    assert ["pure_callback" in x for x in programs] == [True, False]
 
 
 def test_no_interpreter_runs_them_outside_jit():

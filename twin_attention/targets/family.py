@@ -293,8 +293,7 @@ FOREIGN = {
     ),
     "pallas_attn": tuple(
         Family(
-            name, "torch_attn", folder, supports=_jax_runs(supports), slower=foreign.by_name_alone,
-            is_foreign=True, faster=faster,
+            name, "torch_attn", folder, supports=_jax_runs(supports), faster=faster, is_foreign=True
         )
         for name, folder, supports, faster in (
             ("gluon", "sm80", _gluon_sm80_supports, _never_faster),

@@ -45,7 +45,6 @@ from twin_attention.contract.cost import backward_flops, forward_flops
 from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
-    PartialSpec,
     VarlenSpec,
     Window,
 )
@@ -54,7 +53,7 @@ from twin_attention.targets.kernels import Spec
 
 # Of the host, for a launch in JAX: 6 us were measured on an H100, and its own take 2 to 3 us.
 _SECONDS_OF_LAUNCH = 1e-5
-_LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3}
+_LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3, "partial_fwd": 1, "partial_bwd": 3}
 _FLOPS_OF_SECOND = 4e14
 _SHORT = 1024  # tokens
 
@@ -77,27 +76,15 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     if sm90.slower(operation, spec, target) is not None:
         return False
     head_dim, launches = max(spec.head_dim, spec.head_dim_v), _LAUNCHES[operation]
-    is_packed = isinstance(spec, VarlenSpec)
+    is_packed, is_backward = isinstance(spec, VarlenSpec), operation.endswith("bwd")
     if spec.segmented or spec.tree:
         launches += 1  # of the lists of tiles
     if sm90.mosaic_leaves(operation, spec) is not None:
         faster = True  # than portable kernels
     else:
-        is_backward = operation == "flash_bwd"
         faster = is_backward and (is_packed or _dense_backward_is_faster(spec, head_dim))
-    faster = faster and not (operation == "flash_bwd" and spec.deterministic)
+    faster = faster and not (is_backward and spec.deterministic)
     return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
-
-
-def by_name_alone(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why JAX leaves a problem to the families behind these, or None.
-
-    Families do not agree on the layout of dq's sums, which one step of a backward leaves for the
-    next, and None may take one for each platform.
-    """
-    if isinstance(spec, PartialSpec):
-        return "JAX takes its kernels of parts of a sequence by name alone"
-    return None
 
 
 def _dense_backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
@@ -114,7 +101,7 @@ def _flops(operation: str, spec: AttentionSpec) -> int:
 
     Which of them ids and ends hide is data on the device. Packed sequences count as of one length.
     """
-    count = forward_flops if operation == "flash_fwd" else backward_flops
+    count = forward_flops if operation.endswith("fwd") else backward_flops
     if not isinstance(spec, VarlenSpec):
         return count(spec)
     number = max(1, spec.num_sequences)
