@@ -37,6 +37,7 @@ from pallas_attn.operands import operand
 from twin_attention.contract.context import (
     ContextPlan,
     Intervals,
+    Runs,
     context_plan,
     intervals_of,
     shard_sequence,
@@ -44,8 +45,10 @@ from twin_attention.contract.context import (
 )
 from twin_attention.contract.exchange import (
     EXCHANGES,
+    Hop,
     choose_exchange,
     describe_exchange,
+    equal_hops,
     problem_of_rank,
 )
 from twin_attention.contract.operands import (
@@ -259,11 +262,6 @@ class _Problem(NamedTuple):
     options: FlashOptions
     implementation: Implementation | None
 
-    @property
-    def distances(self) -> tuple[int, ...]:
-        """Return the distance of each hop, own keys first."""
-        return (0,) if self.exchange == "gather" else self.plan.distances(self.options.window)
-
     def part(self, operands: PartialOperands[Array]) -> PartialSpec:
         """Return the problem of a hop's operands."""
         return PartialSpec.of(operands, operands.q.dtype.name, self.options)
@@ -280,8 +278,8 @@ class _Problem(NamedTuple):
 
     def hops(
         self, operation: str, q: Array, k: Array, v: Array
-    ) -> Iterator[tuple[int, PartialOperands]]:
-        """Yield the distance and the operands of each hop.
+    ) -> Iterator[tuple[Hop | None, PartialOperands]]:
+        """Yield each hop and its operands, None for the keys of all ranks at once.
 
         A forward begins with own keys, while the next ones come. A backward ends with them, while
         the last gradients go back. A rank that needs no keys at a distance gets zeros, of which its
@@ -289,56 +287,62 @@ class _Problem(NamedTuple):
         """
         plan, window = self.plan, self.options.window
         seen = intervals_of(*plan.bounds(window), np.arange(plan.seq_len))
-        in_sequence = Intervals(*map(jnp.asarray, seen))
+        # After the last token, for keys that are there to make equally many of all ranks.
+        in_sequence = Intervals(*(jnp.append(x, jnp.int32(plan.seq_len)) for x in seen))
         if self.exchange == "gather":
             whole = [_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v)]
-            yield 0, PartialOperands(q, whole[0], whole[1], *self.intervals(in_sequence, None))
+            yield None, PartialOperands(q, whole[0], whole[1], *self.intervals(in_sequence, None))
             return
-        needed = plan.needed(window)
-        first, *others = self.distances
-        for distance in [*others, first] if operation == "partial_bwd" else [first, *others]:
-            keys = k, v
-            if distance:
-                routes = [
-                    (rank, to)
-                    for rank in range(plan.size)
-                    if needed[to := (rank + distance) % plan.size, rank]
-                ]
-                keys = lax.ppermute(keys, self.axis_name, routes)
-            intervals = self.intervals(in_sequence, distance)
-            yield distance, PartialOperands(q, keys[0], keys[1], *intervals)
+        first, *others = equal_hops(plan, window)
+        for hop in [*others, first] if operation == "partial_bwd" else [first, *others]:
+            keys = (k, v) if hop is first else self.fetch(hop, k, v)
+            yield hop, PartialOperands(q, keys[0], keys[1], *self.intervals(in_sequence, hop))
 
-    def intervals(self, in_sequence: Intervals, distance: int | None) -> Intervals:
-        """Return which keys of the rank at a distance before this one its queries see.
+    def intervals(self, in_sequence: Intervals, hop: Hop | None) -> Intervals:
+        """Return which keys of a hop this rank's queries see, of None those of all ranks.
 
         Args:
-            in_sequence: which tokens each token sees.
-            distance: of the rank; None is the keys of all ranks, in the order of the sequence.
+            in_sequence: which tokens each token sees, and after the last one none.
+            hop: whose keys; None is the whole sequence, in its order.
         """
-        rank, positions = lax.axis_index(self.axis_name), jnp.asarray(self.plan.positions_by_rank)
-        seen = [x[positions[rank]] for x in in_sequence[:2]]
-        seeing = in_sequence[2:]
-        if distance is not None:
-            rank_kv = (rank - distance) % self.plan.size
-            seen = [_count_before(self.plan, rank_kv, x) for x in seen]
-            seeing = [x[positions[rank_kv]] for x in seeing]
-        seeing = [_count_before(self.plan, rank, x) for x in seeing]
+        rank, of_ranks = lax.axis_index(self.axis_name), self.plan.positions_by_rank
+        own, positions = Runs.of(of_ranks, self.plan.step), jnp.asarray(of_ranks)[rank]
+        seen = [x[positions] for x in in_sequence[:2]]
+        seeing = [x[:-1] for x in in_sequence[2:]]
+        if hop is not None:
+            seen = [_count_before(hop.runs, rank, x) for x in seen]
+            positions = jnp.asarray(hop.positions)[rank]
+            seeing = [x[positions] for x in in_sequence[2:]]
+        seeing = [_count_before(own, rank, x) for x in seeing]
         return Intervals(seen[0], seen[1], seeing[0], seeing[1])
 
-    def send_back(self, distance: int, gradients: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Send gradients of keys to the rank that holds them; returns what others send here."""
-        size, needed = self.plan.size, self.plan.needed(self.options.window)
-        routes = [
-            (rank, to) for rank in range(size) if needed[rank, to := (rank - distance) % size]
-        ]
-        return lax.ppermute(gradients, self.axis_name, routes)
+    def fetch(self, hop: Hop, k: Array, v: Array) -> tuple[Array, Array]:
+        """Send the keys that other ranks need, and return what comes, zeros for none."""
+        keys = k, v
+        if hop.sent is not None:
+            rows = jnp.asarray(hop.sent)[lax.axis_index(self.axis_name)]
+            keys = tuple(jnp.take(x, rows, 1, mode="fill", fill_value=0) for x in keys)
+        return lax.ppermute(keys, self.axis_name, hop.routes)
+
+    def send_back(self, hop: Hop, gradients: Sequence[Array]) -> Sequence[Array]:
+        """Send gradients of keys to the rank that holds them.
+
+        Returns:
+            What others send here, for all of this rank's keys.
+        """
+        routes = [(to, rank) for rank, to in hop.routes]
+        arrived = lax.ppermute(tuple(gradients), self.axis_name, routes)
+        if hop.places is None:
+            return arrived
+        places = jnp.asarray(hop.places)[lax.axis_index(self.axis_name)]
+        return [jnp.take(x, places, 1, mode="fill", fill_value=0) for x in arrived]
 
 
-def _count_before(plan: ContextPlan, rank: Array, positions: Array) -> Array:
-    """Return how many tokens of a rank are before each position, [S] int32."""
-    starts, counts, step = plan.runs
-    before = -(-(positions[:, None] - jnp.asarray(starts)[rank]) // step)
-    return jnp.sum(jnp.clip(before, 0, jnp.asarray(counts)[rank]), 1, dtype=jnp.int32)
+def _count_before(runs: Runs, rank: Array, positions: Array) -> Array:
+    """Return how many tokens of a rank's runs are before each position, [S] int32."""
+    starts, counts = (jnp.asarray(x)[rank] for x in runs[:2])
+    before = -(-(positions[:, None] - starts) // runs.step)
+    return jnp.sum(jnp.clip(before, 0, counts), 1, dtype=jnp.int32)
 
 
 def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
@@ -377,8 +381,9 @@ def _attention(problem, q, k, v, sinks):
 
 def _forward(problem, q, k, v, sinks):
     out = lse = None
-    for distance, operands in problem.hops("partial_fwd", q, k, v):
-        first, last = distance == 0, distance == problem.distances[-1]
+    hops = [*problem.hops("partial_fwd", q, k, v)]
+    for number, (_, operands) in enumerate(hops):
+        first, last = number == 0, number == len(hops) - 1
         operands = operands._replace(sinks=sinks if first else None)
         spec = replace(problem.part(operands), first=first, last=last)
         out, lse = problem.run("partial_fwd", spec, operands, out, lse)
@@ -399,11 +404,11 @@ def _backward(problem, residuals, gradients):
     carry: GradientCarry[Array] | None = None
     of_others: Sequence[Array] = ()
     own: Sequence[Array] = ()
-    for distance, operands in problem.hops("partial_bwd", q, k, v):
+    for hop, operands in problem.hops("partial_bwd", q, k, v):
         spec = problem.part(operands)
         carry, *own = problem.run("partial_bwd", spec, dout, dlse, operands, out, lse, carry)
-        if distance:
-            of_others = _sum(of_others, problem.send_back(distance, tuple(own)))
+        if hop is not None and hop.distance:
+            of_others = _sum(of_others, problem.send_back(hop, own))
     assert carry is not None
     of_keys = _sum(of_others, own)  # own keys are the last hop
     dq = problem.run("partial_dq", spec, q, carry)

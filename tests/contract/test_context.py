@@ -57,15 +57,6 @@ def test_each_token_has_one_rank(plan: ContextPlan):
     assert sorted(np.concatenate(held)) == list(range(plan.seq_len))
 
 
-@given(plans())
-def test_runs_are_the_positions_of_each_rank(plan: ContextPlan):
-    starts, counts, step = plan.runs
-    for rank in range(plan.size):
-        runs = zip(starts[rank], counts[rank], strict=True)
-        found = [x + step * np.arange(count) for x, count in runs]
-        assert (np.concatenate(found) == plan.positions(rank)).all()
-
-
 @given(plans(), st.sampled_from(WINDOWS))
 def test_intervals_say_who_sees_whom_from_both_axes(plan: ContextPlan, window: Window):
     seen, covered = whole_mask(plan, window), np.zeros((plan.seq_len,) * 2, int)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.contract.test_context import WINDOWS, plans, whole_mask
 from twin_attention.contract import exchange as module
 from twin_attention.contract.context import ContextPlan, context_plan
-from twin_attention.contract.exchange import choose_exchange, exchange_steps
+from twin_attention.contract.exchange import choose_exchange, equal_hops, exchange_steps
 from twin_attention.contract.spec import AttentionSpec, Window
 
 
@@ -20,7 +20,7 @@ def positions_of(plan: ContextPlan, step) -> np.ndarray:
 
 
 def _forget() -> None:
-    for function in (module.exchange_steps, module._keys_of, module._needed):
+    for function in (exchange_steps, equal_hops, module._keys_of, module._needed):
         function.cache_clear()
 
 
@@ -48,6 +48,43 @@ def test_each_pair_is_seen_once(plan: ContextPlan, window: Window, exchange: str
             assert (np.diff(positions) > 0).all()
             covered[:, positions] += by_query
         assert (covered == seen[plan.positions(rank)]).all()
+
+
+@given(plans(), st.sampled_from(WINDOWS), st.sampled_from([(1, 8), (1, 1), (4, 2)]))
+def test_equal_hops_bring_every_key_that_is_seen(plan: ContextPlan, window: Window, sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in zip(("_BLOCK", "_RUNS_MAX"), sizes, strict=True):
+            patch.setattr(module, name, size)
+        _forget()
+        hops = equal_hops(plan, window)
+    _forget()
+    needed, token = plan.needed(window), np.arange(plan.seq_len)
+    begins, ends = plan.bounds(window)
+    read = np.zeros((plan.size, plan.seq_len), int)
+    for hop in hops:
+        for rank in range(plan.size):
+            holder, positions = (rank - hop.distance) % plan.size, hop.positions[rank]
+            real = positions[positions < plan.seq_len]
+            assert (positions[: len(real)] == real).all()  # what is no key comes last
+            assert ((holder, rank) in hop.routes) == needed[rank, holder]
+            starts, counts = (x[rank] for x in hop.runs[:2])
+            runs = zip(starts, counts, strict=True)
+            found = [x + hop.runs.step * np.arange(count) for x, count in runs]
+            assert (np.concatenate(found) == real).all()
+            read[rank, real] += 1
+            of_holder = plan.positions(holder)
+            if hop.sent is None or hop.places is None:
+                assert (real == of_holder).all()
+                continue
+            sent, places = hop.sent[holder], hop.places[holder]
+            assert (of_holder[sent[sent < plan.local_len]] == real).all()
+            assert (places[sent[: len(real)]] == np.arange(len(real))).all()
+            assert (places < len(positions)).sum() == len(real)
+    for rank in range(plan.size):
+        own = plan.positions(rank)
+        seen = (token >= begins[own, None]) & (token < ends[own, None])
+        assert (read[rank][seen.any(0)] == 1).all()
+    assert read.max(initial=0) <= 1
 
 
 @given(plans(), st.sampled_from(WINDOWS), st.sampled_from(["ring", "gather"]))

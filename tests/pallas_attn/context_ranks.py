@@ -23,6 +23,8 @@ from pallas_attn.distributed import (
     unshard_sequence,
 )
 from tests.oracle import assert_within_budget
+from twin_attention.contract import exchange
+from twin_attention.contract.exchange import equal_hops
 
 CASE = FlashCase("", batch=2, seq_q=64, seq_kv=64, heads_q=4, heads_kv=4, head_dim=16, causal=True)
 OPTIONS = replace(CASE, heads_kv=2, softcap=4.0, sinks=True, window_size=(20, None), head_dim_v=24)
@@ -81,11 +83,16 @@ def check_placed(plan):
 
 
 if __name__ == "__main__":
+    exchange._BLOCK = 4  # few rows, so that some of them stay
+    window = replace(CASE, window_size=(7, None))
+    contiguous = context_plan(64, 4, "contiguous")
+    balanced = context_plan(64, 4, "balanced", DOCUMENTS)
+    for case, plan in ((window, contiguous), (CASE, balanced)):
+        assert any(hop.sent is not None for hop in equal_hops(plan, case.spec.window))
     check_placed(context_plan(64, 4))
     check(OPTIONS, context_plan(64, 4), exchange="ring", implementation="triton")
     check(replace(OPTIONS, dtype="float32"), context_plan(64, 4), exchange="gather")
-    check(CASE, context_plan(64, 4, "balanced", DOCUMENTS), exchange="ring")
+    check(CASE, balanced, exchange="ring")
     check(CASE, context_plan(64, 4, "stripe", DOCUMENTS), exchange="heads")
-    window = replace(CASE, window_size=(15, None))
-    check(window, context_plan(64, 4, "contiguous"), exchange="ring")
+    check(window, contiguous, exchange="ring")
     print("ok")

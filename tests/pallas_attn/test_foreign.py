@@ -437,7 +437,7 @@ LONG = replace(RANKS, seq_q=32768, seq_kv=32768, ranks=1, heads_q=4)
 @pytest.mark.parametrize(
     ("change", "target", "name"),
     [
-        ({}, "sm90", "gluon"), ({"deterministic": True}, "sm90", "triton"),
+        ({}, "sm90", "gluon"), ({"deterministic": True}, "sm90", "gluon"),
         ({"head_dim": 192}, "sm90", "triton"), ({"seq_kv": 16}, "sm90", "triton"),
         ({}, "sm80", "triton"),
     ],

@@ -9,7 +9,7 @@ all that a kernel needs to know (`Intervals`), whatever the layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -46,7 +46,7 @@ class Intervals(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The positions of each rank's tokens as runs, in the order of the sequence.
+    """Increasing positions of tokens, of each rank, as runs.
 
     Attributes:
         starts: [size, runs] int32, the first position of each run.
@@ -57,6 +57,16 @@ class Runs(NamedTuple):
     starts: np.ndarray
     counts: np.ndarray
     step: int
+
+    @classmethod
+    def of(cls, positions: Iterable[np.ndarray], step: int) -> Runs:
+        """Return the runs of each rank's positions, which stand `step` apart within a run."""
+        split = [np.split(x, np.flatnonzero(np.diff(x) != step) + 1) for x in positions]
+        starts, counts = np.zeros((2, len(split), max(map(len, split))), np.int32)
+        for rank, runs in enumerate(split):
+            starts[rank, : len(runs)] = [run[0] if len(run) else 0 for run in runs]
+            counts[rank, : len(runs)] = [len(run) for run in runs]
+        return cls(starts, counts, step)
 
 
 @dataclass(frozen=True)
@@ -121,19 +131,10 @@ class ContextPlan:
         order = np.argsort(self.owners, kind="stable").astype(np.int32)
         return order.reshape(self.size, self.local_len)
 
-    @cached_property
-    def runs(self) -> Runs:
-        """The positions of each rank's tokens, as runs."""
-        step = self.size if self.layout == "stripe" else 1
-        of_ranks = [
-            np.split(x, np.flatnonzero(np.diff(x) != step) + 1) for x in self.positions_by_rank
-        ]
-        most = max(map(len, of_ranks))
-        starts, counts = np.zeros((2, self.size, most), np.int32)
-        for rank, runs in enumerate(of_ranks):
-            starts[rank, : len(runs)] = [run[0] if len(run) else 0 for run in runs]
-            counts[rank, : len(runs)] = [len(run) for run in runs]
-        return Runs(starts, counts, step)
+    @property
+    def step(self) -> int:
+        """From one of a rank's positions to the next, where they lie next to each other."""
+        return self.size if self.layout == "stripe" else 1
 
     @cached_property
     def order(self) -> np.ndarray:

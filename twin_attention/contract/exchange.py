@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from twin_attention.contract.context import ContextPlan, Intervals, intervals_of
+from twin_attention.contract.context import ContextPlan, Intervals, Runs, intervals_of
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
 
 EXCHANGES = ("ring", "gather", "heads")
@@ -73,6 +73,28 @@ class Step(NamedTuple):
         return sum(rows.end - rows.start for rows in self.received)
 
 
+class Hop(NamedTuple):
+    """The keys that each rank reads at a time, of one other rank: equally many for all ranks.
+
+    Attributes:
+        distance: rank r reads keys of rank ``(r - distance) % size``.
+        routes: the ranks that send keys, and to whom.
+        sent: [size, rows] int32, the rows that each rank sends, `local_len` past the last; None for
+            all of its own.
+        places: [size, local_len] int32, where among them each of a rank's rows is, `rows` for those
+            that are not; None for all.
+        positions: [size, rows] int32, of the keys that each rank reads; `seq_len` past the last.
+        runs: the same, without those past the last.
+    """
+
+    distance: int
+    routes: tuple[tuple[int, int], ...]
+    sent: np.ndarray | None
+    places: np.ndarray | None
+    positions: np.ndarray
+    runs: Runs
+
+
 class _Keys(NamedTuple):
     """The first half of a `Step`."""
 
@@ -105,6 +127,40 @@ def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) 
     for distance in _distances(plan, window):
         holders = {q: ((q - distance) % size,) for q in (rank, (rank + distance) % size)}
         found.append(_step(plan, window, rank, holders))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
+    """Return the hops of a ring whose ranks send equally many keys, own keys first.
+
+    Programs that are the same on all ranks need them: keys that one rank sees count for all.
+
+    Args:
+        plan: who holds which tokens.
+        window: `causal` included.
+    """
+    size, local, needed = plan.size, plan.local_len, plan.needed(window)
+    found = []
+    for distance in _distances(plan, window):
+        pairs = [(rank, (rank + distance) % size) for rank in range(size)]
+        rows = [
+            np.concatenate([np.arange(x.start, x.end) for x in runs] or [np.zeros(0, int)])
+            for runs in (_needed(plan, window, to, rank) for rank, to in pairs)
+        ]
+        count = max(map(len, rows))
+        if count == local:
+            rows = [np.arange(local)] * size
+        sent = np.full((size, count), local, np.int32)
+        places = np.full((size, local), count, np.int32)
+        positions = np.full((size, count), plan.seq_len, np.int32)
+        for (rank, to), x in zip(pairs, rows, strict=True):
+            sent[rank, : len(x)], places[rank, x] = x, np.arange(len(x))
+            positions[to, : len(x)] = plan.positions_by_rank[rank, x]
+        routes = tuple((rank, to) for rank, to in pairs if needed[to, rank])
+        received = [x[x < plan.seq_len] for x in positions]
+        of_all = (None, None) if count == local else (sent, places)
+        found.append(Hop(distance, routes, *of_all, positions, Runs.of(received, plan.step)))
     return tuple(found)
 
 

@@ -37,6 +37,10 @@ An H100 took these of the backward alone, without a mask and with a causal one. 
 |---|---|---|
 | bias | 2.05, 1.37; 0.973, 0.814 | 1.48, 0.963; 0.754, 0.615 |
 | relative table | 1.80, 1.07; 1.04, 0.506 | 1.50, 0.657; 0.473, 0.280 |
+
+Parts of a sequence run in JAX's portable kernels alone, too. Two H100s as 2 ranks of 8192 tokens,
+16 heads of 128, causal, "ring", took 1.73 ms forward with these and 1.11 with Gluon's; with the
+backward 5.78 and 4.07, and 5.87 and 4.66 where it is to be deterministic.
 """
 
 from __future__ import annotations
@@ -61,8 +65,8 @@ _SHORT = 1024  # tokens
 def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True where Gluon's SM90 kernels are faster than those of `pallas_attn`.
 
-    A backward that is to be deterministic was not timed, nor a dense one with a window or a
-    softcap.
+    A dense or packed backward that is to be deterministic was not timed, nor a dense one with a
+    window or a softcap.
 
     Args:
         operation: the function that is to run, such as "flash_fwd".
@@ -83,7 +87,8 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
         faster = True  # than portable kernels
     else:
         faster = is_backward and (is_packed or _dense_backward_is_faster(spec, head_dim))
-    faster = faster and not (is_backward and spec.deterministic)
+    if operation == "flash_bwd" and spec.deterministic:
+        return False
     return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
 
 
