@@ -423,7 +423,9 @@ def need_devices(size: int) -> None:
         raise Absent(f"needs {size} GPUs")
 
 
-def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+def over_devices(
+    target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
+) -> Call:
     """Return the call of ranks on as many devices of JAX, in this process.
 
     Raises:
@@ -440,7 +442,7 @@ def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) 
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((case.ranks,), ("context",), auto, devices=devices[: case.ranks])
     placement = jax.NamedSharding(mesh, jax.P(None, "context"))
-    options = {"plan": case.plan, "mesh": mesh, "axis_name": "context", "exchange": "ring"}
+    options = {"plan": case.plan, "mesh": mesh, "axis_name": "context", "exchange": exchange}
     attend = partial(context_attention, **case.options | options)
 
     def place(x: Tensor) -> Any:
@@ -463,6 +465,11 @@ def over_devices(target: str, case: Any, operation: str, tensors: list[Tensor]) 
         return found
 
     return for_target(Call(run, result), target)
+
+
+def over_devices_gathered(target: str, case: Any, operation: str, tensors: list[Tensor]) -> Call:
+    """Return the call of `over_devices` with exchange "gather"."""
+    return over_devices(target, case, operation, tensors, "gather")
 
 
 def time_ranks(

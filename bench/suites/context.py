@@ -122,6 +122,7 @@ RANKS = {
     "torch rank": "in_turn", "torch rank gather": "in_turn_gathered",
     "torch rank host keys": "in_turn_from_host", "torch ring": "together",
     "torch gather": "together_gathered", "jax ring": "over_devices",
+    "jax gather": "over_devices_gathered",
 }  # fmt: skip
 
 

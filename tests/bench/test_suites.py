@@ -312,7 +312,14 @@ CONTEXT_CASE = context.ContextCase(
 SINGLE = replace(CHUNK_CASE, name="single", new_tokens=(1, 1, 1))
 DRAFTS = replace(DECODE_CASE, name="drafts", lengths=(9, 33), tokens=7, tree="drafts")
 INT8 = replace(DECODE_CASE, tokens=None, kv_dtype="int8")
-ON_A_GPU = {"torch ring", "torch gather", "jax ring", "jax dense", "jax triton dense"}  # on several
+ON_A_GPU = {
+    "torch ring",
+    "torch gather",
+    "jax ring",
+    "jax gather",
+    "jax dense",
+    "jax triton dense",
+}  # on several
 ON_A_GPU |= {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
 
 
