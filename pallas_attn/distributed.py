@@ -121,7 +121,7 @@ def context_attention(
         mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
             but that of the tokens are replicated.
         exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None: "ring" or "gather", by an estimate of their times.
+            evenly; None is "ring".
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient inside `shard_map` is this rank's
@@ -180,7 +180,7 @@ def context_attention(
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
     part = PartialOperands(*described[:3], *[None] * 4)
     spec = PartialSpec.of(part, described.q.dtype, options)
-    chosen, _ = choose_exchange(exchange, plan, options.window, spec)
+    chosen, _ = choose_exchange(exchange, plan, options.window, spec, one_program=True)
     problem = _Problem(plan, axis_name, chosen, options, implementation)
     attend = _attend_heads if chosen == "heads" else _attend_in_hops
     out, lse = attend(problem, operands)
@@ -213,8 +213,8 @@ def problem_of_context(
     part = PartialOperands(*described[:3], *[None] * 4)
     spec = PartialSpec.of(part, described.q.dtype, checked)
     spec = replace(spec, seq_q=plan.local_len, seq_kv=plan.local_len)
-    chosen, _ = choose_exchange(exchange, plan, checked.window, spec)
-    said = describe_exchange(exchange, plan, checked.window, spec)
+    chosen, _ = choose_exchange(exchange, plan, checked.window, spec, one_program=True)
+    said = describe_exchange(exchange, plan, checked.window, spec, one_program=True)
     return tuple(operands[:4]), problem_of_rank(chosen, spec, plan, checked), said
 
 

@@ -282,7 +282,11 @@ def _pieces(holder_of: np.ndarray, token_of: np.ndarray) -> list[Rows]:
 
 
 def choose_exchange(
-    exchange: str | None, plan: ContextPlan, window: Window, spec: AttentionSpec
+    exchange: str | None,
+    plan: ContextPlan,
+    window: Window,
+    spec: AttentionSpec,
+    one_program: bool = False,
 ) -> tuple[str, str]:
     """Return how ranks exchange keys, and why.
 
@@ -292,9 +296,12 @@ def choose_exchange(
         plan: of the sequence.
         window: `causal` included.
         spec: of a rank's queries and its own keys.
+        one_program: all ranks run the same, and None takes "ring".
     """
     if exchange is not None:
         return exchange, "it was asked for"
+    if one_program:
+        return "ring", "ranks of one program would gather the keys of all"
     seconds = {x: _seconds(x, plan, window, _Sizes.of(spec)) for x in ("ring", "gather")}
     chosen = min(seconds, key=lambda x: seconds[x])
     ring, gather = (f"{1e3 * x:.2g} ms" for x in seconds.values())
@@ -364,10 +371,14 @@ def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) ->
 
 
 def describe_exchange(
-    exchange: str | None, plan: ContextPlan, window: Window, spec: AttentionSpec
+    exchange: str | None,
+    plan: ContextPlan,
+    window: Window,
+    spec: AttentionSpec,
+    one_program: bool = False,
 ) -> str:
     """Return how ranks exchange keys and why, in how many steps, in a line for `explain`."""
-    chosen, reason = choose_exchange(exchange, plan, window, spec)
+    chosen, reason = choose_exchange(exchange, plan, window, spec, one_program)
     if chosen != "ring":
         return f"{chosen}: {reason}"
     steps = len(_distances(plan, window)) - 1
