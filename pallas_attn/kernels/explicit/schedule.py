@@ -49,15 +49,14 @@ def make_schedule(
     costs = [x + TILE_OVERHEAD for x in reversed(steps_of_queries(spec, block_q, block_kv))]
     num_tiles = len(costs)
     heads = spec.batch * spec.heads_q
-    together = 1
+    unit = together = 1
     if min(costs) < max(costs):
         bytes_of_head = spec.seq_kv * (spec.head_dim + spec.head_dim_v) * 2 * members
         heads_kv = L2_BYTES // bytes_of_head
         if one_round:
             heads_kv = most // (num_tiles * spec.group_size)
-        together = max(heads_kv, 1) * spec.group_size
-    sections = max(heads // together, 1) if one_round else -(-heads // together)
-    bounds = [*(section * together for section in range(sections)), heads]
+        unit, together = spec.group_size, max(heads_kv, 1)
+    bounds = [unit * x for x in divide(heads // unit, together, one_round)]
     longest_first = sorted(range(num_tiles), key=lambda tile: (-costs[tile], -tile))
     order = [
         (head, tile)
@@ -76,3 +75,17 @@ def make_schedule(
     for program, own in enumerate(tiles):
         schedule[program, : 1 + len(own)] = len(own), *own
     return schedule
+
+
+def divide(heads: int, together: int, one_round: bool) -> list[int]:
+    """Return the bounds of sections of about as many heads each.
+
+    A short one at the end would have too few tiles for all programs: those with its longest ones
+    would end last.
+
+    Args:
+        heads: how many there are.
+        together: heads of a section, at most, or at least with `one_round`.
+    """
+    sections = max(heads // together, 1) if one_round else -(-heads // together)
+    return [heads * section // sections for section in range(sections + 1)]

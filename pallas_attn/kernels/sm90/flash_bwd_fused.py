@@ -115,8 +115,8 @@ class Plan(NamedTuple):
         capped: they would, but the cap's derivative takes it, of which products have copies.
         s_before_ds: the next scores are issued with dv, as there is a third tile of q. Of two, the
             next one takes the place of the one that dk frees after that.
-        is_tight: with sums of all three and a window ptxas serializes products unless one head is
-            a loop too, and there is no room for what `locate` returns.
+        is_tight: with sums of all three, and a window or keys that do not exist, ptxas serializes
+            products unless one head is a loop too, and there is no room for what `locate` returns.
         loops_over_heads: the heads are a loop.
         has_columns: a warpgroup's part of dq is some columns over all keys, and not all columns
             over its own keys.
@@ -139,9 +139,8 @@ class Plan(NamedTuple):
         size, size_v = value_columns(head_dim), value_columns(head_dim_v)
         small = is_small(head_dim, head_dim_v)
         capped = small and problem.rule.softcap is not None
-        is_tight = (
-            dk_sum_ref is not None and problem.window.left is not None and max(size, size_v) > 96
-        )
+        hides_more = problem.window.left is not None or problem.seq_kv % problem.block_kv > 0
+        is_tight = dk_sum_ref is not None and hides_more and max(size, size_v) > 96
         has_columns = small or size > 64
         dq_columns = tuple(
             slice(min(64 * w, size), min(64 * w + 64, size)) if has_columns else slice(0, size)
