@@ -62,6 +62,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     },
     "few-kv-heads": {"causal": True, "batch": 1},
     "few-kv-heads-window": {"window_size": (256, 128), "batch": 1},
+    "few-kv-heads-odd-length": {"causal": True, "batch": 1, "seq_q": 3000, "seq_kv": 3000},
     "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
     "part": {},
@@ -137,7 +138,8 @@ _PORTABLE_FEATURES = {
     "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
     "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
-    "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (), "short": (), "full": (128,),
+    "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (),
+    "few-kv-heads-odd-length": (), "short": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
 # Those of terms of scores, which the explicit kernels of SM90 have, with these head sizes: with
@@ -321,6 +323,8 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
         if feature not in ("causal", *_PORTABLE_FEATURES) or (feature, target) in _EXPLICIT_FEATURES
         if feature != "part"  # which Gluon alone has
     ]
+    if target == "sm90":  # whose code depends on lengths
+        features.append("few-kv-heads-odd-length")
     flash += [("bfloat16", *x) for x in product(_MOSAIC_HEAD_DIMS_WITH_FEATURES, features)]
     short = _MOSAIC_HEAD_DIMS_OF_SHORT if target == "sm90" else ()
     flash += [("bfloat16", head_dim, "short") for head_dim in short]
