@@ -62,7 +62,9 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     },
     "few-kv-heads": {"causal": True, "batch": 1},
     "few-kv-heads-window": {"window_size": (256, 128), "batch": 1},
-    "few-kv-heads-odd-length": {"causal": True, "batch": 1, "seq_q": 3000, "seq_kv": 3000},
+    "few-kv-heads-odd-length": {
+        "causal": True, "batch": 1, "seq_q": 3000, "seq_kv": 3000, "heads_q": 16, "heads_kv": 4,
+    },
     "packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384},  # of 8 sequences
     "segments": {"causal": True},
     "part": {},
