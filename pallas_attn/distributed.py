@@ -289,30 +289,35 @@ class _Problem(NamedTuple):
         seen = intervals_of(*plan.bounds(window), np.arange(plan.seq_len))
         # After the last token, for keys that are there to make equally many of all ranks.
         in_sequence = Intervals(*(jnp.append(x, jnp.int32(plan.seq_len)) for x in seen))
+        intervals = partial(self.intervals, in_sequence, jnp.asarray(plan.positions_by_rank))
         if self.exchange == "gather":
             whole = [_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v)]
-            yield None, PartialOperands(q, whole[0], whole[1], *self.intervals(in_sequence, None))
+            yield None, PartialOperands(q, whole[0], whole[1], *intervals(None))
             return
         first, *others = equal_hops(plan, window)
         for hop in [*others, first] if operation == "partial_bwd" else [first, *others]:
             keys = (k, v) if hop is first else self.fetch(hop, k, v)
-            yield hop, PartialOperands(q, keys[0], keys[1], *self.intervals(in_sequence, hop))
+            yield hop, PartialOperands(q, keys[0], keys[1], *intervals(hop))
 
-    def intervals(self, in_sequence: Intervals, hop: Hop | None) -> Intervals:
+    def intervals(self, in_sequence: Intervals, positions: Array, hop: Hop | None) -> Intervals:
         """Return which keys of a hop this rank's queries see, of None those of all ranks.
 
         Args:
             in_sequence: which tokens each token sees, and after the last one none.
+            positions: of each rank's tokens.
             hop: whose keys; None is the whole sequence, in its order.
         """
-        rank, of_ranks = lax.axis_index(self.axis_name), self.plan.positions_by_rank
-        own, positions = Runs.of(of_ranks, self.plan.step), jnp.asarray(of_ranks)[rank]
-        seen = [x[positions] for x in in_sequence[:2]]
+        plan, rank = self.plan, lax.axis_index(self.axis_name)
+        own = Runs.of(plan.positions_by_rank, plan.step)
+        seen = [x[positions[rank]] for x in in_sequence[:2]]
         seeing = [x[:-1] for x in in_sequence[2:]]
         if hop is not None:
             seen = [_count_before(hop.runs, rank, x) for x in seen]
-            positions = jnp.asarray(hop.positions)[rank]
-            seeing = [x[positions] for x in in_sequence[2:]]
+            if hop.positions is None:
+                of_keys = positions[(rank - hop.distance) % plan.size]
+            else:
+                of_keys = jnp.asarray(hop.positions)[rank]
+            seeing = [x[of_keys] for x in in_sequence[2:]]
         seeing = [_count_before(own, rank, x) for x in seeing]
         return Intervals(seen[0], seen[1], seeing[0], seeing[1])
 

@@ -83,7 +83,8 @@ class Hop(NamedTuple):
             all of its own.
         places: [size, local_len] int32, where among them each of a rank's rows is, `rows` for those
             that are not; None for all.
-        positions: [size, rows] int32, of the keys that each rank reads; `seq_len` past the last.
+        positions: [size, rows] int32, of the keys that each rank reads, `seq_len` past the last;
+            None for all of the other rank's.
         runs: the same, without those past the last.
     """
 
@@ -91,7 +92,7 @@ class Hop(NamedTuple):
     routes: tuple[tuple[int, int], ...]
     sent: np.ndarray | None
     places: np.ndarray | None
-    positions: np.ndarray
+    positions: np.ndarray | None
     runs: Runs
 
 
@@ -159,8 +160,8 @@ def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
             positions[to, : len(x)] = plan.positions_by_rank[rank, x]
         routes = tuple((rank, to) for rank, to in pairs if needed[to, rank])
         received = [x[x < plan.seq_len] for x in positions]
-        of_all = (None, None) if count == local else (sent, places)
-        found.append(Hop(distance, routes, *of_all, positions, Runs.of(received, plan.step)))
+        rows_of = (None, None, None) if count == local else (sent, places, positions)
+        found.append(Hop(distance, routes, *rows_of, Runs.of(received, plan.step)))
     return tuple(found)
 
 
