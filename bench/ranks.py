@@ -449,19 +449,25 @@ def over_devices(
         batch = to_jax(x if x.ndim == 4 else x[None])
         return jax.device_put(shard_sequence(batch, case.plan), placement)
 
+    here = tensors[0].device
+
+    def come_back() -> None:
+        if here.type == "cuda":  # JAX leaves another device current
+            torch.cuda.set_device(here)
+
     def result(found: Any) -> list[Any]:
         whole = [jax.device_put(unshard_sequence(x, case.plan), devices[0]) for x in leaves(found)]
-        return [x[0] if tensors[0].ndim == 3 else x for x in whole]
+        results = jax.block_until_ready([x[0] if tensors[0].ndim == 3 else x for x in whole])
+        come_back()
+        return results
 
     *inputs, dout = map(place, tensors)
     with use_target(target):
         prepared = prepare_jax(attend, operation, inputs, dout)
-    here = tensors[0].device
 
     def run() -> Any:
         found = prepared()
-        if here.type == "cuda":  # JAX leaves another one current
-            torch.cuda.set_device(here)
+        come_back()
         return found
 
     return for_target(Call(run, result), target)
