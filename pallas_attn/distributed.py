@@ -107,7 +107,7 @@ def context_attention(
 
     Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
     mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
-    exchanges the keys again.
+    exchanges the keys again, unless XLA keeps those of a forward in the same program.
 
     Args:
         q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; float16,
@@ -308,7 +308,6 @@ class _Problem(NamedTuple):
             hop: whose keys; None is the whole sequence, in its order.
         """
         plan, rank = self.plan, lax.axis_index(self.axis_name)
-        own = Runs.of(plan.positions_by_rank, plan.step)
         seen = [x[positions[rank]] for x in in_sequence[:2]]
         seeing = [x[:-1] for x in in_sequence[2:]]
         if hop is not None:
@@ -318,7 +317,7 @@ class _Problem(NamedTuple):
             else:
                 of_keys = jnp.asarray(hop.positions)[rank]
             seeing = [x[of_keys] for x in in_sequence[2:]]
-        seeing = [_count_before(own, rank, x) for x in seeing]
+        seeing = [_count_before(plan.runs, rank, x) for x in seeing]
         return Intervals(seen[0], seen[1], seeing[0], seeing[1])
 
     def fetch(self, hop: Hop, k: Array, v: Array) -> tuple[Array, Array]:

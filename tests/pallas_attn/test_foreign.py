@@ -456,7 +456,7 @@ def test_none_takes_parts_without_the_triton_lowering_of_pallas(monkeypatch):
 
 
 def test_ranks_of_vmap_run_own_kernels_by_none():
-    """Elsewhere than on CUDA, too: what is not lowered there is in the program until then."""
+    """The programs, which are not lowered yet, hold what runs on CUDA and what runs elsewhere."""
     q = jax.ShapeDtypeStruct((1, LONG.seq_q, LONG.heads_q, 64), "bfloat16")
     call = {"plan": LONG.plan, "axis_name": "context", "exchange": "ring"}
     mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))

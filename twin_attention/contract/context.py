@@ -137,6 +137,11 @@ class ContextPlan:
         return self.size if self.layout == "stripe" else 1
 
     @cached_property
+    def runs(self) -> Runs:
+        """The positions of each rank's tokens, as runs."""
+        return Runs.of(self.positions_by_rank, self.step)
+
+    @cached_property
     def order(self) -> np.ndarray:
         """The row of each token where the tokens of all ranks stand one rank after the other."""
         return np.argsort(self.positions_by_rank.reshape(-1), kind="stable").astype(np.int32)
