@@ -193,6 +193,41 @@ def exponentials_constraints(count: int) -> str:
     return ",".join(["=&r"] * count + ["=&f"] * count + ["f"] * (4 * count))
 
 
+def any_of_warp(count: int) -> str:
+    """Return PTX that says of a thread's factors whether one of the warp's is not 1.
+
+    The operands are `count` results, all 0 or all 1, and as many factors.
+    """
+    lines = ["{ .reg .pred changes;", f"setp.neu.f32 changes, ${count}, {_float(1.0)};"]
+    for i in range(1, count):
+        lines += [f"setp.neu.or.f32 changes, ${count + i}, {_float(1.0)}, changes;"]
+    lines += ["vote.sync.any.pred changes, changes, -1;"]
+    return " ".join([*lines, *(f"selp.u32 ${i}, 1, 0, changes;" for i in range(count)), "}"])
+
+
+def any_of_warp_constraints(count: int) -> str:
+    """Return the constraints of `any_of_warp`."""
+    return ",".join(["=r"] * count + ["f"] * count)
+
+
+def rescale(count: int) -> str:
+    """Return PTX that multiplies a thread's numbers, or branches past it.
+
+    The operands are `count` results, and as many numbers, factors and flags. The flags are what
+    `any_of_warp` says; where they are 0 the results are the numbers.
+    """
+    lines = ["{ .reg .pred changes;", f"setp.ne.u32 changes, ${3 * count}, 0;"]
+    lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
+    lines += ["@!changes bra end;"]
+    lines += [f"mul.f32 ${i}, ${count + i}, ${2 * count + i};" for i in range(count)]
+    return " ".join([*lines, "end: }"])
+
+
+def rescale_constraints(count: int) -> str:
+    """Return the constraints of `rescale`."""
+    return ",".join(["=&f"] * count + ["f"] * (2 * count) + ["r"] * count)
+
+
 def _near_coefficients(a: str, b: str) -> list[str]:
     """Return the PTX of a2, a², and of what `_near` multiplies, `tanh.NEAR` times powers of a."""
     lines = [f"mul.f32 a2, {a}, {a};", f"mul.f32 x, {a}, {b};"]

@@ -30,7 +30,7 @@ from tests.torch_attn.gluon_interpreter.values import (
 from torch_attn.kernels.explicit import terms, wgmma_terms
 from torch_attn.kernels.library import dropout
 from twin_attention.contract.dropout import philox
-from twin_attention.targets.ptx import cap_scores, capped_exponentials
+from twin_attention.targets.ptx import any_of_warp, cap_scores, capped_exponentials, rescale
 from twin_attention.targets.tanh import NEAR, NEAR_LIMIT
 
 FAKES: dict[int, Any] = {}
@@ -251,6 +251,12 @@ _INSTRUCTIONS |= {
     for halves in (1, 2)
 }
 _INSTRUCTIONS |= {re.escape(capped_exponentials(count)): _exponentials for count in (8, 16, 32)}
+# Each row by itself: where a factor is 1, multiplying changes nothing.
+_INSTRUCTIONS[re.escape(any_of_warp(2))] = lambda factor: factor != 1.0
+_INSTRUCTIONS |= {
+    re.escape(rescale(count)): lambda x, factor, changes: where(changes, x * factor, x)
+    for count in (8, 16, 32, 64, 128)
+}
 
 
 @_fake()

@@ -1,7 +1,10 @@
 """The running softmax, with row sums that stay in their threads."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+RESCALE_ABOVE = gl.constexpr(8.0)  # in base 2
 
 
 @gluon.jit
@@ -10,13 +13,27 @@ def add_columns(x):
     return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 1), 2)
 
 
+@triton.constexpr_function
+def rescales_on_demand(columns):
+    """Return whether a sum of products is so wide that rescaling it on demand is faster.
+
+    Zadouri et al. 2026, FlashAttention-4, conditional rescaling.
+    """
+    return columns > 128
+
+
 @gluon.jit
-def online_softmax_update(s, m_i, l_i, exp2_scale, MASKED: gl.constexpr):
+def online_softmax_update(
+    s, m_i, l_i, exp2_scale, MASKED: gl.constexpr, ON_DEMAND: gl.constexpr = False
+):
     """Update the running softmax: `library.softmax.online_softmax_update`.
 
     l_i is [rows, 4], the partial sums of `add_columns`: a row's lanes are added once, at the end.
+    ON_DEMAND: m_i grows only where a score passes it by RESCALE_ABOVE, so that most factors are 1.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1) * exp2_scale)
+    if ON_DEMAND:
+        m_new = gl.where(m_new - m_i > RESCALE_ABOVE, m_new, m_i)
     m_safe = m_new
     if MASKED:
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)

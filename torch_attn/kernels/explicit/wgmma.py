@@ -6,6 +6,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from torch_attn.kernels.explicit.tma import num_pieces, piece, piece_width
+from twin_attention.targets import ptx
+
+# By how many numbers of a piece a thread has, and of how many rows.
+_RESCALE = gl.constexpr({n: ptx.rescale(n) for n in (8, 16, 32, 64, 128)})
+_RESCALE_CONSTRAINTS = gl.constexpr({n: ptx.rescale_constraints(n) for n in (8, 16, 32, 64, 128)})
+_ANY_OF_WARP = gl.constexpr(ptx.any_of_warp(2))
+_ANY_OF_WARP_CONSTRAINTS = gl.constexpr(ptx.any_of_warp_constraints(2))
 
 
 @triton.constexpr_function
@@ -132,3 +139,33 @@ def scale_rows(acc, factor):
 def _scale_piece(x, factor):
     layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
     return x * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def rescale(acc, alpha, ON_DEMAND: gl.constexpr):
+    """Multiply the 64 rows of a sum of products by alpha.
+
+    ON_DEMAND: a warp whose rows all have 1 passes over it.
+    """
+    scaled = ()
+    if ON_DEMAND:
+        changes = gl.inline_asm_elementwise(
+            _ANY_OF_WARP, _ANY_OF_WARP_CONSTRAINTS, [alpha], dtype=gl.int32, is_pure=True, pack=2
+        )
+        for i in gl.static_range(len(acc)):
+            scaled = scaled + (_rescale_piece(acc[i], alpha, changes),)
+    else:
+        scaled = scale_rows(acc, alpha)
+    return scaled
+
+
+@gluon.jit
+def _rescale_piece(x, alpha, changes):
+    COUNT: gl.constexpr = x.shape[0] * x.shape[1] // 128
+    layout: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    alpha = gl.convert_layout(alpha, layout, assert_trivial=True)[:, None]
+    changes = gl.convert_layout(changes, layout, assert_trivial=True)[:, None]
+    return gl.inline_asm_elementwise(
+        _RESCALE[COUNT], _RESCALE_CONSTRAINTS[COUNT], [x, alpha, changes], dtype=gl.float32,
+        is_pure=True, pack=COUNT,
+    )  # fmt: skip

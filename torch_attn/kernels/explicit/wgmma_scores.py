@@ -76,14 +76,14 @@ def visible_scores(
 
 
 @gluon.jit
-def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr):
+def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr, ON_DEMAND: gl.constexpr = False):
     """Update the running softmax: `softmax.online_softmax_update`.
 
     s: scores if MASKED, otherwise products q·k.
     """
     if not MASKED:
         s = scaled_scores(s, rule)
-    return online_softmax_update(s, m_i, l_i, rule.exp2_scale, MASKED)
+    return online_softmax_update(s, m_i, l_i, rule.exp2_scale, MASKED, ON_DEMAND)
 
 
 @gluon.jit

@@ -54,7 +54,7 @@ from torch_attn.kernels.explicit.items import (
     tiles_of_list,
 )
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
-from torch_attn.kernels.explicit.softmax import add_columns
+from torch_attn.kernels.explicit.softmax import add_columns, rescales_on_demand
 from torch_attn.kernels.explicit.steps import step_has_padding, step_is_alike
 from torch_attn.kernels.explicit.terms import (
     allocate_bias_boxes,
@@ -82,6 +82,7 @@ from torch_attn.kernels.explicit.wgmma import (
     add_product,
     product_layout,
     product_scores,
+    rescale,
     scale_rows,
     wait_product,
     wait_sums,
@@ -186,7 +187,8 @@ def flash_fwd_kernel(
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A carry and
     lse are a result over other keys, which the keys join. The carry counts where lse is finite.
-    Where out is the carry's memory, and without sinks, a tile without keys is passed over.
+    Where out is the carry's memory, and without sinks, a tile without keys is passed over. A wide
+    acc, see `rescales_on_demand`, has m_i at most RESCALE_ABOVE below the row maximum so far.
 
     A bias of pairs comes with the keys: a tile of it is part of their stage. What is dropped is
     drawn while the tile's products run.
@@ -462,6 +464,8 @@ def _consume(
     # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
     ASKS: gl.constexpr = ADDS or DROPS or results.row_max is not None
     BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and IS_PLAIN and not ASKS
+    # Where a row's largest score is asked for, it is m_i.
+    ON_DEMAND: gl.constexpr = rescales_on_demand(HEAD_DIM_V) and results.row_max is None
     # A row's largest score is without the sink, which joins at the end.
     SINK_LAST: gl.constexpr = BOUNDED or results.row_max is not None
     step = 0  # over all items
@@ -550,7 +554,7 @@ def _consume(
             if SHIFTS:
                 e, alpha, m_i, l_i = shifted_softmax_update(s, shift, m_i, l_i, rule.exp2_scale)
             else:
-                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS)
+                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS, ON_DEMAND)
             if JOINS:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
@@ -632,11 +636,13 @@ def _consume(
                             s, shift, m_i, l_i, rule.exp2_scale
                         )
                     else:
-                        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked or ADDS)
+                        e, alpha, m_i, l_i = softmax_update(
+                            s, m_i, l_i, rule, masked or ADDS, ON_DEMAND
+                        )
                     # Rescale what was accumulated
                     acc, p = wait_product(acc, p)
                     arrive(V_READ + previous, READERS)
-                    acc = scale_rows(acc, alpha)
+                    acc = rescale(acc, alpha, ON_DEMAND)
                     packed = pack(e, dtype)
                     if DROPS:
                         packed = drop_packed(packed, kept)
@@ -673,17 +679,17 @@ def _consume(
                 arrive(K_READ + slot, READERS)
         # Add the row sums of each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
-        rescale = 1.0
+        factor = 1.0
         if BOUNDED:
             m_i = gl.where(l_i == 0.0, float("-inf"), m_i)
-            rescale = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
-        rescale, l_safe = _store_statistics(
-            results, problem, batch, head, rows, seq_q, sinks_ptr, terms, m_i, l_i, rescale,
+            factor = rounding_of_one_key(l_i, position, seq_kv, reach_left, reach_right, dtype)
+        factor, l_safe = _store_statistics(
+            results, problem, batch, head, rows, seq_q, sinks_ptr, terms, m_i, l_i, factor,
             SINK_LAST,
         )  # fmt: skip
         acc, p = wait_product(acc, p)
         arrive(V_READ + previous, READERS)
-        acc = scale_rows(acc, rescale / l_safe)
+        acc = scale_rows(acc, factor / l_safe)
         _store_out(
             results, out_tile, acc, problem, batch, head, start_q, rows, seq_q, CONSUMER, OUT,
             HEAD_DIM_V,
@@ -724,28 +730,28 @@ def _store_statistics(
     terms,
     m_i,
     l_i,
-    rescale,
+    factor,
     SINK_LAST: gl.constexpr,
 ):
     """Store what rows have beside out; returns what acc is multiplied by, and divided by.
 
     Args:
-        rescale: what acc is to be multiplied by anyway.
+        factor: what acc is to be multiplied by anyway.
         SINK_LAST: acc does not know of the sink's maximum.
     """
     row_max = m_i
     if sinks_ptr is not None:
         alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
         if SINK_LAST:
-            rescale = rescale * alpha
+            factor = factor * alpha
     if terms.seed is not None:
-        rescale = rescale * terms.dropout.scale
+        factor = factor * terms.dropout.scale
     l_safe, lse = row_statistics(m_i, l_i)
     lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
     gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
     if results.row_max is not None:
         gl.store(results.row_max + lse_row + rows, row_max * LN2, mask=rows < seq_q)
-    return rescale, l_safe
+    return factor, l_safe
 
 
 @gluon.jit

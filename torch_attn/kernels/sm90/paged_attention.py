@@ -28,7 +28,7 @@ from torch_attn.kernels.explicit.barriers import (
 from torch_attn.kernels.explicit.pages import find_pages, load_pages
 from torch_attn.kernels.explicit.registers import pack, unpack
 from torch_attn.kernels.explicit.sequences import locate_tokens
-from torch_attn.kernels.explicit.softmax import add_columns
+from torch_attn.kernels.explicit.softmax import add_columns, rescales_on_demand
 from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
@@ -45,6 +45,7 @@ from torch_attn.kernels.explicit.wgmma import (
     add_product,
     product_layout,
     product_scores,
+    rescale,
     scale_rows,
     wait_product,
     zeros,
@@ -267,6 +268,7 @@ def _consume(
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 2 * 128 + 32
+    ON_DEMAND: gl.constexpr = rescales_on_demand(HEAD_DIM_V)
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -296,7 +298,7 @@ def _consume(
         arrive(K_READ, READERS)
         start = step_start(0, begin, before, full, after, BLOCK_KV)
         s = hide(scaled_scores(s, rule), position, start, end, window_left, 0)
-        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True)
+        e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, ON_DEMAND)
         packed = pack(e, dtype)
         clear_rows(v_tile, 0, end - start, v_full.index(0), 0)
 
@@ -326,11 +328,11 @@ def _consume(
                     s = scaled_scores(s, rule)
                     start = step_start(index, begin, before, full, after, BLOCK_KV)
                     s = hide(s, position, start, end, window_left, 0)
-                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked)
+                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, masked, ON_DEMAND)
                 # Rescale what was accumulated
                 acc, p = wait_product(acc, p)
                 arrive(V_READ + previous, READERS)
-                acc = scale_rows(acc, alpha)
+                acc = rescale(acc, alpha, ON_DEMAND)
                 packed = pack(e, dtype)
                 if masked:
                     clear_rows(
