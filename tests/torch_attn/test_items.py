@@ -55,6 +55,19 @@ def test_programs_of_causal_problems_end_together(batch, seq, heads_q, heads_kv)
         assert max(work) < 1.04 * sum(work) / len(work)
 
 
+@pytest.mark.parametrize(("batch", "seq", "heads"), [(40, 384, 16), (32, 512, 32), (16, 1024, 16)])
+def test_short_heads_go_in_pairs(batch, seq, heads):
+    steps = steps_of_queries(problem(batch, seq, seq, heads, heads), 128, 128)
+    assert heads_together(steps, batch * heads, 132) == 2
+
+
+def test_short_heads_that_are_too_few_for_pairs_are_balanced():
+    steps = steps_of_queries(problem(3, 640, 640, 9, 9), 128, 128)
+    together = heads_together(steps, 27, 132)
+    assert together != 2
+    assert max(deal(steps, 27, 132, together)) < max(deal(steps, 27, 132, 2))
+
+
 def test_heads_of_equal_tiles_follow_each_other():
     assert heads_together((32,) * 32, 16, 132) == 1
 
