@@ -33,7 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 
 from pallas_attn.kernels.explicit import items, wgmma_launch, wgmma_scores  # noqa: E402
 from pallas_attn.kernels.explicit.items import PACKED_HEADS, head_and_tile  # noqa: E402
-from pallas_attn.kernels.explicit.schedule import make_schedule  # noqa: E402
+from pallas_attn.kernels.explicit.schedule import TILE_OVERHEAD, make_schedule  # noqa: E402
 from pallas_attn.kernels.explicit.tma import piece_widths  # noqa: E402
 from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
 
@@ -502,10 +502,9 @@ def test_scores_are_hidden_by_two_bounds(window, end, monkeypatch):
 
 @pytest.mark.parametrize("window", [Window(), Window(None, 0), Window(100, 20)])
 @pytest.mark.parametrize(("batch", "seq_q", "seq_kv"), [(1, 300, 300), (3, 1, 500), (4, 999, 200)])
-@pytest.mark.parametrize("one_round", [False, True])
-def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window, one_round):
+def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window):
     spec = AttentionSpec(batch, seq_q, seq_kv, 6, 2, 64, 64, "bfloat16", 0.1, window)
-    schedule = make_schedule(spec, 128, 64, 10, one_round)
+    schedule = make_schedule(spec, 128, 64, 10)
     tiles = -(-seq_q // 128) * 6 * batch
     assert schedule.dtype == np.int32
     assert len(schedule) == min(tiles, 10)
@@ -520,7 +519,7 @@ def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window, one_round):
 def test_a_causal_schedule_is_balanced(batch, seq, head_dim):
     window, tiles = Window(None, 0), seq // 128
     spec = AttentionSpec(batch, seq, seq, 16, 16, head_dim, head_dim, "bfloat16", 0.1, window)
-    steps = [sum(tile % tiles + 1 for tile in row[1 : 1 + row[0]])
+    steps = [sum(tile % tiles + 1 + TILE_OVERHEAD for tile in row[1 : 1 + row[0]])
              for row in make_schedule(spec, 128, 128, 132)]  # fmt: skip
     assert max(steps) < 1.03 * sum(steps) / len(steps)
 
@@ -534,12 +533,16 @@ def test_a_schedule_has_fewer_heads_together_where_each_visits_several():
     assert heads == [16, 8]  # of tiles that programs begin with
 
 
-@pytest.mark.parametrize(("batch", "seq", "slack"), [(32, 512, 1.04), (5, 640, 1.2)])
-def test_a_schedule_of_one_round_reads_few_heads_at_a_time(batch, seq, slack):
-    spec = AttentionSpec(batch, seq, seq, 8, 8, 256, 256, "bfloat16", 0.1, Window(None, 0))
-    schedule, tiles = make_schedule(spec, 64, 64, 132, one_round=True), seq // 64
-    heads = {tile // tiles for tile in schedule[:, 1]}
-    assert len(heads) <= 2 * 132 // tiles
-    assert len({tile % tiles for tile in schedule[:, 1]}) == tiles
-    steps = [sum(tile % tiles + 2.5 for tile in row[1 : 1 + row[0]]) for row in schedule]
-    assert max(steps) < slack * sum(steps) / len(steps)
+@pytest.mark.parametrize(
+    ("seq", "head_dim", "heads_kv"), [(512, 64, 8), (512, 256, 8), (512, 128, 2), (1024, 96, 8)]
+)
+def test_programs_begin_with_few_heads(seq, head_dim, heads_kv):
+    spec = AttentionSpec(
+        32, seq, seq, 8, heads_kv, head_dim, head_dim, "bfloat16", 0.1, Window(None, 0)
+    )
+    schedule, tiles = make_schedule(spec, 128, 128, 132), seq // 128
+    assert len({tile // tiles for tile in schedule[:, 1]}) < 1.5 * 132 / tiles
+    steps = [
+        sum(tile % tiles + 1 + TILE_OVERHEAD for tile in row[1 : 1 + row[0]]) for row in schedule
+    ]
+    assert max(steps) < 1.04 * sum(steps) / len(steps)

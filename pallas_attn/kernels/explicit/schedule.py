@@ -13,6 +13,8 @@ from twin_attention.targets.steps import steps_of_queries
 
 # What tiles of heads that are worked on at the same time visit fits the L2 cache.
 L2_BYTES = 32 * 2**20
+# Heads of a section give each program a tile; of long heads there is one for as many programs.
+PROGRAMS_OF_HEAD = 8
 # Time that a tile of queries takes beside its steps, in steps.
 TILE_OVERHEAD = 1.5
 
@@ -24,22 +26,19 @@ def make_schedule(
     block_q: int,
     block_kv: int,
     most: int,
-    one_round: bool = False,
     members: int = 1,
 ) -> np.ndarray:
     """Return which tiles of queries each program works on, in order.
 
-    A tile goes to the program that is free first, the longest tiles first, for the heads whose keys
-    and values fit the L2 cache together. The long tiles are the first to read these from memory:
-    programs that have long ones at the same time wait for it together.
+    A tile goes to the program that is free first, the longest tiles first, of a section of heads at
+    a time. The keys and values of a section fit the L2 cache. The long tiles are the first to read
+    them from memory. Where each program had a long tile of another head, all would wait for memory
+    at the same time, and for the products later: so a section is no larger than it has to be.
 
     Args:
         spec: the problem.
         block_q, block_kv: rows of a tile of q, and of k and v.
         most: programs at most.
-        one_round: take only as many heads together as have a tile for each program, so that some
-            programs read from memory at any time. Heads that are too few for a round of their own
-            go with the last one, so that programs end together.
         members: heads of what a tile visits, one after the other.
 
     Returns:
@@ -52,11 +51,10 @@ def make_schedule(
     unit = together = 1
     if min(costs) < max(costs):
         bytes_of_head = spec.seq_kv * (spec.head_dim + spec.head_dim_v) * 2 * members
-        heads_kv = L2_BYTES // bytes_of_head
-        if one_round:
-            heads_kv = most // (num_tiles * spec.group_size)
-        unit, together = spec.group_size, max(heads_kv, 1)
-    bounds = [unit * x for x in divide(heads // unit, together, one_round)]
+        unit = spec.group_size
+        needed = max(most // num_tiles, most // PROGRAMS_OF_HEAD) // unit
+        together = max(min(needed, L2_BYTES // bytes_of_head), 1)
+    bounds = [unit * x for x in divide(heads // unit, together)]
     longest_first = sorted(range(num_tiles), key=lambda tile: (-costs[tile], -tile))
     order = [
         (head, tile)
@@ -77,15 +75,11 @@ def make_schedule(
     return schedule
 
 
-def divide(heads: int, together: int, one_round: bool) -> list[int]:
-    """Return the bounds of sections of about as many heads each.
+def divide(heads: int, together: int) -> list[int]:
+    """Return the bounds of sections of about as many heads each, `together` at most.
 
     A short one at the end would have too few tiles for all programs: those with its longest ones
     would end last.
-
-    Args:
-        heads: how many there are.
-        together: heads of a section, at most, or at least with `one_round`.
     """
-    sections = max(heads // together, 1) if one_round else -(-heads // together)
+    sections = -(-heads // together)
     return [heads * section // sections for section in range(sections + 1)]

@@ -78,7 +78,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# Larger heads visit the last tiles first, and few of them are worked on at a time. Level at 192.
+# Larger heads visit the last tiles first. Level at 192.
 LARGE_HEAD = 224
 
 
@@ -607,13 +607,7 @@ def flash_fwd(
         num_tiles = count_sequence_tiles(spec.seq_q, num_sequences, config.block_q)
         schedule = min(num_tiles * spec.heads_q, programs)
     else:
-        schedule = make_schedule(
-            spec,
-            config.block_q,
-            config.block_kv,
-            programs,
-            one_round=max(spec.head_dim, spec.head_dim_v) > LARGE_HEAD,
-        )
+        schedule = make_schedule(spec, config.block_q, config.block_kv, programs)
     out, lse, *_counter = launch(
         "flash_fwd",
         flash_fwd_kernel,
