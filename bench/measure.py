@@ -153,6 +153,8 @@ def measure(
 
     def release() -> None:
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)  # JAX on several devices leaves another one current
         torch.cuda.empty_cache()
 
     limit = partial(_torch_limit, setting.memory)
