@@ -1,83 +1,14 @@
 """The PTX of capped scores, run by NumPy for the lanes of a warp."""
 
-import re
-
 import numpy as np
 import pytest
 
+from tests.targets.warp import LANES, run
 from twin_attention.contract.spec import ScoreRule
 from twin_attention.targets.ptx import cap_scores, capped_exponentials
 
-LANES, COUNT = 32, 32
+COUNT = 32
 LOG2E = np.log2(np.e)
-
-
-def _bits(x):
-    return np.asarray(x, np.float32).view(np.uint32)
-
-
-def _bfloat16(x):
-    """Round to the nearest bfloat16, ties to even."""
-    bits = _bits(x)
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-
-
-def _flushed(x):
-    return np.where(np.abs(x) < np.float32(2.0**-126), np.float32(0), x)
-
-
-FUNCTIONS = {
-    "mov": lambda a: a,
-    "abs": np.abs,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "fma": lambda a, b, c: np.float32(np.float64(a) * b + c),
-    "max.NaN": np.maximum,
-    "min.NaN": np.minimum,
-    "rcp": lambda a: np.float32(1) / a,
-    "ex2": lambda a: _flushed(np.exp2(_flushed(a))),
-    "cvt": lambda high, low: _bfloat16(high) << 16 | _bfloat16(low),
-    "setp.ge": np.greater_equal,
-    "setp.le": np.less_equal,
-    "setp.lt": np.less,
-    "vote": lambda p, _mask: np.broadcast_to(p.all(), p.shape),
-}
-
-
-def _run(text, operands):
-    """Run PTX in which lanes go one way; returns registers and the number of the last branch."""
-    registers = dict(operands)
-    parts = [x for x in re.split(r"(?<=[;:{}])\s*", text) if x not in ("", "{", "}")]
-    labels = {x[:-1]: i for i, x in enumerate(parts) if x.endswith(":")}
-    branches = taken = i = 0
-    while i < len(parts):
-        if parts[i].startswith(".reg") or parts[i].endswith(":"):
-            i += 1
-            continue
-        guard, name, arguments = re.fullmatch(r"(?:@(\w+) )?([\w.]+) (.*);", parts[i]).groups()
-        i += 1
-        if name == "bra":
-            branches += 1
-            if guard is None or registers[guard].all():
-                taken = branches
-                i = labels[arguments]
-            else:
-                assert not registers[guard].any()
-            continue
-        target, *sources = arguments.split(", ")
-        values = [_value(x, registers) for x in sources]
-        accept = values.pop() if ".and." in name else None
-        (function,) = (f for key, f in FUNCTIONS.items() if f"{name}.".startswith(f"{key}."))
-        result = function(*values)
-        registers[target] = result if accept is None else result & accept
-    return registers, taken
-
-
-def _value(source, registers):
-    if source.startswith("0f"):
-        return np.full(LANES, int(source[2:], 16), np.uint32).view(np.float32)
-    return registers[source] if source != "-1" else None
 
 
 def _exponentials(s, a, b):
@@ -85,7 +16,7 @@ def _exponentials(s, a, b):
     given = [s[:, :, 0].T, s[:, :, 1].T, np.full((COUNT, LANES), a), np.full((COUNT, LANES), b)]
     names = [f"${i}" for i in range(2 * COUNT, 6 * COUNT)]
     with np.errstate(all="ignore"):
-        registers, taken = _run(
+        registers, taken = run(
             capped_exponentials(COUNT),
             zip(names, np.concatenate(given).astype(np.float32), strict=True),
         )
@@ -151,7 +82,7 @@ def _capped(scores, scale, exact=False):
     given = [products, np.full((COUNT, LANES), rule.cap_scale), np.full((COUNT, LANES), 30)]
     names = [f"${i}" for i in range(COUNT, 4 * COUNT)]
     with np.errstate(all="ignore"):
-        registers, _ = _run(
+        registers, _ = run(
             cap_scores(COUNT, exact=exact),
             zip(names, np.concatenate(given).astype(np.float32), strict=True),
         )

@@ -229,6 +229,25 @@ def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
 
 
+def _raise_scores(inputs):
+    keys = inputs["k"]
+    growth = torch.linspace(0.1, 30.0, keys.shape[-3])
+    keys.mul_(growth[:, None, None].to(keys.dtype))
+
+
+# So that sums are rescaled in some steps, and in others not.
+@in_turn(
+    [
+        FlashCase("full", 1, 70, 330, 1, 1, 256),
+        FlashCase("causal, sinks", 1, 150, 400, 2, 1, 192, causal=True, sinks=True),
+        FlashCase("maxima", 1, 70, 200, 1, 1, 136, row_max=True),
+        VarlenCase("packed", ((140, 300), (9, 100)), (20, 9), 1, 1, 256),
+    ]
+)
+def test_forward_of_large_heads_whose_scores_rise(case, mode):
+    assert check_forward(case, mode, BACKEND, change=_raise_scores) == ["flash_fwd"]
+
+
 # A bias of pairs comes by TMA, or from global memory where its rows are no multiples of 16 bytes.
 TERMS = [
     FlashCase("ALiBi", 1, 150, 270, 2, 1, 64, alibi="heads"),
