@@ -513,6 +513,7 @@ def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window):
 
 
 # Of the last two one head, or few, would be left over if others shared the L2 cache to the full.
+# What a tile takes beside its steps counts, as it does in the schedule.
 @pytest.mark.parametrize(
     ("batch", "seq", "head_dim"), [(4, 4096, 128), (1, 12288, 128), (16, 1024, 96)]
 )
