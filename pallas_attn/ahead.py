@@ -1,22 +1,65 @@
-"""Lower a kernel in Mosaic GPU for another framework to launch.
+"""Lower a kernel in Mosaic GPU for another framework to launch, and compile it before XLA does.
 
-JAX's CUDA plugin compiles what is returned here, and `torch_attn.mosaic_call` asks it to. Checked
-with JAX 0.11.2; ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards it.
+JAX's CUDA plugin compiles what JAX lowers a kernel to: `torch_attn.mosaic_call` asks it to, or XLA.
+Checked with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in
+``tests/pallas_attn_lowering`` guard it.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from pallas_attn.private import ir
+from pallas_attn.targets import Device, compiled_for
 from twin_attention.contract.validate import fail
 
 _TARGET = "mosaic_gpu_v2"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+
+
+class Lowered(NamedTuple):
+    """Describe a kernel that JAX has lowered.
+
+    Attributes:
+        module: what it is compiled from.
+        hash: the module's, by which the plugin finds the kernel that it has compiled.
+        num_operands, num_results: buffers that it is called with.
+    """
+
+    module: bytes
+    hash: bytes
+    num_operands: int
+    num_results: int
+
+
+_collected: ContextVar[list[Lowered] | None] = ContextVar("collected", default=None)
+
+
+def note_lowered(results: Sequence[Any]) -> None:
+    """Give a lowered kernel to `lower_ahead`, or else let a thread compile it for XLA.
+
+    Args:
+        results: those of the operation that calls it.
+    """
+    try:
+        call = results[0].owner
+        config = call.attributes["mhlo.backend_config"]
+        module, hash = (config[name].value_bytes for name in ("module", "kernel_hash"))
+    except (AttributeError, KeyError):  # of another JAX; XLA compiles the kernel
+        return
+    kernel = Lowered(module, hash, len(call.operands), len(call.results))
+    if (collected := _collected.get()) is not None:
+        collected.append(kernel)
+    elif (device := compiled_for()) is not None:
+        compile_beside(kernel, device)
 
 
 def lower_ahead(call: Any) -> bytes:
@@ -29,32 +72,54 @@ def lower_ahead(call: Any) -> bytes:
         NotImplementedError: JAX passes the kernel other buffers than its operands and results.
     """
     operands = [x.aval for x in call.invars]
-    results = [x.aval for x in call.outvars]
 
     def function(*arrays: jax.Array) -> Any:
         return call.primitive.bind(*arrays, **call.params)
 
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    lowered = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
-    found: list[Any] = []
-
-    def visit(operation: Any) -> Any:
-        name = operation.attributes["call_target_name"] if _is_call(operation) else None
-        if name is not None and ir.StringAttr(name).value == _TARGET:
-            found.append(operation)
-        return ir.WalkResult.ADVANCE
-
-    module: Any = lowered.compiler_ir("stablehlo")
-    module.operation.walk(visit)
-    buffers = [(len(x.operands), len(x.results)) for x in found]
-    if buffers != [(len(operands), len(results))]:
-        expected = f"one kernel with {len(operands)} operands and {len(results)} results"
-        fail(NotImplementedError, "implementation", expected, buffers)
-    return found[0].attributes["mhlo.backend_config"]["module"].value_bytes
+    found: list[Lowered] = []
+    token = _collected.set(found)
+    try:
+        jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+    finally:
+        _collected.reset(token)
+    expected = len(operands), len(call.outvars)
+    buffers = [(x.num_operands, x.num_results) for x in found]
+    if buffers != [expected]:
+        wanted = "one kernel with {} operands and {} results".format(*expected)
+        fail(NotImplementedError, "implementation", wanted, buffers)
+    return found[0].module
 
 
-def _is_call(operation: Any) -> bool:
-    return operation.name == "stablehlo.custom_call"
+def compile_beside(kernel: Lowered, device: Device) -> Future[None]:
+    """Let a thread compile a kernel while JAX lowers what follows it.
+
+    XLA compiles a program's kernels one after the other, when all are lowered. The plugin keeps
+    what it has compiled, so XLA finds what the thread's program, of this kernel alone, needed.
+
+    Args:
+        device: a CUDA device with the compute capability to compile for.
+
+    Returns:
+        What to wait for. What goes wrong shows when XLA compiles the kernel again.
+    """
+    return _threads().submit(_compile, kernel, device)
+
+
+def _compile(kernel: Lowered, device: Device) -> None:
+    def call() -> jax.Array:
+        result = jax.ShapeDtypeStruct((), "float32")  # the program is never run
+        return jax.ffi.ffi_call(_TARGET, result)(
+            module=kernel.module, kernel_hash=kernel.hash, use_custom_barrier=False
+        )
+
+    place = jax.sharding.SingleDeviceSharding(device)
+    jax.jit(call, out_shardings=place).trace().lower(lowering_platforms=("cuda",)).compile()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "mosaic-compiler")
 
 
 def plugin() -> str | None:

@@ -1,9 +1,8 @@
 """Every private name of JAX and of Triton that this side uses: a renamed one costs speed alone.
 
 The table has them by the group that needs them: "triton", which the portable kernels are compiled
-with, "mosaic", the kernels in Mosaic GPU, "foreign", which launches those of `torch_attn`, and
-"in_torch", which lowers kernels for that to launch. A family whose group lacks a name is refused
-before anything is traced, and `explain` names it.
+with, "mosaic", the kernels in Mosaic GPU, and "foreign", which launches those of `torch_attn`. A
+family whose group lacks a name is refused before anything is traced, and `explain` names it.
 Pallas's interpreter needs none of them.
 
 Files import the modules from here, by the names in the table. They are looked up when they are
@@ -44,7 +43,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "stablehlo": ("jaxlib.mlir.dialects.stablehlo", "OptimizationBarrierOp"),
     },
-    "in_torch": {"ir": ("jaxlib.mlir.ir", "StringAttr WalkResult.ADVANCE")},
     "mosaic": {
         "mlir": ("jax._src.interpreters.mlir", "register_lowering"),
         "mpmd": (

@@ -56,6 +56,18 @@ def cuda_devices() -> Sequence[Device]:
         return ()
 
 
+def compiled_for() -> Device | None:
+    """Return a device that kernels can be compiled for before XLA chooses one.
+
+    There is none without a CUDA device, where they are unlike, or where one is `described`.
+    """
+    if _described.get() is not None:
+        return None
+    devices = cuda_devices()
+    alike = len({device.compute_capability for device in devices}) == 1
+    return devices[0] if alike else None
+
+
 def target_of(device: Device | None) -> str:
     """Return the target whose code runs where operands on `device` are lowered for CUDA.
 

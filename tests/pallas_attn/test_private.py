@@ -34,7 +34,6 @@ SPEC = AttentionSpec(1, 64, 64, 2, 2, 64, 64, "bfloat16", 0.125)
 DECODE = DecodeSpec(1, 1, 2, PagedCache(3, 16, 4, 2, 64, 64, "bfloat16"), "bfloat16", 0.125)
 MOSAIC, MOSAIC_SM90, PAGED, TRITON, REFERENCE = FAMILIES["pallas_attn"]
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
-IN_TORCH, IN_TORCH_SM90, _ = FOREIGN["torch_attn"]
 PROBLEMS = {
     "triton": [(TRITON, "flash_fwd", SPEC, "sm80"), (TRITON, "paged_decode", DECODE, "sm90")],
     "foreign": [
@@ -42,7 +41,6 @@ PROBLEMS = {
         (GLUON_SM90, "flash_bwd", SPEC, "sm90"),
         (TORCH_TRITON, "flash_fwd", SPEC, "sm90"),
     ],
-    "in_torch": [(IN_TORCH, "flash_fwd", SPEC, "sm80"), (IN_TORCH_SM90, "flash_bwd", SPEC, "sm90")],
     "mosaic": [
         (MOSAIC, "flash_fwd", SPEC, "sm80"),
         (MOSAIC_SM90, "flash_bwd", SPEC, "sm90"),
@@ -199,8 +197,7 @@ def _used():
 def test_every_attribute_that_the_files_use_is_in_the_table():
     used = defaultdict(set)
     others = {
-        "triton_call.py": ["foreign"], "ahead.py": ["in_torch"],
-        "own_memory.py": ["triton", "foreign", "mosaic"],
+        "triton_call.py": ["foreign"], "own_memory.py": ["triton", "foreign", "mosaic"],
     }  # fmt: skip
     for file, modules in _used().items():
         groups = ["mosaic"] if "kernels" in file.parts else others.get(file.name, ["triton"])

@@ -32,8 +32,6 @@ from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_LIMIT
 
-# Set before the plugin is loaded; the rest of its dumps would be hundreds of megabytes.
-_ENVIRONMENT = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 # What XLA has to know of a card. Bandwidth and clock do not matter here.
 _DESCRIPTION = """
@@ -118,8 +116,9 @@ def compile_kernels(
     Raises:
         RuntimeError: the plugin compiled nothing, as for a second target in one process.
     """
-    os.environ.update(_ENVIRONMENT)
-    card = _card(target, shared_memory or SHARED_MEMORY_LIMIT[target])
+    # Set before the plugin is loaded; the rest of its dumps would be hundreds of megabytes.
+    os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
+    card = card_in_words(target, shared_memory or SHARED_MEMORY_LIMIT[target])
     with _compiling_for(card) as empty, targets.described(card) as configs, _printed() as printed:
         function = partial(run_kernels, spec, Backend(_family(spec, target), target))
         traced = jax.jit(function).trace(*operands_of(spec, empty, sinks))
@@ -161,8 +160,14 @@ def _is_installed(module: str) -> bool:
 
 
 @cache
-def _card(target: str, limit: int) -> Any:
-    """Return a device of JAX that is only described."""
+def card_in_words(target: str, limit: int) -> Any:
+    """Return a device of JAX that is only described, which programs can be compiled for.
+
+    Args:
+        target: instruction set of the card, "sm80" or "sm90".
+        limit: bytes of shared memory that a block has there.
+    """
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # set before the plugin is loaded
     text = _DESCRIPTION.format(
         target=target, limit=limit, sms=NUM_SMS[target], capability=_CAPABILITIES[target]
     )

@@ -166,7 +166,6 @@ def _torch_runs(
             return "jax is not installed, which compiles its kernels (pip install 'jax[cuda13]')"
         return (
             _older_jax((0, 11, 2))
-            or _missing_names("in_torch")
             or supports(operation, spec, target)
             or _import_error("pallas_attn.outline")
             or _no_plugin()

@@ -8,10 +8,11 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.ahead import note_lowered
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import ask_ptxas_once, mgpu_utils, mlir, mpmd
 
@@ -57,7 +58,12 @@ def _lower(ctx, *operands, **params):
     last = range(-compiler_params.num_aliased, 0)
     aliases = {len(ctx.avals_in) + i: len(ctx.avals_out) + i for i in last}
     params["input_output_aliases"] = aliases
-    rule = partial(mpmd._mpmd_map_mgpu_lowering, **params)
+
+    def rule(ctx: Any, *operands: Any) -> Any:
+        results = mpmd._mpmd_map_mgpu_lowering(ctx, *operands, **params)
+        note_lowered(results)
+        return results
+
     with _sm80() if isinstance(compiler_params, SM80Params) else nullcontext():
         return lower_with_own_memory(rule, ctx, operands, aliases)
 
