@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
+from math import prod
 from random import Random
 from typing import Any
 
@@ -97,7 +98,8 @@ class Part:
 class Expectation:
     """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
 
-    `cancelled` is by `cancelled_gradient` for dq and dk, by `cancelled_sum` for dsinks.
+    `cancelled` is by `cancelled_sum` for dsinks, and by `cancelled_gradient` for what comes from
+    ds: dq, dk, dbias and drelative_bias.
     """
 
     part: Part
@@ -129,10 +131,16 @@ def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
         return {}
     q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))
     rows = max(1.0, spec.seq_q * spec.group_size / max(1, spec.seq_kv))
-    return {
+    found = {
         "dq": cancelled_gradient(spec.scale, dout, v, k, 1.0),
         "dk": cancelled_gradient(spec.scale, dout, v, q, rows),
     }
+    for name in ("bias", "relative_bias"):  # added to scores: ds, summed over rows that share it
+        if name in inputs:
+            sharing = spec.batch * spec.heads_q * spec.seq_q / max(1, prod(inputs[name].shape[:-1]))
+            ones = torch.ones_like(v[:1])
+            found[f"d{name}"] = cancelled_gradient(1.0, dout, v, ones, max(1.0, sharing))
+    return found
 
 
 def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:

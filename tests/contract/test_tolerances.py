@@ -146,6 +146,24 @@ def test_a_row_with_one_key_has_the_error_of_its_sums():
     assert max(ratios) > 1  # without what cancels
 
 
+def test_a_table_that_all_rows_share_has_the_error_of_their_sums():
+    random = np.random.default_rng(0)
+    dout, v = (random.normal(0, 1, (n, 96)) for n in (1000, 20))
+    p = random.dirichlet(np.ones(20), 1000)
+    dp = dout @ v.T
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))  # 0 in each row's sum
+    # A kernel's p is off by its exponent's rounding, by up to an ulp of float32.
+    got = np.array([(ds * random.uniform(-1, 1, p.shape)).sum() * 2.0**-23 for _ in range(4)])
+    zero = np.zeros_like(got)
+    cancelled = cancelled_gradient(1.0, dout, v, np.ones(1), rows=1000.0)
+    for each, is_ok in ((cancelled, True), (0.0, False)):
+        found = compare_to_reference(got, zero, zero, "float32", "gradient", None, each)
+        assert found.ok == is_ok
+    assert not compare_to_reference(
+        got + 1e-3, zero, zero, "float32", "gradient", None, cancelled
+    ).ok
+
+
 def test_a_sum_that_cancels_has_the_error_of_its_terms():
     terms = np.array([[30.0, -40.0], [3.0, 4.0]])
     ref = terms.sum(-1)

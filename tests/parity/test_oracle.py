@@ -198,3 +198,18 @@ def test_the_gradient_of_a_sink_is_expected_to_be_as_wrong_as_its_terms(torch_de
     assert 0.3 < raised.double().mean() < 0.9  # a normal error is below its deviation in 68 %
     deviations = own.square().mean() / least[raised].square().mean()
     assert 0.5 < deviations.sqrt() < 2
+
+
+@pytest.mark.parametrize(
+    ("terms", "sharing"),
+    [({"relative": 0}, 150), ({"bias": "qk"}, 8), ({"bias": "bhqk"}, 1), ({"bias": "k"}, 1200)],
+)
+def test_rows_that_share_a_value_of_what_is_added_to_scores(terms, sharing, torch_device):
+    """The errors of their ds add up; each alone is that of dq, without the scale and keys."""
+    case = FlashCase("shared", 2, 150, 90, 4, 2, 64, dtype="float32", scale=2.0, **terms)
+    inputs = make_inputs(case, torch_device)
+    (expected,) = expectations(inputs, parts_of(case.spec))
+    (name,) = expected.cancelled.keys() & {"dbias", "drelative_bias"}
+    of_a_row = expected.cancelled["dq"] / 2.0 / float(inputs["k"].abs().max())
+    sharing *= 2 if name == "drelative_bias" else 1  # sequences
+    assert expected.cancelled[name] == pytest.approx(of_a_row * sharing**0.5)

@@ -103,7 +103,7 @@ def compare_to_reference(
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
-        cancelled: by `cancelled_gradient`, of dq and dk, or `cancelled_sum`.
+        cancelled: by `cancelled_gradient` for what comes from ds, or `cancelled_sum`.
     """
     largest = _max_abs(ref)
     exponent = 0.0 if lse is None else _max_abs(lse)
@@ -176,9 +176,9 @@ def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: 
     """Return how large dq or dk is if no ds cancels: ``scale · |dout| |v| · |k|``, or |q|.
 
     Args:
-        scale: factor of q·k.
+        scale: factor of q·k; 1 for what is added to scores.
         dout, v: float64, [..., Dv].
-        other: k for dq, q for dk, float64.
+        other: k for dq, q for dk, ones for what is added to scores, float64.
         rows: how many rows of ds a row of the gradient sums whose p is near 1, at least 1. Their
             errors are independent.
     """
