@@ -59,13 +59,14 @@ def cuda_devices() -> Sequence[Device]:
 def compiled_for() -> Device | None:
     """Return a device that kernels can be compiled for before XLA chooses one.
 
-    There is none without a CUDA device, where they are unlike, or where one is `described`.
+    There is none without a CUDA device, where they are unlike, in one of several processes, which
+    may compile the same programs only together, and where a card is `described`.
     """
     if _described.get() is not None:
         return None
     devices = cuda_devices()
     alike = len({device.compute_capability for device in devices}) == 1
-    return devices[0] if alike else None
+    return devices[0] if alike and jax.process_count("cuda") == 1 else None
 
 
 def target_of(device: Device | None) -> str:

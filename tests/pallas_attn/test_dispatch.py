@@ -11,6 +11,7 @@ import pytest
 from pallas_attn import explain, flash_attention
 from pallas_attn.dispatch import Backends, choose_backends
 from pallas_attn.lowering import recording
+from pallas_attn.targets import compiled_for, described
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import FAMILIES, Backend, Family
@@ -146,6 +147,21 @@ def test_the_target_is_the_devices_own_or_the_one_asked_for(monkeypatch):
         assert choose_backends("triton", "flash_fwd", hopper, SPEC) == Backends(sm80, interpreted)
     with pytest.raises(NotImplementedError, match=r"^device: expected compute capability"):
         choose_backends(None, "flash_fwd", turing, SPEC)
+
+
+def test_kernels_are_compiled_before_xla_chooses_where_one_device_stands_for_all(monkeypatch):
+    hopper, another, ampere = map(Gpu, ("9.0", "9.0", "8.0"))
+    for devices, processes, expected in (
+        ((hopper, another), 1, hopper),
+        ((hopper, ampere), 1, None),
+        ((hopper, another), 2, None),
+        ((), 1, None),
+    ):
+        monkeypatch.setattr("pallas_attn.targets.cuda_devices", lambda devices=devices: devices)
+        monkeypatch.setattr(jax, "process_count", lambda backend, count=processes: count)
+        assert compiled_for() is expected
+        with described(hopper):
+            assert compiled_for() is None
 
 
 @pytest.mark.skipif(NO_MOSAIC is not None, reason=str(NO_MOSAIC))
