@@ -107,14 +107,14 @@ def compile_beside(kernel: Lowered, device: Device) -> Future[None]:
 
 
 def _compile(kernel: Lowered, device: Device) -> None:
-    def call() -> jax.Array:
+    def kernel_alone() -> jax.Array:
         result = jax.ShapeDtypeStruct((), "float32")  # the program is never run
         return jax.ffi.ffi_call(_TARGET, result)(
             module=kernel.module, kernel_hash=kernel.hash, use_custom_barrier=False
         )
 
     place = jax.sharding.SingleDeviceSharding(device)
-    jax.jit(call, out_shardings=place).trace().lower(lowering_platforms=("cuda",)).compile()
+    jax.jit(kernel_alone, out_shardings=place).trace().lower(lowering_platforms=("cuda",)).compile()
 
 
 @cache
