@@ -1,4 +1,4 @@
-"""What tests that lower kernels have in common."""
+"""Let tests that lower kernels compile none of them."""
 
 import pytest
 
