@@ -4,8 +4,12 @@ Barrier 0 is the compiler's, 1 + w that of warpgroup w; the next ones are free. 
 plgpu has barriers of a warpgroup, and of all warpgroups, on SM80, and named ones.
 """
 
+from typing import Any
+
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.registers import SCALAR
 from pallas_attn.private import ir, llvm, mgpu, nvvm
 
 
@@ -43,16 +47,16 @@ def pass_turn(warpgroup: int, warpgroups: int) -> None:
     named_barrier("arrive", warpgroups + 2 + (warpgroup + 1) % warpgroups, 256)
 
 
-def named_barrier(operation: str, number: int, threads: int) -> None:
+def named_barrier(operation: str, number: Any, threads: int) -> None:
     """Arrive at a named barrier of `threads` threads, and with "sync", not "arrive", wait there."""
     text = f"bar.{operation} $0, {threads};"
 
-    @plgpu.inline_mgpu()
-    def barrier(_):
-        n = mgpu.c(number, ir.IntegerType.get_signless(32))
+    @plgpu.inline_mgpu(arg_types=(SCALAR,))
+    def barrier(_, n):
+        n = n.registers.item()
         llvm.inline_asm(ir.Type.parse("!llvm.void"), [n], text, "r", has_side_effects=True)
 
-    barrier()
+    barrier(jnp.int32(number))
 
 
 def exchange_barrier(warpgroups: int) -> None:

@@ -1,5 +1,7 @@
 """Divide a program's work: what each warpgroup does, tile after tile."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -9,16 +11,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 
 
-def run_warpgroups(warpgroups, consume, *parts):
-    """Run consume(w) in each consumer warpgroup, and each of `parts` in a warp of the last one."""
+def run_warpgroups(warpgroups, consume, *parts, alike=False):
+    """Run consume(w) in each consumer warpgroup, and each of `parts` in a warp of the last one.
+
+    alike: the consumers have one code, which gets w as a value; else each has its own, which gets a
+        number.
+    """
     warpgroup = lax.axis_index("warpgroup")
     for_consumer, for_producer = REGISTERS[warpgroups]
-    for w in range(warpgroups):
 
-        @pl.when(warpgroup == w)
-        def _(w=w):
-            plgpu.set_max_registers(for_consumer, action="increase")
-            consume(w)
+    def run(w):
+        plgpu.set_max_registers(for_consumer, action="increase")
+        consume(w)
+
+    if alike:
+        pl.when(warpgroup < warpgroups)(lambda: run(warpgroup))
+    else:
+        for w in range(warpgroups):
+            pl.when(warpgroup == w)(functools.partial(run, w))
 
     @pl.when(warpgroup == warpgroups)
     def _():

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.barriers import pass_turn, take_turn
+from pallas_attn.kernels.explicit.barriers import exchange_barrier, pass_turn, take_turn
 from pallas_attn.kernels.explicit.block_mask import find_list, kept_row, kept_tiles
 from pallas_attn.kernels.explicit.cp_async import allocate_tile
 from pallas_attn.kernels.explicit.items import (
@@ -80,6 +80,8 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Larger heads visit the last tiles first. Level at 192.
 LARGE_HEAD = 224
+# Of larger heads all consumers have one code, which is compiled once and faster under a mask.
+ONE_CODE_HEAD = 128
 
 
 class Inputs(NamedTuple):
@@ -149,8 +151,8 @@ class Kernel(NamedTuple):
     memory: Memory
     problem: Problem
     queue: Queue
-    q_tiles: list
-    out_tiles: list
+    q_tiles: Tiles
+    out_tiles: tuple
     list_tile: tuple
     last_first: bool
     ping_pong: int
@@ -160,7 +162,7 @@ class Kernel(NamedTuple):
     @property
     def warpgroups(self) -> int:
         """Consumer warpgroups."""
-        return len(self.q_tiles)
+        return self.memory.q_full.shape[0]
 
     @property
     def num_stages(self) -> int:
@@ -193,7 +195,7 @@ def flash_fwd_kernel(
     last_first = large and problem.block_q >= 2 * problem.block_kv
     last_first = last_first and problem.window.right is not None
     last_first = last_first and not problem.packed and lists.tiles is None
-    q_tiles, out_tiles = ([[*views] for views in tiles] for tiles in memory.q_and_out)
+    q_tiles, out_tiles = memory.q_and_out
     items = Items(
         *offsets, problem.seq_q, problem.seq_kv, q.shape[2], problem.block_q, last_first=True
     )
@@ -201,13 +203,14 @@ def flash_fwd_kernel(
         inputs, outputs,
         memory._replace(k_tiles=Tiles(*memory.k_tiles), v_tiles=Tiles(*memory.v_tiles)), problem,
         Queue(lax.axis_index("program"), schedule, counter, items, memory.hand_over),
-        [Tiles(*views) for views in q_tiles], out_tiles, (tile_q, tile_kv), last_first, ping_pong,
+        Tiles(*q_tiles), out_tiles, (tile_q, tile_kv), last_first, ping_pong,
         problem.rule.small_cap and v.dtype == jnp.bfloat16, out_sizes,
     )  # fmt: skip
     run_warpgroups(
         kernel.warpgroups,
         functools.partial(consume, kernel),
         functools.partial(produce, kernel),
+        alike=max(q.shape[3], v.shape[3]) > ONE_CODE_HEAD,
     )
 
 
@@ -264,7 +267,7 @@ def produce(kernel):
         for w in range(kernel.warpgroups):
             plgpu.barrier_wait(memory.q_empty.at[w])
             start, full = place.start + w * WGMMA_ROWS, memory.q_full.at[w]
-            load_tile(inputs.q, kernel.q_tiles[w], batch, place.head, start, full)
+            load_tile(inputs.q, kernel.q_tiles.tile(w), batch, place.head, start, full)
 
         @pl.loop(1, steps)
         def _(x):
@@ -287,17 +290,21 @@ class Turns(NamedTuple):
             the others wait for their turn.
     """
 
-    w: int
+    w: Any
     warpgroups: int
     taken: bool
-    waits: bool
+    waits: Any
 
     def begin(self, full, in_turn=True):
         """Wait until products may be issued, and for their tile's barrier, unless it is None."""
-        if self.waits and full is not None:
-            plgpu.barrier_wait(full)
+        if full is not None:
+            self.wait(full)
         if self.taken and in_turn:
             take_turn(self.w, self.warpgroups)
+
+    def wait(self, full):
+        """Wait for a tile's barrier, if this warpgroup does."""
+        pl.when(self.waits)(lambda: plgpu.barrier_wait(full))
 
     def end(self, in_turn=True):
         """Give the turn to the next warpgroup."""
@@ -306,7 +313,7 @@ class Turns(NamedTuple):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    """Compute the rows of consumer warpgroup w."""
     memory = kernel.memory
     taken = kernel.ping_pong and kernel.warpgroups > 1
     turns = Turns(w, kernel.warpgroups, taken, kernel.ping_pong < 2 or not taken or w == 0)
@@ -318,8 +325,7 @@ def consume(kernel, w):
         plgpu.barrier_arrive(memory.v_empty.at[slot])
     if kernel.problem.packed:
         plgpu.barrier_arrive(memory.hand_over.read)
-    if w == kernel.warpgroups - 1:
-        turns.end()
+    pl.when(w == kernel.warpgroups - 1)(turns.end)
 
     kernel.queue.take(functools.partial(compute_tile, kernel, turns))
     plgpu.wait_smem_to_gmem(0)
@@ -355,8 +361,7 @@ def compute_tile(kernel, turns, item, step):
 
     # Pass over the tiles behind what these rows see.
     skipped = 0
-    passes_over = kernel.last_first and w < kernel.warpgroups - 1
-    if passes_over:
+    if kernel.last_first:
         last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + problem.window.right
         skipped = cdiv(work.visited(kernel.queue.program * 0)[0] - last_key, problem.block_kv)
         skipped = jnp.clip(skipped, 0, steps - 1)
@@ -369,7 +374,7 @@ def compute_tile(kernel, turns, item, step):
             turns.end(in_turn)
             plgpu.barrier_arrive(empty.at[slot])
 
-    if passes_over:
+    if kernel.last_first:
         pass_over(memory.k_full, memory.k_empty, from_first)
 
     # s = scale · q kᵀ and p of the first tile of keys
@@ -378,7 +383,7 @@ def compute_tile(kernel, turns, item, step):
     turns.begin(memory.k_full.at[slot], from_first)
 
     def first(s_ref):
-        add_scores(s_ref, kernel.q_tiles[w], memory.k_tiles.tile(slot))
+        add_scores(s_ref, kernel.q_tiles.tile(w), memory.k_tiles.tile(slot))
         turns.end(from_first)
         return s_ref[...]
 
@@ -394,7 +399,7 @@ def compute_tile(kernel, turns, item, step):
     acc = zeros(WGMMA_ROWS, padded_columns(kernel.inputs.v.shape[3]))
     if kernel.problem.packed:
         wait_for_edge(kernel, turns, queries, kernel.queue.program * 0)
-    if passes_over:
+    if kernel.last_first:
         pass_over(memory.v_full, memory.v_empty)
 
     # Visit the other tiles of keys that these queries see; only edges are masked.
@@ -439,7 +444,9 @@ def softmax(kernel, queries, s, x, m_i, masked):
 
 def wait_for_edge(kernel, turns, queries, x):
     """Wait for the values of a tile at an edge, which may pass those of a sequence."""
-    if turns.waits:
+
+    @pl.when(turns.waits)
+    def _():
         slot = (queries.first_step + x) % kernel.num_stages
         plgpu.barrier_wait(kernel.memory.v_full.at[slot])
         start, end = queries.work.visited(x)
@@ -449,10 +456,10 @@ def wait_for_edge(kernel, turns, queries, x):
 def wait_for_values(kernel, turns, queries, x, slot):
     """Wait for the values of a tile, unless `wait_for_edge` has."""
     full = kernel.memory.v_full.at[slot]
-    if turns.waits and kernel.problem.packed:
-        pl.when(x >= queries.end_masked)(lambda: plgpu.barrier_wait(full))
-    elif turns.waits:
-        plgpu.barrier_wait(full)
+    if kernel.problem.packed:
+        pl.when(x >= queries.end_masked)(lambda: turns.wait(full))
+    else:
+        turns.wait(full)
 
 
 def visit(kernel, turns, queries, masked, x, carry):
@@ -481,7 +488,7 @@ def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc
     memory = kernel.memory
     p, m_i, l_i, acc = carry
     # Start s = scale · q kᵀ, and acc += p v of the tile before.
-    add_scores(s_ref, kernel.q_tiles[turns.w], memory.k_tiles.tile(slot))
+    add_scores(s_ref, kernel.q_tiles.tile(turns.w), memory.k_tiles.tile(slot))
     if not kernel.problem.packed:
         wait_for_values(kernel, turns, queries, x - 1, previous)
     acc_ref[...] = acc
@@ -537,15 +544,17 @@ def store_out(kernel, queries, w, out):
     work, start_row = queries.work, queries.start_row
     for i, size in enumerate(kernel.out_sizes):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if len({*kernel.out_sizes}) > 1:  # warpgroups have other places in each part
+            exchange_barrier(kernel.warpgroups)
         matrix, first = kernel.outputs.out, sum(kernel.out_sizes[:i])
         part = out[:, first : first + padded_columns(size)]
         if len(kernel.out_sizes) > 1:
             matrix = kernel.outputs.out.at[:, :, :, pl.ds(first, size)]
         place = matrix, work.batch, work.place.head, start_row
         if kernel.problem.packed:
-            store_rows_of_tile(part, kernel.out_tiles[w][i].at[0], *place, work.place.end)
+            store_rows_of_tile(part, kernel.out_tiles[i].at[w], *place, work.place.end)
         else:
-            store_tile(part, Tiles(*kernel.out_tiles[w][2 * i : 2 * i + 2]), *place)
+            store_tile(part, Tiles(*kernel.out_tiles[2 * i : 2 * i + 2]).tile(w), *place)
 
 
 def flash_fwd(
@@ -566,14 +575,16 @@ def flash_fwd(
 
     config = backend.configs(spec)["flash_fwd"]
 
+    warpgroups = config.num_warps // 4 - 1
+
     def out_views(size):
         if is_packed:
-            return (allocate_tile(dtype, 1, WGMMA_ROWS, size),)
-        return tile_views(dtype, (WGMMA_ROWS,), size, out_whole)
+            return (allocate_tile(dtype, warpgroups, WGMMA_ROWS, size),)
+        return tile_views(dtype, (warpgroups, WGMMA_ROWS), size, out_whole)
 
     def memory(out_sizes):
-        warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
-        q = tile_views(dtype, (WGMMA_ROWS,), spec.head_dim, scores_whole)
+        stages = config.num_stages
+        q = tile_views(dtype, (warpgroups, WGMMA_ROWS), spec.head_dim, scores_whole)
         out = [views for size in out_sizes for views in out_views(size)]
         k = tile_views(dtype, (stages, config.block_kv), spec.head_dim, scores_whole)
         v = tile_views(dtype, (stages, config.block_kv), spec.head_dim_v, v_whole)
@@ -588,7 +599,7 @@ def flash_fwd(
             k_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             k_full=k_full,
             k_tiles=plgpu.RefUnion(*k),
-            q_and_out=[[plgpu.RefUnion(*x) for _ in range(warpgroups)] for x in (q, out)],
+            q_and_out=[plgpu.RefUnion(*x) for x in (q, out)],
             q_empty=plgpu.Barrier(num_barriers=warpgroups),
             q_full=q_full,
             v_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
