@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from torch_attn.kernels.explicit.items import ITEM_STEPS, heads_together, item_counter
+from torch_attn.kernels.explicit.items import (
+    ITEM_STEPS,
+    heads_in_cache,
+    heads_together,
+    item_counter,
+)
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.steps import steps_of_keys, steps_of_queries
 
@@ -89,3 +94,12 @@ def test_uneven_tiles_are_counted_where_a_kernel_takes_a_counter():
     for spec in (replace(causal, window=Window()), replace(causal, segmented=True)):
         assert item_counter(q, spec, has_uneven=True) is None
     assert item_counter(q, causal) is None
+
+
+@pytest.mark.parametrize(
+    ("seq", "heads", "block_kv", "together"),
+    [(16384, 16, 128, 1), (12288, 16, 128, 4), (6144, 16, 64, 8), (2048, 64, 64, 8)],
+)
+def test_few_heads_at_a_time_balance_programs_that_count(seq, heads, block_kv, together):
+    steps = steps_of_queries(problem(1, seq, seq, heads, heads), 128, block_kv)
+    assert heads_in_cache(steps, heads, 132) == together

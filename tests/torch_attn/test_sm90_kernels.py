@@ -23,6 +23,8 @@ from tests.torch_attn.explicit_kernels import (
 )
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, Mode, interpreted
 from torch_attn import BlockMask
+from torch_attn.kernels.explicit.items import item_counter
+from torch_attn.kernels.sm90 import flash_fwd as flash_fwd_module
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
@@ -227,6 +229,32 @@ FORWARD = [
 @in_turn(FORWARD)
 def test_forward(case, mode):
     assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
+
+
+# More items than programs: of the issued first product of the next item there may be none.
+COUNTED = [
+    FlashCase("64", 1, 300, 300, 4, 2, 64, causal=True),
+    FlashCase("80, window", 2, 200, 330, 2, 2, 80, window_size=(100, 20)),
+    FlashCase("128, sinks", 2, 300, 150, 2, 1, 128, causal=True, sinks=True),
+    FlashCase("256", 1, 300, 300, 2, 2, 256, causal=True, dtype="float16"),
+    FlashCase("slopes", 1, 300, 300, 2, 1, 64, causal=True, alibi="heads", dropout_rate=0.3),
+]
+
+
+@in_turn(COUNTED)
+def test_forward_whose_tiles_come_from_a_counter(case, mode, monkeypatch):
+    monkeypatch.setattr(flash_fwd_module, "COUNTED_STEPS", 1)
+    counters = []
+
+    def counter(*problem):
+        counters.append(item_counter(*problem))
+        return counters[0]
+
+    monkeypatch.setattr(flash_fwd_module, "item_counter", counter)
+    assert check_forward(case, mode, BACKEND) == ["flash_fwd"]
+    # Each of the three programs is told once that nothing is left.
+    num_tiles = -(-case.seq_q // 128)
+    assert counters[0].item() == num_tiles * case.heads_q * case.batch + 3
 
 
 def _raise_scores(inputs):

@@ -53,6 +53,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {},
     "short": {"causal": True, "batch": 32, "seq_q": 512, "seq_kv": 512},
+    "long": {"causal": True, "seq_q": 16384, "seq_kv": 16384},
     "all-options": {"window_size": (256, 128), "softcap": 30.0, "sinks": True},
     "softcap": {"softcap": 30.0},
     "odd-head-size": {"causal": True},
@@ -141,7 +142,7 @@ _PORTABLE_FEATURES = {
     "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
     "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (),
-    "few-kv-heads-odd-length": (), "short": (), "full": (128,),
+    "few-kv-heads-odd-length": (), "short": (), "long": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
 # Those of terms of scores, which the explicit kernels of SM90 have, with these head sizes: with
@@ -155,7 +156,8 @@ _TERM_FEATURES = {
 # Triton 3.9 the fused backward at head dimension 64 spills 272 bytes in a step of its main loop.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
-    ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"), ("tree-depths", "sm80"),
+    ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"), ("long", "sm90"),
+    ("tree-depths", "sm80"),
     *product(("segments", "tree", "tree-packed"), TARGETS),
     *product(_TERM_FEATURES, ("sm90",)),
 }  # fmt: skip
@@ -323,7 +325,7 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
         feature
         for feature in FLASH_FEATURES
         if feature not in ("causal", *_PORTABLE_FEATURES) or (feature, target) in _EXPLICIT_FEATURES
-        if feature != "part"  # which Gluon alone has
+        if feature not in ("part", "long")  # which Gluon alone has, or has code of its own for
     ]
     if target == "sm90":  # whose code depends on lengths
         features.append("few-kv-heads-odd-length")

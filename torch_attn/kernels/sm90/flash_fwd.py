@@ -109,6 +109,7 @@ from torch_attn.kernels.library.terms import terms_argument, terms_of
 from torch_attn.kernels.library.tiles import visible_tiles
 from torch_attn.kernels.tile_lists import listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch, rule_argument
+from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import (
     AttentionSpec,
@@ -126,6 +127,8 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96
+# Dense tiles come from a counter if they have this many steps, or from larger heads.
+COUNTED_STEPS, COUNTED_HEAD_DIM = 64, 128
 
 
 class Results(NamedTuple):
@@ -200,8 +203,8 @@ def flash_fwd_kernel(
         together: heads whose tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
         mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
-        counter_ptr: [1], zero at first: of packed sequences, and with intervals, the producer takes
-            the items as they come, see `next_item`, and tells the consumers; else None.
+        counter_ptr: [1], zero at first: the producer takes the items as they come, see `next_item`,
+            and tells the consumers; None where programs take turns, and where tiles are listed.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
         OUT: "staged" in shared memory of its own; "in q", the queries', where there is no more; or
@@ -229,7 +232,7 @@ def flash_fwd_kernel(
     tiles = (q_tile, k_tile, v_tile, out_tile, bias_tile)
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
+    if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
         shared = allocate_hand_over(NUM_CONSUMERS, are_listed(mask.segments, mask.tree))
     if results.carry is not None:
         carried = (results.carry,)
@@ -436,7 +439,6 @@ def _consume(
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
-    IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # The keys are some of all, and join a result over others where there is one.
     IS_PART: gl.constexpr = problem.intervals is not None
     JOINS: gl.constexpr = results.carry is not None
@@ -476,7 +478,7 @@ def _consume(
     q_slot = CONSUMER
     if AHEAD:
         # Only a program that takes items from a counter may have none.
-        exists = (IS_PLAIN and not IS_PACKED) or item < problem.num_items
+        exists = len(shared) == 0 or item < problem.num_items
         if exists:
             mbarrier.wait(q_full.index(CONSUMER), 0)
             mbarrier.wait(k_full.index(0), 0)
@@ -850,7 +852,8 @@ def launch_forward(
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
     q = operands.q
-    tensors = (q, operands.k, operands.v, operands.sinks, results, item_counter(q, spec))
+    counter = item_counter(q, spec, _is_counted(spec, backend, q.device))
+    tensors = (q, operands.k, operands.v, operands.sinks, results, counter)
     mask = listed_mask("flash_fwd", operands, spec, backend)
     tensors = (*tensors, terms_of(operands, spec), mask)
     # Four warps are one consumer; Triton adds those of the other parts.
@@ -862,7 +865,7 @@ def _prepare(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
-    q, k, v, _sinks, results, *_ = call.layouts
+    q, k, v, _sinks, results, counter, *_ = call.layouts
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     terms = terms_argument(call)["terms"]
     boxes = bias_boxes(terms.bias, config.block_q, config.block_kv)
@@ -891,9 +894,20 @@ def _prepare(call: KernelCall) -> Prepared:
         and _room_for(spec, config, 2),
         "OUT": _place_of_out(spec, config, size_of_bias),
     }
-    return persistent(
-        call, steps, spec.heads_q * spec.batch, arguments | mask_argument(call, of_keys=True)
-    )
+    arguments |= mask_argument(call, of_keys=True)
+    return persistent(call, steps, spec.heads_q * spec.batch, arguments, counter is not None)
+
+
+def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
+    """Return True where programs take uneven tiles of a dense problem from a counter.
+
+    Handing over an item takes time, which is little beside long tiles and those of large heads.
+    """
+    config = backend.configs(spec)["flash_fwd"]
+    steps = steps_of_queries(spec, config.block_q, config.block_kv)
+    items = len(steps) * spec.heads_q * spec.batch
+    is_long = max(steps) >= COUNTED_STEPS or max(spec.head_dim, spec.head_dim_v) > COUNTED_HEAD_DIM
+    return is_long and items > num_sms(device, backend.target)
 
 
 def _rule_of(spec: AttentionSpec) -> ScoreRule:
