@@ -89,6 +89,17 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
     return has_keys
 
 
+def _sees_keys(count: int) -> Callable[[Spec], bool]:
+    """Return the condition of a dense batch whose last query sees at least `count` keys."""
+
+    def sees_keys(spec: Spec) -> bool:
+        if not isinstance(spec, AttentionSpec) or isinstance(spec, VarlenSpec):
+            return False
+        return len(spec.visible_keys(spec.seq_q - 1)) >= count
+
+    return sees_keys
+
+
 def _has_many_rows(spec: Spec) -> bool:
     """Return True for a decode of more than 32 query rows (tokens × query heads) per kv head."""
     return isinstance(spec, DecodeSpec) and spec.rows > 32
@@ -151,6 +162,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "part": _is_part,
     ">= 1024 keys": _has_keys(1024),
     ">= 2048 keys": _has_keys(2048),
+    "sees 8192 keys": _sees_keys(8192),
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,
     "many programs": _has_many_programs,
