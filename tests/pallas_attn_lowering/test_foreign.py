@@ -124,6 +124,7 @@ def test_kernels_are_compiled_from_the_moment_on_that_they_are_traced(monkeypatc
         with use_target("sm90"):
             jax.jit(function).trace(*arrays(64))
 
+    monkeypatch.setattr(triton_call, "cuda_devices", tuple)
     trace()
     assert not begun  # nor is it lowered, perhaps, where there is no GPU
     monkeypatch.setattr(triton_call, "cuda_devices", lambda: ("a GPU",))
