@@ -75,7 +75,7 @@ def test_what_is_no_number_and_what_is_infinite(value):
     assert np.isnan(got[3, 5, 1]) == np.isnan(value)
 
 
-def _capped(scores, scale, exact=False):
+def _capped(scores, scale, exact=False, close=False):
     """Run `cap_scores` with a cap of 30 on the products of scores of a scale."""
     rule = ScoreRule.of(scale, 30.0)
     products = (scores / np.float32(scale)).T
@@ -83,7 +83,7 @@ def _capped(scores, scale, exact=False):
     names = [f"${i}" for i in range(COUNT, 4 * COUNT)]
     with np.errstate(all="ignore"):
         registers, _ = run(
-            cap_scores(COUNT, exact=exact),
+            cap_scores(COUNT, exact=exact, close=close),
             zip(names, np.concatenate(given).astype(np.float32), strict=True),
         )
     return np.stack([registers[f"${i}"] for i in range(COUNT)], 1)
@@ -95,6 +95,14 @@ def test_capped_scores(exact, deviation):
     scores = _scores(deviation)[:, :, 0]
     expected = 30 * np.tanh(scores.astype(np.float64) / 30)
     np.testing.assert_allclose(_capped(scores, 1.0, exact), expected, rtol=6e-6, atol=2e-5)
+
+
+@pytest.mark.parametrize("how", [{"exact": True}, {"close": True}])
+def test_capped_scores_of_a_small_error(how):
+    scores = _scores(1.0, -3.0)[:, :, 0]
+    assert scores.min() > -7.5  # a quarter of the cap
+    expected = 30 * np.tanh(scores.astype(np.float64) / 30)
+    np.testing.assert_allclose(_capped(scores, 1.0, **how), expected, rtol=6e-7)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-7, 1e-8, 1e-10])

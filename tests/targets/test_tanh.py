@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from twin_attention.contract.spec import SMALL_CAP
-from twin_attention.targets.tanh import HIGH_BITS, LIMIT, NEAR, NEAR_LIMIT, SUM_BITS, P, Q
+from twin_attention.targets.tanh import (
+    CLOSE,
+    CLOSE_LIMIT,
+    HIGH_BITS,
+    LIMIT,
+    NEAR,
+    NEAR_LIMIT,
+    SUM_BITS,
+    P,
+    Q,
+)
 
 
 def _tanh(x):
@@ -56,10 +66,12 @@ def test_sums_of_exponentials_show_that_scores_are_near_0(b):
     assert 32 * error.max() <= 2**-14 * 2**SUM_BITS / high
 
 
-def test_the_polynomial_near_0_has_a_relative_error_of_at_most_5e_6():
-    x = np.linspace(1e-6, NEAR_LIMIT, 200_001, dtype=np.float32)
+@pytest.mark.parametrize(
+    ("coefficients", "limit", "error"), [(NEAR, NEAR_LIMIT, 5e-6), (CLOSE, CLOSE_LIMIT, 5.5e-7)]
+)
+def test_relative_errors_of_the_polynomials_near_0(coefficients, limit, error):
+    x = np.linspace(1e-6, limit, 200_001, dtype=np.float32)
     x2 = x * x
-    coefficients = np.asarray(NEAR, np.float32)
-    got = x * functools.reduce(lambda y, c: y * x2 + c, coefficients[::-1])
+    got = x * functools.reduce(lambda y, c: y * x2 + c, np.asarray(coefficients, np.float32)[::-1])
     assert got.dtype == np.float32
-    assert np.abs(got / np.tanh(x.astype(np.float64)) - 1).max() <= 5e-6
+    assert np.abs(got / np.tanh(x.astype(np.float64)) - 1).max() <= error

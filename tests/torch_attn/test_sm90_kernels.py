@@ -331,6 +331,15 @@ def test_forward_with_any_values_of_terms(case, change):
     check_forward(case, WRITES_FIRST, BACKEND, change=change)
 
 
+@pytest.mark.parametrize("softcap", [30.0, 224.0])
+def test_log_sum_exps_of_capped_scores_that_are_all_below_0(softcap):
+    def lower(inputs):
+        inputs["bias"].fill_(-6.0)
+
+    case = FlashCase("", 1, 70, 300, 1, 1, 64, softcap=softcap, bias="qk", terms_in_q_dtype=True)
+    check_forward(case, Mode(), BACKEND, change=lower)
+
+
 NEIGHBOURS = (("q", 30, 180), ("k", 40, 210), ("v", 40, 210), ("dout", 30, 180))
 
 

@@ -96,7 +96,7 @@ def choose_upcast(cache_dtype: str, target: str | None) -> Upcast | None:
     return Upcast(float8, _REGISTERS + low + "}", _REGISTERS + high + "}")
 
 
-def cap_scores(count: int, *, exact: bool, exponential: bool = False) -> str:
+def cap_scores(count: int, *, exact: bool, close: bool = False, exponential: bool = False) -> str:
     """Return PTX that turns a thread's products q·k, s, into ``b · tanh(a · s)``.
 
     The operands are `count` results, and as many s, a and b; a and b are the same for all. Where
@@ -106,17 +106,21 @@ def cap_scores(count: int, *, exact: bool, exponential: bool = False) -> str:
     Args:
         exact: that is the rational function of `tanh`; otherwise ``1 - 2 / (exp(2x) + 1)``, whose
             error is a few times 1e-7 of b, not of the result.
+        close: the polynomial is that of `tanh.CLOSE`, as it is with `exact`; otherwise `tanh.NEAR`.
         exponential: the results are 2 to the power of ``b · tanh(a · s)``.
     """
     s = [f"${count + i}" for i in range(count)]
     a, b = f"${2 * count}", f"${3 * count}"
     far = _rational if exact else _from_exponential
+    near, limit = tanh.NEAR, tanh.NEAR_LIMIT
+    if exact or close:
+        near, limit = tanh.CLOSE, tanh.CLOSE_LIMIT
     lines = [
         "{ .reg .pred near;",
-        f".reg .f32 a2, x, y, z, {_names('c', len(tanh.NEAR))}, {_names('m', _CHAINS)};",
+        f".reg .f32 a2, x, y, z, {_names('c', len(near))}, {_names('m', _CHAINS)};",
         *_largest(s),
-        *_near_coefficients(a, b),
-        *_all_are_near(),
+        *_near_coefficients(a, b, near),
+        *_all_are_near(limit),
         "@near bra polynomial;",
     ]
     end = ["ex2.approx.ftz.f32 y, y;"] if exponential else []
@@ -228,10 +232,10 @@ def rescale_constraints(count: int) -> str:
     return ",".join(["=&f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
 
-def _near_coefficients(a: str, b: str) -> list[str]:
-    """Return the PTX of a2, a², and of what `_near` multiplies, `tanh.NEAR` times powers of a."""
+def _near_coefficients(a: str, b: str, near: tuple[float, float, float] = tanh.NEAR) -> list[str]:
+    """Return the PTX of a2, a², and of what `_near` multiplies, `near` times powers of a."""
     lines = [f"mul.f32 a2, {a}, {a};", f"mul.f32 x, {a}, {b};"]
-    for i, value in enumerate(tanh.NEAR):
+    for i, value in enumerate(near):
         lines += [f"mul.f32 c{i}, x, {_float(value)};", "mul.f32 x, x, a2;"]
     return lines
 
@@ -243,12 +247,12 @@ def _near(s: str) -> list[str]:
     return [*lines, f"mul.f32 y, y, {s};"]
 
 
-def _all_are_near() -> list[str]:
+def _all_are_near(limit: float = tanh.NEAR_LIMIT) -> list[str]:
     """Return the PTX of the predicate `near`: all scores of a warp are, by m0 of `_largest`."""
     return [
         "mul.f32 y, m0, m0;",
         "mul.f32 y, y, a2;",
-        f"setp.le.f32 near, y, {_float(tanh.NEAR_LIMIT**2)};",
+        f"setp.le.f32 near, y, {_float(limit**2)};",
         # Not with a coefficient that float32 does not hold, or that has fewer bits there.
         f"abs.f32 x, {_LAST};",
         f"setp.ge.and.f32 near, x, {_SMALLEST_NORMAL}, near;",

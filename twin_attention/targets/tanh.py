@@ -20,6 +20,10 @@ Q = (
 # tanh(x) = x · NEAR(x²) for |x| <= NEAR_LIMIT, to a relative error of 5e-6.
 NEAR_LIMIT = 0.375
 NEAR = (0.99999571, -0.33278066, 0.12264755)
+# The same to a relative error of 5e-7. A log-sum-exp of scores that are all below 0 may be a small
+# number, whose error is theirs.
+CLOSE_LIMIT = 0.25
+CLOSE = (0.99999962, -0.33321973, 0.12841907)
 
 # x · NEAR(x²) rises everywhere, so that exponentials of b times it tell by their size whether x is
 # near 0. Let `high` be what they are at NEAR_LIMIT. If a sum is at most `high`, no x is beyond

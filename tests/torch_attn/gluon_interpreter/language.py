@@ -31,7 +31,7 @@ from torch_attn.kernels.explicit import terms, wgmma_terms
 from torch_attn.kernels.library import dropout
 from twin_attention.contract.dropout import philox
 from twin_attention.targets.ptx import any_of_warp, cap_scores, capped_exponentials, rescale
-from twin_attention.targets.tanh import NEAR, NEAR_LIMIT
+from twin_attention.targets.tanh import CLOSE, CLOSE_LIMIT, NEAR, NEAR_LIMIT
 
 FAKES: dict[int, Any] = {}
 
@@ -168,14 +168,15 @@ def _unpack(words: Tensor) -> tuple[Tensor, ...]:
     return tuple(Tensor(x, words.layout) for x in pairs.unbind(-1))
 
 
-def _cap(s: Tensor, a: Any, b: Any, exact: bool) -> Tensor:
+def _cap(s: Tensor, a: Any, b: Any, exact: bool, close: bool = False) -> Tensor:
     """Do what `ptx.cap_scores` does, each score for itself."""
+    coefficients, limit = (CLOSE, CLOSE_LIMIT) if exact or close else (NEAR, NEAR_LIMIT)
 
     def cap(s: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
         x = s * a
-        near = functools.reduce(lambda y, c: x * x * y + c, reversed(NEAR)) * x * b
+        near = functools.reduce(lambda y, c: x * x * y + c, reversed(coefficients)) * x * b
         far = x.tanh() * b if exact else b - 2 * b / ((2 * x).exp() + 1)
-        return torch.where(x.abs() <= NEAR_LIMIT, near, far)
+        return torch.where(x.abs() <= limit, near, far)
 
     return _elementwise(cap, s, a, b)
 
@@ -236,8 +237,10 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = (
         for name, compare in _COMPARISONS.items()
     }
     | {
-        re.escape(cap_scores(count, exact=exact)): functools.partial(_cap, exact=exact)
-        for count, exact in product((32, 64), (False, True))
+        re.escape(cap_scores(count, **kind)): functools.partial(_cap, **kind)
+        for count, kind in product(
+            (32, 64), ({"exact": False}, {"exact": False, "close": True}, {"exact": True})
+        )
     }
 )
 _INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0, 0;"] = lambda _: (

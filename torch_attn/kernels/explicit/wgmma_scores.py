@@ -16,6 +16,7 @@ from twin_attention.targets.ptx import (
 
 # By how many scores of a tile a thread has.
 _CAP = gl.constexpr({n: cap_scores(n, exact=False) for n in (32, 64)})
+_CAP_OF_TERMS = gl.constexpr({n: cap_scores(n, exact=False, close=True) for n in (32, 64)})
 _CAP_EXACTLY = gl.constexpr({n: cap_scores(n, exact=True) for n in (32, 64)})
 _CONSTRAINTS = gl.constexpr({n: cap_constraints(n) for n in (32, 64)})
 # By how many pairs.
@@ -43,7 +44,7 @@ def scores_with_terms(s, terms, own, rule, offset, bias):
     """
     s = add_terms(s, terms, own, rule, offset, bias)
     if rule.softcap is not None:
-        s = _cap(s, rule, 1.0 / rule.softcap, rule.softcap)
+        s = _cap(s, rule, 1.0 / rule.softcap, rule.softcap, True)
     return s
 
 
@@ -132,9 +133,10 @@ def _first(a, b):
 
 
 @gluon.jit
-def _cap(s, rule, a, b):
-    """Return ``b * tanh(a * s)``."""
-    CODE: gl.constexpr = _CAP if rule.small_cap else _CAP_EXACTLY
+def _cap(s, rule, a, b, HAS_TERMS: gl.constexpr = False):
+    """Return ``b * tanh(a * s)``; with terms all scores of a row may be below 0."""
+    OF_SMALL: gl.constexpr = _CAP_OF_TERMS if HAS_TERMS else _CAP
+    CODE: gl.constexpr = OF_SMALL if rule.small_cap else _CAP_EXACTLY
     COUNT: gl.constexpr = s.shape[0] * s.shape[1] // 128
     return gl.inline_asm_elementwise(
         CODE[COUNT], _CONSTRAINTS[COUNT], [s, a, b], dtype=gl.float32,
