@@ -243,7 +243,7 @@ COUNTED = [
 
 @in_turn(COUNTED)
 def test_forward_whose_tiles_come_from_a_counter(case, mode, monkeypatch):
-    monkeypatch.setattr(flash_fwd_module, "COUNTED_STEPS", 1)
+    monkeypatch.setattr(flash_fwd_module, "COUNTED_STEPS", {256: 1})
     counters = []
 
     def counter(*problem):

@@ -127,8 +127,9 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96
-# Dense tiles come from a counter if they have this many steps, or from larger heads.
-COUNTED_STEPS, COUNTED_HEAD_DIM = 64, 128
+# Steps of a dense problem's longest tile from which on uneven tiles come from a counter, by the
+# largest head dimension.
+COUNTED_STEPS = {128: 64, 256: 32}
 
 
 class Results(NamedTuple):
@@ -901,13 +902,14 @@ def _prepare(call: KernelCall) -> Prepared:
 def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
     """Return True where programs take uneven tiles of a dense problem from a counter.
 
-    Handing over an item takes time, which is little beside long tiles and those of large heads.
+    Handing over an item takes time, which is little beside that of a long tile.
     """
     config = backend.configs(spec)["flash_fwd"]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     items = len(steps) * spec.heads_q * spec.batch
-    is_long = max(steps) >= COUNTED_STEPS or max(spec.head_dim, spec.head_dim_v) > COUNTED_HEAD_DIM
-    return is_long and items > num_sms(device, backend.target)
+    size = max(spec.head_dim, spec.head_dim_v)
+    least = next(count for largest, count in COUNTED_STEPS.items() if size <= largest)
+    return max(steps) >= least and items > num_sms(device, backend.target)
 
 
 def _rule_of(spec: AttentionSpec) -> ScoreRule:
