@@ -54,6 +54,19 @@ def test_the_table(row, records, sizes, ours, suite, operation, keep, peers):
         assert f"{least:.2f} to {most:.2f}" in line, peer
 
 
+def test_the_sentence_about_flashinfer():
+    groups = by_case("h100-flashinfer.jsonl.gz", (64, 128, 256))
+    prefill, decode = (
+        "{:.2f} to {:.2f}".format(*speeds(groups, ours, suite, operation, "FlashInfer", keep))
+        for ours, suite, operation, keep in (
+            (EXPLICIT, "prefill", "forward", is_chunks),
+            (PORTABLE, "kvcache", "decode", is_long_decode),
+        )
+    )
+    sentence = f"takes {prefill} of our time for prefill and {decode} for decode"
+    assert sentence in " ".join(README.split())
+
+
 @pytest.mark.parametrize(
     ("operation", "peers"),
     [("forward", ("FA4 varlen", "FA3 varlen", "cuDNN padded")),
