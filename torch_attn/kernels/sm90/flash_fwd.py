@@ -57,6 +57,7 @@ from torch_attn.kernels.explicit.registers import join_columns, pack, split_colu
 from torch_attn.kernels.explicit.softmax import add_columns, rescales_on_demand
 from torch_attn.kernels.explicit.steps import step_has_padding, step_is_alike
 from torch_attn.kernels.explicit.terms import (
+    adds_terms,
     allocate_bias_boxes,
     bias_box_bytes,
     bias_boxes,
@@ -450,12 +451,8 @@ def _consume(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
-    HAS_BIAS: gl.constexpr = terms.bias.entries is not None
-    ADDS: gl.constexpr = HAS_BIAS or terms.relative is not None or terms.slopes is not None
+    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
     HAS_BOXES: gl.constexpr = terms.bias.boxes is not None
-    LOADS_BIAS: gl.constexpr = HAS_BIAS and not HAS_BOXES
-    # Terms join products that are not scaled yet, where the exponent scales.
-    SHIFTS: gl.constexpr = ADDS and not rule.scale_first
     DROPS: gl.constexpr = terms.seed is not None
     # The main loop's turn comes from the first consumer, which has waited for the same tiles.
     LOADS_AWAITED: gl.constexpr = PING_PONG < 2 or CONSUMER == 0 or HAS_BOXES
@@ -494,7 +491,8 @@ def _consume(
         start_q, seq_q, diagonal = positions
         first_kv, seq_kv = keys
         begin, before, full, after = visible
-        rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
+        first_row = start_q + CONSUMER * 64
+        rows = first_row + gl.arange(0, 64, of_row)
         position, reach_left, reach_right = rows + diagonal, window_left, window_right
         row_q = batch.to(gl.int64) * problem.size
         row_kv = batch.to(gl.int64) * problem.size_other + first_kv
@@ -502,31 +500,20 @@ def _consume(
         if IS_PART:
             position, reach_right = load_windows(problem.intervals, rows, seq_q)
             reach_left = 0
-        m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, of_row)
-        l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
-        if sinks_ptr is not None and not SINK_LAST:
-            # The maximum has the sink from the start: acc is not rescaled for it at the end.
-            m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
-        if JOINS:
-            m_i, l_i, acc, has_carry = _load_part(
-                results, problem, batch, head, start_q + CONSUMER * 64, rows, seq_q, m_i, l_i,
-                HEAD_DIM_V,
-            )  # fmt: skip
-        else:
-            acc = zeros(64, HEAD_DIM_V)
+        m_i, l_i, acc, has_carry = _start_rows(
+            results, problem, batch, head, first_row, rows, seq_q, sinks_ptr, BLOCK_KV, HEAD_DIM_V,
+            BOUNDED, SINK_LAST,
+        )  # fmt: skip
 
         # The first tile of keys
+        own, offset, bias = 0, 0, 0
         if ADDS or DROPS:
-            first_row = start_q + CONSUMER * 64
             own, own_q = _own_terms(terms, batch, head, first_row, problem, place)
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
-            bias = 0
-            if LOADS_BIAS:
-                bias = load_bias(
-                    terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout,
-                    WHOLE=not EDGES,
-                )  # fmt: skip
-            kept = draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
+            offset = start_kv - first_row - diagonal
+            bias, kept = _terms_of_tile(
+                terms, own, own_q, first_row, start_kv, seq_q, seq_kv, BLOCK_KV, layout, not EDGES
+            )
         if HAS_LISTS:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             alike = step_is_alike(0, begin, before, problem.segments)
@@ -540,12 +527,7 @@ def _consume(
             if HAS_BOXES:
                 bias = read_bias_box(piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout)
             arrive(K_READ + slot, READERS)
-        if SHIFTS:
-            s, shift = add_to_products(s, terms, own, rule, start_kv - first_row - diagonal, bias)
-        elif ADDS:
-            s = scores_with_terms(s, terms, own, rule, start_kv - first_row - diagonal, bias)
-        elif EDGES:
-            s = scaled_scores(s, rule)
+        s, shift = _add_terms(s, terms, own, rule, offset, bias, EDGES)
         if EDGES:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
@@ -554,10 +536,7 @@ def _consume(
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
-            if SHIFTS:
-                e, alpha, m_i, l_i = shifted_softmax_update(s, shift, m_i, l_i, rule.exp2_scale)
-            else:
-                e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, EDGES or ADDS, ON_DEMAND)
+            e, alpha, m_i, l_i = _update(s, shift, m_i, l_i, rule, EDGES, ADDS, ON_DEMAND)
             if JOINS:
                 # No product runs. ptxas would move the scaling of acc into the next ones.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
@@ -589,12 +568,11 @@ def _consume(
                     arrive(TURN + NEXT, 256)
                 if ADDS or DROPS:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    if LOADS_BIAS:
-                        bias = load_bias(
-                            terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, layout,
-                            WHOLE=not masked,
-                        )  # fmt: skip
-                    kept = draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, layout)
+                    offset = start_kv - first_row - diagonal
+                    bias, kept = _terms_of_tile(
+                        terms, own, own_q, first_row, start_kv, seq_q, seq_kv, BLOCK_KV, layout,
+                        not masked,
+                    )  # fmt: skip
                 if HAS_BOXES:
                     bias = read_bias_box(
                         piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout
@@ -605,16 +583,7 @@ def _consume(
                     s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 arrive(K_READ + slot, READERS)
                 # p = exp(s - max)
-                if SHIFTS:
-                    s, shift = add_to_products(
-                        s, terms, own, rule, start_kv - first_row - diagonal, bias
-                    )
-                elif ADDS:
-                    s = scores_with_terms(
-                        s, terms, own, rule, start_kv - first_row - diagonal, bias
-                    )
-                elif masked:
-                    s = scaled_scores(s, rule)
+                s, shift = _add_terms(s, terms, own, rule, offset, bias, masked)
                 if masked:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
@@ -634,14 +603,7 @@ def _consume(
                     right, l_i = bounded_update(right, l_i, rule, masked)
                     packed = join_columns(left, right, packed)
                 else:
-                    if SHIFTS:
-                        e, alpha, m_i, l_i = shifted_softmax_update(
-                            s, shift, m_i, l_i, rule.exp2_scale
-                        )
-                    else:
-                        e, alpha, m_i, l_i = softmax_update(
-                            s, m_i, l_i, rule, masked or ADDS, ON_DEMAND
-                        )
+                    e, alpha, m_i, l_i = _update(s, shift, m_i, l_i, rule, masked, ADDS, ON_DEMAND)
                     # Rescale what was accumulated
                     acc, p = wait_product(acc, p)
                     arrive(V_READ + previous, READERS)
@@ -701,6 +663,103 @@ def _consume(
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _start_rows(
+    results,
+    problem,
+    batch,
+    head,
+    first_row,
+    rows,
+    seq_q,
+    sinks_ptr,
+    BLOCK_KV: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    SINK_LAST: gl.constexpr,
+):
+    """Return m_i, l_i and acc of rows before their first tile of keys, and which rows have a carry.
+
+    A row with a carry starts from it. Without carries the last is 0.
+    """
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, rows.type.layout)
+    l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
+    if sinks_ptr is not None and not SINK_LAST:
+        # The maximum has the sink from the start: acc is not rescaled for it at the end.
+        m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+    has_carry = 0
+    if results.carry is not None:
+        m_i, l_i, acc, has_carry = _load_part(
+            results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V
+        )
+    else:
+        acc = zeros(64, HEAD_DIM_V)
+    return m_i, l_i, acc, has_carry
+
+
+@gluon.jit
+def _terms_of_tile(
+    terms,
+    own,
+    own_q,
+    first_row,
+    start_kv,
+    seq_q,
+    seq_kv,
+    BLOCK_KV: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
+    """Return a tile's bias, unless TMA loads it, and what dropout keeps; 0 for what there is not.
+
+    WHOLE: as `load_bias` takes it.
+    """
+    bias = 0
+    if terms.bias.entries is not None and terms.bias.boxes is None:
+        bias = load_bias(
+            terms, own, first_row, start_kv, seq_q, seq_kv, 64, BLOCK_KV, LAYOUT, WHOLE=WHOLE
+        )
+    return bias, draw_masks(terms, own, own_q, start_kv, 64, BLOCK_KV, LAYOUT)
+
+
+@gluon.jit
+def _add_terms(s, terms, own, rule, offset, bias, MASKED: gl.constexpr):
+    """Add terms to products q·k; returns these, and the shifts of scores in base 2, 0 without one.
+
+    Where the exponent scales, terms join products that are not scaled yet. Otherwise scores are
+    returned, as they are without terms where they will be MASKED.
+    """
+    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
+    shift = 0
+    if ADDS and not rule.scale_first:
+        s, shift = add_to_products(s, terms, own, rule, offset, bias)
+    elif ADDS:
+        s = scores_with_terms(s, terms, own, rule, offset, bias)
+    elif MASKED:
+        s = scaled_scores(s, rule)
+    return s, shift
+
+
+@gluon.jit
+def _update(
+    s,
+    shift,
+    m_i,
+    l_i,
+    rule,
+    MASKED: gl.constexpr,
+    ADDS: gl.constexpr,
+    ON_DEMAND: gl.constexpr,
+):
+    """Update the running softmax of what `_add_terms` returns; ADDS: there are terms."""
+    if ADDS and not rule.scale_first:
+        e, alpha, m_i, l_i = shifted_softmax_update(s, shift, m_i, l_i, rule.exp2_scale)
+    else:
+        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, MASKED or ADDS, ON_DEMAND)
+    return e, alpha, m_i, l_i
 
 
 @gluon.jit
