@@ -808,7 +808,10 @@ def _full_changes() -> Iterator[Change]:
         yield f"few-kv-heads{mask}", {"seq_kv": 2100, "heads_q": 8, "heads_kv": 1, **causal}
     for d in (64, 96, 128, 256):  # and each of many steps
         long = {"seq_q": 200, "seq_kv": 8300, "head_dim": d, "causal": True}
-        yield f"many-long-tiles-d{d}", {"batch": 8, "heads_q": 10, **long, "gradients": False}
+        long |= {"batch": 8, "heads_q": 10, "gradients": False}
+        yield f"many-long-tiles-d{d}", long
+        options = {"window_size": (8250, None), "softcap": 5.0, "sinks": True}
+        yield f"many-long-tiles-all-options-d{d}", {**long, **options}
     for d in (120, 128):  # few kv heads
         window = {"window_size": (300, 50), "head_dim": d, "heads_q": 8, "heads_kv": 1}
         yield f"few-kv-heads-window-d{d}", {"seq_kv": 2100, **window}

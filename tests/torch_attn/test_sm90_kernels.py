@@ -238,12 +238,23 @@ COUNTED = [
     FlashCase("128, sinks", 2, 300, 150, 2, 1, 128, causal=True, sinks=True),
     FlashCase("256", 1, 300, 300, 2, 2, 256, causal=True, dtype="float16"),
     FlashCase("slopes", 1, 300, 300, 2, 1, 64, causal=True, alibi="heads", dropout_rate=0.3),
+    FlashCase("96, softcap", 2, 260, 260, 1, 1, 96, causal=True, softcap=20.0),
+    FlashCase("192, narrow values", 1, 200, 330, 3, 1, 192, 64, causal=True, row_max=True),
+    FlashCase(
+        "bias", 2, 200, 264, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0, terms_in_q_dtype=True
+    ),
 ]
 
 
+@pytest.fixture
+def _counts_all(monkeypatch):
+    """Let programs take all uneven tiles from a counter."""
+    monkeypatch.setattr(flash_fwd_module, "COUNTED_STEPS", {256: 1})
+
+
+@pytest.mark.usefixtures("_counts_all")
 @in_turn(COUNTED)
 def test_forward_whose_tiles_come_from_a_counter(case, mode, monkeypatch):
-    monkeypatch.setattr(flash_fwd_module, "COUNTED_STEPS", {256: 1})
     counters = []
 
     def counter(*problem):
@@ -407,8 +418,11 @@ def test_no_offsets_lead_outside_the_tensors(offsets):
     assert launched == ["flash_fwd", *SUMMED]
 
 
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_forward_with_a_block_mask(mode):
+def test_forward_with_a_block_mask(mode, counts, request):
+    if counts:
+        request.getfixturevalue("_counts_all")
     case = BlockSparseCase(
         "block mask", 2, 400, 520, 2, 1, 96, causal=True, tile_q=128, tile_kv=128, own_masks="all"
     )
