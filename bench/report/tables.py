@@ -98,7 +98,10 @@ def problem(case: dict[str, Any]) -> str:
     text = re.sub(r"\b(S|H|T)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
     if "max_pages" in case and case["max_pages"] == -(-max(case["lengths"]) // case["page_size"]):
         text = re.sub(r"pages \d+x", "pages ", text)  # as many as the sequence needs
-    return text.replace("pages ", "pages=")
+    text = text.replace("pages ", "pages=")
+    # How many pages all sequences begin with is no field of a case.
+    shared = re.fullmatch(r"cascade-.*-(\d+)-pages", case["name"])
+    return f"{text} shared_pages={shared[1]}" if shared else text
 
 
 def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:

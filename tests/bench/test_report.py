@@ -18,9 +18,10 @@ from bench.report.plots.clocks import over_time
 from bench.report.plots.rates import split_series
 from bench.report.plots.style import styles
 from bench.report.sections import SPEEDS, facts, peaks_table, sections
-from bench.report.tables import best_peer, ratio, runs, speeds, to_csv
+from bench.report.tables import best_peer, problem, ratio, runs, speeds, to_csv
 from bench.runner import _print
 from bench.sampling import Sample, Sampler, log_path
+from bench.suites.kvcache import jobs as kvcache_jobs
 from interop.parity.cases import DecodeCase
 
 ROOT = Path(__file__).parents[2]
@@ -464,3 +465,12 @@ def test_cards_of_one_name_with_other_limits_are_not_one(record):
     first, second = record(card={"watts": 300.0}), record(card={"watts": 400.0})
     assert len(runs([first, second])) == 2
     assert first.key != second.key
+
+
+def test_cases_that_differ_in_shared_pages_have_names_of_their_own():
+    cases = [job.case for job in kvcache_jobs(["sm90"])[-3:]]
+    texts = [problem(case) for case in cases]
+    assert len({*texts}) == 3
+    assert [text.rpartition(" ")[2] for text in texts] == [
+        "shared_pages=512", "shared_pages=0", "shared_pages=0",
+    ]  # fmt: skip
