@@ -40,7 +40,7 @@ PORTABLE = ("torch triton sm90", "jax triton sm90")
 
 
 def by_default(operation, group):
-    """What each framework runs by default, JAX where PyTorch is installed."""
+    """Return what each framework runs by default, JAX where PyTorch is installed."""
     case = {name: tuple(x) if type(x) is list else x for name, x in group["case"].items()}
     spec = (VarlenCase if "lengths" in case else FlashCase)(**case).spec
     function = {"forward": "flash_fwd", "backward": "flash_bwd"}[operation]
