@@ -48,9 +48,7 @@ def score_gradients(
     lse2_ptr,
     delta_ptr,
     terms,
-    segments,
-    tree,
-    depths,
+    mask,
     strides,
     first_q,
     seq_q,
@@ -74,8 +72,8 @@ def score_gradients(
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
 
     Args:
-        q_ptr, k_ptr, v_ptr, dout_ptr: as in `flash_bwd_dq_kernel`, as are terms, segments, tree,
-            depths, strides, diagonal and rule.
+        q_ptr, k_ptr, v_ptr, dout_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides,
+            diagonal and rule.
         lse2_ptr, delta_ptr: where the rows of the head's queries begin.
         first_q, seq_q, first_kv, seq_kv: the first row of the sequence's queries, and of its keys,
             and how many it has.
@@ -90,8 +88,8 @@ def score_gradients(
     is_key = (key >= 0) & (key < seq_kv)
     seen = is_key[None, :]
     segment_q, segment_kv, is_query = None, None, None
-    if segments is not None:
-        segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
+    if mask.segments is not None:
+        segments = segments_of_batch(mask.segments, batch, seq_q, seq_kv, seq_kv)
         segment_q, is_query = load_segments(segments.q, start_q, seq_q, BLOCK_Q, STAYS)
         segment_kv = tl.load(segments.kv + key, mask=is_key, other=VISITED)
         segment_kv = tl.where(segment_kv < 0, VISITED, segment_kv)
@@ -104,10 +102,10 @@ def score_gradients(
     k = load_tile(k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, True, is_key)
     q, k = round_operand(q, rule.precision), round_operand(k, rule.precision)
     position = rows + diagonal
-    if tree is not None:
+    if mask.tree is not None:
         own_q, own_kv = first_q + batch * seq_q, first_kv + batch * seq_kv
         seen &= in_branch(
-            tree, depths, own_q, rows[:, None], seq_q, own_kv,
+            mask.tree, mask.depths, own_q, rows[:, None], seq_q, own_kv,
             tl.maximum(key, 0)[None, :], seq_kv, position[:, None],
         )  # fmt: skip
     offset = start_kv - start_q - diagonal
@@ -206,10 +204,10 @@ def flash_bwd_relative_kernel(
         for step in tl.range(0, count):
             start_q = (begin + step) * BLOCK_Q
             acc += score_gradients(
-                q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr + row, delta_ptr + row, terms,
-                mask.segments, mask.tree, mask.depths, strides, first_q, size_q, first, size_kv,
-                batch, element, head, start_q, start_q + before, own_diagonal, rule, window_left,
-                window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV,
+                q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr + row, delta_ptr + row, terms, mask,
+                strides, first_q, size_q, first, size_kv, batch, element, head, start_q,
+                start_q + before, own_diagonal, rule, window_left, window_right, GROUP_SIZE,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV,
             )  # fmt: skip
 
     # Store the band: its tile where its distances count apart, otherwise its sum.

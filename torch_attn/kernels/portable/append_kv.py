@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_attn.kernels.library.arguments import cache_arguments, cache_of
 from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.library.quantized import as_bits, quantize
-from torch_attn.kernels.library.rotary import load_rotation, rotate
+from torch_attn.kernels.library.rotary import Rotation, load_rotation, rotate, rotation_argument
 from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.layouts import Layout
@@ -28,13 +28,11 @@ def append_kv_kernel(
     cache,
     cu_seqlens_ptr,
     q_ptr,
-    cos_ptr,
-    sin_ptr,
+    rotation,
     q_out_ptr,
     k_new_strides,
     v_new_strides,
     q_strides,
-    rotation_strides,
     num_tokens,
     num_sequences,
     num_positions,
@@ -61,7 +59,7 @@ def append_kv_kernel(
     Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv] and cu_seqlens [B + 1], otherwise None.
     Grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
 
-    Rotation: cos and sin [positions, PAIRS], otherwise None. Keys are rotated in float32 by the
+    rotation: a `Rotation` of num_positions, or None. Keys are rotated in float32 by the
     angles of their positions, and so are queries q of the same tokens, or None; q_out is contiguous
     and 0 in the padding. Tiles of heads are those of q, of which keys and values have no more.
     """
@@ -101,10 +99,8 @@ def append_kv_kernel(
     # Copy the key and the value, rotated if asked for, and quantised where the cache is.
     cos = None
     sin = None
-    if cos_ptr is not None:
-        cos, sin = load_rotation(
-            cos_ptr, sin_ptr, rotation_strides, position, num_positions, PAIRS, BLOCK_PAIRS
-        )
+    if rotation is not None:
+        cos, sin = load_rotation(rotation, position, num_positions, PAIRS, BLOCK_PAIRS)
     k_scale = None
     if cache.k_scale is not None:
         k_scale = tl.load(cache.k_scale + head * cache.k_scale_stride, mask=writes, other=1.0)
@@ -210,8 +206,8 @@ def append_kv(
     bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
     q = operands.q
     q_out = None if q is None else q.new_empty(q.shape)
-    rotation = bits.rotary_cos, bits.rotary_sin
-    tensors = (bits.k_new, bits.v_new, cache_of(bits), bits.cu_seqlens_q, q, *rotation, q_out)
+    rotation = None if bits.rotary_cos is None else Rotation(bits.rotary_cos, bits.rotary_sin)
+    tensors = (bits.k_new, bits.v_new, cache_of(bits), bits.cu_seqlens_q, q, rotation, q_out)
     launch("append_kv", append_kv_kernel, _prepare, tensors, spec, backend)
     return q_out
 
@@ -219,7 +215,7 @@ def append_kv(
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `append_kv_kernel`."""
     spec = call.spec
-    k_new, v_new, cache, _cu_seqlens, q, cos, sin, _q_out = call.layouts
+    k_new, v_new, cache, _cu_seqlens, q, rotation, _q_out = call.layouts
     pairs = spec.rotary_dim // 2
     tiles = triton.cdiv(max(spec.cache.heads, spec.heads_q), call.config.block_heads)
     rows = spec.tokens + spec.batch + 1 if spec.packed else spec.tokens * spec.batch
@@ -227,10 +223,10 @@ def _prepare(call: KernelCall) -> Prepared:
         "k_new_strides": _row_strides(k_new),
         "v_new_strides": _row_strides(v_new),
         "q_strides": _row_strides(q),
-        "rotation_strides": None if cos is None else (cos.strides[0], sin.strides[0]),
+        "rotation": rotation_argument(rotation),
         "num_tokens": spec.tokens if spec.packed else None,
         "num_sequences": spec.batch if spec.packed else None,
-        "num_positions": None if cos is None else cos.shape[0],
+        "num_positions": None if rotation is None else rotation.cos.shape[0],
         "HEADS_Q": spec.heads_q,
         "TOKENS": None if spec.packed else spec.tokens,
         "PAIRS": pairs,

@@ -4,6 +4,8 @@ Each split of a sequence's keys gives a partial output and its log-sum-exp; `com
 Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,18 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, choose_splits
 
 
+class Parts(NamedTuple):
+    """Hold what each split gives, in float32 and contiguous.
+
+    Attributes:
+        outs: [splits, B, T, Hq, Dv].
+        lses: [splits, B, Hq, T].
+    """
+
+    outs: Any
+    lses: Any
+
+
 @triton.jit(do_not_specialize=["num_pages", "max_pages", "window_left"])
 def paged_decode_kernel(
     q_ptr,
@@ -57,8 +71,7 @@ def paged_decode_kernel(
     cascade,
     out_ptr,
     lse_ptr,
-    outs_ptr,
-    lses_ptr,
+    parts,
     q_strides,
     batch_size,
     num_pages,
@@ -85,13 +98,12 @@ def paged_decode_kernel(
     keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
     the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; a `Cascade`, or
     None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than
-    one split has keys, each of them writes its part of outs [splits, B, T, Hq, Dv] and lses
-    [splits, B, Hq, T] instead, float32 and contiguous; with a single split both are None. In a
-    cascade all splits do so. Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and
-    splits. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
-    elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    one split has keys, each of them writes its `Parts` instead; with a single split they are None.
+    In a cascade all splits do so. Grid: (row tiles, kv heads, batch) in one axis, row tiles
+    fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
+    in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
+    PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of
+    two, at least 16.
 
     UPCAST: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile
@@ -110,7 +122,7 @@ def paged_decode_kernel(
     tile = tl.program_id(0) % num_tiles
     head_kv = (tl.program_id(0) // num_tiles % HEADS_KV).to(tl.int64)
     batch = (tl.program_id(0) // num_tiles // HEADS_KV).to(tl.int64)
-    split = tl.program_id(1) if outs_ptr is not None else 0
+    split = tl.program_id(1) if parts is not None else 0
     capacity = max_pages * cache.page_size
     begin, length = keys_of_sequence(cache.lens, batch, capacity, TOKENS, window_left)
     if cascade is not None:
@@ -120,7 +132,7 @@ def paged_decode_kernel(
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    if cascade is not None and outs_ptr is not None:
+    if cascade is not None and parts is not None:
         is_result = False
     table_ptr = cache.tables + batch * cache.table_stride
     k_base = cache.k + head_kv * cache.k_strides.head
@@ -198,14 +210,14 @@ def paged_decode_kernel(
     writes = is_row & is_result
     tl.store(lse_ptr + lse_row, lse, mask=writes)
     store_out(out_ptr, out, (out_row,), (row_size,), writes, HEAD_DIM_V, BLOCK_DV)
-    if outs_ptr is not None:
+    if parts is not None:
         writes = is_row
         if cascade is None:
             writes = is_row & (count > 0) & (count < total)
         first_row = split.to(tl.int64) * rows
-        tl.store(lses_ptr + first_row + lse_row, lse, mask=writes)
+        tl.store(parts.lses + first_row + lse_row, lse, mask=writes)
         store_out(
-            outs_ptr + first_row * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V,
+            parts.outs + first_row * row_size, out, (out_row,), (row_size,), writes, HEAD_DIM_V,
             BLOCK_DV,
         )  # fmt: skip
 
@@ -231,10 +243,9 @@ def paged_decode(
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = q.new_empty(shape)
     lse = q.new_empty(lse_shape, dtype=torch.float32)
-    outs = lses = None
+    parts = None
     if splits > 1:
-        outs = lse.new_empty((splits, *shape))
-        lses = lse.new_empty((splits, *lse_shape))
+        parts = Parts(lse.new_empty((splits, *shape)), lse.new_empty((splits, *lse_shape)))
     shared = attend_to_shared_pages(operands, spec, config.block_kv, backend)
     cascade, tiles = shared or (None, None)
 
@@ -242,16 +253,16 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (q, cache_of(operands), operands.sinks, ends_of(operands), cascade, out, lse, outs, lses),
+        (q, cache_of(operands), operands.sinks, ends_of(operands), cascade, out, lse, parts),
         spec,
         backend,
         splits,
         tiles,
         launch_pdl=cascade is not None and backend.target == "sm90",
     )
-    if outs is not None and lses is not None:
+    if parts is not None:
         block_kv = config.block_kv if cascade is None else None
-        merge_splits(outs, lses, out, lse, operands, spec, block_kv, backend)
+        merge_splits(*parts, out, lse, operands, spec, block_kv, backend)
     return out, lse
 
 

@@ -72,6 +72,7 @@ from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
     Barriers,
+    Reach,
     Tiles,
     clear_keys,
     clear_queries,
@@ -99,6 +100,8 @@ from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 # scores and dq; 3.6's spills 20 in all.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
+# Queries of a tile.
+BLOCK_Q = gl.constexpr(64)
 # Named barriers beside those of `queries`: one for ds; and for each consumer's part of dq, when it
 # is written and when free.
 DS_WRITTEN = gl.constexpr(10)
@@ -135,14 +138,13 @@ def flash_bwd_dkdv_kernel(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
 ):
     """One program computes tiles of 128 rows of dk and dv, one after the other.
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
-    BLOCK_Q = 64 queries (`_visit_queries`). Operands, loop invariant and accumulation: as in the
+    BLOCK_Q queries (`_visit_queries`). Operands, loop invariant and accumulation: as in the
     portable `flash_bwd_dkdv_kernel`.
 
     sums.dq: None, or dq's float32 sums in the order of `write_dq`, zero at first, to which the
@@ -161,7 +163,6 @@ def flash_bwd_dkdv_kernel(
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
-    gl.static_assert(BLOCK_Q == 64)
     gl.static_assert(NUM_STAGES <= 2)
     if num_sequences is not None:
         # The next tile of queries is awaited, to be cleared, before the last one is released.
@@ -215,7 +216,7 @@ def flash_bwd_dkdv_kernel(
             if part == 2
             else (_add_queries, (
                 of_dq, shared, problem, window_left, window_right, sums.dq, terms.dbias.boxes,
-                terms.dbias.adds, BLOCK_Q, MEMBERS, HEAD_DIM,
+                terms.dbias.adds, MEMBERS, HEAD_DIM,
             ))
             for part in ((0, 1, 2) if sums.dq is None else (0, 1, 2, 3))
         ],
@@ -234,7 +235,6 @@ def _add_queries(
     dq_sum,
     dbias,
     ADDS_BIAS: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
@@ -315,7 +315,6 @@ def _consume_queries(
     IS_PART: gl.constexpr = problem.intervals is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
     # Tiles that are far off in a table have code of their own: beside that of the others ptxas
@@ -335,15 +334,13 @@ def _consume_queries(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
-        end_kv, reach_left, reach_right = seq_kv - diagonal, window_left, window_right
+        reach = Reach(key, seq_kv - diagonal, window_left, window_right)
         if IS_PART:
             rows = key + diagonal
             exists = rows < seq_kv
             # The first query that sees a key, and how far back queries see it from there on.
-            key, reach_left = load_windows(problem.intervals, rows, seq_kv)
-            end_kv = None
-            reach_left = reach_left[:, None]
-            reach_right = 0
+            key, left = load_windows(problem.intervals, rows, seq_kv)
+            reach = Reach(key, None, left[:, None], 0)
         marks = mark_item(problem, place, batch, positions, key)
         first = start_kv + CONSUMER * 64
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
@@ -355,8 +352,7 @@ def _consume_queries(
         # The first tile of queries has no ds of a tile before.
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
-        keys = None
-        values = None
+        held = ()
         if CLEARS:
             clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, MEMBERS)
             clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, MEMBERS)
@@ -377,20 +373,20 @@ def _consume_queries(
                 marks,
             )  # fmt: skip
         if SMALL:
-            keys = load_left(k_tile, CONSUMER, HEAD_DIM, layout)
+            held = (load_left(k_tile, CONSUMER, HEAD_DIM, layout),)
         s = ()
         if FUSED or SMALL:
             s = (product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout),)
         mbarrier.wait(v_full.index(0), turn & 1)
         if SMALL:
-            values = load_left(v_tile, CONSUMER, HEAD_DIM_V, layout)
+            held = (held[0], load_left(v_tile, CONSUMER, HEAD_DIM_V, layout))
         s = wait_sums(s, 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         alike = group_step_is_alike(0, begin, before, full, problem.segments, MEMBERS)
         s, dk, dv, ds, ends = _visit_queries(
-            s, dk, dv, None, ends, keys, values, tiles, of_dq, barriers, start, key, end_kv, step,
-            last, rule, terms, pairs, member, reach_left, reach_right, problem, marks, alike,
-            queries.size, CONSUMER, FUSED, EDGES, True, False, HEAD_DIM, HEAD_DIM_V,
+            s, dk, dv, None, ends, held, tiles, of_dq, barriers, start, reach, step, last, rule,
+            terms, pairs, member, problem, marks, alike, queries.size, CONSUMER, FUSED, EDGES,
+            False, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -427,10 +423,9 @@ def _consume_queries(
                 for far in gl.static_range(2 if SPLITS and not masked else 1):
                     if not SPLITS or masked or is_far == (far == 1):
                         s, dk, dv, ds, ends = _visit_queries(
-                            s, dk, dv, ds, ends, keys, values, tiles, of_dq, barriers, start, key,
-                            end_kv, step, last, rule, terms, pairs, member, reach_left, reach_right,
-                            problem, marks, alike, queries.size, CONSUMER, FUSED, masked, False,
-                            far == 1, HEAD_DIM, HEAD_DIM_V,
+                            s, dk, dv, ds, ends, held, tiles, of_dq, barriers, start, reach, step,
+                            last, rule, terms, pairs, member, problem, marks, alike, queries.size,
+                            CONSUMER, FUSED, masked, far == 1, HEAD_DIM, HEAD_DIM_V,
                         )  # fmt: skip
                 index += 1
                 step += 1
@@ -507,22 +502,18 @@ def _visit_queries(
     dv,
     ds,
     ends,
-    keys,
-    values,
+    held,
     tiles,
     of_dq,
     barriers,
     start,
-    key,
-    end,
+    reach,
     step,
     last,
     rule,
     terms,
     pairs,
     member,
-    window_left,
-    window_right,
     problem,
     marks,
     alike,
@@ -530,7 +521,6 @@ def _visit_queries(
     CONSUMER: gl.constexpr,
     FUSED: gl.constexpr,
     MASKED: gl.constexpr,
-    FIRST: gl.constexpr,
     FAR: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
@@ -545,8 +535,10 @@ def _visit_queries(
     issued with dp. After the last tile, s is computed again and not used.
 
     ends: `EndSums` of the tiles before; the last that is returned.
-    ds: that of the tile before. keys, values: None, or rows of k and v as left operands, so that
-        shared memory is read for q and dout alone.
+    ds: that of the tile before; None of the first.
+    held: rows of k and v as left operands, so that shared memory is read for q and dout alone; or
+        ().
+    reach: `Reach` of the keys.
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
     alike: the tile's queries and the keys are of one segment.
     FAR: as `terms.add_terms` takes it.
@@ -557,7 +549,7 @@ def _visit_queries(
     _k_full, _v_full, _kv_read, q_full, do_full = barriers
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
+    FIRST: gl.constexpr = ds is None
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
     AHEAD: gl.constexpr = FUSED or SMALL
@@ -593,8 +585,8 @@ def _visit_queries(
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
-            s[0], lse2, start, key, end, rule, window_left, window_right, problem, marks,
-            of_queries, MASKED, terms, own, of_tile, FAR,
+            s[0], lse2, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
+            FAR,
         )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
@@ -612,7 +604,7 @@ def _visit_queries(
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
     # dpᵀ = v doutᵀ
     if SMALL:
-        dp = left_scores(values, do_tile, slot, HEAD_DIM_V, layout)
+        dp = left_scores(held[1], do_tile, slot, HEAD_DIM_V, layout)
     else:
         dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
 
@@ -623,12 +615,12 @@ def _visit_queries(
         else:
             now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
         if not FUSED:
-            end = None
+            reach = Reach(reach.key, None, reach.left, reach.right)
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
         power, dcap = exponents(
-            now, lse2, start, key, end, rule, window_left, window_right, problem, marks, of_queries,
-            MASKED, terms, own, of_tile, FAR,
+            now, lse2, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
+            FAR,
         )  # fmt: skip
     p = gl.exp2(power)
     kept = drop(p, terms, of_tile.kept, True).to(dtype)
@@ -664,7 +656,7 @@ def _visit_queries(
         slot_q = following % Q_STAGES
         mbarrier.wait(q_full.index(slot_q), following // Q_STAGES & 1)
         if SMALL:
-            s = (left_scores(keys, q_tile, slot_q, HEAD_DIM, layout),)
+            s = (left_scores(held[0], q_tile, slot_q, HEAD_DIM, layout),)
         else:
             s = (product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout),)
     # What follows keeps ptxas from moving the last waits up: a barrier, or a branch.
@@ -699,7 +691,7 @@ def _hand_over(dq, dq_tiles, STORES: gl.constexpr, CONSUMER: gl.constexpr):
 def prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec, config = call.spec, call.config
-    assert config.block_kv == 128
+    assert (config.block_q, config.block_kv) == (BLOCK_Q.value, 128)
     q, k, v, dout, lse2, delta, dk, dv, sums, counter, *_ = call.layouts
     terms = terms_argument(call)["terms"]
     boxes, stored = (bias_boxes(x, config.block_q, 64) for x in (terms.bias, terms.dbias))

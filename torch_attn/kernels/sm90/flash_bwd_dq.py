@@ -104,12 +104,11 @@ def flash_bwd_dq_kernel(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """One program computes tiles of BLOCK_Q = 128 rows of dq, one after the other.
+    """One program computes tiles of 128 rows of dq, one after the other.
 
     Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
     of keys with q·kᵀ of the next. Under a tile's first q·kᵀ it computes lse2 and delta of its
@@ -127,7 +126,6 @@ def flash_bwd_dq_kernel(
         nor for more than NUM_STAGES - 1 tiles of v, its pointer and `Strides`.
     """
     dtype: gl.constexpr = q[0].dtype
-    gl.static_assert(BLOCK_Q == 128)
     # The next tile of keys is awaited before the last one is released.
     gl.static_assert(NUM_STAGES >= 2)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
@@ -616,6 +614,7 @@ def _probabilities(
 def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec, config = call.spec, call.config
+    assert config.block_q == 128
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts
     large = sm90.has_large_heads(spec)
     arguments = {

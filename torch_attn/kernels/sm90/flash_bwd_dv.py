@@ -29,6 +29,7 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.sm90.queries import (
     DO_READ,
     Q_READ,
+    Reach,
     clear_keys,
     clear_queries,
     exponents,
@@ -79,6 +80,7 @@ def consume_dv(
         begin, before, full, after = visible
         # Keys are counted as queries are.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
+        reach = Reach(key, None, window_left, window_right)
         marks = mark_item(problem, place, batch, keys, key)
         first = start_kv + CONSUMER * 64
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
@@ -104,8 +106,7 @@ def consume_dv(
             BLOCK_Q, 64, layout, True,
         )  # fmt: skip
         power, _dcap = exponents(
-            s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-            of_queries, EDGES, terms, own, of_tile,
+            s, lse2, start, reach, rule, problem, marks, of_queries, EDGES, terms, own, of_tile,
         )  # fmt: skip
         p = gl.exp2(power)
         packed = pack(drop(p, terms, of_tile.kept, True), dtype)
@@ -149,8 +150,8 @@ def consume_dv(
                     problem.size, BLOCK_Q, 64, layout, True,
                 )  # fmt: skip
                 power, _dcap = exponents(
-                    s, lse2, start, key, None, rule, window_left, window_right, problem, marks,
-                    of_queries, masked, terms, own, of_tile,
+                    s, lse2, start, reach, rule, problem, marks, of_queries, masked, terms, own,
+                    of_tile,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from moving the next one up.

@@ -55,11 +55,10 @@ def flash_bwd_large_kernel(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
     NUM_STAGES: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """One program computes tiles of BLOCK_KV = 128 rows of dk or of dv, one after the other.
+    """One program computes tiles of 128 rows of dk or of dv, one after the other.
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
     BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
@@ -68,7 +67,6 @@ def flash_bwd_large_kernel(
     """
     dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 64)
-    gl.static_assert(BLOCK_KV == 128)
     gl.static_assert(NUM_STAGES <= 2)
     # dv is stored where k was, or has a tile in place of a stage of dout; dk is, always.
     IN_K: gl.constexpr = dv is None or column_pieces(HEAD_DIM) == column_pieces(HEAD_DIM_V)
@@ -143,6 +141,7 @@ def prepare_dv(call: KernelCall) -> Prepared:
 
 
 def _prepare(call: KernelCall, arguments: dict[str, Any]) -> Prepared:
+    assert call.config.block_kv == 128
     q, k, _v, dout, lse2, *_ = call.layouts
     block_q = call.config.block_q
     return persistent_keys(call, call.spec.group_size, arguments | {

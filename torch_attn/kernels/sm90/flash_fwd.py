@@ -9,6 +9,7 @@ algorithms 1 and 2.
 from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -141,12 +142,16 @@ class Results(NamedTuple):
         lse: [B, Hq, Sq] float32, natural logarithm.
         row_max: [B, Hq, Sq] float32, each row's largest score; or None.
         carry: [B, Sq, Hq, Dv] float32, the result over other keys whose lse is in `lse`; or None.
+        place: where a tile of out is on its way to memory, a constant: "staged" in shared memory of
+            its own; "in q", the queries', where there is no more; or "part", stored in float32 from
+            registers, by its pointer.
     """
 
     out: Any
     lse: Any
     row_max: Any
     carry: Any
+    place: Any = None
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
@@ -178,7 +183,6 @@ def flash_fwd_kernel(
     PING_PONG: gl.constexpr,
     EDGES: gl.constexpr,
     AHEAD: gl.constexpr,
-    OUT: gl.constexpr,
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
@@ -209,10 +213,9 @@ def flash_fwd_kernel(
             and tells the consumers; None where programs take turns, and where tiles are listed.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
             there are two tiles of queries in shared memory.
-        OUT: "staged" in shared memory of its own; "in q", the queries', where there is no more; or
-            "part", in float32 by its pointer.
     """
     dtype: gl.constexpr = q[0].dtype
+    OUT: gl.constexpr = results.place
     NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
     NUM_TILES_Q: gl.constexpr = (2 if AHEAD else 1) * NUM_CONSUMERS
@@ -940,7 +943,10 @@ def _prepare(call: KernelCall) -> Prepared:
         "q": maps_of(q, 64),
         "k": maps_of(k, config.block_kv),
         "v": maps_of(v, config.block_kv),
-        "results": results._replace(out=stored_maps_of(spec, results.out, 64)),
+        "results": results._replace(
+            out=stored_maps_of(spec, results.out, 64),
+            place=tl.constexpr(_place_of_out(spec, config, size_of_bias)),
+        ),
         "terms": terms._replace(bias=terms.bias._replace(boxes=boxes)),
         # A list may be empty, and the one tile that is visited for it hides all.
         "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
@@ -952,7 +958,6 @@ def _prepare(call: KernelCall) -> Prepared:
         "AHEAD": max(spec.head_dim, spec.head_dim_v) <= AHEAD_HEAD_DIM
         and boxes is None
         and _room_for(spec, config, 2),
-        "OUT": _place_of_out(spec, config, size_of_bias),
     }
     arguments |= mask_argument(call, of_keys=True)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments, counter is not None)
@@ -1001,7 +1006,7 @@ def _columns_agree(spec: AttentionSpec) -> bool:
 
 
 def _place_of_out(spec: AttentionSpec, config: SpecializedConfig, size_of_bias: int) -> str:
-    """Return the kernel's `OUT`."""
+    """Return the place of `Results`."""
     if isinstance(spec, PartialSpec) and not spec.last:
         return "part"
     staged = not _columns_agree(spec) or _room_for(spec, config, 1, size_of_bias)

@@ -62,6 +62,21 @@ class Queries(NamedTuple):
     first_row: Any
 
 
+class Reach(NamedTuple):
+    """The keys that are rows of a consumer's scores, and how far from them queries see.
+
+    Attributes:
+        key: each key's position, counted as queries are.
+        end: the first position without a key; None where others hide keys that do not exist.
+        left, right: of the window.
+    """
+
+    key: Any
+    end: Any
+    left: Any
+    right: Any
+
+
 class Tiles(NamedTuple):
     """Tiles in shared memory, and rows, as `produce_queries` loads them.
 
@@ -328,20 +343,20 @@ def hand_back_bias(terms):
 
 @gluon.jit
 def exponents(
-    s, lse2, start_q, key, end, rule, window_left, window_right, problem, marks, of_queries,
-    MASKED: gl.constexpr, terms, own, of_tile, FAR: gl.constexpr = False,
+    s, lse2, start_q, reach, rule, problem, marks, of_queries, MASKED: gl.constexpr, terms, own,
+    of_tile, FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
 
-    end: the first key that does not exist, counted as `key` is; None where others hide them.
+    reach: `Reach` of the rows.
     problem, marks, of_queries: as `hide_queries` takes them.
     terms, own, of_tile: of the scores, their head, and the tile.
     FAR: as `terms.add_terms` takes it.
     """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, rows[None, :], key[:, None], end, rule, window_left, window_right, MASKED, terms, own,
-        of_tile, True, FAR,
+        s, rows[None, :], reach.key[:, None], reach.end, rule, reach.left, reach.right, MASKED,
+        terms, own, of_tile, True, FAR,
     )  # fmt: skip
     if MASKED:
         s = hide_queries(s, problem, marks, start_q, of_queries)
