@@ -46,14 +46,12 @@ class Cascade(NamedTuple):
         prefixes: how many keys of each sequence, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
         maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
-        block_kv: keys of a tile of shared keys.
     """
 
     prefixes: Any
     accs: Any
     maxima: Any
     sums: Any
-    block_kv: int
 
 
 def shared_pages_kernel(
@@ -160,11 +158,13 @@ def shared_pages_kernel(
     lax.fori_loop(0, jnp.sum(leads.astype(jnp.int32), 0), attend, None)
 
 
-def join_prefix(cascade, keys, token, head, is_row, softmax, size, block_size):
+def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, block_size):
     """Join a running softmax with those over the keys of a prefix.
 
     Args:
         cascade: of this program's sequence and kv head.
+        block_kv: keys of a tile of shared keys.
+        keys: of the prefix.
         token, head: of each row, the head of the group.
         softmax: m_i, l_i and acc.
         size, block_size: columns of a tile of acc, and these padded.
@@ -186,18 +186,21 @@ def join_prefix(cascade, keys, token, head, is_row, softmax, size, block_size):
         acc = add_stored(acc, cascade.accs, (state, token, head), is_row, beta, size, block_size)
         return m_new, l_i * alpha + total * beta, acc
 
-    states = splits_with_keys(0, keys, cascade.accs.shape[0], cascade.block_kv)
+    states = splits_with_keys(0, keys, cascade.accs.shape[0], block_kv)
     return lax.fori_loop(0, states, visit, softmax)
 
 
 def attend_to_shared_pages(
     operands: DecodeOperands[Array], spec: DecodeSpec, block_kv: int, backend: Backend
-) -> Cascade | None:
+) -> tuple[Cascade, int] | None:
     """Call `shared_pages_kernel`; None where the shapes leave a cascade nothing to gain.
 
     Args:
         operands: those of the decode; an 8-bit pool is packed.
         block_kv: keys of a tile of the decode over the other keys.
+
+    Returns:
+        The running softmaxes, and how many keys a tile of shared keys has.
     """
     tile = cascade_tile(spec)
     if tile is None:
@@ -223,7 +226,7 @@ def attend_to_shared_pages(
     of_statistics = of(results[2], "split", ALL, heads, ALL)
     arguments = decode_arguments(tile, k_pages, v_pages, backend.target)
     del arguments["window_left"]
-    return Cascade(
+    cascade = Cascade(
         *launch(
             "paged_decode",
             shared_pages_kernel,
@@ -247,6 +250,6 @@ def attend_to_shared_pages(
             arguments | {"tiles": tiles, "tokens": spec.tokens, "block_rows": rows},
             tile,
             backend,
-        ),
-        tiles.block_kv,
+        )
     )
+    return cascade, tiles.block_kv

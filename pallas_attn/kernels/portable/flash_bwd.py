@@ -121,12 +121,7 @@ def flash_bwd_dq_kernel(
     lse2_ref,
     delta_ref,
     terms,
-    offsets,
-    segments,
-    lists,
-    tree,
-    depths,
-    intervals,
+    mask,
     carry_ref,
     dbias_ref,
     dq_ref,
@@ -155,6 +150,7 @@ def flash_bwd_dq_kernel(
     to which that through these is added; or None. dbias [Sq, Skv], the gradient of a bias that no
     two pairs share, is ds; it comes in at 0, in the memory of the result, or is None.
     """
+    offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of queries.
     tile, head, batch = place(pl.program_id(0))
     sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
@@ -249,12 +245,7 @@ def flash_bwd_dkdv_kernel(
     lse2_ref,
     delta_ref,
     terms,
-    offsets,
-    segments,
-    lists,
-    tree,
-    depths,
-    intervals,
+    mask,
     dk_ref,
     dv_ref,
     *,
@@ -286,6 +277,7 @@ def flash_bwd_dkdv_kernel(
     with the `lists_of_queries`, counts [group_lists, tiles] and tiles [group_lists, tiles, width];
     group_lists is how many the query heads of a kv head have, group_size or 1.
     """
+    offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of keys.
     tile, head_kv, batch = place(pl.program_id(0))
     # The first keys are seen by most queries.
@@ -432,7 +424,7 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
         well.
     """
     q, k, v, *of_rows = inputs
-    before = (*inputs, terms, *mask)
+    before = (*inputs, terms, mask)
     dbias = None
     if terms.bias is not None and not shares_values(terms.bias.shape, spec):
         dbias = jnp.zeros(terms.bias.shape, terms.bias.dtype)
@@ -458,7 +450,7 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
             *(of_head(x, spec.group_size) for x in (k, v)),
             *map(of_head, of_rows),
             of_terms(terms),
-            *of_mask(mask),
+            of_mask(mask),
             of_head(carry),
             of_pairs(dbias),
         ),
@@ -488,14 +480,14 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
         "flash_bwd_dkdv",
         flash_bwd_dkdv_kernel,
         grid,
-        (*inputs, terms, *mask),
+        (*inputs, terms, mask),
         (
             of_group(q, group),
             of_head(k),
             of_head(v),
             *(of_group(x, group) for x in of_rows),
             of_terms(terms, group),
-            *of_mask(mask, num_lists),
+            of_mask(mask, num_lists),
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),

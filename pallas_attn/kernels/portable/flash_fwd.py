@@ -61,12 +61,7 @@ def flash_fwd_kernel(
     v_ref,
     sink_ref,
     terms,
-    offsets,
-    segments,
-    lists,
-    tree,
-    depths,
-    intervals,
+    mask,
     carry,
     out_ref,
     lse_ref,
@@ -108,6 +103,7 @@ def flash_fwd_kernel(
     and block_kv. Ends of keys, of this batch element: `Tree` and `Depths`. What a problem does not
     have is None.
     """
+    offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of queries.
     tile, head, batch = place(pl.program_id(0))
     # Queries are counted from the first of all, keys from the sequence's first.
@@ -233,7 +229,7 @@ def launch_forward(
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
     results = (out, lse, lse) if spec.row_max else (out, lse)
     terms = terms_of(operands, spec)
-    before = (q, k, v, sinks, terms, *mask)
+    before = (q, k, v, sinks, terms, mask)
     first = len(jax.tree.leaves(before))
 
     def grid(config):
@@ -251,7 +247,7 @@ def launch_forward(
             of_head(v, group),
             of_head(sinks),
             of_terms(terms),
-            *of_mask(mask),
+            of_mask(mask),
             None if carry is None else Result(*map(of_head, carry)),
         ),
         results,

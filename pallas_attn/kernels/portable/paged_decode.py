@@ -50,10 +50,7 @@ def paged_decode_kernel(
     k_scale_ref,
     v_scale_ref,
     tree_ref,
-    prefix_ref,
-    acc_ref,
-    maximum_ref,
-    sum_ref,
+    cascade,
     out_ref,
     lse_ref,
     outs_ref,
@@ -86,10 +83,10 @@ def paged_decode_kernel(
     in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
     block_rows and block_kv are powers of two, at least 16.
 
-    block_shared: of a cascade, the block_kv of `Cascade`, which comes with this sequence's prefix
-    [], accs [N, T, group, Dv], maxima and sums [N, group, T]; or None, as all of these. The keys of
-    the prefix are passed over; the first split, which has keys in any case, goes on with the
-    running softmaxes over them.
+    cascade: the `Cascade` of this sequence, with its prefix [], accs [N, T, group, Dv], maxima and
+    sums [N, group, T]; or None. The keys of the prefix are passed over; the first split, which has
+    keys in any case, goes on with the running softmaxes over them. block_shared: keys of a tile of
+    shared keys.
 
     upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
     head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
@@ -100,12 +97,12 @@ def paged_decode_kernel(
     (num_pages, page_size, _), scale = k_ref.shape, rule.scale
     capacity = table_ref.shape[0] * page_size
     begin, length = keys_of_sequence(len_ref, capacity, tokens, window_left)
-    if prefix_ref is not None:
-        begin = prefix_ref[...]
+    if cascade is not None:
+        begin = cascade.prefixes[...]
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
     # A split with all tiles gives the result, else each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
-    if prefix_ref is not None and outs_ref is not None:
+    if cascade is not None and outs_ref is not None:
         is_result = False
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
@@ -160,11 +157,18 @@ def paged_decode_kernel(
         bounds = (full, count) if masked else (0, full)
         m_i, l_i, acc = lax.fori_loop(*bounds, visit, (m_i, l_i, acc))
 
-    if prefix_ref is not None:
-        cascade = Cascade(prefix_ref, acc_ref, maximum_ref, sum_ref, block_shared)
+    if cascade is not None:
         keys = jnp.where(split == 0, begin, 0)
         m_i, l_i, acc = join_prefix(
-            cascade, keys, token, head, is_row, (m_i, l_i, acc), head_dim_v, block_dv
+            cascade,
+            block_shared,
+            keys,
+            token,
+            head,
+            is_row,
+            (m_i, l_i, acc),
+            head_dim_v,
+            block_dv,
         )
 
     # Normalise and store.
@@ -182,7 +186,7 @@ def paged_decode_kernel(
     store_out(out_ref, out, (token, head), writes, head_dim_v, block_dv)
     if outs_ref is not None:
         writes = is_row
-        if prefix_ref is None:
+        if cascade is None:
             writes = is_row & (count > 0) & (count < total)
         plt.store(lses_ref.at[head, token], lse, mask=writes)
         store_out(outs_ref, out, (token, head), writes, head_dim_v, block_dv)
@@ -206,8 +210,8 @@ def paged_decode(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
-    cascade = attend_to_shared_pages(operands, spec, config.block_kv, backend)
-    prefixes, accs, maxima, sums, block_shared = cascade or (None,) * 5
+    found = attend_to_shared_pages(operands, spec, config.block_kv, backend)
+    cascade, block_shared = found or (None, None)
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
     lse_shape = (spec.batch, spec.heads_q, spec.tokens)
     out = jax.ShapeDtypeStruct(shape, q.dtype)
@@ -225,11 +229,17 @@ def paged_decode(
     def of(x, *axes):
         return block_spec(x, place, *axes)
 
+    of_cascade = None
+    if cascade is not None:
+        of_statistics = of(cascade.maxima, ALL, *of_rows)
+        of_cascade = Cascade(
+            of(cascade.prefixes, "batch"), of(cascade.accs, ALL, *of_tokens), *[of_statistics] * 2
+        )
     out, lse, outs, lses = launch(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (pl.cdiv(spec.rows, rows), spec.heads_kv, spec.batch, splits),
-        (*operands, prefixes, accs, maxima, sums),
+        (*operands, cascade),
         (
             of(q, *of_tokens),
             of(k_pages, ALL, ALL, "head", COLUMNS),
@@ -240,10 +250,7 @@ def paged_decode(
             of(k_scale, "head"),
             of(v_scale, "head"),
             of(tree_ends, "batch", ALL),
-            of(prefixes, "batch"),
-            of(accs, ALL, *of_tokens),
-            of(maxima, ALL, *of_rows),
-            of(sums, ALL, *of_rows),
+            of_cascade,
         ),
         (out, lse, outs, lses),
         (
