@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
@@ -34,9 +33,7 @@ def make_schedule(
     A tile goes to the program that is free first, the longest tiles first, of a section of heads at
     a time. The keys and values of a section fit the L2 cache. The long tiles are the first to read
     them from memory. Where each program had a long tile of another head, all would wait for memory
-    at the same time, and for the products later: so a section is no larger than it has to be. What
-    starts when less than the longest tile's time is left goes longest first over all sections, or
-    the last section's longest tiles would end alone.
+    at the same time, and for the products later: so a section is no larger than it has to be.
 
     Args:
         spec: the problem.
@@ -66,10 +63,6 @@ def make_schedule(
         for head in range(first, end)
     ]
     programs = min(len(order), most)
-    work = accumulate((costs[tile] for _, tile in order), initial=0)
-    *starts, end = (x / programs for x in work)
-    first = bisect_left(starts, end - max(costs))
-    order[first:] = sorted(order[first:], key=lambda item: -costs[item[1]])
     free = [(0.0, program) for program in range(programs)]
     tiles: list[list[int]] = [[] for _ in range(programs)]
     for head, tile in order:
