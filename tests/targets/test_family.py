@@ -189,6 +189,33 @@ def test_jax_takes_the_explicit_kernels_for_gradients_of_terms(term, head_dim):
 
 
 @pytest.mark.parametrize(
+    ("operation", "seq", "heads", "heads_kv", "head_dim", "window", "faster"),
+    [
+        ("flash_fwd", 512, 32, 32, 64, Window(), True),
+        ("flash_fwd", 1024, 32, 32, 64, Window(), False),
+        ("flash_fwd", 2048, 32, 32, 64, Window(None, 0), True),
+        ("flash_fwd", 4096, 32, 32, 64, Window(None, 0), False),
+        ("flash_fwd", 2048, 32, 32, 64, Window(64, 0), False),
+        ("flash_fwd", 512, 16, 16, 128, Window(None, 0), False),
+        ("flash_bwd", 16384, 16, 16, 128, Window(None, 0), True),
+        ("flash_bwd", 16384, 16, 16, 128, Window(), False),
+        ("flash_bwd", 3000, 16, 4, 128, Window(None, 0), True),
+        ("flash_bwd", 4096, 32, 8, 128, Window(None, 0), False),
+        ("flash_bwd", 4096, 32, 8, 64, Window(), True),
+        ("flash_bwd", 16384, 16, 16, 64, Window(64, 0), False),
+    ],
+)
+def test_jax_takes_the_faster_kernels_of_dense_problems(
+    operation, seq, heads, heads_kv, head_dim, window, faster
+):
+    spec = AttentionSpec(16, seq, seq, heads, heads_kv, head_dim, head_dim, "bfloat16", 0.1, window)
+    assert foreign.gluon_is_faster(operation, spec, "sm90") == faster
+    assert not foreign.gluon_is_faster(operation, spec, "sm80")
+    short = replace(spec, batch=1, seq_q=64, seq_kv=64)  # the host takes longer
+    assert not foreign.gluon_is_faster(operation, short, "sm90")
+
+
+@pytest.mark.parametrize(
     ("operation", "head_dim", "fields"),
     [
         ("flash_fwd", 64, {"dropout_rate": 0.1}),

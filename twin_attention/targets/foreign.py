@@ -9,14 +9,20 @@ Mosaic's, without a mask and with a causal one:
 
 | tokens | 64 | 128 | 256 |
 |---|---|---|---|
-| 512 | 1.08, 1.01 | 1.13, 1.09 | 1.05, 1.17 |
-| 4096 | 1.05, 1.07 | 1.00, 1.02 | 1.04, 1.06 |
-| 16384 | 1.07, 1.07 | 1.02, 1.02 | 1.04, 0.99 |
+| 512 | 1.08, 1.01 | 1.14, 1.08 | 1.05, 1.16 |
+| 4096 | 1.05, 1.07 | 0.99, 1.02 | 1.03, 1.06 |
+| 16384 | 1.02, 1.02 | 1.02, 1.03 | 1.04, 1.06 |
 
-With a causal mask 1024 tokens gave 1.07 at 96, and 12288, 2 x 8192 and 4 x 4096 with 32 heads gave
-1.04, 1.02 and 1.02 at 128; there grouped heads gave 1.02 (4 x 3000, 16 and 4 heads) and 0.94
-(8 x 2048, 32 and 8). On an H200, with older kernels of both, 128 gave 0.99 and 1.01 at 4096 tokens,
-and 0.92 and 0.93 at 16384.
+With a causal mask 1024 tokens gave 1.06 at 96, 2 x 6144 gave 1.01 at 256, and 12288, 2 x 8192 and
+4 x 4096 with 32 heads gave 1.05, 1.01 and 1.02 at 128. There grouped heads gave, in development
+scripts on an H100, 1.09 (32 x 512, 16 and 4 heads), 1.11 (6 x 2000, 24 and 6), 1.00 (8 x 2048, 32
+and 8), 1.08 (4 x 3000, 16 and 4), 0.98 (4 x 4096, 32 and 8), 0.96 (2 x 5000, 40 and 8) and 0.98
+(2 x 8192, 16 and 4). On an H200, with older kernels of both, 128 gave 0.99 and 1.01 at 4096
+tokens, and 0.92 and 0.93 at 16384.
+
+Of dense forwards at head dimension 64 an H100 gave 1.04 and 1.03 to 1.04 for 512 tokens, without a
+mask and with a causal one, 0.98 and 1.06 for 1024, 1.02 for 2048 causal ones, and 0.98 to 1.01 for
+4096 and 16384. At 128 and 256 the short ones gave 0.91 to 0.98.
 
 Segment ids and ends run in JAX's portable kernels alone. A tree of 24576 tokens at head dimension
 64 took them 3.51 ms forward and 13.6 forward and backward on an H200, and Gluon's kernels 2.79 and
@@ -61,6 +67,8 @@ _SECONDS_OF_LAUNCH = 1e-5
 _LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3, "partial_fwd": 1, "partial_bwd": 3}
 _FLOPS_OF_SECOND = 4e14
 _SHORT = 1024  # tokens
+_SHORT_GROUPED = 3072  # of a causal backward of grouped heads
+_SHORT_FORWARD = {False: 512, True: 2048}  # without a mask, and with a causal one
 
 
 def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
@@ -87,19 +95,38 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     if sm90.mosaic_leaves(operation, spec) is not None:
         faster = True  # than portable kernels
     else:
-        faster = is_backward and (is_packed or _dense_backward_is_faster(spec, head_dim))
+        dense_is_faster = _backward_is_faster if is_backward else _forward_is_faster
+        faster = (is_packed and is_backward) or dense_is_faster(spec, head_dim)
     if operation == "flash_bwd" and spec.deterministic:
         return False
     return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
 
 
-def _dense_backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
-    is_plain = type(spec) is AttentionSpec and spec.softcap is None
+def _forward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
     is_causal = spec.window == Window(None, 0)
-    if not is_plain or not (is_causal or spec.window == Window()):
+    return _is_plain(spec) and head_dim <= 64 and _longest(spec) <= _SHORT_FORWARD[is_causal]
+
+
+def _backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
+    if not _is_plain(spec):
         return False
-    is_short = max(spec.seq_q, spec.seq_kv) <= _SHORT
-    return is_short or not 64 < head_dim <= 128 or (is_causal and spec.group_size == 1)
+    if _longest(spec) <= _SHORT or not 64 < head_dim <= 128:
+        return True
+    has_group = spec.group_size > 1
+    return spec.window != Window() and (not has_group or _longest(spec) <= _SHORT_GROUPED)
+
+
+def _is_plain(spec: AttentionSpec) -> bool:
+    """Return True for a dense problem with a causal mask or none, and no other option."""
+    return (
+        type(spec) is AttentionSpec
+        and spec.softcap is None
+        and spec.window in (Window(), Window(None, 0))
+    )
+
+
+def _longest(spec: AttentionSpec) -> int:
+    return max(spec.seq_q, spec.seq_kv)
 
 
 def _flops(operation: str, spec: AttentionSpec) -> int:
