@@ -6,7 +6,8 @@ The twin of `torch_attn.kernels.portable.partial_fwd`.
 from torch import Tensor
 
 from torch_attn.kernels.parts import result_memory
-from torch_attn.kernels.sm90.flash_fwd import Results, launch_forward
+from torch_attn.kernels.sm90.flash_fwd import launch_forward
+from torch_attn.kernels.sm90.flash_fwd_rows import Results
 from twin_attention.contract.operands import PartialOperands
 from twin_attention.contract.spec import PartialSpec
 from twin_attention.targets.family import Backend

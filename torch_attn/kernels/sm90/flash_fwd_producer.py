@@ -1,0 +1,165 @@
+"""The warp that loads what a program of the SM90 forward multiplies."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from torch_attn.kernels.explicit.barriers import K_READ, V_READ, wait_for_all
+from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
+from torch_attn.kernels.explicit.carry import head_rows, prefetch_carry
+from torch_attn.kernels.explicit.items import (
+    Others,
+    Rows,
+    are_listed,
+    head_and_tile,
+    next_item,
+    tiles_of_list,
+)
+from torch_attn.kernels.explicit.terms import bias_box_bytes, load_bias_box
+from torch_attn.kernels.explicit.tma import load_pieces, load_tile, tile_bytes
+from torch_attn.kernels.library.tiles import visible_tiles
+
+
+@gluon.jit
+def locate_queries(
+    item,
+    place,
+    problem,
+    window_left,
+    window_right,
+    lists,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+):
+    """Return batch, head, rows, keys and tiles of keys of a work item; `place` is packed rows'.
+
+    The tiles of keys are what `visible_tiles` or `kept_tiles` returns; where nothing is visible,
+    one masked tile, so that no consumer has to do without.
+    """
+    seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
+    first_kv = 0
+    if problem.intervals is not None:
+        index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+        index, tile, start_q = place.head, place.tile, place.start
+    elif problem.num_sequences is None:
+        num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
+        start_q = (num_tiles - 1 - tile) * BLOCK_Q
+        tile = num_tiles - 1 - tile
+    else:
+        index, tile, start_q, seq_q = place.head, place.tile, place.start, place.end
+        first_kv, seq_kv = place.first_other, place.size_other
+        diagonal = seq_kv - seq_q
+    batch, head = index // problem.heads_q, index % problem.heads_q
+    if are_listed(problem.segments, problem.tree):
+        begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_Q, BLOCK_KV)
+    elif problem.intervals is None:
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
+    if lists is not None:
+        begin, before, full, after = kept_tiles(
+            lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
+            BLOCK_KV,
+        )  # fmt: skip
+    before = gl.maximum(before, 1 - full - after)
+    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
+    return batch, head, rows, keys, (begin, before, full, after)
+
+
+@gluon.jit
+def produce_keys(
+    tiles,
+    barriers,
+    shared,
+    counter_ptr,
+    loads,
+    bias,
+    carried,
+    problem,
+    window_left,
+    window_right,
+    lists,
+    BLOCK_Q: gl.constexpr,
+    GROUP_SIZE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    PASSES_OVER: gl.constexpr,
+):
+    """Load all that the consumers of a program multiply, one warp for all of them.
+
+    PASSES_OVER: a tile that sees no key in its intervals has no work.
+    """
+    q_tile, k_tile, v_tile, _out_tile, bias_tile = tiles
+    q_full, q_read, k_full, v_full = barriers
+    q, k, v = loads
+    NUM_CONSUMERS: gl.constexpr = BLOCK_Q // 64
+    NUM_TILES_Q: gl.constexpr = q_tile[0].shape[0]
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
+    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
+    step = 0  # over all items
+    turn = 0
+    item, place = next_item(
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), problem.heads_q, BLOCK_KV,
+        PASSES_OVER,
+    )  # fmt: skip
+    while item < problem.num_items:
+        batch, head, rows, keys, visible = locate_queries(
+            item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
+        )
+        _begin, before, full, after = visible
+        head_kv = head // GROUP_SIZE
+        total = before + full + after
+        if len(carried) > 0:
+            first = head_rows(
+                carried[0], batch, rows.end, rows.start, head, problem.heads_q, HEAD_DIM_V
+            )
+            prefetch_carry(first, rows.end - rows.start, problem.heads_q, BLOCK_Q, HEAD_DIM_V)
+        for i in range(total + 1):
+            # Keys go one tile ahead of values, which is the order of use.
+            if i < total:
+                slot = step % NUM_STAGES
+                if HAS_LISTS:
+                    # Loaded while the tile is still read.
+                    start = kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
+                if step >= NUM_STAGES:
+                    wait_for_all(K_READ + slot, READERS)
+                row = keys.first
+                if HAS_LISTS:
+                    row += start
+                else:
+                    row += kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
+                if bias.boxes is not None:
+                    ready = k_full.index(slot)
+                    bias_bytes: gl.constexpr = bias_box_bytes(bias.boxes, BLOCK_Q, BLOCK_KV)
+                    mbarrier.expect(ready, bias_bytes + tile_bytes(BLOCK_KV, HEAD_DIM))
+                    load_bias_box(bias, bias_tile, slot, batch, head, rows.start, row, ready)
+                    load_pieces(k, k_tile, slot, batch, head_kv, row, ready, HEAD_DIM)
+                else:
+                    load_tile(k, k_tile, slot, batch, head_kv, row, k_full.index(slot), HEAD_DIM)
+            if i == 0:
+                phase = turn * NUM_CONSUMERS // NUM_TILES_Q & 1
+                for consumer in gl.static_range(NUM_CONSUMERS):
+                    slot = (turn * NUM_CONSUMERS + consumer) % NUM_TILES_Q
+                    mbarrier.wait(q_read.index(slot), phase ^ 1)
+                    load_tile(
+                        q, q_tile, slot, batch, head, rows.start + consumer * 64,
+                        q_full.index(slot), HEAD_DIM,
+                    )  # fmt: skip
+            else:
+                slot = (step - 1) % NUM_STAGES
+                if step > NUM_STAGES:
+                    wait_for_all(V_READ + slot, READERS)
+                row = keys.first
+                row += kept_start(lists, batch, head, rows.start, i - 1, visible, BLOCK_KV)
+                load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
+            step += 1
+        step -= 1
+        turn += 1
+        item, place = next_item(
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), problem.heads_q, BLOCK_KV,
+            PASSES_OVER,
+        )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What the rows of a consumer of the SM90 forward start from, and how they are stored."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from torch_attn.kernels.explicit.barriers import barrier
+from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
+from torch_attn.kernels.explicit.softmax import add_columns
+from torch_attn.kernels.explicit.tma import store_result
+from torch_attn.kernels.explicit.wgmma import product_layout, zeros
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, row_statistics
+
+
+class Results(NamedTuple):
+    """Hold what the kernel writes.
+
+    Attributes:
+        out: in the kernel its descriptors, or in a tuple its pointer, see `stored_maps_of`.
+        lse: [B, Hq, Sq] float32, natural logarithm.
+        row_max: [B, Hq, Sq] float32, each row's largest score; or None.
+        carry: [B, Sq, Hq, Dv] float32, the result over other keys whose lse is in `lse`; or None.
+        place: where a tile of out is on its way to memory, a constant: "staged" in shared memory of
+            its own; "in q", the queries', where there is no more; or "part", stored in float32 from
+            registers, by its pointer.
+    """
+
+    out: Any
+    lse: Any
+    row_max: Any
+    carry: Any
+    place: Any = None
+
+
+@gluon.jit
+def start_rows(
+    results,
+    problem,
+    batch,
+    head,
+    first_row,
+    rows,
+    seq_q,
+    sinks_ptr,
+    BLOCK_KV: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    SINK_LAST: gl.constexpr,
+):
+    """Return m_i, l_i and acc of rows before their first tile of keys, and which rows have a carry.
+
+    A row with a carry starts from it. Without carries the last is 0.
+    """
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, rows.type.layout)
+    l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
+    if sinks_ptr is not None and not SINK_LAST:
+        # The maximum has the sink from the start: acc is not rescaled for it at the end.
+        m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+    has_carry = 0
+    if results.carry is not None:
+        m_i, l_i, acc, has_carry = _load_part(
+            results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V
+        )
+    else:
+        acc = zeros(64, HEAD_DIM_V)
+    return m_i, l_i, acc, has_carry
+
+
+@gluon.jit
+def _load_part(
+    results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V: gl.constexpr
+):  # fmt: skip
+    """Start rows from a result over other keys; returns m_i, l_i, acc and which rows have one."""
+    carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
+    m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
+    has_carry = m_carry != float("-inf")
+    carried = head_rows(results.carry, batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
+    # All of them are read, so that the loads do not wait for lse.
+    acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    m_i = gl.maximum(m_i, m_carry * LOG2E)
+    quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
+    of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
+    l_i += gl.convert_layout(quarter, of_sums, assert_trivial=True)[:, None]
+    return m_i, l_i, acc, has_carry
+
+
+@gluon.jit
+def store_statistics(
+    results,
+    problem,
+    batch,
+    head,
+    rows,
+    seq_q,
+    sinks_ptr,
+    terms,
+    m_i,
+    l_i,
+    factor,
+    SINK_LAST: gl.constexpr,
+):
+    """Store what rows have beside out; returns what acc is multiplied by, and divided by.
+
+    Args:
+        factor: what acc is to be multiplied by anyway.
+        SINK_LAST: acc does not know of the sink's maximum.
+    """
+    row_max = m_i
+    if sinks_ptr is not None:
+        alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        if SINK_LAST:
+            factor = factor * alpha
+    if terms.seed is not None:
+        factor = factor * terms.dropout.scale
+    l_safe, lse = row_statistics(m_i, l_i)
+    lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
+    gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
+    if results.row_max is not None:
+        gl.store(results.row_max + lse_row + rows, row_max * LN2, mask=rows < seq_q)
+    return factor, l_safe
+
+
+@gluon.jit
+def store_out(
+    results,
+    out_tile,
+    acc,
+    problem,
+    batch,
+    head,
+    start_q,
+    rows,
+    seq_q,
+    CONSUMER: gl.constexpr,
+    OUT: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
+):
+    """Store a consumer's rows, or start to."""
+    if OUT == "part":
+        carried = head_rows(
+            results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
+        )
+        store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    else:
+        if OUT != "in q":
+            tma.store_wait(0)
+            barrier()
+        store_result(
+            results.out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
+            problem.num_sequences is not None, HEAD_DIM_V,
+        )  # fmt: skip
