@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 NORM_EPS = 1e-5
 INIT_STD = 0.02

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from models.config import ModelConfig
 from pallas_attn import append_kv, explain, flash_attention, paged_decode
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Cache, LlamaConfig
 from models.config import INIT_STD, NORM_EPS, ModelConfig
 from models.torch_attention import choose_attention
 from torch_attn.adapters.transformers import register
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 # Of transformers, by the names of `models.torch_attention`.
 ATTENTIONS = {"twin": "torch_attn", "eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}

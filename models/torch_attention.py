@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from torch_attn import append_kv, explain, flash_attention, paged_decode
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

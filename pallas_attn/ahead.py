@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_attn.targets import Device, compiled_for
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 _TARGET = "mosaic_gpu_v2"
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")

@@ -13,12 +13,12 @@ from pallas_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
 from twin_attention.contract.spec import BlockSparseSpec, Precision
-from twin_attention.contract.validate import (
+from twin_attention.contract.validate.block_mask import (
     check_kept_tiles,
     check_list_values,
     check_lists,
-    fail,
 )
+from twin_attention.contract.validate.errors import fail
 
 
 @overload

@@ -13,13 +13,10 @@ from pallas_attn.keywords import DecodeKeywords
 from pallas_attn.operands import device_of, operand
 from twin_attention.contract.operands import AppendOperands, describe_operands
 from twin_attention.contract.spec import AppendSpec, MergeSpec
-from twin_attention.contract.validate import (
-    check_append_kv,
-    check_append_options,
-    check_merge_states,
-    check_page_ids,
-    check_pages_arguments,
-)
+from twin_attention.contract.validate.merge import check_merge_states
+from twin_attention.contract.validate.options import check_append_options
+from twin_attention.contract.validate.paged import check_append_kv
+from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 
 
 @overload

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from twin_attention.contract.validate import not_differentiable
+from twin_attention.contract.validate.errors import not_differentiable
 
 
 def once(tree: Any, function: str) -> Any:

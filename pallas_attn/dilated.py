@@ -16,11 +16,8 @@ from pallas_attn.flash_ops import or_as_xla_says
 from pallas_attn.operands import operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
-from twin_attention.contract.validate import (
-    check_dilated_attention,
-    check_dilations,
-    check_flash_options,
-)
+from twin_attention.contract.validate.dilated import check_dilated_attention, check_dilations
+from twin_attention.contract.validate.options import check_flash_options
 
 
 @overload

@@ -15,7 +15,7 @@ import jax
 from pallas_attn import foreign, private
 from pallas_attn.targets import Device, cuda_devices, target_of
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.contract.validate import check_choice
+from twin_attention.contract.validate.options import check_choice
 from twin_attention.targets import family
 from twin_attention.targets.config import Change, repeat_configs, requested_configs
 from twin_attention.targets.family import Backend

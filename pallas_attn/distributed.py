@@ -58,15 +58,14 @@ from twin_attention.contract.operands import (
     describe_operands,
 )
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision
-from twin_attention.contract.validate import (
+from twin_attention.contract.validate.context import (
     check_context_attention,
     check_exchange,
-    check_flash_options,
     check_group,
     check_whole,
-    fail,
-    type_name,
 )
+from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.contract.validate.options import check_flash_options
 
 __all__ = [
     "ContextPlan",

@@ -16,7 +16,7 @@ from pallas_attn.flash_ops import DENSE, PACKED, or_as_xla_says
 from pallas_attn.operands import device_of
 from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.describe import describe, describe_call, function_of
 from twin_attention.targets.target import requested_target
 

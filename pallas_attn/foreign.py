@@ -19,7 +19,7 @@ from pallas_attn.targets import capability, num_sms, shared_memory
 from pallas_attn.triton_call import kernel_call
 from twin_attention.contract.operands import TERMS
 from twin_attention.contract.spec import AttentionSpec, PartialSpec
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 

@@ -29,7 +29,7 @@ import jax
 from pallas_attn import private
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton, mlir, pallas_core, triton_lowering
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT

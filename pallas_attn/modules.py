@@ -24,12 +24,9 @@ from pallas_attn.dilated import dilated_attention
 from pallas_attn.dispatch import Implementation, check_implementation
 from pallas_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.validate import (
-    check_dilations,
-    check_heads,
-    check_mask,
-    check_tokens,
-)
+from twin_attention.contract.validate.block_mask import check_mask
+from twin_attention.contract.validate.dilated import check_dilations
+from twin_attention.contract.validate.layers import check_heads, check_tokens
 
 
 class _MultiHeadAttention(nnx.Module):

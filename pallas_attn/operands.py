@@ -8,7 +8,8 @@ import jax
 from jax.core import Tracer
 
 from pallas_attn.targets import Device
-from twin_attention.contract.validate import Operand, not_a_tensor
+from twin_attention.contract.validate.errors import not_a_tensor
+from twin_attention.contract.validate.operands import Operand
 
 
 def operand(name: str, x: Any) -> Operand:

@@ -19,7 +19,7 @@ import numpy as np
 
 from pallas_attn.fusions import Operand, whole_fusions
 from pallas_attn.targets import described
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 
 @dataclass(frozen=True)

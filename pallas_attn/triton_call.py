@@ -28,7 +28,7 @@ from jax.interpreters import mlir
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton
 from pallas_attn.targets import cuda_devices
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 _TARGET = "triton_kernel_call_ffi"
 

@@ -12,7 +12,7 @@ from pallas_attn.flash_ops import PACKED, or_as_xla_says
 from pallas_attn.keywords import VarlenKeywords
 from pallas_attn.operands import operand
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate import check_offset_values, check_offsets_arguments
+from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
 
 
 @overload

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_attn import private
 from torch_attn.calls import Call, is_recorded
 from torch_attn.operators import Operator, readable
-from twin_attention.contract.validate import not_differentiable
+from twin_attention.contract.validate.errors import not_differentiable
 
 
 class _Differentiable(Operator):

@@ -21,11 +21,8 @@ from torch_attn.keywords import DecodeKeywords
 from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.spec import AppendSpec, MergeSpec
-from twin_attention.contract.validate import (
-    check_append_options,
-    check_page_ids,
-    check_pages_arguments,
-)
+from twin_attention.contract.validate.options import check_append_options
+from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 
 
 @overload

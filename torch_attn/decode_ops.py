@@ -27,14 +27,13 @@ from twin_attention.contract.operands import (
     describe_operands,
 )
 from twin_attention.contract.spec import AppendSpec, DecodeOptions, MergeSpec
-from twin_attention.contract.validate import (
+from twin_attention.contract.validate.errors import one_pool
+from twin_attention.contract.validate.merge import check_merge_states
+from twin_attention.contract.validate.options import check_decode_options, check_paged_options
+from twin_attention.contract.validate.paged import (
     check_append_kv,
-    check_decode_options,
-    check_merge_states,
     check_paged_attention,
     check_paged_decode,
-    check_paged_options,
-    one_pool,
 )
 
 

@@ -16,12 +16,12 @@ from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import cast_inputs, operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
-from twin_attention.contract.validate import (
+from twin_attention.contract.validate.dilated import (
     check_dilated_attention,
     check_dilations,
-    check_flash_options,
     check_segments,
 )
+from twin_attention.contract.validate.options import check_flash_options
 
 
 @overload

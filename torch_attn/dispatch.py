@@ -8,7 +8,7 @@ import torch
 
 from torch_attn.operands import ALIGNED, COMPACT
 from torch_attn.targets import target_of
-from twin_attention.contract.validate import check_choice
+from twin_attention.contract.validate.options import check_choice
 from twin_attention.targets import family
 from twin_attention.targets.family import FOREIGN, Backend
 from twin_attention.targets.kernels import Spec

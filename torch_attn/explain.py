@@ -15,7 +15,7 @@ from torch_attn.dispatch import check_implementation, choose
 from torch_attn.flash_ops import DENSE, PACKED, or_as_torch_says
 from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.describe import describe, describe_call, function_of
 from twin_attention.targets.target import requested_target
 

@@ -30,14 +30,13 @@ from twin_attention.contract.operands import (
     VarlenOperands,
 )
 from twin_attention.contract.spec import FlashOptions
-from twin_attention.contract.validate import (
-    check_attention_options,
-    check_block_sparse_attention,
+from twin_attention.contract.validate.attention import (
     check_flash_attention,
     check_flash_attention_varlen,
-    check_flash_options,
     check_saved,
 )
+from twin_attention.contract.validate.block_mask import check_block_sparse_attention
+from twin_attention.contract.validate.options import check_attention_options, check_flash_options
 
 if TYPE_CHECKING:
     from torch_attn.launch import Launch

@@ -13,12 +13,9 @@ from torch_attn.dilated import dilated_attention
 from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.validate import (
-    check_dilations,
-    check_heads,
-    check_mask,
-    check_tokens,
-)
+from twin_attention.contract.validate.block_mask import check_mask
+from twin_attention.contract.validate.dilated import check_dilations
+from twin_attention.contract.validate.layers import check_heads, check_tokens
 
 
 class _MultiHeadAttention(nn.Module):

@@ -22,7 +22,7 @@ import torch
 
 from torch_attn.operands import COMPACT
 from torch_attn.replay import Launcher
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 LaunchFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
 _threads = threading.local()

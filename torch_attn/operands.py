@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from twin_attention.contract.validate import Operand, fail, not_a_tensor
+from twin_attention.contract.validate.errors import fail, not_a_tensor
+from twin_attention.contract.validate.operands import Operand
 
 # Bytes, of whose multiples a tensor begins at one: for TMA and for Triton, and for kernels of JAX.
 ALIGNED, COMPACT = 16, 256

@@ -17,7 +17,7 @@ from torch_attn import private
 from torch_attn.calls import Call, is_recorded, keep, recall
 from twin_attention.contract.operands import X
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate import no_gradient
+from twin_attention.contract.validate.errors import no_gradient
 
 _library = torch.library.Library("torch_attn", "DEF")
 # The kernels read strides: the compiler must pass tensors as the program laid them out.

@@ -11,7 +11,7 @@ from torch_attn.flash_ops import PACKED, or_as_torch_says
 from torch_attn.keywords import VarlenKeywords
 from torch_attn.operands import operand
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate import check_offset_values, check_offsets_arguments
+from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
 
 
 @overload

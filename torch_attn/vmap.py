@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from twin_attention.contract.operands import TERMS
-from twin_attention.contract.validate import (
+from twin_attention.contract.validate.errors import (
     not_mapped,
     not_mapped_with_sinks,
     not_mapped_with_sinks_and_mask,

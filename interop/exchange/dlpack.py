@@ -14,7 +14,7 @@ import torch
 from jax.core import Tracer
 
 from interop.exchange.lifetime import release_after_jax, release_after_torch
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 DTYPES = {
     "bool",

@@ -22,7 +22,7 @@ from twin_attention.contract.tolerances import (
     lse_tolerance,
     lse_unit,
 )
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 

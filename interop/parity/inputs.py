@@ -24,7 +24,7 @@ from interop.parity.trees import make_tree
 from twin_attention.contract.operands import CONSTANTS
 from twin_attention.contract.reference import quantize
 from twin_attention.contract.tree import tree_of
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 Tensors = dict[str, torch.Tensor]
 Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]

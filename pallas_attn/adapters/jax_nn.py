@@ -11,7 +11,8 @@ from jax.typing import ArrayLike
 
 from pallas_attn import flash_attention
 from pallas_attn.dispatch import IMPLEMENTATIONS, Implementation
-from twin_attention.contract.validate import check_bias, fail
+from twin_attention.contract.validate.attention import check_bias
+from twin_attention.contract.validate.errors import fail
 
 # jax.nn's score of a hidden key.
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)

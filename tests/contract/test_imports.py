@@ -9,7 +9,12 @@ GROUND = ", ".join(
     f"twin_attention.{module}"
     for module in (
         "contract.cost", "contract.explain", "contract.reference", "contract.spec",
-        "contract.tolerances", "contract.validate",
+        "contract.tolerances",
+        "contract.validate.attention", "contract.validate.block_mask",
+        "contract.validate.context", "contract.validate.dilated", "contract.validate.errors",
+        "contract.validate.layers", "contract.validate.merge", "contract.validate.offsets",
+        "contract.validate.operands", "contract.validate.options", "contract.validate.paged",
+        "contract.validate.pool",
         "targets.config", "targets.describe", "targets.family", "targets.ptx", "targets.target",
     )
 )  # fmt: skip

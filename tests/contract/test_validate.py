@@ -9,20 +9,17 @@ import pytest
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
 from twin_attention.contract.spec import AppendSpec, MergeSpec, PagedCache, Window
-from twin_attention.contract.validate import (
-    Operand,
-    check_append_kv,
+from twin_attention.contract.validate.attention import check_flash_attention
+from twin_attention.contract.validate.errors import no_gradient, not_a_tensor, not_differentiable
+from twin_attention.contract.validate.merge import check_merge_states
+from twin_attention.contract.validate.operands import Operand
+from twin_attention.contract.validate.options import (
     check_choice,
     check_decode_options,
-    check_flash_attention,
     check_flash_options,
-    check_merge_states,
-    check_page_ids,
-    check_paged_decode,
-    no_gradient,
-    not_a_tensor,
-    not_differentiable,
 )
+from twin_attention.contract.validate.paged import check_append_kv, check_paged_decode
+from twin_attention.contract.validate.pool import check_page_ids
 
 GOOD = {
     "q": Operand("q", (2, 5, 4, 32), "bfloat16", "cpu"),

@@ -22,13 +22,10 @@ from twin_attention.contract.reference import (
     varlen_forward,
 )
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, VarlenSpec, Window
-from twin_attention.contract.validate import (
-    Operand,
-    check_flash_attention_varlen,
-    check_flash_options,
-    check_offset_values,
-    check_offsets_arguments,
-)
+from twin_attention.contract.validate.attention import check_flash_attention_varlen
+from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
+from twin_attention.contract.validate.operands import Operand
+from twin_attention.contract.validate.options import check_flash_options
 
 GOOD = {
     "q": Operand("q", (12, 4, 32), "bfloat16", "cpu"),

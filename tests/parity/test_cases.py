@@ -40,22 +40,27 @@ from twin_attention.contract.spec import (
     SPLITS_MAX,
     TOKENS_MAX,
 )
-from twin_attention.contract.validate import (
-    Operand,
-    check_append_kv,
-    check_attention_options,
-    check_block_sparse_attention,
-    check_decode_options,
-    check_dilated_attention,
-    check_dilations,
+from twin_attention.contract.validate.attention import (
     check_flash_attention,
     check_flash_attention_varlen,
-    check_flash_options,
+)
+from twin_attention.contract.validate.block_mask import (
+    check_block_sparse_attention,
     check_kept_tiles,
-    check_merge_states,
+)
+from twin_attention.contract.validate.dilated import check_dilated_attention, check_dilations
+from twin_attention.contract.validate.merge import check_merge_states
+from twin_attention.contract.validate.operands import Operand
+from twin_attention.contract.validate.options import (
+    check_attention_options,
+    check_decode_options,
+    check_flash_options,
+    check_paged_options,
+)
+from twin_attention.contract.validate.paged import (
+    check_append_kv,
     check_paged_attention,
     check_paged_decode,
-    check_paged_options,
 )
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
 from twin_attention.targets.target import TARGETS

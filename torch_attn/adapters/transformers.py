@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.adapters.seeds import draw_seed
 from twin_attention.contract.spec import Window
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 
 # What models pass down to every layer and no attention depends on.
 _WITHOUT_EFFECT = {

@@ -21,7 +21,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from array_api_compat import array_namespace
 
-from twin_attention.contract.validate import Operand, check_mask, check_tiles, fail, type_name
+from twin_attention.contract.validate.block_mask import check_mask, check_tiles
+from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.contract.validate.operands import Operand
 
 X = TypeVar("X")
 

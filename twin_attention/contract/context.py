@@ -19,7 +19,7 @@ from array_api_compat import array_namespace, device, is_jax_array
 
 from twin_attention.contract.balance import balanced_owners
 from twin_attention.contract.spec import Window
-from twin_attention.contract.validate import (
+from twin_attention.contract.validate.context import (
     check_context_plan,
     check_rank,
     check_shards,

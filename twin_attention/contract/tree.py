@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from array_api_compat import is_torch_array
 
-from twin_attention.contract.validate import check_offset_values, check_tiles, fail, type_name
+from twin_attention.contract.validate.block_mask import check_tiles
+from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.contract.validate.offsets import check_offset_values
 
 
 class Tree(NamedTuple):

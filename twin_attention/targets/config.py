@@ -41,7 +41,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, MergeSpec
-from twin_attention.contract.validate import check_choice, fail
+from twin_attention.contract.validate.errors import fail
+from twin_attention.contract.validate.options import check_choice
 from twin_attention.targets.collector import collector_paused
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.kernels import (

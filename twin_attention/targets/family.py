@@ -24,7 +24,7 @@ from twin_attention.contract.spec import (
     DecodeSpec,
     PartialSpec,
 )
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets import foreign, paged, sm80, sm90
 from twin_attention.targets.collector import collector_paused
 from twin_attention.targets.config import (

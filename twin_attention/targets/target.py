@@ -20,7 +20,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from twin_attention.contract.validate import check_choice, fail
+from twin_attention.contract.validate.errors import fail
+from twin_attention.contract.validate.options import check_choice
 
 TARGETS = ("sm80", "sm90")
 # Bytes of shared memory a block: an A100's, and an H100's or H200's.

@@ -16,7 +16,7 @@ from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import SM80Params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import note_config, shared_memory
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.family import Backend
 
 

@@ -14,7 +14,7 @@ from pallas_attn.kernels.explicit.aliases import zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import AliasingParams
 from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec, ScoreRule, VarlenSpec, Window
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 

@@ -46,7 +46,7 @@ from pallas_attn.kernels.sm90.keys import (
 from pallas_attn.kernels.sm90.work import Work
 from pallas_attn.targets import num_sms
 from twin_attention.contract.spec import Window
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.steps import exchange_sides
 
 

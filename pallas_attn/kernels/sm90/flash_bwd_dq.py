@@ -42,7 +42,7 @@ from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
 from pallas_attn.kernels.sm90.work import locate_queries
 from pallas_attn.targets import num_sms
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.sm90 import has_large_heads
 
 

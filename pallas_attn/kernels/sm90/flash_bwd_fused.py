@@ -50,7 +50,7 @@ from pallas_attn.kernels.sm90.keys import (
 )
 from pallas_attn.targets import num_sms
 from twin_attention.contract.spec import Window
-from twin_attention.contract.validate import fail
+from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
 
 # Named barriers beside those of `barriers`: for each consumer's part of dq, when it is written

@@ -1,0 +1,1 @@
+"""Argument checks, whose messages have one format on both sides."""

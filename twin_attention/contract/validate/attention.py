@@ -1,0 +1,173 @@
+"""Checks of the operands of `flash_attention` and `flash_attention_varlen`."""
+
+from __future__ import annotations
+
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.spec import AttentionSpec, FlashOptions, VarlenSpec
+from twin_attention.contract.validate.errors import fail
+from twin_attention.contract.validate.offsets import check_offset_operands
+from twin_attention.contract.validate.operands import (
+    Operand,
+    check_device,
+    check_dtype,
+    check_qkv,
+    check_rows,
+    check_sinks,
+)
+
+
+def check_flash_attention(operands: FlashOperands[Operand], options: FlashOptions) -> AttentionSpec:
+    """Check the operands of `flash_attention` and describe the problem.
+
+    Raises:
+        ValueError: ranks, sizes, devices, strides or values that contradict each other.
+        TypeError: an argument of the wrong type or dtype.
+        NotImplementedError: a head dimension or dtype that the kernels do not take.
+    """
+    check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
+    check_sinks(operands)
+    _check_segment_ids(operands)
+    _check_tree(operands, options)
+    _check_terms(operands, operands.q.shape[0])
+    _check_bias(operands)
+    _check_dropout(operands, options)
+    return AttentionSpec.of(operands, operands.q.dtype, options)
+
+
+def check_flash_attention_varlen(
+    operands: VarlenOperands[Operand], options: FlashOptions
+) -> VarlenSpec:
+    """Check the operands of `flash_attention_varlen` and describe the problem.
+
+    Raises:
+        As `check_flash_attention`.
+    """
+    check_qkv(operands, ("[Tq, Hq, D]", "[Tkv, Hkv, D]", "[Tkv, Hkv, Dv]"))
+    check_offset_operands(operands.cu_seqlens_q, operands.cu_seqlens_kv)
+    for x in (operands.cu_seqlens_q, operands.cu_seqlens_kv):
+        check_device(x, operands.q)
+    check_sinks(operands)
+    _check_tree(operands, options)
+    _check_terms(operands, operands.cu_seqlens_q.shape[0] - 1)
+    _check_dropout(operands, options)
+    return VarlenSpec.of(operands, operands.q.dtype, options)
+
+
+def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv].
+
+    Raises:
+        ValueError: it has another number of axes, or of one neither the size nor 1.
+    """
+    sizes = zip(shape, whole, strict=False)
+    if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
+        fail(ValueError, "bias", f"shape {whole}, or 1 in place of any of these", shape)
+
+
+def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
+    """Refuse tensors that were saved for a backward and come back as others, but for their layout.
+
+    Args:
+        dout: the gradient of out, which has the dtype, shape and device of the forward's.
+        q, out, lse: as they come back; q agrees with the other operands.
+    """
+    for x in (q, out):
+        check_dtype(x, dout.dtype, "the saved ")
+    check_dtype(lse, "float32", "the saved ")
+    for x in (q, out, lse):
+        check_device(x, dout)
+    *batch, rows, heads, _ = dout.shape
+    for x, shape in ((out, dout.shape), (lse, (*batch, heads, rows))):
+        if x.shape != shape:
+            fail(ValueError, x.name, f"the saved shape {list(shape)}", list(x.shape))
+
+
+def _check_segment_ids(operands: FlashOperands[Operand]) -> None:
+    q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
+    if q_ids is None and kv_ids is None:
+        return
+    for name, x in (("q_segment_ids", q_ids), ("kv_segment_ids", kv_ids)):
+        if x is None:
+            fail(ValueError, name, "ids of queries and of keys, or of neither", None)
+    assert q_ids is not None
+    assert kv_ids is not None
+    for x, of in ((q_ids, operands.q), (kv_ids, operands.k)):
+        _check_of_tokens(x, of, operands.q)
+
+
+def _check_tree(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand], options: FlashOptions
+) -> None:
+    q, k, ends = operands.q, operands.k, operands.kv_ends
+    depths = (("q_depths", operands.q_depths, q), ("kv_depths", operands.kv_depths, k))
+    if ends is None:
+        for name, x, _ in depths:
+            if x is not None:
+                fail(ValueError, name, "None without kv_ends", f"shape {x.shape}")
+        return
+    _check_of_tokens(ends, k, q)
+    if options.window_right != 0:
+        fail(ValueError, "causal", "True with kv_ends", False)
+    if operands.q_depths is None and operands.kv_depths is None:
+        return
+    for name, x, of in depths:
+        if x is None:
+            fail(ValueError, name, "depths of queries and of keys, or of neither", None)
+        _check_of_tokens(x, of, q)
+
+
+def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], batch: int) -> None:
+    """Check what is added to the scores of that many sequences."""
+    q, table, slopes = operands.q, operands.relative_bias, operands.alibi_slopes
+    heads = q.shape[-2]
+    if table is not None:
+        if table.dtype not in ("float32", q.dtype):
+            fail(TypeError, table.name, f"dtype float32 or q's {q.dtype}", table.dtype)
+        if len(table.shape) != 2 or table.shape[0] != heads or table.shape[1] % 2 == 0:
+            expected = f"shape ({heads}, 2R + 1), of each head a value for each distance -R to R"
+            fail(ValueError, table.name, expected, table.shape)
+    if slopes is not None:
+        check_dtype(slopes, "float32")
+        if slopes.shape not in ((heads,), (batch, heads)):
+            expected = f"shape {(heads,)} or {(batch, heads)}, one of each head"
+            fail(ValueError, slopes.name, expected, slopes.shape)
+    for x in (table, slopes):
+        if x is not None:
+            check_device(x, q)
+            check_rows(x)
+
+
+def _check_bias(operands: FlashOperands[Operand]) -> None:
+    q, k, bias = operands.q, operands.k, operands.bias
+    if bias is None:
+        return
+    if bias.dtype not in ("float32", q.dtype):
+        fail(TypeError, "bias", f"dtype float32 or q's {q.dtype}", bias.dtype)
+    check_bias(bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    check_device(bias, q)
+    check_rows(bias)
+
+
+def _check_dropout(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand], options: FlashOptions
+) -> None:
+    q, seed = operands.q, operands.dropout_seed
+    if seed is None:
+        if options.dropout_rate:
+            fail(ValueError, "dropout_seed", "a seed with dropout_rate", None)
+        return
+    if seed.dtype not in ("int32", "uint32"):
+        fail(TypeError, "dropout_seed", "dtype int32 or uint32", seed.dtype)
+    if seed.shape != (2,):
+        fail(ValueError, "dropout_seed", "shape (2,)", seed.shape)
+    check_device(seed, q)
+    check_rows(seed)
+
+
+def _check_of_tokens(x: Operand, of: Operand, q: Operand) -> None:
+    """Check an array that has an integer for each token of `of`."""
+    check_dtype(x, "int32")
+    if x.shape != of.shape[:-2]:
+        fail(ValueError, x.name, f"shape {of.shape[:-2]}, one of each token", x.shape)
+    check_device(x, q)
+    check_rows(x)
