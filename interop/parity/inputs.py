@@ -22,7 +22,7 @@ from interop.parity.cases import (
 )
 from interop.parity.trees import make_tree
 from twin_attention.contract.operands import CONSTANTS
-from twin_attention.contract.reference import quantize
+from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.tree import tree_of
 from twin_attention.contract.validate.errors import fail
 

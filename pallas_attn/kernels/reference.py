@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_attn.kernels.parts import result_before
-from twin_attention.contract import reference
 from twin_attention.contract.operands import (
     AppendOperands,
     AttentionOperands,
@@ -19,6 +18,12 @@ from twin_attention.contract.operands import (
     PagedOperands,
     PartialOperands,
 )
+from twin_attention.contract.reference.cache import positions_of_new, quantize
+from twin_attention.contract.reference.kinds import backward_of, forward_of
+from twin_attention.contract.reference.merge import merge, merge_backward
+from twin_attention.contract.reference.paged import paged_forward, ragged_forward
+from twin_attention.contract.reference.partial import partial_backward, partial_forward
+from twin_attention.contract.reference.rotary import rotate_new
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
@@ -34,7 +39,7 @@ def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
     """Compute out, lse and what else is asked for in float32, with O(Sq · Skv) memory."""
-    forward = reference.forward_of(spec)
+    forward = forward_of(spec)
     with jax.default_matmul_precision("highest"):
         out, *of_rows = forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), *of_rows
@@ -50,7 +55,7 @@ def flash_bwd(
     backend: Backend,
 ) -> AttentionOperands[Array]:
     """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
-    backward = reference.backward_of(spec)
+    backward = backward_of(spec)
     with jax.default_matmul_precision("highest"):
         gradients = backward(dout, dlse, operands, spec, jnp.float32)
     both = zip(gradients, operands, strict=True)
@@ -67,7 +72,7 @@ def partial_fwd(
     """Return a result with the keys of the operands added, in float32 until the last."""
     carry, lse = result_before(carry, lse, spec)
     with jax.default_matmul_precision("highest"):
-        out, lse = reference.partial_forward(operands, carry, lse, spec, jnp.float32)
+        out, lse = partial_forward(operands, carry, lse, spec, jnp.float32)
     return (out.astype(operands.q.dtype) if spec.last else out), lse
 
 
@@ -89,9 +94,7 @@ def partial_bwd(
             if dlse is not None:
                 delta = delta - jnp.where(lse == -jnp.inf, 0, dlse)
             carry = GradientCarry(jnp.zeros(operands.q.shape, jnp.float32), lse, delta)
-        dq, dk, dv = reference.partial_backward(
-            dout, carry.lse2, carry.delta, operands, spec, jnp.float32
-        )
+        dq, dk, dv = partial_backward(dout, carry.lse2, carry.delta, operands, spec, jnp.float32)
     return carry._replace(dq=carry.dq + dq), dk, dv
 
 
@@ -107,7 +110,7 @@ def paged_decode(
 ) -> tuple[Array, Array]:
     """Compute out and lse in float32, on keys and values copied out of their pages."""
     with jax.default_matmul_precision("highest"):
-        out, lse = reference.paged_forward(operands, spec, jnp.float32)
+        out, lse = paged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
 
 
@@ -116,7 +119,7 @@ def paged_attention(
 ) -> tuple[Array, Array]:
     """Compute out and lse in float32, with O(Tq · B · capacity) memory."""
     with jax.default_matmul_precision("highest"):
-        out, lse = reference.ragged_forward(operands, spec, jnp.float32)
+        out, lse = ragged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
 
 
@@ -124,7 +127,7 @@ def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, ...]:
     """Return the pools with new tokens in their pages, and the rotated queries if there are any."""
-    k_new, q = reference.rotate_new(operands, spec, jnp.float32)
+    k_new, q = rotate_new(operands, spec, jnp.float32)
     pools = operands.k_pages, operands.v_pages
     if not spec.is_empty:
         slots = _slots(operands, spec)
@@ -142,7 +145,7 @@ def _slots(operands, spec):
     so they become ids past it.
     """
     page_size = spec.cache.page_size
-    position, sequence, is_token = reference.positions_of_new(operands, spec)
+    position, sequence, is_token = positions_of_new(operands, spec)
     column, slot = position // page_size, position % page_size
     page = operands.block_tables.at[sequence, column].get(mode="fill", fill_value=-1)
     exists = is_token & (position >= 0) & (page >= 0)
@@ -151,13 +154,13 @@ def _slots(operands, spec):
 
 def _write(pages, new, slots, scale, cache):
     if scale is not None:
-        new = reference.quantize(new, scale, cache, pages.dtype)
+        new = quantize(new, scale, cache, pages.dtype)
     return pages.at[slots].set(new.astype(pages.dtype), mode="drop")
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
     """Merge partial results over disjoint keys."""
-    out, lse = reference.merge(outs, lses, jnp.float32)
+    out, lse = merge(outs, lses, jnp.float32)
     return out.astype(outs.dtype), lse
 
 
@@ -176,5 +179,5 @@ def combine_bwd(dout: Array, dlse: Array, outs: Array, lses: Array) -> tuple[Arr
     Returns:
         The gradients of outs and lses, in their dtypes.
     """
-    douts, dlses = reference.merge_backward(dout, dlse, outs, lses, jnp.float32)
+    douts, dlses = merge_backward(dout, dlse, outs, lses, jnp.float32)
     return douts.astype(outs.dtype), dlses

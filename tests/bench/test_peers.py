@@ -29,7 +29,7 @@ from interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from interop.parity.check import sample_check
 from torch_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.reference import attention_forward
+from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
 
 SQUARE = FlashCase("square", batch=2, seq_q=32, seq_kv=32, heads_q=4, heads_kv=4, head_dim=16)

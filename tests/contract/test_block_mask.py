@@ -12,7 +12,10 @@ from twin_attention.contract.block_mask import (
     strided_tiles,
 )
 from twin_attention.contract.operands import BlockSparseOperands
-from twin_attention.contract.reference import block_sparse_backward, block_sparse_forward
+from twin_attention.contract.reference.block_sparse import (
+    block_sparse_backward,
+    block_sparse_forward,
+)
 from twin_attention.contract.spec import BlockSparseSpec, Window, tile_size
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.reference import dilated_backward, dilated_forward
+from twin_attention.contract.reference.dilated import dilated_backward, dilated_forward
 from twin_attention.contract.spec import DilatedSpec, Dilation, FlashOptions, dilated_calls
 
 

@@ -8,8 +8,9 @@ import pytest
 GROUND = ", ".join(
     f"twin_attention.{module}"
     for module in (
-        "contract.cost", "contract.explain", "contract.reference", "contract.spec",
-        "contract.tolerances",
+        "contract.cost", "contract.explain", "contract.reference.kinds",
+        "contract.reference.paged", "contract.reference.partial", "contract.reference.rotary",
+        "contract.spec", "contract.tolerances",
         "contract.validate.attention", "contract.validate.block_mask",
         "contract.validate.context", "contract.validate.dilated", "contract.validate.errors",
         "contract.validate.layers", "contract.validate.merge", "contract.validate.offsets",

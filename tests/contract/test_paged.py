@@ -11,7 +11,7 @@ import pytest
 from interop.parity.cases import PagedCase
 from interop.parity.inputs import make_inputs
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
-from twin_attention.contract.reference import paged_forward, ragged_forward
+from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.spec import DecodeSpec, MergeSpec
 
 # A chunk, no new token, a whole prompt, more new tokens than keys.

@@ -15,13 +15,10 @@ from hypothesis import strategies as st
 
 from interop.parity.cases import DecodeCase, decode_cases
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
-from twin_attention.contract.reference import (
-    attention_forward,
-    merge,
-    merge_backward,
-    paged_forward,
-    quantize,
-)
+from twin_attention.contract.reference.attention import attention_forward
+from twin_attention.contract.reference.cache import quantize
+from twin_attention.contract.reference.merge import merge, merge_backward
+from twin_attention.contract.reference.paged import paged_forward
 from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache, Window
 
 CASE = DecodeCase(

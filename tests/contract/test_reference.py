@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.reference import attention_backward, attention_forward, visibility
+from twin_attention.contract.reference.attention import attention_backward, attention_forward
+from twin_attention.contract.reference.visibility import visibility
 from twin_attention.contract.spec import AttentionSpec, Window
 
 SPEC = AttentionSpec(

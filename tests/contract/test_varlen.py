@@ -15,12 +15,8 @@ from twin_attention.contract.cost import (
     varlen_forward_flops,
 )
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
-from twin_attention.contract.reference import (
-    attention_backward,
-    attention_forward,
-    varlen_backward,
-    varlen_forward,
-)
+from twin_attention.contract.reference.attention import attention_backward, attention_forward
+from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, VarlenSpec, Window
 from twin_attention.contract.validate.attention import check_flash_attention_varlen
 from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments

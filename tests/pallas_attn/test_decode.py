@@ -23,8 +23,8 @@ from pallas_attn import append_kv, check_pages, explain, merge_states, paged_dec
 from pallas_attn.lowering import recording
 from tests.sides import EXPLICIT
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.reference import merge as merge_oracle
-from twin_attention.contract.reference import paged_forward
+from twin_attention.contract.reference.merge import merge as merge_oracle
+from twin_attention.contract.reference.paged import paged_forward
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 CPU = jax.devices("cpu")[0]

@@ -23,8 +23,8 @@ from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
 from pallas_attn.operands import operand
-from twin_attention.contract import reference
 from twin_attention.contract.operands import VarlenOperands, describe_operands
+from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
 from twin_attention.contract.spec import FlashOptions, VarlenSpec
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 from twin_attention.targets.family import portable_backend
@@ -86,9 +86,9 @@ def assert_right(got, operands, dout, dlse):
     dout, dlse = np.asarray(dout), np.asarray(dlse)
 
     def evaluate(dtype):
-        gradients = reference.varlen_backward(dout, dlse, operands, spec, dtype)
+        gradients = varlen_backward(dout, dlse, operands, spec, dtype)
         dq, dk, dv, _, _, dsinks, *_ = gradients
-        return *reference.varlen_forward(operands, spec, dtype), dq, dk, dv, dsinks
+        return *varlen_forward(operands, spec, dtype), dq, dk, dv, dsinks
 
     names = ("out", "lse", "dq", "dk", "dv", "dsinks")
     of_all = zip(names, got, evaluate(np.float64), evaluate(np.float32), strict=True)

@@ -10,7 +10,8 @@ from interop.parity.cases import DecodeCase, FlashCase, decode_cases, flash_case
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of, sample_of
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
-from twin_attention.contract.reference import attention_backward, attention_forward, paged_forward
+from twin_attention.contract.reference.attention import attention_backward, attention_forward
+from twin_attention.contract.reference.paged import paged_forward
 
 CASE = FlashCase(
     "pieces", batch=2, seq_q=70, seq_kv=53, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,

@@ -10,7 +10,7 @@ import torch
 from interop.parity.cases import AppendCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
-from twin_attention.contract.reference import rotate
+from twin_attention.contract.reference.rotary import rotate
 from twin_attention.contract.tolerances import compare_to_reference
 
 # Sequences of three new tokens and of none; their keys go past a page's end.

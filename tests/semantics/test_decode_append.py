@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from twin_attention.contract.reference import quantize
+from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.spec import PagedCache
 
 PAGE_SIZE, MAX_PAGES, HEADS, DIM, DIM_V = 5, 4, 2, 24, 16

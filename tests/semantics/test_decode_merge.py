@@ -8,7 +8,7 @@ from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.sides import attention
-from twin_attention.contract.reference import merge
+from twin_attention.contract.reference.merge import merge
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 

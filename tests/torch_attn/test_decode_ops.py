@@ -18,7 +18,7 @@ from torch.library import opcheck
 
 import torch_attn
 from torch_attn import append_kv, check_pages, explain, merge_states, paged_decode
-from twin_attention.contract import reference
+from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.spec import PagedCache
 
 ops = torch.ops.torch_attn
@@ -232,7 +232,7 @@ def test_append_writes_each_token_to_its_slot(torch_device, implementation, kv_d
     want = [p.k_pages.clone(), p.v_pages.clone()]
     for pages, new in zip(want, (p.k_new, p.v_new), strict=True):
         if p.scale is not None:
-            new = reference.quantize(new, p.scale, cache, pages.dtype)
+            new = quantize(new, p.scale, cache, pages.dtype)
         for b, length in enumerate(LENGTHS):
             for t, position in enumerate(range(length - 3, length)):
                 if position >= 0:

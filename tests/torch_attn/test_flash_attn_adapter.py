@@ -7,7 +7,7 @@ import torch
 
 from torch_attn import append_kv, flash_attention, paged_decode
 from torch_attn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
-from twin_attention.contract.reference import rotate
+from twin_attention.contract.reference.rotary import rotate
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch_attn.flash_ops import DENSE
 from torch_attn.replay import Capture
 from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.reference import attention_forward
+from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
 from twin_attention.targets.target import use_target
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_attn.kernels.parts import result_memory
 from torch_attn.operands import without_autocast
-from twin_attention.contract import reference
 from twin_attention.contract.operands import (
     AppendOperands,
     AttentionOperands,
@@ -22,6 +21,12 @@ from twin_attention.contract.operands import (
     PagedOperands,
     PartialOperands,
 )
+from twin_attention.contract.reference.cache import positions_of_new, quantize
+from twin_attention.contract.reference.kinds import backward_of, forward_of
+from twin_attention.contract.reference.merge import merge
+from twin_attention.contract.reference.paged import paged_forward, ragged_forward
+from twin_attention.contract.reference.partial import partial_backward, partial_forward
+from twin_attention.contract.reference.rotary import rotate_new
 from twin_attention.contract.spec import (
     AppendSpec,
     AttentionSpec,
@@ -38,7 +43,7 @@ def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
     """Compute out, lse and what else is asked for in float32, with O(Sq · Skv) memory."""
-    forward = reference.forward_of(spec)
+    forward = forward_of(spec)
     with without_autocast(operands.q.device):
         out, *of_rows = forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), *of_rows
@@ -54,7 +59,7 @@ def flash_bwd(
     backend: Backend,
 ) -> AttentionOperands[Tensor]:
     """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
-    backward = reference.backward_of(spec)
+    backward = backward_of(spec)
     with without_autocast(out.device):
         gradients = backward(dout, dlse, operands, spec, torch.float32)
     return operands._make(
@@ -77,7 +82,7 @@ def partial_fwd(
         carry.zero_()
         lse.fill_(-torch.inf)
     with without_autocast(q.device):
-        out, lse = reference.partial_forward(operands, carry, lse, spec, torch.float32)
+        out, lse = partial_forward(operands, carry, lse, spec, torch.float32)
     return (out.to(q.dtype) if spec.last else out), lse
 
 
@@ -98,9 +103,7 @@ def partial_bwd(
             if dlse is not None:
                 delta = delta - dlse.masked_fill(lse == -torch.inf, 0)
             carry = GradientCarry(torch.zeros_like(operands.q, dtype=torch.float32), lse, delta)
-        dq, dk, dv = reference.partial_backward(
-            dout, carry.lse2, carry.delta, operands, spec, torch.float32
-        )
+        dq, dk, dv = partial_backward(dout, carry.lse2, carry.delta, operands, spec, torch.float32)
     return carry._replace(dq=carry.dq + dq), dk, dv
 
 
@@ -116,7 +119,7 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor]:
     """Compute out and lse in float32, on keys and values copied out of their pages."""
     with without_autocast(operands.q.device):
-        out, lse = reference.paged_forward(operands, spec, torch.float32)
+        out, lse = paged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
 
 
@@ -125,7 +128,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute out and lse in float32, with O(Tq · B · capacity) memory."""
     with without_autocast(operands.q.device):
-        out, lse = reference.ragged_forward(operands, spec, torch.float32)
+        out, lse = ragged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
 
 
@@ -133,7 +136,7 @@ def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
     """Write new tokens into their pages; return the rotated queries, or None without them."""
-    k_new, q = reference.rotate_new(operands, spec, torch.float32)
+    k_new, q = rotate_new(operands, spec, torch.float32)
     if not spec.is_empty:
         slots = _slots(operands, spec)
         _write(operands.k_pages, k_new, slots, operands.k_scale, spec.cache)
@@ -144,7 +147,7 @@ def append_kv(
 def _slots(operands: AppendOperands[Tensor], spec: AppendSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return page, slot, and whether there is one, of each new token, [B, T] or [Tq] each."""
     cache = spec.cache
-    position, sequence, within = reference.positions_of_new(operands, spec)
+    position, sequence, within = positions_of_new(operands, spec)
     within = within & (position >= 0) & (position < cache.capacity)
     column = position.clamp(0, cache.capacity - 1) // cache.page_size
     page = operands.block_tables[sequence, column]
@@ -161,13 +164,13 @@ def _write(
 ) -> None:
     page, slot, within = slots
     if scale is not None:
-        new = reference.quantize(new, scale, cache, pages.dtype)
+        new = quantize(new, scale, cache, pages.dtype)
     pages[page[within], slot[within]] = new[within].to(pages.dtype)
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:
     """Merge partial results over disjoint keys."""
-    out, lse = reference.merge(outs, lses, torch.float32)
+    out, lse = merge(outs, lses, torch.float32)
     return out.to(outs.dtype).contiguous(), lse.contiguous()
 
 

@@ -1,0 +1,36 @@
+"""Which functions compute the attention, and the gradients, of each kind of problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from twin_attention.contract.reference.attention import attention_backward, attention_forward
+from twin_attention.contract.reference.block_sparse import (
+    block_sparse_backward,
+    block_sparse_forward,
+)
+from twin_attention.contract.reference.dilated import dilated_backward, dilated_forward
+from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, DilatedSpec, VarlenSpec
+
+# Every other attention is dense.
+_FORWARD = {
+    VarlenSpec: varlen_forward,
+    BlockSparseSpec: block_sparse_forward,
+    DilatedSpec: dilated_forward,
+}
+_BACKWARD = {
+    VarlenSpec: varlen_backward,
+    BlockSparseSpec: block_sparse_backward,
+    DilatedSpec: dilated_backward,
+}
+
+
+def forward_of(spec: AttentionSpec) -> Any:
+    """Return the forward of a problem: `attention_forward`, or that of its kind."""
+    return _FORWARD.get(type(spec), attention_forward)
+
+
+def backward_of(spec: AttentionSpec) -> Any:
+    """Return the backward of a problem: `attention_backward`, or that of its kind."""
+    return _BACKWARD.get(type(spec), attention_backward)

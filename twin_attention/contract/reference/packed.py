@@ -1,0 +1,125 @@
+"""Attention of packed sequences, and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.reference.formulas import backward, forward, weights_at
+from twin_attention.contract.reference.visibility import (
+    clear_padding,
+    in_branch,
+    in_window,
+    sequence_of_tokens,
+)
+from twin_attention.contract.spec import VarlenSpec
+from twin_attention.contract.terms import added_scores
+
+Array = Any
+
+
+def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
+    """Attention output and log-sum-exp of packed sequences.
+
+    Nothing but values depends on the offsets, so that it can be traced. Memory is O(Tq · Tkv).
+
+    Args:
+        operands: those of the call.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A row that sees no key,
+        such as padding, gives 0, and -inf or its head's sink. Where the problem asks for it also
+        each row's largest score [Hq, Tq].
+    """
+    xp = array_namespace(operands.q)
+    batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
+    added = added_scores(xp, operands, position, sequence, dtype)
+    kept = _kept_of_packed(xp, operands, spec, dtype, sequence, position)
+    results = forward(xp, batch, spec, seen, dtype, added, kept)
+    return tuple(x[0, ...] for x in results)
+
+
+def varlen_backward(
+    dout: Array, dlse: Array | None, operands: VarlenOperands, spec: VarlenSpec, dtype: Any
+) -> VarlenOperands[Array]:
+    """Compute the gradients of `varlen_forward`; offsets have none.
+
+    Args:
+        dout: gradient of out, [Tq, Hq, Dv]; that of padding never matters.
+        dlse: gradient of lse, [Hq, Tq], or None for zero.
+        operands, spec, dtype: as in the forward.
+
+    Returns:
+        The gradient of each operand, in `dtype`; 0 for padding.
+    """
+    xp = array_namespace(operands.q)
+    batch, seen, is_query, position, sequence = _as_one_sequence(xp, operands, spec)
+    added = added_scores(xp, operands, position, sequence, dtype)
+    dout = clear_padding(xp, dout, is_query)[None, ...]
+    dlse = None if dlse is None else dlse[None, ...]
+    kept = _kept_of_packed(xp, operands, spec, dtype, sequence, position)
+    found = backward(xp, dout, dlse, batch, spec, seen, dtype, added, position, kept)
+    return VarlenOperands(
+        found.q[0, ...], found.k[0, ...], found.v[0, ...], None, None, found.sinks,
+        relative_bias=found.relative_bias,
+    )  # fmt: skip
+
+
+def _kept_of_packed(
+    xp: Any,
+    operands: VarlenOperands,
+    spec: VarlenSpec,
+    dtype: Any,
+    sequence: Array,
+    position: Array,
+) -> Array | None:
+    """Return the weights of dropout [Hq, Tq, Tkv], which hold within sequences; None without it.
+
+    Sequences count as batch elements, and their queries and keys from their first ones.
+    """
+    if spec.dropout is None:
+        return None
+    on, offsets = device(operands.q), (operands.cu_seqlens_q, operands.cu_seqlens_kv)
+    first_q, first_kv = (xp.take(x, sequence, axis=0) for x in offsets)
+    head = xp.arange(spec.heads_q, device=on)[:, None, None]
+    query = xp.arange(spec.seq_q, device=on) - first_q
+    key = xp.arange(spec.seq_kv, device=on) - first_kv[:, None]
+    # Pairs of different sequences are hidden: their numbers may be anything.
+    query, key = (xp.where(x < 0, xp.zeros_like(x), x) for x in (query, key))
+    counters = sequence[:, None], head, query[:, None], key
+    return weights_at(xp, operands, spec, counters, dtype)
+
+
+def _as_one_sequence(
+    xp: Any, operands: VarlenOperands, spec: VarlenSpec
+) -> tuple[FlashOperands, Array, Array, Array, Array]:
+    """Return packed sequences as a batch of one, the mask [Tq, Tkv] of the keys that each query
+    sees, which of the queries are no padding, [Tq], their positions, counted from the first of all
+    keys, and their sequences, the first one's for padding.
+    """
+    q, k, v, cu_q, cu_kv, sinks, *_ = operands
+    sequence_q, sequence_kv = (
+        sequence_of_tokens(xp, offsets, x.shape[0]) for offsets, x in ((cu_q, q), (cu_kv, k))
+    )
+    is_query, is_key = (x < spec.num_sequences for x in (sequence_q, sequence_kv))
+    seen = is_query[:, None] & (sequence_q[:, None] == sequence_kv[None, :])
+    # The last query of a sequence stands at its last key.
+    following = xp.where(is_query, sequence_q + 1, sequence_q)
+    diagonal = xp.take(cu_kv - cu_q, following, axis=0)
+    position = xp.arange(spec.seq_q, device=device(q)) + diagonal
+    seen = seen & in_window(xp, position, spec)
+    sequence = xp.where(is_query, sequence_q, 0 * sequence_q)
+    if operands.kv_ends is not None:
+        # Ends are counted from the sequence's first key.
+        first = xp.take(cu_kv, sequence, axis=0)
+        seen = seen & in_branch(xp, operands, spec, (position - first)[:, None])
+    cleared = (
+        clear_padding(xp, x, x_kept) for x, x_kept in ((q, is_query), (k, is_key), (v, is_key))
+    )
+    q, k, v = (x[None, ...] for x in cleared)
+    batch = FlashOperands(q, k, v, sinks, relative_bias=operands.relative_bias)
+    return batch, seen, is_query, position, sequence

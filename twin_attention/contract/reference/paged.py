@@ -1,0 +1,142 @@
+"""Attention of new tokens over a paged cache: as many in each sequence, or any number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from array_api_compat import array_namespace, device
+
+from twin_attention.contract.operands import DecodeOperands, FlashOperands, PagedOperands
+from twin_attention.contract.reference.arithmetic import normalize
+from twin_attention.contract.reference.cache import gather
+from twin_attention.contract.reference.formulas import forward, sinks_of_rows
+from twin_attention.contract.reference.visibility import clear_padding, sequence_of_tokens
+from twin_attention.contract.spec import WINDOW_UNLIMITED, AttentionSpec, DecodeSpec, PagedSpec
+
+Array = Any
+
+
+def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:
+    """Attention of new tokens over a paged cache, and log-sum-exp.
+
+    Args:
+        operands: those of a decode, q with its T.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [B, T, Hq, Dv] and lse [B, Hq, T] (natural log), both in `dtype`. A token that sees no
+        key gives 0, and -inf or its head's sink.
+    """
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
+    xp = array_namespace(q, k_pages, v_pages)
+    cache, group = spec.cache, spec.group_size
+    length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]
+    key = xp.arange(cache.capacity, dtype=length.dtype, device=device(q))[None, :]
+    exists = key < length  # [B, keys]
+    k = gather(xp, k_pages, block_tables, exists, k_scale, cache, dtype)
+    v = gather(xp, v_pages, block_tables, exists, v_scale, cache, dtype)
+    rows = (spec.batch, spec.heads_kv, group * spec.tokens)
+    q = xp.reshape(xp.permute_dims(xp.astype(q, dtype), (0, 2, 1, 3)), (*rows, spec.head_dim))
+
+    s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
+    if spec.softcap is not None:
+        s = spec.softcap * xp.tanh(s / spec.softcap)
+    token = xp.arange(spec.tokens, dtype=length.dtype, device=device(q))[None, :]
+    position = (length - spec.tokens + token)[:, :, None]
+    seen = exists[:, None, :] & (key[:, None, :] <= position)  # [B, T, keys]
+    if spec.window_left is not None:
+        seen = seen & (key[:, None, :] >= position - min(spec.window_left, cache.capacity))
+    if tree_ends is not None:
+        new = key - (length - spec.tokens)  # [B, keys], negative before the new tokens
+        first = xp.arange(spec.batch, dtype=length.dtype, device=device(q))[:, None] * spec.tokens
+        end = _ends_of_keys(xp, tree_ends, first + new, exists & (new >= 0))
+        seen = seen & (token[:, :, None] < end[:, None, :])
+    shape = (spec.batch, spec.heads_kv, group, spec.tokens, cache.capacity)
+    seen = xp.reshape(xp.broadcast_to(seen[:, None, None], shape), s.shape)
+    s = xp.where(seen, s, xp.full_like(s, float("-inf")))
+
+    p, _, lse = normalize(xp, s, sinks_of_rows(xp, sinks, spec, spec.tokens, dtype))
+    heads = (spec.batch, spec.heads_q, spec.tokens)
+    out = xp.reshape(xp.matmul(p, v), (*heads, spec.head_dim_v))
+    return xp.permute_dims(out, (0, 2, 1, 3)), xp.reshape(lse, heads)
+
+
+def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tuple[Array, Array]:
+    """Attention of any number of new tokens a sequence over a paged cache, and log-sum-exp.
+
+    Nothing but values depends on offsets, lengths and tables, so that it can be traced. All tokens
+    meet the keys of all sequences: memory is O(Tq · B · capacity).
+
+    Args:
+        operands: those of the call.
+        spec: semantics; its shapes are those of the operands.
+        dtype: dtype of every operation.
+
+    Returns:
+        out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A token that sees no key,
+        such as padding, gives 0, and -inf or its head's sink.
+    """
+    q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
+    sinks, k_scale, v_scale, tree_ends = optional
+    xp = array_namespace(q, k_pages, v_pages)
+    cache, on = spec.cache, device(q)
+    length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)
+    key = xp.arange(cache.capacity, dtype=length.dtype, device=on)[None, :]
+    exists = key < length[:, None]  # [B, capacity]
+    sequence = sequence_of_tokens(xp, offsets, spec.tokens)
+    is_token = sequence < spec.batch
+    # The last token of a sequence stands at its last key.
+    own = xp.where(is_token, sequence, xp.zeros_like(sequence))
+    token = xp.arange(spec.tokens, dtype=offsets.dtype, device=on)
+    position = xp.take(length - offsets[1:], own, axis=0) + token
+    seen = is_token[:, None] & (key <= position[:, None])  # [Tq, capacity]
+    if spec.window_left is not None:
+        seen = seen & (key >= position[:, None] - min(spec.window_left, cache.capacity))
+    if tree_ends is not None:
+        begins_later = xp.arange(spec.batch, device=on) > 0  # the first offset counts as 0
+        first = xp.where(begins_later, offsets[:-1], xp.zeros_like(offsets[:-1]))
+        new = key - (length - (offsets[1:] - first))[:, None]  # [B, capacity]
+        end = _ends_of_keys(xp, tree_ends, first[:, None] + new, exists & (new >= 0))
+        seen = seen & ((token - xp.take(first, own, axis=0))[:, None] < xp.take(end, own, axis=0))
+    of_sequence = sequence[:, None] == xp.arange(spec.batch, dtype=sequence.dtype, device=on)
+    seen = of_sequence[:, :, None] & seen[:, None, :]  # [Tq, B, capacity]
+
+    one = AttentionSpec(
+        batch=1,
+        seq_q=spec.tokens,
+        seq_kv=spec.batch * cache.capacity,
+        heads_q=spec.heads_q,
+        heads_kv=spec.heads_kv,
+        head_dim=spec.head_dim,
+        head_dim_v=spec.head_dim_v,
+        dtype=spec.dtype,
+        scale=spec.scale,
+        softcap=spec.softcap,
+    )
+
+    def keys(pages: Array, scale: Array | None) -> Array:
+        x = gather(xp, pages, block_tables, exists, scale, cache, dtype)
+        x = xp.permute_dims(x, (0, 2, 1, 3))
+        return xp.reshape(x, (1, one.seq_kv, cache.heads, x.shape[-1]))
+
+    q = clear_padding(xp, q, is_token)[None, ...]
+    batch = FlashOperands(q, keys(k_pages, k_scale), keys(v_pages, v_scale), sinks)
+    out, lse = forward(xp, batch, one, xp.reshape(seen, (one.seq_q, one.seq_kv)), dtype)
+    return out[0, ...], lse[0, ...]
+
+
+def _ends_of_keys(xp: Any, tree_ends: Array, token: Array, is_new: Array) -> Array:
+    """Return the end of the tokens that see each key; no token is past that of an older key.
+
+    Args:
+        tree_ends: of the new tokens, in any shape.
+        token: which of them a key is, counted over all sequences.
+        is_new: the key is one.
+    """
+    size = math.prod(tree_ends.shape)
+    token = xp.where(is_new & (token >= 0) & (token < size), token, xp.full_like(token, size))
+    none = xp.full((1,), WINDOW_UNLIMITED, dtype=tree_ends.dtype, device=device(tree_ends))
+    ends = xp.concat([xp.reshape(tree_ends, (-1,)), none])
+    return xp.reshape(xp.take(ends, xp.reshape(token, (-1,)), axis=0), token.shape)
