@@ -14,8 +14,8 @@ from bench.registry import SUITES
 from bench.report.cards import CAPTION, cards
 from bench.runner import _print
 from interop.parity import __main__ as parity
-from interop.parity.cases import KINDS
 from interop.parity.records import CaseResult, Comparison
+from interop.parity.suites.kinds import KINDS
 from interop.parity.table import CaseTable
 from interop.rendering.tables import NARROW, console_of, progress_columns, to_terminal
 from tests.bench.conftest import record  # noqa: F401

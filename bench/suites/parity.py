@@ -10,8 +10,8 @@ from bench.ours import FAMILY_NAMES, has_kernels
 from bench.parity import ParityJob
 from bench.records import Record
 from bench.report.tables import to_grid
-from interop.parity.cases import KINDS
 from interop.parity.records import problem_text
+from interop.parity.suites.kinds import KINDS
 from interop.rendering.tables import Grid
 
 TITLE = "Parity"

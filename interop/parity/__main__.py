@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from interop.parity.arguments import count, make_folder, require
-from interop.parity.cases import KINDS, SUITES, Case
+from interop.parity.cases import Case
 from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
+from interop.parity.suites.choose import SUITES
+from interop.parity.suites.kinds import KINDS
 from interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
 

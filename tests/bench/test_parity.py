@@ -9,7 +9,8 @@ from bench.parity import ParityJob
 from bench.registry import load
 from bench.report.sections import sections
 from interop.parity import harness
-from interop.parity.cases import flash_cases, merge_cases
+from interop.parity.suites.flash import flash_cases
+from interop.parity.suites.merge import merge_cases
 
 (MERGE,) = merge_cases("quick", "merge-bf16")
 (FLASH,) = flash_cases("quick", "one-token")

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.parity.cases import DecodeCase, decode_cases
+from interop.parity.cases import DecodeCase
+from interop.parity.suites.decode import decode_cases
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.contract.reference.cache import quantize

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 import pallas_attn
-from interop.parity.cases import KINDS, ContextCase
+from interop.parity.cases import ContextCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import Subject, run, supports
+from interop.parity.suites.kinds import KINDS
 from pallas_attn import explain, foreign, triton_call
 from pallas_attn.distributed import context_attention
 from pallas_attn.flash_ops import DENSE, PACKED

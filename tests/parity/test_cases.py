@@ -5,8 +5,6 @@ from collections import Counter
 import pytest
 
 from interop.parity.cases import (
-    KINDS,
-    SUITES,
     AppendCase,
     BlockSparseCase,
     DecodeCase,
@@ -15,16 +13,18 @@ from interop.parity.cases import (
     MergeCase,
     PagedCase,
     VarlenCase,
-    append_cases,
-    block_sparse_cases,
-    decode_cases,
-    dilated_cases,
-    flash_cases,
-    merge_cases,
-    paged_cases,
-    varlen_cases,
 )
 from interop.parity.inputs import bias_shape
+from interop.parity.suites.append import append_cases
+from interop.parity.suites.block_sparse import block_sparse_cases
+from interop.parity.suites.choose import SUITES
+from interop.parity.suites.decode import decode_cases
+from interop.parity.suites.dilated import dilated_cases
+from interop.parity.suites.flash import flash_cases
+from interop.parity.suites.kinds import KINDS
+from interop.parity.suites.merge import merge_cases
+from interop.parity.suites.paged import paged_cases
+from interop.parity.suites.varlen import varlen_cases
 from twin_attention.contract.operands import (
     AppendOperands,
     BlockSparseOperands,

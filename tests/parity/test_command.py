@@ -9,8 +9,9 @@ import pytest
 from interop.parity import __main__ as command
 from interop.parity import arguments as checks
 from interop.parity import harness
-from interop.parity.cases import KINDS, flash_cases
 from interop.parity.records import ORACLE
+from interop.parity.suites.flash import flash_cases
+from interop.parity.suites.kinds import KINDS
 
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 

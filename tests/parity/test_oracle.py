@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from interop.parity import oracle
-from interop.parity.cases import DecodeCase, FlashCase, decode_cases, flash_cases
+from interop.parity.cases import DecodeCase, FlashCase
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of, sample_of
+from interop.parity.suites.decode import decode_cases
+from interop.parity.suites.flash import flash_cases
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
 from twin_attention.contract.reference.paged import paged_forward

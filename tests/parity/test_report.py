@@ -7,14 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from interop.parity.cases import (
-    KINDS,
-    SUITES,
-    AppendCase,
-    DecodeCase,
-    FlashCase,
-    PagedCase,
-)
+from interop.parity.cases import AppendCase, DecodeCase, FlashCase, PagedCase
 from interop.parity.records import (
     ORACLE,
     CaseResult,
@@ -26,6 +19,8 @@ from interop.parity.records import (
     title,
 )
 from interop.parity.report import to_page
+from interop.parity.suites.choose import SUITES
+from interop.parity.suites.kinds import KINDS
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.tolerances import Agreement
 

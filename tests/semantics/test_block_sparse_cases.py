@@ -2,9 +2,10 @@
 
 import pytest
 
-from interop.parity.cases import BlockSparseCase, block_sparse_cases
+from interop.parity.cases import BlockSparseCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import GRADIENTS, results
+from interop.parity.suites.block_sparse import block_sparse_cases
 from tests.oracle import assert_within_budget
 from tests.sides import EXPLICIT, choose_runs
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from interop.parity.cases import decode_cases
 from interop.parity.inputs import make_inputs
+from interop.parity.suites.decode import decode_cases
 from tests.oracle import assert_within_budget
 from tests.sides import choose_runs
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase, FlashCase, MergeCase, merge_cases
+from interop.parity.cases import DecodeCase, FlashCase, MergeCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
+from interop.parity.suites.merge import merge_cases
 from tests.oracle import assert_within_budget
 from tests.sides import attention
 from twin_attention.contract.reference.merge import merge

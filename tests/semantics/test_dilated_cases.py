@@ -2,9 +2,9 @@
 
 import pytest
 
-from interop.parity.cases import dilated_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
+from interop.parity.suites.dilated import dilated_cases
 from tests.oracle import assert_within_budget
 from tests.sides import choose_runs
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from interop.parity.cases import paged_cases
 from interop.parity.inputs import make_inputs
+from interop.parity.suites.paged import paged_cases
 from tests.oracle import assert_within_budget
 from tests.sides import choose_runs
 

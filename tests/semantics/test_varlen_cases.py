@@ -2,9 +2,9 @@
 
 import pytest
 
-from interop.parity.cases import varlen_cases
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
+from interop.parity.suites.varlen import varlen_cases
 from tests.oracle import assert_within_budget
 from tests.sides import choose_runs
 

@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
-from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase, paged_cases
+from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
+from interop.parity.suites.paged import paged_cases
 from tests.torch_attn.explicit_kernels import (
     LISTED,
     MODES,

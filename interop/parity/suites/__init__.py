@@ -1,0 +1,1 @@
+"""The named problems, which tests, parity and benchmarks share: one module for each kind."""

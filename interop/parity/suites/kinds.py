@@ -1,0 +1,19 @@
+"""All kinds of problems, by the functions that return their cases."""
+
+from __future__ import annotations
+
+from interop.parity.suites.append import append_cases
+from interop.parity.suites.block_sparse import block_sparse_cases
+from interop.parity.suites.context import context_cases
+from interop.parity.suites.decode import decode_cases
+from interop.parity.suites.dilated import dilated_cases
+from interop.parity.suites.flash import flash_cases
+from interop.parity.suites.merge import merge_cases
+from interop.parity.suites.paged import paged_cases
+from interop.parity.suites.varlen import varlen_cases
+
+# The cases of each function.
+KINDS = (
+    flash_cases, varlen_cases, block_sparse_cases, dilated_cases, context_cases, decode_cases,
+    paged_cases, append_cases, merge_cases,
+)  # fmt: skip
