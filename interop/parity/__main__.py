@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -48,8 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"got {' '.join(options.filter)!r}"
         )
     if options.list:
-        for case in chain(*suites.values()):
-            print(f"{case.name:36} {problem_text(asdict(case))}")
+        _list(chain(*suites.values()))
         return 0
     require(parser.error, NEEDED, "parity")
     # torch and JAX share the card: JAX must not reserve most of it.
@@ -80,6 +79,17 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"--problem: {error}")
     return _run(suites, groups, device, options)
+
+
+def _list(cases: Iterable[Case]) -> None:
+    """Print a line for each case, up to where the reader of a pipe closes it."""
+    try:
+        for case in cases:
+            print(f"{case.name:36} {problem_text(asdict(case))}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer would fail again where Python flushes it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(

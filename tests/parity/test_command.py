@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from interop.parity.records import ORACLE
 from interop.parity.suites.flash import flash_cases
 from interop.parity.suites.kinds import KINDS
 
+ROOT = Path(__file__).parents[2]
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -159,6 +163,18 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
     ]
     assert names == expected
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "no-keys"])  # more and less than a buffer
+def test_list_ends_quietly_when_its_reader_does(text):
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = [sys.executable, "-m", "interop.parity", "--list", "--filter", text]
+    try:
+        run = subprocess.run(arguments, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
