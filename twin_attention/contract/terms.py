@@ -1,7 +1,7 @@
 """Compute what is added to scores, and its gradients, plainly over any array-API library.
 
-A term is an operand: `TERMS` of `twin_attention.contract.operands` has their names. The position of a
-query is the key position that it stands at, [Sq]; a distance is a key's position less a query's.
+A term is an operand: `TERMS` of `twin_attention.contract.operands` has their names. The position of
+a query is the key position that it stands at, [Sq]; a distance is a key's position less a query's.
 """
 
 from __future__ import annotations
