@@ -18,7 +18,7 @@ from bench.job import Absent, Call, Subject
 from bench.problems import DecodeTensors, constants_of, offsets_of, varied_terms
 from bench.trees import TreeCase, joined, separate
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
-from twin_attention.contract.spec import PagedSpec
+from twin_attention.contract.paged_spec import PagedSpec
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import use_target
 

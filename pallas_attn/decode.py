@@ -12,7 +12,8 @@ from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.keywords import DecodeKeywords
 from pallas_attn.operands import device_of, operand
 from twin_attention.contract.operands import AppendOperands, describe_operands
-from twin_attention.contract.spec import AppendSpec, MergeSpec
+from twin_attention.contract.paged_spec import AppendSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate.merge import check_merge_states
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.paged import check_append_kv

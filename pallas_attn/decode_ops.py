@@ -19,7 +19,8 @@ from pallas_attn.dispatch import Backends, Implementation, choose_backends, run_
 from pallas_attn.kernels import reference
 from pallas_attn.operands import device_of
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
-from twin_attention.contract.spec import AppendSpec, DecodeSpec, MergeSpec, PagedSpec
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate.errors import no_gradient
 from twin_attention.contract.validate.options import check_decode_options, check_paged_options
 from twin_attention.contract.validate.paged import check_paged_attention, check_paged_decode

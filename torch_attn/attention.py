@@ -19,7 +19,8 @@ from torch_attn.dispatch import check_implementation
 from torch_attn.operands import is_compact, operand, rows_aligned
 from torch_attn.operators import Operator, schema
 from twin_attention.contract.operands import describe_operands
-from twin_attention.contract.spec import DecodeOptions, FlashOptions
+from twin_attention.contract.paged_spec import DecodeOptions
+from twin_attention.contract.spec import FlashOptions
 
 
 class Attention(ABC):

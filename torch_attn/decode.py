@@ -20,7 +20,8 @@ from torch_attn.dispatch import Implementation, check_implementation
 from torch_attn.keywords import DecodeKeywords
 from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import AppendSpec, MergeSpec
+from twin_attention.contract.paged_spec import AppendSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 

@@ -26,7 +26,8 @@ from twin_attention.contract.operands import (
     PagedOperands,
     describe_operands,
 )
-from twin_attention.contract.spec import AppendSpec, DecodeOptions, MergeSpec
+from twin_attention.contract.paged_spec import AppendSpec, DecodeOptions
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate.errors import one_pool
 from twin_attention.contract.validate.merge import check_merge_states
 from twin_attention.contract.validate.options import check_decode_options, check_paged_options

@@ -32,7 +32,8 @@ from torch_attn.operands import compact, dtype_name, is_compact
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import card_of
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, VarlenSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.config import repeat_configs, requested_configs
 from twin_attention.targets.family import Backend, portable_backend

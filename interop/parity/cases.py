@@ -13,18 +13,15 @@ from typing import Any
 from twin_attention.contract.context import ContextPlan, context_plan
 from twin_attention.contract.exchange import choose_exchange, problem_of_rank
 from twin_attention.contract.operands import TERMS
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache, PagedSpec
 from twin_attention.contract.spec import (
     WINDOW_UNLIMITED,
-    AppendSpec,
     AttentionSpec,
     BlockSparseSpec,
-    DecodeSpec,
     DilatedSpec,
     Dilation,
     FlashOptions,
     MergeSpec,
-    PagedCache,
-    PagedSpec,
     PartialSpec,
     Precision,
     VarlenSpec,

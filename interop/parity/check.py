@@ -13,7 +13,8 @@ from interop.parity.inputs import Tensors
 from interop.parity.oracle import OF_ROWS, SAMPLES, Expectation, Spec, expectations, sample_of
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, MergeSpec, PagedSpec, VarlenSpec
+from twin_attention.contract.paged_spec import AppendSpec, PagedSpec
+from twin_attention.contract.spec import AttentionSpec, MergeSpec, VarlenSpec
 from twin_attention.contract.tolerances import (
     Agreement,
     compare_lse,

@@ -19,19 +19,17 @@ import torch
 from interop.parity.inputs import Tensors, has_gradient
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, DecodeOperands, FlashOperands
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.reference.kinds import backward_of, forward_of
 from twin_attention.contract.reference.merge import merge, merge_backward
 from twin_attention.contract.reference.paged import paged_forward
 from twin_attention.contract.reference.rotary import rotate
 from twin_attention.contract.spec import (
-    AppendSpec,
     AttentionSpec,
     BlockSparseSpec,
-    DecodeSpec,
     DilatedSpec,
     MergeSpec,
-    PagedSpec,
     VarlenSpec,
     Window,
 )

@@ -23,14 +23,8 @@ from twin_attention.contract.cost import (
     paged_flops,
     visible_pairs,
 )
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    BlockSparseSpec,
-    DecodeSpec,
-    PagedCache,
-    PagedSpec,
-    Window,
-)
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache, PagedSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, Window
 
 SPEC = AttentionSpec(
     batch=2, seq_q=3, seq_kv=5, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,

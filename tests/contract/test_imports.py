@@ -8,7 +8,7 @@ import pytest
 GROUND = ", ".join(
     f"twin_attention.{module}"
     for module in (
-        "contract.cost", "contract.explain", "contract.reference.kinds",
+        "contract.cost", "contract.explain", "contract.paged_spec", "contract.reference.kinds",
         "contract.reference.paged", "contract.reference.partial", "contract.reference.rotary",
         "contract.spec", "contract.tolerances",
         "contract.validate.attention", "contract.validate.block_mask",

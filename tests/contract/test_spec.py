@@ -7,14 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    DecodeSpec,
-    MergeSpec,
-    PagedCache,
-    ScoreRule,
-    Window,
-)
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
+from twin_attention.contract.spec import AttentionSpec, MergeSpec, ScoreRule, Window
 
 SEES_ALL = Window()
 CACHE = PagedCache(

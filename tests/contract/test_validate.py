@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, FlashOperands
-from twin_attention.contract.spec import AppendSpec, MergeSpec, PagedCache, Window
+from twin_attention.contract.paged_spec import AppendSpec, PagedCache
+from twin_attention.contract.spec import MergeSpec, Window
 from twin_attention.contract.validate.attention import check_flash_attention
 from twin_attention.contract.validate.errors import no_gradient, not_a_tensor, not_differentiable
 from twin_attention.contract.validate.merge import check_merge_states

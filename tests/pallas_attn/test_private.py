@@ -20,7 +20,8 @@ import pytest
 import pallas_attn
 from pallas_attn import dispatch, explain, flash_attention, private
 from pallas_attn.dispatch import Backends, choose_backends
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import family
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend
 

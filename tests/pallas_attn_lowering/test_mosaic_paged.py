@@ -13,7 +13,8 @@ import pytest
 from interop.parity.cases import DecodeCase
 from pallas_attn import append_kv, merge_states, paged_decode
 from pallas_attn.dispatch import choose
-from twin_attention.contract.spec import AppendSpec, MergeSpec
+from twin_attention.contract.paged_spec import AppendSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import TARGETS, use_target
 

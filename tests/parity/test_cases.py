@@ -33,13 +33,13 @@ from twin_attention.contract.operands import (
     PagedOperands,
     VarlenOperands,
 )
-from twin_attention.contract.spec import (
+from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
-    DTYPES,
     QUANTIZED_DTYPES,
     SPLITS_MAX,
     TOKENS_MAX,
 )
+from twin_attention.contract.spec import DTYPES
 from twin_attention.contract.validate.attention import (
     check_flash_attention,
     check_flash_attention_varlen,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.contract.reference.cache import quantize
-from twin_attention.contract.spec import PagedCache
 
 PAGE_SIZE, MAX_PAGES, HEADS, DIM, DIM_V = 5, 4, 2, 24, 16
 NUM_PAGES = 30

@@ -8,14 +8,8 @@ from importlib import import_module
 import pytest
 
 from interop.parity.cases import FlashCase, PagedCase
-from twin_attention.contract.spec import (
-    AppendSpec,
-    AttentionSpec,
-    DecodeSpec,
-    PagedCache,
-    VarlenSpec,
-    Window,
-)
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets import family, foreign, sm90
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend, Family, choose

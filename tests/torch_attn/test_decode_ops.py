@@ -18,8 +18,8 @@ from torch.library import opcheck
 
 import torch_attn
 from torch_attn import append_kv, check_pages, explain, merge_states, paged_decode
+from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.contract.reference.cache import quantize
-from twin_attention.contract.spec import PagedCache
 
 ops = torch.ops.torch_attn
 PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tuning.static.bound import Tile, bound, count
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedCache
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import (
     KERNELS,
     AppendConfig,

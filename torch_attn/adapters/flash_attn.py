@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_attn import append_kv, flash_attention, flash_attention_varlen, paged_decode
 from torch_attn.adapters.seeds import draw_seed
-from twin_attention.contract.spec import PAGE_SIZE_MAX
+from twin_attention.contract.paged_spec import PAGE_SIZE_MAX
 from twin_attention.contract.validate.errors import fail
 
 

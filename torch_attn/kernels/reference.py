@@ -21,21 +21,14 @@ from twin_attention.contract.operands import (
     PagedOperands,
     PartialOperands,
 )
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache, PagedSpec
 from twin_attention.contract.reference.cache import positions_of_new, quantize
 from twin_attention.contract.reference.kinds import backward_of, forward_of
 from twin_attention.contract.reference.merge import merge
 from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.reference.partial import partial_backward, partial_forward
 from twin_attention.contract.reference.rotary import rotate_new
-from twin_attention.contract.spec import (
-    AppendSpec,
-    AttentionSpec,
-    DecodeSpec,
-    MergeSpec,
-    PagedCache,
-    PagedSpec,
-    PartialSpec,
-)
+from twin_attention.contract.spec import AttentionSpec, MergeSpec, PartialSpec
 from twin_attention.targets.family import Backend
 
 

@@ -6,7 +6,8 @@ from itertools import product
 from math import log2
 
 from tuning.static.bound import rows_per_tile
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import (
     KERNELS,

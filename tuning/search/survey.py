@@ -16,7 +16,8 @@ from tuning.search.cases import TimedCase, reader
 from tuning.search.table import ConfigTable, Row
 from tuning.static.gate import FRAMEWORKS, Problem, compiler, failures, problems
 from tuning.static.resources import Resources, measure
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.kernels import KernelConfig
 

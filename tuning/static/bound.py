@@ -29,7 +29,8 @@ from dataclasses import dataclass
 
 from bench.peaks import A100, H200
 from twin_attention.contract.cost import ITEMSIZE
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import (
     AppendConfig,

@@ -28,15 +28,8 @@ from typing import Any
 from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from tuning.static.bound import Bound, bound, uses_tensor_cores
 from tuning.static.resources import Resources, measure
-from twin_attention.contract.spec import (
-    HEAD_DIM_MIN,
-    QUANTIZED_DTYPES,
-    AttentionSpec,
-    DecodeSpec,
-    PagedSpec,
-    PartialSpec,
-    VarlenSpec,
-)
+from twin_attention.contract.paged_spec import QUANTIZED_DTYPES, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import HEAD_DIM_MIN, AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets import sm80, sm90
 from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
 from twin_attention.targets.kernels import DecodeConfig, KernelConfig, find_kernel

@@ -27,7 +27,8 @@ from jax.experimental import topologies
 
 from pallas_attn import targets
 from tuning.static.operands import operands_of, run_kernels
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FAMILIES, Backend, Family
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_LIMIT

@@ -16,15 +16,8 @@ from twin_attention.contract.operands import (
     PartialOperands,
     VarlenOperands,
 )
-from twin_attention.contract.spec import (
-    AppendSpec,
-    AttentionSpec,
-    BlockSparseSpec,
-    DecodeSpec,
-    PagedSpec,
-    PartialSpec,
-    VarlenSpec,
-)
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec, VarlenSpec
 from twin_attention.targets.family import Backend
 
 X = TypeVar("X")

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from pallas_attn import lowering, targets
 from tuning.static.operands import operands_of, run_kernels
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS

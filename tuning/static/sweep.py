@@ -29,7 +29,8 @@ from tuning.static.gate import (
     shared_memory_limit,
 )
 from tuning.static.shared_memory import only_shared_memory
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, Window
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.config import find_configs, table_path
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))

@@ -15,7 +15,8 @@ from torch_attn import launch
 from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.ordered_sums import gradient_of_sums
 from tuning.static.operands import operands_of, run_kernels
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, VarlenSpec
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
 

@@ -12,13 +12,8 @@ from typing import Any
 import numpy as np
 
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    BlockSparseSpec,
-    DecodeSpec,
-    PagedSpec,
-    VarlenSpec,
-)
+from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
 

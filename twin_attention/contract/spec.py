@@ -14,11 +14,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from twin_attention.contract.dropout import DropoutRule
 from twin_attention.contract.operands import (
     TERMS,
-    AppendOperands,
     BlockSparseOperands,
-    DecodeOperands,
     FlashOperands,
-    PagedOperands,
     PartialOperands,
     VarlenOperands,
 )
@@ -27,13 +24,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 Precision = Literal["ieee", "tf32"]  # of the products of float32 operands
 PRECISIONS = get_args(Precision)
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
-DECODE_DTYPES = ("float16", "bfloat16")
-QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
-PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 64, 256
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
 DEPTH_MAX = 2**30 - 1  # of a query and of a key; a window of depths is no wider
-_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
+# Of an element, those of a pool among them.
+BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 
 def scale_or_default(scale: float | None, head_dim: int) -> float:
@@ -84,16 +79,6 @@ class FlashOptions(NamedTuple):
         return {"window_size": (self.window_left, self.window_right)} | {
             name: getattr(self, name) for name in names
         }
-
-
-class DecodeOptions(NamedTuple):
-    """Checked options of a paged decode; the default scale follows from the head dimension."""
-
-    scale: float | None
-    window_left: int | None
-    softcap: float | None
-    num_splits: int | None
-    cascade: bool = False
 
 
 # Exponentials of scores up to here, and sums of them, are far from what float32 holds: 2 to the
@@ -245,7 +230,7 @@ class AttentionSpec:
     @property
     def dtype_bits(self) -> int:
         """Bits of an element of k and v."""
-        return _BITS[self.dtype]
+        return BITS[self.dtype]
 
     @property
     def diagonal(self) -> int:
@@ -497,302 +482,6 @@ class DilatedSpec(AttentionSpec):
         same["batch"] *= sum(self.seq_q // x.segment_length for x in call)
         same["seq_q"] = same["seq_kv"] = call[0].kept
         return AttentionSpec(**same)
-
-
-@dataclass(frozen=True)
-class PagedCache:
-    """A pool of pages and the tables that give each sequence its pages.
-
-    Key ``j`` of sequence ``b`` lies in slot ``j % page_size`` of page
-    ``block_tables[b, j // page_size]``.
-
-    Attributes:
-        num_pages: pages in the pool, shared by all sequences.
-        page_size: keys in a page.
-        max_pages: width of the tables.
-        heads: kv heads.
-        head_dim, head_dim_v: sizes of a key and of a value.
-        dtype: of the pool, one of `DECODE_DTYPES` or `QUANTIZED_DTYPES`.
-    """
-
-    num_pages: int
-    page_size: int
-    max_pages: int
-    heads: int
-    head_dim: int
-    head_dim_v: int
-    dtype: str
-
-    @classmethod
-    def of(
-        cls, operands: DecodeOperands | PagedOperands | AppendOperands, dtype: str
-    ) -> PagedCache:
-        """Describe the cache of matching operands; `dtype` is the pool's."""
-        num_pages, page_size, heads, head_dim = operands.k_pages.shape
-        return cls(
-            num_pages=num_pages,
-            page_size=page_size,
-            max_pages=operands.block_tables.shape[1],
-            heads=heads,
-            head_dim=head_dim,
-            head_dim_v=operands.v_pages.shape[3],
-            dtype=dtype,
-        )
-
-    @property
-    def capacity(self) -> int:
-        """The most keys that a sequence can have."""
-        return self.max_pages * self.page_size
-
-    @property
-    def is_empty(self) -> bool:
-        """True when it has no slot for a key of any sequence."""
-        return 0 in (self.num_pages, self.capacity)
-
-    @property
-    def is_quantized(self) -> bool:
-        """True when keys and values are stored divided by a scale, in 8 bits."""
-        return self.dtype in QUANTIZED_DTYPES
-
-    @property
-    def dtype_bits(self) -> int:
-        """Bits of an element."""
-        return _BITS[self.dtype]
-
-
-@dataclass(frozen=True)
-class AppendSpec:
-    """One append of new tokens to a paged cache.
-
-    Token ``t`` of a sequence of length ``n`` goes to position ``n - tokens + t``.
-
-    Attributes:
-        batch, tokens: sequences, and new tokens of each; if `packed`, of all of them.
-        cache: where keys and values go.
-        dtype: of the new tokens.
-        heads_q: query heads that are rotated as well.
-        packed: the new tokens lie one after the other. How many a sequence has is data on the
-            device.
-        rotary_dim: leading dimensions of a key and of a query that are rotated; 0 is none.
-        interleaved: a pair that is rotated is dimensions 2i and 2i + 1, not i and
-            i + rotary_dim / 2.
-    """
-
-    batch: int
-    tokens: int
-    cache: PagedCache
-    dtype: str
-    heads_q: int = 0
-    packed: bool = False
-    rotary_dim: int = 0
-    interleaved: bool = False
-
-    @classmethod
-    def of(
-        cls, operands: AppendOperands, dtype: str, kv_dtype: str, interleaved: bool
-    ) -> AppendSpec:
-        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
-        q, cos, offsets = operands.q, operands.rotary_cos, operands.cu_seqlens_q
-        packed = offsets is not None
-        tokens = operands.k_new.shape[:-2]
-        return cls(
-            batch=offsets.shape[0] - 1 if packed else tokens[0],
-            tokens=1 if len(tokens) == 1 and not packed else tokens[-1],
-            cache=PagedCache.of(operands, kv_dtype),
-            dtype=dtype,
-            heads_q=0 if q is None else q.shape[-2],
-            packed=packed,
-            rotary_dim=0 if cos is None else 2 * cos.shape[1],
-            interleaved=cos is not None and interleaved,
-        )
-
-    @property
-    def head_dim(self) -> int:
-        return self.cache.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.cache.head_dim_v
-
-    @property
-    def dtype_bits(self) -> int:
-        """Bits of an element of the cache."""
-        return self.cache.dtype_bits
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to write to the cache."""
-        return 0 in (self.batch, self.tokens, self.cache.heads) or self.cache.is_empty
-
-
-@dataclass(frozen=True)
-class DecodeSpec:
-    """One paged decode: shapes, dtypes and semantics, with every default resolved.
-
-    Token ``t`` of a sequence of length ``n`` stands at position ``p = n - tokens + t`` and sees
-    keys ``p - window_left .. p``.
-
-    Attributes:
-        batch, tokens, heads_q: counts; `tokens` are the new ones of each sequence.
-        cache: where keys and values are.
-        dtype: of queries and output.
-        scale: factor of the scores q·k.
-        window_left: keys seen to the left of the position; None is unlimited.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
-        has_tree: the new tokens are a tree. Which of them see which is data on the device.
-        cascade: pages that sequences have in common at their beginning are read once. Which ones
-            have is data on the device.
-    """
-
-    batch: int
-    tokens: int
-    heads_q: int
-    cache: PagedCache
-    dtype: str
-    scale: float
-    window_left: int | None = None
-    softcap: float | None = None
-    num_splits: int | None = None
-    has_tree: bool = False
-    cascade: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        operands: DecodeOperands,
-        dtype: str,
-        kv_dtype: str,
-        options: DecodeOptions,
-    ) -> DecodeSpec:
-        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
-        batch, *tokens, heads_q, head_dim = operands.q.shape
-        return cls(
-            batch=batch,
-            tokens=tokens[0] if tokens else 1,
-            heads_q=heads_q,
-            cache=PagedCache.of(operands, kv_dtype),
-            dtype=dtype,
-            scale=scale_or_default(options.scale, head_dim),
-            window_left=options.window_left,
-            softcap=options.softcap,
-            num_splits=options.num_splits,
-            has_tree=operands.tree_ends is not None,
-            cascade=options.cascade,
-        )
-
-    @property
-    def heads_kv(self) -> int:
-        return self.cache.heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.cache.head_dim
-
-    @property
-    def head_dim_v(self) -> int:
-        return self.cache.head_dim_v
-
-    @property
-    def dtype_bits(self) -> int:
-        """Bits of an element of the cache."""
-        return self.cache.dtype_bits
-
-    @property
-    def group_size(self) -> int:
-        """Query heads that share one kv head (GQA): query head h reads kv head h // group_size."""
-        return self.heads_q // self.heads_kv if self.heads_kv else 1
-
-    @property
-    def rows(self) -> int:
-        """Query rows that read the keys of one kv head of a sequence: tokens × query heads."""
-        return self.tokens * self.group_size
-
-    @property
-    def reach(self) -> int:
-        """The most keys that the tokens of a sequence see, by the shapes."""
-        if self.window_left is None:
-            return self.cache.capacity
-        return min(self.cache.capacity, self.window_left + self.tokens)
-
-    @property
-    def is_empty(self) -> bool:
-        """True when there is nothing to write, or no key to read in any sequence."""
-        return 0 in (self.batch, self.tokens, self.heads_q) or self.cache.is_empty
-
-    @property
-    def scores(self) -> ScoreRule:
-        """The way from q·k to the exponent; a quantised cache's scale varies from head to head."""
-        return ScoreRule.of(self.scale, self.softcap, scale_first=self.cache.is_quantized)
-
-    @property
-    def bounded_window(self) -> Window:
-        """The window, no wider than a sequence: a position plus it fits 32 bits."""
-        return Window(self.window_left, 0).bounded(self.cache.capacity)
-
-    def merge(self, num_splits: int) -> MergeSpec:
-        """Return the problem of merging the results of its splits."""
-        return MergeSpec(
-            num_splits, self.batch, self.tokens, self.heads_q, self.head_dim_v, self.dtype
-        )
-
-    def visible_keys(self, token: int, length: int) -> range:
-        """Return the keys that one new token of a sequence of `length` keys sees without a tree."""
-        position = min(max(length, 0), self.cache.capacity) - self.tokens + token
-        begin = 0 if self.window_left is None else max(0, position - self.window_left)
-        return range(begin, max(begin, position + 1))
-
-
-@dataclass(frozen=True)
-class PagedSpec(DecodeSpec):
-    """A paged decode of any number of new tokens a sequence, which is data on the device.
-
-    `tokens` counts those of all sequences, one after the other. Positions and visible keys
-    are those of each `sequence`.
-
-    Attributes:
-        rows_aligned: as in `AttentionSpec`.
-    """
-
-    rows_aligned: bool = True
-
-    @classmethod
-    def of(
-        cls,
-        operands: PagedOperands,
-        dtype: str,
-        kv_dtype: str,
-        options: DecodeOptions,
-    ) -> PagedSpec:
-        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
-        tokens, heads_q, head_dim = operands.q.shape
-        return cls(
-            batch=operands.cu_seqlens_q.shape[0] - 1,
-            tokens=tokens,
-            heads_q=heads_q,
-            cache=PagedCache.of(operands, kv_dtype),
-            dtype=dtype,
-            scale=scale_or_default(options.scale, head_dim),
-            window_left=options.window_left,
-            softcap=options.softcap,
-            num_splits=options.num_splits,
-            has_tree=operands.tree_ends is not None,
-        )
-
-    @property
-    def rows(self) -> int:
-        """Mean query rows per kv head and sequence, rounded up."""
-        return -(-self.tokens // max(1, self.batch)) * self.group_size
-
-    def merge(self, num_splits: int) -> MergeSpec:
-        """Return the problem of merging the results of its splits: one batch of all tokens."""
-        return MergeSpec(num_splits, 1, self.tokens, self.heads_q, self.head_dim_v, self.dtype)
-
-    def sequence(self, tokens: int) -> DecodeSpec:
-        """Return the problem of one of its sequences by itself, with `tokens` new tokens."""
-        same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(DecodeSpec)}
-        same["batch"], same["tokens"] = 1, tokens
-        return DecodeSpec(**same)
 
 
 @dataclass(frozen=True)

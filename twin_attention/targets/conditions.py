@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeGuard
 
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import (
     AttentionSpec,
     BlockSparseSpec,
-    DecodeSpec,
     PartialSpec,
     VarlenSpec,
     Window,

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec, PartialSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, PartialSpec
 from twin_attention.targets.family import FOREIGN, Backend, families_of
 from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
 from twin_attention.targets.splits import choose_splits, decode_kernel

@@ -18,12 +18,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    BlockSparseSpec,
-    DecodeSpec,
-    PartialSpec,
-)
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets import foreign, paged, sm80, sm90
 from twin_attention.targets.collector import collector_paused

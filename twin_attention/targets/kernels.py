@@ -9,13 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, cast
 
-from twin_attention.contract.spec import (
-    AppendSpec,
-    AttentionSpec,
-    DecodeSpec,
-    MergeSpec,
-    PagedSpec,
-)
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AttentionSpec, MergeSpec
 
 Spec = AttentionSpec | DecodeSpec | MergeSpec | AppendSpec
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AppendSpec, AttentionSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import Spec
 
 # Up to how many query rows of a kv head these kernels were faster where they were timed.

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from twin_attention.contract.spec import QUANTIZED_DTYPES
+from twin_attention.contract.paged_spec import QUANTIZED_DTYPES
 from twin_attention.targets import tanh
 
 # Independent maxima of a thread's scores, later merged: a single chain would wait for itself.

@@ -5,13 +5,8 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    BlockSparseSpec,
-    PagedSpec,
-    PartialSpec,
-    VarlenSpec,
-)
+from twin_attention.contract.paged_spec import PagedSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec, VarlenSpec
 from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec

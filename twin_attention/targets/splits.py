@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from twin_attention.contract.spec import SPLITS_MAX, DecodeSpec, PagedSpec
+from twin_attention.contract.paged_spec import SPLITS_MAX, DecodeSpec, PagedSpec
 from twin_attention.targets.conditions import KEYS_OF_ONE_SPLIT
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import DecodeConfig, WarpDecodeConfig

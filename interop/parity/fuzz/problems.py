@@ -21,17 +21,19 @@ from interop.parity.cases import (
 )
 from twin_attention.contract.context import LAYOUTS
 from twin_attention.contract.exchange import EXCHANGES
-from twin_attention.contract.spec import (
+from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
+    PAGE_SIZE_MAX,
+    QUANTIZED_DTYPES,
+    TOKENS_MAX,
+)
+from twin_attention.contract.spec import (
     DTYPES,
     HEAD_DIM_MAX,
     HEAD_DIM_MIN,
     HEAD_DIM_STEP,
-    PAGE_SIZE_MAX,
     PRECISIONS,
-    QUANTIZED_DTYPES,
     TILE_SIZES,
-    TOKENS_MAX,
 )
 
 # Problems in a row that differ in lengths and values alone, and so share compiled Triton kernels.

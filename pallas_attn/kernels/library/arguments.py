@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
 

@@ -10,7 +10,7 @@ from pallas_attn.kernels.explicit.registers import THREADS, divide, thread_index
 from pallas_attn.kernels.library.quantized import round_to
 from pallas_attn.kernels.paged.memory import UNIT, load_unit, store_unit
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import AppendSpec
+from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.targets.family import Backend
 
 

@@ -17,7 +17,8 @@ from pallas_attn.kernels.library.pages import splits_with_keys
 from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, row_statistics
 from pallas_attn.kernels.paged.memory import store_number
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.family import Backend
 
 

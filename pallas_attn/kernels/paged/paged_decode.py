@@ -44,7 +44,8 @@ from pallas_attn.kernels.paged.merge import (
 )
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import DecodeSpec, Window
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.ptx import choose_upcast
 from twin_attention.targets.splits import block_rows, choose_splits

@@ -14,7 +14,7 @@ from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import AppendSpec
+from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 

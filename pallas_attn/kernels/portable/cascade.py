@@ -34,7 +34,7 @@ from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, cascade_tile, cascade_tiles
 

@@ -14,7 +14,8 @@ from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, row_s
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 

@@ -37,7 +37,7 @@ from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands
-from twin_attention.contract.spec import PagedSpec
+from twin_attention.contract.paged_spec import PagedSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import (
     block_rows,

@@ -44,7 +44,8 @@ from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, scaled_scores, 
 from pallas_attn.kernels.library.pages import keys_of_tokens, share_of_tiles, tiles_at_edges
 from pallas_attn.kernels.library.softmax import LN2, LOG2E
 from twin_attention.contract.operands import PagedOperands
-from twin_attention.contract.spec import PagedSpec, Window
+from twin_attention.contract.paged_spec import PagedSpec
+from twin_attention.contract.spec import Window
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import num_row_tiles
 

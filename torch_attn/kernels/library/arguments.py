@@ -11,7 +11,7 @@ from torch_attn.kernels.library.pages import Cache, PoolStrides
 from torch_attn.launch import rule_argument
 from torch_attn.layouts import Layout
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
-from twin_attention.contract.spec import DecodeSpec, PagedCache
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
 

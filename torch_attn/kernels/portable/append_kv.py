@@ -14,7 +14,7 @@ from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.layouts import Layout
 from twin_attention.contract.operands import AppendOperands
-from twin_attention.contract.spec import AppendSpec
+from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 

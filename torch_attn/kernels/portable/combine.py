@@ -19,7 +19,8 @@ from torch_attn.kernels.library.pages import (
 from torch_attn.kernels.library.softmax import LOG2E, add_sink_to_states
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
-from twin_attention.contract.spec import DecodeSpec, MergeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 

@@ -45,7 +45,7 @@ from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.spec import DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import block_rows, choose_splits
 

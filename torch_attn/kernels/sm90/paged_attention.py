@@ -57,7 +57,7 @@ from torch_attn.launch import KernelCall, Prepared, launch, rule_argument
 from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.operands import PagedOperands
-from twin_attention.contract.spec import PagedSpec
+from twin_attention.contract.paged_spec import PagedSpec
 from twin_attention.targets import sm90
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import SpecializedConfig

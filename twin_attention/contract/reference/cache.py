@@ -7,8 +7,8 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from twin_attention.contract.operands import AppendOperands
+from twin_attention.contract.paged_spec import AppendSpec, PagedCache
 from twin_attention.contract.reference.visibility import sequence_of_tokens
-from twin_attention.contract.spec import AppendSpec, PagedCache
 
 Array = Any
 

@@ -14,6 +14,7 @@ from twin_attention.contract.operands import (
     PartialOperands,
     VarlenOperands,
 )
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.reference.arithmetic import (
     as_tf32,
     largest,
@@ -21,7 +22,7 @@ from twin_attention.contract.reference.arithmetic import (
     product,
     takes_tf32,
 )
-from twin_attention.contract.spec import AttentionSpec, DecodeSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.terms import gradients_of_terms
 
 Array = Any

@@ -8,11 +8,12 @@ from typing import Any
 from array_api_compat import array_namespace, device
 
 from twin_attention.contract.operands import DecodeOperands, FlashOperands, PagedOperands
+from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.reference.arithmetic import normalize
 from twin_attention.contract.reference.cache import gather
 from twin_attention.contract.reference.formulas import forward, sinks_of_rows
 from twin_attention.contract.reference.visibility import clear_padding, sequence_of_tokens
-from twin_attention.contract.spec import WINDOW_UNLIMITED, AttentionSpec, DecodeSpec, PagedSpec
+from twin_attention.contract.spec import WINDOW_UNLIMITED, AttentionSpec
 
 Array = Any
 

@@ -7,9 +7,9 @@ from typing import Any
 from array_api_compat import array_namespace
 
 from twin_attention.contract.operands import AppendOperands
+from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.reference.cache import positions_of_new
 from twin_attention.contract.reference.visibility import clear_padding
-from twin_attention.contract.spec import AppendSpec
 
 Array = Any
 

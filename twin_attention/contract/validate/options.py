@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from twin_attention.contract.spec import (
-    PRECISIONS,
-    SPLITS_MAX,
-    WINDOW_UNLIMITED,
-    DecodeOptions,
-    FlashOptions,
-    Precision,
-)
+from twin_attention.contract.paged_spec import SPLITS_MAX, DecodeOptions
+from twin_attention.contract.spec import PRECISIONS, WINDOW_UNLIMITED, FlashOptions, Precision
 from twin_attention.contract.validate.errors import fail, type_name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
-from twin_attention.contract.spec import (
+from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
     QUANTIZED_DTYPES,
     TOKENS_MAX,

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from twin_attention.contract.spec import PAGE_SIZE_MAX, TOKENS_MAX, WINDOW_UNLIMITED
+from twin_attention.contract.paged_spec import PAGE_SIZE_MAX, TOKENS_MAX
+from twin_attention.contract.spec import WINDOW_UNLIMITED
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.offsets import check_offset_values
 from twin_attention.contract.validate.operands import Operand, check_dtype
