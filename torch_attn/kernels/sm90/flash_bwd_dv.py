@@ -2,11 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    mbarrier,
-    tma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
 from torch_attn.kernels.explicit.hidden import load_queries
@@ -14,11 +10,7 @@ from torch_attn.kernels.explicit.items import locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.terms import drop, head_terms, prepare_tile
-from torch_attn.kernels.explicit.tma import (
-    num_pieces,
-    read_row,
-    store_result,
-)
+from torch_attn.kernels.explicit.tma import num_pieces, read_row, store_result
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
     product_layout,

@@ -42,7 +42,7 @@ from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets.steps import steps_of_keys
 
 # Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
-# q, and of dout; and the last, behind those of `flash_bwd_dkdv`, for the tile of a bias.
+# q, and of dout; and the last, behind those of `flash_bwd_dkdv_adder`, for the tile of a bias.
 Q_READ = gl.constexpr(5)
 DO_READ = gl.constexpr(8)
 BIAS_READ = gl.constexpr(15)
