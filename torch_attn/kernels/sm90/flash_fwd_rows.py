@@ -1,4 +1,4 @@
-"""What the rows of a consumer of the SM90 forward start from, and how they are stored."""
+"""Rows of a consumer of the SM90 forward: how they start, and how they are stored."""
 
 from typing import Any, NamedTuple
 
