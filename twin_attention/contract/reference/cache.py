@@ -1,4 +1,4 @@
-"""What a paged cache holds: the places of new tokens, numbers as it stores them, and keys."""
+"""Paged caches: the places of new tokens, numbers as a cache stores them, and its keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions compute the attention, and the gradients, of each kind of problem."""
+"""The functions that compute the attention, and the gradients, of each kind of problem."""
 
 from __future__ import annotations
 
