@@ -52,7 +52,7 @@ def test_asking_changes_no_other_result(bitwise_side, torch_device):
     got = attention(bitwise_side, inputs, **options)
     del options["return_row_max"]
     want = attention(bitwise_side, inputs, **options)
-    # A GPU's compiler makes two programs of the two, and may contract a product and a sum in one.
+    # On a GPU one program contracts a product and a sum of lse, and the other stores the product.
     rounding = 0 if torch_device == "cpu" else 1e-5
     for name, x in want.items():
         torch.testing.assert_close(got[name], x, rtol=rounding, atol=rounding)

@@ -187,9 +187,9 @@ def test_jax_takes_the_explicit_kernels_for_gradients_of_terms(term, head_dim):
     [
         ("flash_fwd", 512, 32, 32, 64, Window(), True),
         ("flash_fwd", 1024, 32, 32, 64, Window(), False),
-        ("flash_fwd", 2048, 32, 32, 64, Window(None, 0), True),
-        ("flash_fwd", 4096, 32, 32, 64, Window(None, 0), False),
-        ("flash_fwd", 2048, 32, 32, 64, Window(64, 0), False),
+        ("flash_fwd", 512, 32, 32, 64, Window(None, 0), True),
+        ("flash_fwd", 1024, 32, 32, 64, Window(None, 0), False),
+        ("flash_fwd", 512, 32, 32, 64, Window(64, 0), False),
         ("flash_fwd", 512, 16, 16, 128, Window(None, 0), False),
         ("flash_bwd", 16384, 16, 16, 128, Window(None, 0), True),
         ("flash_bwd", 16384, 16, 16, 128, Window(), False),
