@@ -161,7 +161,7 @@ def test_the_launches_of_a_backward_are_those_that_it_makes(monkeypatch, determi
     call: Any = SimpleNamespace(spec=spec, others=(None,))
     with described(CARD):
         found = DENSE._launches_of_backward(call, operands)
-    names = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
+    names = ["flash_bwd_preprocess", "flash_bwd_fused"]
     assert [x.name for x in found] == (
         ["flash_bwd_dq", "flash_bwd_dkdv"] if deterministic else names
     )

@@ -22,11 +22,21 @@ from tests.torch_attn.explicit_kernels import (
     gluon_backend,
     in_turn,
 )
-from tests.torch_attn.gluon_interpreter import WRITES_FIRST, Mode, interpreted
+from tests.torch_attn.gluon_interpreter import (
+    READS_FIRST,
+    WRITES_FIRST,
+    DeadlockError,
+    Mode,
+    edited,
+    interpreted,
+)
 from torch_attn import BlockMask
 from torch_attn.kernels.explicit.items import item_counter
+from torch_attn.kernels.sm90 import flash_bwd as flash_bwd_module
 from torch_attn.kernels.sm90 import flash_fwd as flash_fwd_module
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
+from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
+from torch_attn.kernels.sm90.flash_bwd_dkdv_converter import convert_sums
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
@@ -35,7 +45,7 @@ from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import use_configs
 
 BACKEND = gluon_backend("sm90")
-SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
+SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused"]
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +81,13 @@ PACKED = [
     VarlenCase("packed, short, full", ((30, 70), (9, 40)), (70, 30), 1, 1, 128, causal=False),
     VarlenCase("packed, many heads", ((140, 9), (0, 1)), (0, 0), 9, 9, 32),
 ]
+# Several sections of heads, whose sums are cleared and converted while others are added.
+SECTIONS = [
+    FlashCase("sections", 3, 300, 140, 4, 4, 64, causal=True),
+    FlashCase("sections of groups", 3, 140, 130, 4, 2, 40, dtype="float16"),
+    FlashCase("sections, listed", 3, 70, 260, 3, 3, 64, segments="documents", causal=True),
+    VarlenCase("packed sections", ((90, 50), (200, 130)), (9, 9), 9, 3, 80, causal=False),
+]
 # One kv head, whose tiles of keys its query heads share.
 SHARED = [
     FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
@@ -83,9 +100,48 @@ def test_backward_that_sums_dq(case, mode):
     assert check_backward(case, mode, BACKEND) == SUMMED
 
 
+@in_turn(SECTIONS * len(MODES))
+def test_backward_by_sections(case, mode):
+    launched = check_backward(case, mode, BACKEND)
+    assert launched[-1] == "flash_bwd_fused"
+
+
+# Text of a kernel, what replaces it, and a mode in which that shows.
+UNORDERED = {
+    "added before it is clear": (add_queries, "await_cleared(sections, item, MEMBERS)", READS_FIRST),
+    "converted before it is added": (
+        convert_sums, "await_reports(sections.added_ptr + section, items)", WRITES_FIRST,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "text", "mode"), UNORDERED.values(), ids=UNORDERED)
+def test_sums_are_awaited(kernel, text, mode):
+    with pytest.raises(AssertionError):
+        check_backward(SECTIONS[0], mode, BACKEND, {kernel: edited(kernel, text, "pass")})
+
+
+UNREPORTED = {
+    "what is clear": (convert_sums, "report(sections.cleared_ptr + section)"),
+    "what is added": (add_queries, "report_added(sections, item)"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "text"), UNREPORTED.values(), ids=UNREPORTED)
+def test_what_is_not_reported_is_awaited_for_ever(kernel, text):
+    with pytest.raises(DeadlockError):
+        check_backward(SECTIONS[0], Mode(), BACKEND, {kernel: edited(kernel, text, "pass")})
+
+
+def test_sums_that_fill_the_cache_are_converted_behind_the_kernel(monkeypatch):
+    monkeypatch.setattr(flash_bwd_module, "SECTION_BYTES", 0)
+    launched = check_backward(SECTIONS[0], Mode(), BACKEND)
+    assert launched == [*SUMMED, "flash_bwd_postprocess"]
+
+
 @in_turn(SHARED)
 def test_backward_that_sums_all(case, mode):
-    assert check_backward(case, mode, BACKEND) == SUMMED + 2 * SUMMED[-1:]
+    assert check_backward(case, mode, BACKEND) == [*SUMMED, *["flash_bwd_postprocess"] * 2]
 
 
 @in_turn(CASES + PACKED, "reads first")
@@ -162,7 +218,7 @@ def test_backward_with_terms(case, deterministic):
 def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
     launched = check_backward(case, mode, BACKEND)
     assert launched[: len(SUMMED)] == SUMMED
-    assert set(launched) == set(SUMMED)
+    assert {*launched} <= {*SUMMED, "flash_bwd_postprocess"}
 
 
 @in_turn(SHARED_BIASES)

@@ -4,6 +4,7 @@
 part of them, with every feature. Here a few stand for all.
 """
 
+import re
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -297,3 +298,16 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
 def test_what_fails(problem, kernel, config, change, failure):
     found = failures(problem, kernel, config, replace(FIT, **change))
     assert found == (() if failure is None else (failure,))
+
+
+@pytest.mark.parametrize("feature", ["causal", "packed"])
+def test_a_fifth_part_uses_no_named_barrier(feature):
+    """The numbers from 5 on are those of `torch_attn.kernels.sm90.queries`."""
+    spec = Problem("torch", "sm90", "bfloat16", 64, feature, "gluon").spec
+    ptx = {
+        name: compiled.asm["ptx"]
+        for name, _config, compiled in triton_aot.compile_kernels(spec, "sm90", family="gluon")
+    }
+    assert "red.release" in ptx["flash_bwd_fused"]  # the part that converts is there
+    found = re.findall(r"\bbar\.(?:sync|arrive)\s+(\d+)", ptx["flash_bwd_fused"])
+    assert {"0", "2"} <= {*found} <= {"0", "1", "2", "3", "4"}

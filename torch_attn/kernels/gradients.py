@@ -48,11 +48,19 @@ MaskOf = Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask
 
 
 class Sums(NamedTuple):
-    """The float32 sums of gradients, to which a kernel adds; None where it does not."""
+    """Hold the float32 sums of gradients, to which a kernel adds; None where it does not.
+
+    Attributes:
+        dq, dk, dv: the sums, which are 0 at first.
+        made: dq, if the kernel makes it of its sums, which it clears itself then; or None.
+        made_rows: dq by its address, where the kernel wants it beside a descriptor; or None.
+    """
 
     dq: Any = None
     dk: Any = None
     dv: Any = None
+    made: Any = None
+    made_rows: Any = None
 
 
 class Statistics(NamedTuple):
@@ -83,8 +91,9 @@ def make_flash_bwd(
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
     num_sums: int = 0,
+    makes_dq: Callable[[AttentionSpec, Backend, torch.device, int], bool] | None = None,
     dq_prepares_rows: bool = False,
-    item_counter: Callable[[Tensor, AttentionSpec, bool], Tensor | None] | None = None,
+    item_counter: Callable[..., Tensor | None] | None = None,
     terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None,
     mask_of: MaskOf = computed_mask,
     **options: Hashable,
@@ -98,6 +107,8 @@ def make_flash_bwd(
         postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
         sum_columns: the columns of the sums, from the head size.
         num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
+        makes_dq: return whether the kernel that adds clears the sums of dq and makes dq of them,
+            from the problem, what runs, the device, and the query heads that a tile of keys visits.
         dq_prepares_rows: the kernel of dq writes lse2 and delta, from dout, out, lse and dlse; the
             preprocess is for the sums alone.
         item_counter: make the counter of a launch, which stands before the mask in the kernels
@@ -151,22 +162,29 @@ def make_flash_bwd(
         inputs = (q, k, v, dout, lse2, delta)
         gradients: dict[str, Tensor | None] = {}
 
-        def counter(has_uneven: bool = False) -> tuple[Tensor | None, ...]:
-            return () if item_counter is None else (item_counter(q, spec, has_uneven),)
+        def counter(**options: bool) -> tuple[Tensor | None, ...]:
+            return () if item_counter is None else (item_counter(q, spec, **options),)
 
         of_keys = None
         if has_sums:
             assert postprocess is not None
             assert sum_columns is not None
             summed = [(spec, grads[0], lse2.shape[-1])]
-            if num_sums == 3 and _splits_group(spec, backend, q.device):
+            splits = num_sums == 3 and _splits_group(spec, backend, q.device)
+            if splits:
                 rows = triton.cdiv(spec.seq_kv, ROW_PADDING.value) * ROW_PADDING.value
                 of_dk, of_dv = _as_queries(spec)
                 summed += [(of_dk, grads[1], rows), (of_dv, grads[2], rows)]
             sums = [
-                lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim))).zero_()
+                lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim)))
                 for x, _grad, rows in summed
             ]
+            members = 1 if splits else spec.group_size
+            makes = makes_dq is not None and makes_dq(spec, backend, q.device, members)
+            first = int(makes)
+            for values in sums[first:]:
+                values.zero_()
+            made = grads[0] if makes else None
             of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
             shared = (shared_gradient(x.bias, q, spec) for x in stored)
             stored = [
@@ -175,10 +193,11 @@ def make_flash_bwd(
                 )
                 for x, dbias in zip(stored, shared, strict=True)
             ]
-            counted = counter(has_uneven=True)
-            tensors = (*inputs, *grads[1:], Sums(*sums), *counted, *stored, of_queries)
+            counted = counter(has_uneven=True, has_sections=makes)
+            of_sums = Sums(*sums)._replace(made=made)
+            tensors = (*inputs, *grads[1:], of_sums, *counted, *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
-            for (x, grad, _rows), values in zip(summed, sums, strict=True):
+            for (x, grad, _rows), values in zip(summed[first:], sums[first:], strict=True):
                 tensors = (values, grad, offsets.q)
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:

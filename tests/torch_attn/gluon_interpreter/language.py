@@ -27,7 +27,7 @@ from tests.torch_attn.gluon_interpreter.values import (
     torch_dtype,
     values_of,
 )
-from torch_attn.kernels.explicit import terms, wgmma_terms
+from torch_attn.kernels.explicit import reports, terms, wgmma_terms
 from torch_attn.kernels.library import dropout
 from twin_attention.contract.dropout import philox
 from twin_attention.targets.ptx import any_of_warp, cap_scores, capped_exponentials, rescale
@@ -133,7 +133,7 @@ def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
 
 
 @_fake()
-def load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Any:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
     return _tensor_or_scalar(pointer.read(mask, other))
 
 
@@ -198,6 +198,18 @@ def _compare_words(*args: Any, halves: int) -> Tensor:
     return Tensor(functools.reduce(operator.or_, bits), args[0].layout)
 
 
+def _report(count: Pointer) -> None:
+    """Do what `reports.report` does."""
+    now.program.retire(now.partition.stores, 0)
+    count.memory[int(count.offset)] += 1
+    pause()
+
+
+def _await_reports(count: Pointer, reports: int) -> None:
+    """Do what `reports.await_reports` does."""
+    now.program.pause(lambda: int(count.memory[int(count.offset)]) >= reports, "reports")
+
+
 def _keep(kept: Tensor, bit: Tensor, x: Tensor) -> Any:
     return where(Tensor(kept.values & bit.values != 0), x, 0.0)
 
@@ -247,6 +259,9 @@ _INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0
     None
 )
 _INSTRUCTIONS[re.escape(plain(terms.KEEP))] = _keep
+_INSTRUCTIONS[r"bar\.warp\.sync 0xffffffff; mov\.u32 \$0, \$1;"] = lambda _: pause()
+_INSTRUCTIONS[re.escape(plain(reports.REPORT))] = _report
+_INSTRUCTIONS[re.escape(plain(reports.AWAIT_REPORTS))] = _await_reports
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.MASK_WORDS))] = _mask_words
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.WIDEN))] = lambda x: x.to(gl.float32)
 _INSTRUCTIONS |= {

@@ -49,6 +49,15 @@ def wait_for_all(index, NUM_THREADS: gl.constexpr):
 
 
 @gluon.jit
+def meet_in_warp():
+    """Wait for all threads of a partition of one warp."""
+    gl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def allocate_barriers(COUNT: gl.constexpr):
     """Allocate mbarriers at which one thread arrives."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
+from torch_attn.kernels.explicit.sections import report_added
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import TileList, listed_tiles, lists_of, middle_of_list
 from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
@@ -190,6 +191,7 @@ def next_item(
     BLOCK: gl.constexpr,
     LAST_FIRST: gl.constexpr,
     row_ptrs,
+    sections,
     heads,
     BLOCK_OTHER: gl.constexpr,
     PASSES_OVER: gl.constexpr = False,
@@ -206,6 +208,7 @@ def next_item(
         counter_ptr: how many items all programs have taken, or None. Lists have their own.
         LAST_FIRST: the last tile is the longest.
         row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
+        sections: (), or the `Sections` in which packed tiles that are passed over count as added.
         heads: of a batch element, as items count them.
         BLOCK_OTHER: rows of a tile of the other axis.
         PASSES_OVER: tiles whose rows see nothing in their intervals are passed over.
@@ -229,6 +232,8 @@ def next_item(
         while (item < problem.num_items) & (place.start == place.end):
             if len(row_ptrs) > 0:
                 _prepare_rows(row_ptrs, place, problem, BLOCK)
+            if len(sections) > 0:
+                report_added(sections, item)
             item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         if problem.tree is not None:
             place = _with_list(problem, place, 0, BLOCK, BLOCK_OTHER)
@@ -424,6 +429,7 @@ def persistent(
     heads: int,
     arguments: dict[str, Any],
     is_counted: bool = False,
+    has_sections: bool = False,
 ) -> Prepared:
     """Return the grid of a kernel whose programs take work items in turn, and its arguments.
 
@@ -432,33 +438,54 @@ def persistent(
         heads: of all batch elements.
         arguments: what only this kernel has.
         is_counted: programs take the items of a dense problem from a counter.
+        has_sections: heads at a time are `Sections`, of which many are better than few.
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
-    spec = call.spec
-    if isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree:
-        # How long tiles take is data on the device: they follow each other as they are.
+    together = heads_at_a_time(call.spec, steps, heads, programs, is_counted, has_sections)
+    order = {"num_items": items, "together": together}
+    return (programs,), flash_arguments(call.spec) | order | arguments
+
+
+def heads_at_a_time(
+    spec: AttentionSpec,
+    steps: tuple[int, ...],
+    heads: int,
+    programs: int,
+    is_counted: bool,
+    has_sections: bool,
+) -> int:
+    """Return how many heads' tiles follow each other by length; arguments as `persistent` has them.
+
+    How long tiles take may be data on the device: then they follow each other as they are.
+    """
+    unknown = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
+    if unknown and has_sections:
+        together = min(triton.cdiv(2 * programs, len(steps)), heads)
+    elif unknown:
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
     elif is_counted:
         together = heads_in_cache(steps, heads, programs)
     else:
         together = heads_together(steps, heads, programs)
-    order = {"num_items": items, "together": together}
-    return (programs,), flash_arguments(spec) | order | arguments
+    return together
 
 
 def item_counter(
-    q: torch.Tensor, spec: AttentionSpec, has_uneven: bool = False
+    q: torch.Tensor, spec: AttentionSpec, has_uneven: bool = False, has_sections: bool = False
 ) -> torch.Tensor | None:
     """Return the counter of a launch's work items [1], 0; None where programs take turns.
 
     Args:
         has_uneven: the kernel takes a counter for uneven tiles of a dense problem, too.
+        has_sections: the kernel always takes one, and behind it the counts of `Sections`, of which
+            there are no more than heads.
     """
-    is_counted = isinstance(spec, VarlenSpec | PartialSpec)
+    is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
     if has_uneven and not (spec.segmented or spec.tree):
         is_counted |= is_uneven(spec)
-    return q.new_zeros(1, dtype=torch.int32) if is_counted else None
+    counts = 2 + 2 * spec.batch * spec.heads_q if has_sections else 1
+    return q.new_zeros(counts, dtype=torch.int32) if is_counted else None
 
 
 @lru_cache(maxsize=1024)

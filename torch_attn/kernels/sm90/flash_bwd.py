@@ -9,17 +9,21 @@ appendix B. Of heads above 128 the sums of one gradient fill the registers, so t
 each have a kernel, with eight products in all.
 """
 
+import torch
 from torch import Tensor
 
-from torch_attn.kernels.explicit.items import item_counter
+from torch_attn.kernels.explicit.items import heads_at_a_time, item_counter
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
+from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.sm90.flash_bwd_bias import pairs_gradient
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
 from torch_attn.kernels.sm90.flash_bwd_large import flash_bwd_large_kernel, prepare_dk, prepare_dv
+from torch_attn.kernels.sm90.queries import items_of_keys
 from torch_attn.kernels.sm90.sums import flash_bwd_postprocess_kernel, sum_columns
 from torch_attn.kernels.tile_lists import listed_mask
+from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
@@ -28,12 +32,30 @@ from twin_attention.targets.sm90 import has_large_heads
 # Four warps are one consumer; Triton adds those of the other parts.
 NUM_WARPS = 4
 
+# Where the tile of a bias is in shared memory, columns of q and v that leave room to make dq.
+COLUMNS_BESIDE_BIAS = 224
+# Most of what the sums of the heads that are worked on at a time take of the L2 cache.
+SECTION_BYTES = 24 * 2**20
+
+
+def _makes_dq(spec: AttentionSpec, backend: Backend, device: torch.device, members: int) -> bool:
+    """Return whether the kernel of dk and dv makes dq of its sums, beside its products."""
+    columns = sum_columns(spec.head_dim)
+    if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
+        return False
+    steps, heads = items_of_keys(spec, backend.configs(spec)["flash_bwd_fused"], members)
+    programs = min(len(steps) * heads, num_sms(device, backend.target))
+    together = heads_at_a_time(spec, steps, heads, programs, is_counted=True, has_sections=True)
+    return 4 * together * members * num_padded_rows(spec) * columns <= SECTION_BYTES
+
+
 _flash_bwd_small = make_flash_bwd(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=sum_columns,
     num_sums=3,
+    makes_dq=_makes_dq,
     dq_prepares_rows=True,
     item_counter=item_counter,
     terms_gradients=(pairs_gradient, relative_gradient),

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, are_listed
+from torch_attn.kernels.explicit.sections import divide_heads
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
@@ -18,9 +19,15 @@ from torch_attn.kernels.explicit.tma import (
 from torch_attn.kernels.library.terms import Bias, terms_argument
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
 from torch_attn.kernels.sm90.flash_bwd_dkdv_consumer import consume_queries
+from torch_attn.kernels.sm90.flash_bwd_dkdv_converter import (
+    allocate_staging,
+    convert_sums,
+    map_converted,
+)
 from torch_attn.kernels.sm90.queries import Barriers, Tiles, persistent_keys, produce_queries
 from torch_attn.kernels.sm90.sums import allocate_dq, allocate_ds, map_sums
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
+from twin_attention.contract.spec import VarlenSpec
 
 # Queries of a tile.
 BLOCK_Q = gl.constexpr(64)
@@ -62,10 +69,13 @@ def flash_bwd_dkdv_kernel(
     BLOCK_Q queries (`consume_queries`). Operands, loop invariant and accumulation: as in the
     portable `flash_bwd_dkdv_kernel`.
 
-    sums.dq: None, or dq's float32 sums in the order of `write_dq`, zero at first, to which the
-    program adds ds·k. Both consumers write dsᵀ to shared memory then, and each multiplies some
-    columns of ds·k over all of the tile's keys and writes them to shared memory, from where a
-    fourth part of one warp adds them.
+    sums.dq: None, or dq's float32 sums in the order of `write_dq`, to which the program adds ds·k.
+    Both consumers write dsᵀ to shared memory then, and each multiplies some columns of ds·k over
+    all of the tile's keys and writes them to shared memory, from where a fourth part of one warp
+    adds them.
+
+    sums.made: None, and the sums are 0 at first; or dq, which a fifth part of one warp makes of
+    them (`convert_sums`).
 
     sums.dk, sums.dv: None, and a work item visits all query heads of a kv head's group; or sums
     [B, Hkv, rows] in the same order, and it visits one. Then programs share a tile of keys.
@@ -74,10 +84,11 @@ def flash_bwd_dkdv_kernel(
 
     Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
     kernel; the programs do not share tiles of keys then. counter_ptr: as there, or None
-    where programs take turns.
+    where programs take turns; with sums.made the counts of `divide_heads` follow it.
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
+    PARTS: gl.constexpr = 3 if sums.dq is None else 4 if sums.made is None else 5
     gl.static_assert(NUM_STAGES <= 2)
     if num_sequences is not None:
         # The next tile of queries is awaited, to be cleared, before the last one is released.
@@ -91,10 +102,12 @@ def flash_bwd_dkdv_kernel(
     bias_tile, ds_buffer = (), lse2_row
     if terms.bias.boxes is not None:
         bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, BLOCK_Q, 64)
-    dq_tiles = ((), ())
+    dq_tiles, staging = ((), ()), ()
     if sums.dq is not None:
         ds_buffer = allocate_ds(dtype, BLOCK_Q, terms.dbias.boxes is not None)
         dq_tiles = (allocate_dq(0, HEAD_DIM), allocate_dq(1, HEAD_DIM))
+    if sums.made is not None:
+        staging = allocate_staging(dtype)
     k_full = allocate_barriers(1)
     v_full = allocate_barriers(1)
     kv_read = allocate_barriers(2)
@@ -113,8 +126,11 @@ def flash_bwd_dkdv_kernel(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals, terms.dbias.adds,
     )  # fmt: skip
-    # Constants stand in the calls: variables would make tensors of them. The last parts load, and
-    # add dq.
+    sections = ()
+    if sums.made is not None:
+        sections = divide_heads(counter_ptr, problem)
+    # Constants stand in the calls: variables would make tensors of them. The last parts load, add
+    # dq, and convert it.
     gl.warp_specialize(
         [
             (consume_queries, (
@@ -124,19 +140,25 @@ def flash_bwd_dkdv_kernel(
             ))
             if part < 2
             else (produce_queries, (
-                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta, terms.bias),
-                problem, window_left, window_right, sums.dq is not None, GROUP_SIZE, MEMBERS,
-                HEAD_DIM, HEAD_DIM_V,
+                tiles, barriers, shared, counter_ptr, sections,
+                Tiles(k, v, q, dout, lse2, delta, terms.bias), problem, window_left, window_right,
+                sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
             ))
             if part == 2
             else (add_queries, (
-                of_dq, shared, problem, window_left, window_right, sums.dq, terms.dbias.boxes,
-                terms.dbias.adds, BLOCK_Q, MEMBERS, HEAD_DIM,
+                of_dq, shared, sections, problem, window_left, window_right, sums.dq,
+                terms.dbias.boxes, terms.dbias.adds, BLOCK_Q, MEMBERS, HEAD_DIM,
             ))
-            for part in ((0, 1, 2) if sums.dq is None else (0, 1, 2, 3))
+            if part == 3
+            else (convert_sums, (
+                staging, sums, sections, problem, rule.scale, MEMBERS, HEAD_DIM,
+            ))
+            for part in (
+                (0, 1, 2) if PARTS == 3 else (0, 1, 2, 3) if PARTS == 4 else (0, 1, 2, 3, 4)
+            )
         ],
-        [4, 1] if sums.dq is None else [4, 1, 1],
-        [240, 24] if sums.dq is None else [240, 24, 24],
+        [4, 1] if PARTS == 3 else [4, 1, 1] if PARTS == 4 else [4, 1, 1, 1],
+        [240, 24] if PARTS == 3 else [240, 24, 24] if PARTS == 4 else [240, 24, 24, 24],
     )  # fmt: skip
 
 
@@ -156,6 +178,12 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=dbias)
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if sums.dk is None else 1
+    if sums.dq is not None:
+        is_packed = isinstance(spec, VarlenSpec)
+        if sums.made is not None:
+            rows = sums.made if is_packed else None
+            sums = sums._replace(made=map_converted(sums.made, is_packed), made_rows=rows)
+        sums = sums._replace(dq=map_sums(sums.dq))
     arguments = {
         "q": maps_of(q, config.block_q),
         "k": maps_of(k, 64),
@@ -165,7 +193,9 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         "delta": row_map(delta, config.block_q),
         "dk": stored_maps_of(spec, dk, 64),
         "dv": stored_maps_of(spec, dv, 64),
-        "sums": sums if sums.dq is None else sums._replace(dq=map_sums(sums.dq)),
+        "sums": sums,
         "terms": terms,
     }
-    return persistent_keys(call, members, arguments, ragged, counter is not None)
+    return persistent_keys(
+        call, members, arguments, ragged, counter is not None, sums.made is not None
+    )

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_attn.kernels.explicit.barriers import arrive, wait_for_all
 from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.reduction import add_box
+from torch_attn.kernels.explicit.sections import await_cleared, report_added
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import store_box
 from torch_attn.kernels.library.sequences import count_sequence_tiles
@@ -26,6 +27,7 @@ ADDERS = gl.constexpr(128 + 32)
 def add_queries(
     of_dq,
     shared,
+    sections,
     problem,
     window_left,
     window_right,
@@ -38,6 +40,7 @@ def add_queries(
 ):
     """Add what the consumers write of each tile of dq to its sums.
 
+    sections: (), or the `Sections` that are cleared and converted meanwhile.
     dbias: None, or the descriptor of a bias' gradient, of which a tile is ds as they wrote it.
     ADDS_BIAS: batch elements share that bias, and each adds its ds to the gradient.
     """
@@ -53,6 +56,8 @@ def add_queries(
             item, place, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
+        if len(sections) > 0:
+            await_cleared(sections, item, MEMBERS)
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
             tile = (batch * problem.heads_q + first_head + member) * tiles_per_head
@@ -76,6 +81,8 @@ def add_queries(
                     else:
                         store_box(dbias, [batch, head, start, key], tile_of_half)
             step += 1
+        if len(sections) > 0:
+            report_added(sections, item)
         turn += 1
         item, place = own_item(turn, problem, shared, 2)
     tma.store_wait(0)

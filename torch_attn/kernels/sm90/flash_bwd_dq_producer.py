@@ -84,8 +84,9 @@ def produce_keys(
     step = 0  # over all items
     turn = 0
     item, place = next_item(
-        turn, problem, shared, counter_ptr, 128, True, row_ptrs, problem.heads_q, BLOCK_KV, True
-    )
+        turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
+        True,
+    )  # fmt: skip
     while item < problem.num_items:
         batch, head, rows, keys, _shift, _read_rows, visible = locate_queries(
             item, place, problem, window_left, window_right, BLOCK_KV
@@ -121,5 +122,6 @@ def produce_keys(
             step += 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, 128, True, row_ptrs, problem.heads_q, BLOCK_KV, True
-        )
+            turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
+            True,
+        )  # fmt: skip

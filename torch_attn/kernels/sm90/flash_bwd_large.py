@@ -111,9 +111,9 @@ def flash_bwd_large_kernel(
             ))
             if part < 2
             else (produce_queries, (
-                tiles, barriers, shared, counter_ptr, Tiles(k, v, q, dout, lse2, delta, terms.bias),
-                problem, window_left, window_right, False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM,
-                HEAD_DIM_V,
+                tiles, barriers, shared, counter_ptr, (),
+                Tiles(k, v, q, dout, lse2, delta, terms.bias), problem, window_left, window_right,
+                False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             ))
             for part in (0, 1, 2)
         ],

@@ -103,7 +103,7 @@ def produce_keys(
     step = 0  # over all items
     turn = 0
     item, place = next_item(
-        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), problem.heads_q, BLOCK_KV,
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, (), (), problem.heads_q, BLOCK_KV,
         PASSES_OVER,
     )  # fmt: skip
     while item < problem.num_items:
@@ -160,6 +160,6 @@ def produce_keys(
         step -= 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), problem.heads_q, BLOCK_KV,
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), (), problem.heads_q, BLOCK_KV,
             PASSES_OVER,
         )  # fmt: skip

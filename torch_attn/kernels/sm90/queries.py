@@ -10,6 +10,7 @@ from torch_attn.kernels.explicit.barriers import READERS, arrive, wait_for_all
 from torch_attn.kernels.explicit.hidden import hide_queries, mark_keys
 from torch_attn.kernels.explicit.items import (
     Rows,
+    are_counted,
     are_listed,
     head_and_tile,
     next_item,
@@ -38,11 +39,13 @@ from torch_attn.kernels.explicit.wgmma_scores import visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.launch import KernelCall, Prepared
-from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
+from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec, Window
+from twin_attention.targets.kernels import FlashConfig
 from twin_attention.targets.steps import steps_of_keys
 
-# Named barriers, from the first that Triton leaves alone beside four parts: one for each stage of
-# q, and of dout; and the last, behind those of `flash_bwd_dkdv_adder`, for the tile of a bias.
+# Named barriers: one for each stage of q, and of dout, from the first that Triton leaves alone
+# beside four parts. It has that one for a fifth part, which has one warp and so never uses it. The
+# last is for the tile of a bias, behind those of `flash_bwd_dkdv_adder`.
 Q_READ = gl.constexpr(5)
 DO_READ = gl.constexpr(8)
 BIAS_READ = gl.constexpr(15)
@@ -122,7 +125,6 @@ def locate_keys(
     """
     seq_kv, seq_q, diagonal = problem.size, problem.size_other, problem.diagonal
     num_tiles = gl.cdiv(seq_kv, 128)
-    items_of_batch = problem.heads_q // MEMBERS
     first_q, first_row = 0, 0
     if problem.intervals is not None:
         index, _tile, start_kv, begin, before, full, after = place
@@ -130,9 +132,6 @@ def locate_keys(
         index, tile, start_kv = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        if problem.elements_adjoin:
-            elements = problem.num_items // num_tiles // items_of_batch
-            index = index % elements * items_of_batch + index // elements
         start_kv = tile * 128
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
@@ -141,10 +140,9 @@ def locate_keys(
         diagonal = seq_kv - seq_q
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
+    batch, head = head_of_item(index, problem, num_tiles, MEMBERS)
     if are_listed(problem.segments, problem.tree):
-        begin, before, full, after = tiles_of_list(
-            problem, place, index // items_of_batch, 128, BLOCK_Q
-        )
+        begin, before, full, after = tiles_of_list(problem, place, batch, 128, BLOCK_Q)
     else:
         if problem.intervals is None:
             begin, before, full, after = visible_tiles(
@@ -160,9 +158,19 @@ def locate_keys(
             before = gl.where(ragged, gl.maximum(total, 1), before)
             full = gl.where(ragged, 0, full)
             after = gl.where(ragged, 0, after)
-    batch, head = index // items_of_batch, index % items_of_batch * MEMBERS
     keys, queries = Rows(start_kv, seq_kv, diagonal), Queries(first_q, seq_q, first_row)
     return batch, head, keys, queries, (begin, before, full, after)
+
+
+@gluon.jit
+def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
+    """Return the batch element of a head of work items, and its first query head."""
+    heads = problem.heads_q // MEMBERS
+    is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
+    if problem.elements_adjoin and not is_counted and problem.intervals is None:
+        elements = problem.num_items // num_tiles // heads
+        index = index % elements * heads + index // elements
+    return index // heads, index % heads * MEMBERS
 
 
 @gluon.jit
@@ -187,6 +195,7 @@ def produce_queries(
     barriers,
     shared,
     counter_ptr,
+    sections,
     loads,
     problem,
     window_left,
@@ -202,6 +211,7 @@ def produce_queries(
     Without a tile of v neither v nor delta is loaded. A bias comes with dout: its tile, of which
     there is one, is read early in a step.
 
+    sections: as `next_item` takes them.
     loads: descriptors, and the library's `Bias`.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile = tiles
@@ -219,7 +229,9 @@ def produce_queries(
     step = 0  # over all items
     turn = 0
     heads = problem.heads_q // MEMBERS
-    item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), heads, BLOCK_Q)
+    item, place = next_item(
+        turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
+    )
     while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
             item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
@@ -269,7 +281,9 @@ def produce_queries(
                     )
             step += 1
         turn += 1
-        item, place = next_item(turn, problem, shared, counter_ptr, 128, False, (), heads, BLOCK_Q)
+        item, place = next_item(
+            turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
+        )
 
 
 @gluon.jit
@@ -369,6 +383,7 @@ def persistent_keys(
     arguments: dict[str, Any],
     ragged: bool = False,
     is_counted: bool = False,
+    has_sections: bool = False,
 ) -> Prepared:
     """Return `persistent` of a kernel whose work items are tiles of keys.
 
@@ -376,13 +391,19 @@ def persistent_keys(
         members: query heads that an item visits, all of a kv head's or one.
         arguments: what only this kernel has.
         ragged: keys that do not exist are hidden in every tile.
-        is_counted: as `persistent` has it.
+        is_counted, has_sections: as `persistent` has them.
     """
-    spec, config = call.spec, call.config
-    steps = steps_of_keys(spec, config.block_q, config.block_kv)
-    steps = tuple(members * each for each in steps)
+    spec = call.spec
+    steps, heads = items_of_keys(spec, call.config, members)
     hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
     edges = hides or spec.window != Window() or ragged
     arguments = arguments | {"EDGES": edges}
-    heads = spec.heads_q // members * spec.batch
-    return persistent(call, steps, heads, arguments, is_counted)
+    return persistent(call, steps, heads, arguments, is_counted, has_sections)
+
+
+def items_of_keys(
+    spec: AttentionSpec, config: FlashConfig, members: int
+) -> tuple[tuple[int, ...], int]:
+    """Return how many steps each tile of keys takes, and how many heads have such tiles."""
+    steps = steps_of_keys(spec, config.block_q, config.block_kv)
+    return tuple(members * each for each in steps), spec.heads_q // members * spec.batch

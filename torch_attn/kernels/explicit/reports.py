@@ -1,0 +1,35 @@
+"""Counts in device memory by which programs tell each other what they have done.
+
+Inside a program barriers do that. Between programs one reports, and another awaits as many reports
+as there must be. What was written before a report can be read behind them, by loads and by TMA.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Stores of TMA are done, not only read, and other programs see them and all else of the warp's.
+REPORT = gl.constexpr(
+    "{ .reg .pred first; .reg .u32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
+    "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+    "@first red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
+)
+AWAIT_REPORTS = gl.constexpr(
+    "{ .reg .pred missing; .reg .s32 count; again: ld.acquire.gpu.global.s32 count, [$1]; "
+    "setp.lt.s32 missing, count, $2; @missing bra again; fence.proxy.async.global; mov.u32 $0, 0; }"
+)
+
+
+@gluon.jit
+def report(count_ptr):
+    """Add 1 to a count, behind all that the only warp of a partition has written."""
+    gl.inline_asm_elementwise(
+        REPORT, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def await_reports(count_ptr, count):
+    """Wait until there are `count` reports; what follows sees what was written before them."""
+    gl.inline_asm_elementwise(
+        AWAIT_REPORTS, "=r,l,r,~{memory}", [count_ptr, count], dtype=gl.int32, is_pure=False, pack=1
+    )

@@ -1,0 +1,86 @@
+"""Sections of heads: which sums are cleared and converted at a time, and how programs know."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.kernels.explicit.reports import await_reports, report
+from torch_attn.kernels.library.sequences import count_sequence_tiles
+from torch_attn.kernels.library.tiles import ROW_PADDING
+
+# Rows of a piece. The last one of a head may have fewer.
+PIECE = gl.constexpr(256)
+
+
+class Sections(NamedTuple):
+    """Describe the sections of a problem's heads, and the counts by which programs follow them.
+
+    Heads are counted as work items count them: where an item visits all query heads of a group,
+    these are one.
+
+    Attributes:
+        size: heads of a section, whose items are mixed; the last section may have fewer.
+        count: how many sections there are.
+        ahead: how many sections are cleared before the first one is converted.
+        items: work items of a head.
+        tiles: tiles of 64 rows of a query head's sums.
+        pieces: pieces of them.
+        heads: all heads.
+        taken_ptr: how many pieces programs have taken, to clear or to convert them.
+        cleared_ptr: of each section, how many pieces are 0.
+        added_ptr: of each section, how many items have been added.
+    """
+
+    size: Any
+    count: Any
+    ahead: Any
+    items: Any
+    tiles: Any
+    pieces: Any
+    heads: Any
+    taken_ptr: Any
+    cleared_ptr: Any
+    added_ptr: Any
+
+
+@gluon.jit
+def divide_heads(counter_ptr, problem):
+    """Return the `Sections`.
+
+    The sections that are cleared ahead have two items for each program, beside one section that is
+    not all added yet. So no program waits for the last item of a section.
+
+    counter_ptr: that of the work items, behind which the other counts are.
+    """
+    items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
+    rows = count_sequence_tiles(problem.size_other, problem.num_sequences, ROW_PADDING)
+    rows *= ROW_PADDING
+    heads = problem.num_items // items
+    size = gl.minimum(problem.together, heads)
+    count = gl.cdiv(heads, size)
+    ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + 1, count)
+    return Sections(
+        size, count, ahead, items, rows // 64, gl.cdiv(rows, PIECE), heads, counter_ptr + 1,
+        counter_ptr + 2, counter_ptr + 2 + count,
+    )  # fmt: skip
+
+
+@gluon.jit
+def heads_of_section(sections, section):
+    """Return how many heads a section has."""
+    return gl.minimum(sections.size, sections.heads - section * sections.size)
+
+
+@gluon.jit
+def await_cleared(sections, item, MEMBERS: gl.constexpr):
+    """Wait until the sums that a work item adds to are 0."""
+    section = item // (sections.size * sections.items)
+    pieces = heads_of_section(sections, section) * MEMBERS * sections.pieces
+    await_reports(sections.cleared_ptr + section, pieces)
+
+
+@gluon.jit
+def report_added(sections, item):
+    """Report that all of a work item has been added."""
+    report(sections.added_ptr + item // (sections.size * sections.items))
