@@ -108,7 +108,9 @@ def test_backward_by_sections(case, mode):
 
 # Text of a kernel, what replaces it, and a mode in which that shows.
 UNORDERED = {
-    "added before it is clear": (add_queries, "await_cleared(sections, item, MEMBERS)", READS_FIRST),
+    "added before it is clear": (
+        add_queries, "await_cleared(sections, item, MEMBERS)", READS_FIRST,
+    ),
     "converted before it is added": (
         convert_sums, "await_reports(sections.added_ptr + section, items)", WRITES_FIRST,
     ),
