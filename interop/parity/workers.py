@@ -20,6 +20,8 @@ from interop.parity.records import CaseResult
 
 # A forked process could not use the GPU that its parent uses.
 SPAWN = multiprocessing.get_context("spawn")
+# Seconds in which a process may import all that it needs, on a busy machine.
+START = 120.0
 # Cases of one process: XLA keeps memory of every program that it compiled.
 CASES_OF_A_PROCESS = 200
 
@@ -63,7 +65,7 @@ def run_cases(
         jobs: number of processes.
         begin: told the name of each case that begins.
         limit: seconds after which a process that says nothing hangs: it is ended, and its case
-            fails. None waits for ever.
+            fails. A new process may take START before it says something. None waits for ever.
     """
     if jobs == 1 and limit is None:
         for case in cases:
@@ -116,6 +118,7 @@ class _Worker:
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
         self._limit = math.inf if limit is None else limit
+        self._allowed = max(self._limit, START)
         self.cases = 0
         self._send(run)
 
@@ -127,7 +130,7 @@ class _Worker:
 
     def remaining(self) -> float:
         """Return the seconds that are left to the present step."""
-        return max(0.0, self._heard + self._limit - time.perf_counter())
+        return max(0.0, self._heard + self._allowed - time.perf_counter())
 
     def receive(self) -> CaseResult | None:
         """Return the result of the case, a failure if the process died; None for a new step."""
@@ -141,11 +144,12 @@ class _Worker:
         if isinstance(message, CaseResult):
             return message
         self._step, self._heard = message, time.perf_counter()
+        self._allowed = self._limit
         return None
 
     def hung(self) -> CaseResult:
         """Return the result of a case whose present step took too long."""
-        return self._failure(f"hung: no result after {self._limit:g} seconds")
+        return self._failure(f"hung: no result after {self._allowed:g} seconds")
 
     def end(self) -> None:
         self._process.kill()

@@ -206,12 +206,12 @@ def test_a_hang_and_a_death_are_named_and_the_others_go_on():
         Problem(replace(SMALL, name=name)) for name in ("hangs", "dies", "ends", "ends too")
     ]
     started = time.monotonic()
-    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 20.0)}
-    assert time.monotonic() - started < 120
+    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 10.0)}
+    assert time.monotonic() - started < 300
     assert results["ends"].ok
     assert results["ends too"].ok
     where = "in torch_attn gluon sm90, again"
-    assert results["hangs"].error == f"hung: no result after 20 seconds, {where}"
+    assert results["hangs"].error == f"hung: no result after 10 seconds, {where}"
     assert results["dies"].error == f"worker process died: SIGSEGV, {where}"
     assert failures_of(results["hangs"]) == {("torch_attn gluon sm90", "hung")}
     assert failures_of(results["dies"]) == {("torch_attn gluon sm90", "worker process died")}

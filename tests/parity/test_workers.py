@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
+from interop.parity import workers
 from interop.parity.cases import FlashCase
 from interop.parity.records import CaseResult
 from interop.parity.workers import run_cases
@@ -72,6 +73,29 @@ def test_a_process_is_replaced_after(name, error):
 
 def test_more_jobs_than_cases():
     assert [result.name for result in run_cases(cases("a"), run, 3, ignore)] == ["a"]
+
+
+class SlowStart:
+    """What runs cases, and takes a process longer to import than a case may take."""
+
+    def __reduce__(self):
+        return start_slowly, ()
+
+    def __call__(self, case: FlashCase) -> CaseResult:
+        raise NotImplementedError
+
+
+def start_slowly():
+    time.sleep(4)
+    return run
+
+
+def test_a_slow_start_is_no_hang(monkeypatch):
+    (result,) = run_cases(cases("a"), SlowStart(), 1, ignore, 2.0)
+    assert result.error is None
+    monkeypatch.setattr(workers, "START", 0.0)
+    (result,) = run_cases(cases("a"), SlowStart(), 1, ignore, 2.0)
+    assert result.error == "hung: no result after 2 seconds"
 
 
 def test_an_interrupt_is_left_to_the_parent():
