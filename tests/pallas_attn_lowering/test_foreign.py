@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType
 from pallas_attn import flash_attention, flash_attention_varlen, private, triton_call
 from pallas_attn.distributed import context_attention, context_plan
 from torch_attn import ahead
+from torch_attn.kernels.sm90 import flash_bwd
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
@@ -132,19 +133,28 @@ def test_kernels_are_compiled_from_the_moment_on_that_they_are_traced(monkeypatc
     assert {*begun} == {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"}
 
 
-def test_sums_of_a_descriptor_are_zeroed_in_the_call():
-    text = lower("sm90", gradients("gluon", deterministic=False), *arrays(64, seq=2048))
+def test_sums_of_a_descriptor_are_zeroed_in_the_call(monkeypatch):
+    """Where the kernel does not clear them itself."""
+    monkeypatch.setattr(flash_bwd, "SECTION_BYTES", 0)
+    text = lower("sm90", gradients("gluon", deterministic=False), *arrays(64, seq=2112))
     # The sums' own: dk and dv, which the kernel is given and does not write, have one each.
     assert calls(text).count(KERNEL) == 6
     assert "dense<0" not in text
 
 
+def test_sums_that_the_kernel_clears_and_converts():
+    text = lower("sm90", gradients("gluon", deterministic=False), *arrays(64, seq=2048))
+    assert calls(text).count(KERNEL) == 5
+    assert "dense<0>" in text  # the counts
+    assert "dense<0.0" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "deterministic", "kernels"),
     [
-        ("bias", (1, 4, 2048, 2048), False, 6),  # stored by TMA from the kernel that adds dq
-        ("bias", (1, 1, 1, 2048), False, 7),
-        ("relative_bias", (4, 33), False, 6),  # added in that kernel
+        ("bias", (1, 4, 2048, 2048), False, 5),  # stored by TMA from the kernel that adds dq
+        ("bias", (1, 1, 1, 2048), False, 6),
+        ("relative_bias", (4, 33), False, 5),  # added in that kernel
         ("relative_bias", (4, 33), True, 4),
         ("relative_bias", (4, 1), True, 4),
     ],
