@@ -76,7 +76,7 @@ def test_more_jobs_than_cases():
 
 
 class SlowStart:
-    """What runs cases, and takes a process longer to import than a case may take."""
+    """Run cases in a process that takes longer to start than a case may take."""
 
     def __reduce__(self):
         return start_slowly, ()

@@ -162,8 +162,8 @@ def make_flash_bwd(
         inputs = (q, k, v, dout, lse2, delta)
         gradients: dict[str, Tensor | None] = {}
 
-        def counter(**options: bool) -> tuple[Tensor | None, ...]:
-            return () if item_counter is None else (item_counter(q, spec, **options),)
+        def counter(**needs: bool) -> tuple[Tensor | None, ...]:
+            return () if item_counter is None else (item_counter(q, spec, **needs),)
 
         of_keys = None
         if has_sums:

@@ -133,7 +133,7 @@ def convert_layout(x: Any, layout: Any, assert_trivial: bool = False) -> Any:
 
 
 @_fake()
-def load(pointer: Pointer, mask: Any = None, other: Any = 0, **_: Any) -> Any:
+def load(pointer: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Any:
     return _tensor_or_scalar(pointer.read(mask, other))
 
 

@@ -202,13 +202,15 @@ def _store_rows(out_ptr, rows, head, first, end, heads, INDEX: gl.constexpr, SIZ
 
 def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
     """Return the descriptors of an operand, one for each column piece of its tiles of `rows`."""
+    return tuple(map_of(layout, rows, width) for width in sm90.column_pieces(layout.shape[-1]))
+
+
+def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
+    """Return the descriptor of an operand's boxes of `rows` by `width`."""
     shape, strides = layout.shape, layout.strides
     if len(shape) == 3:  # packed sequences are a batch of one
         shape, strides = (1, *shape), (0, *strides)
-    return tuple(
-        TensorMap.of(layout.operand, shape, strides, (rows, width), box_layout(width))
-        for width in sm90.column_pieces(shape[3])
-    )
+    return TensorMap.of(layout.operand, shape, strides, (rows, width), box_layout(width))
 
 
 def stored_maps_of(spec: AttentionSpec, layout: Layout, rows: int) -> tuple[Any, ...]:

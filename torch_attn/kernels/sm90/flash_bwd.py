@@ -32,9 +32,9 @@ from twin_attention.targets.sm90 import has_large_heads
 # Four warps are one consumer; Triton adds those of the other parts.
 NUM_WARPS = 4
 
-# Where the tile of a bias is in shared memory, columns of q and v that leave room to make dq.
+# The most columns of q and v that leave room to make dq where shared memory has a tile of a bias.
 COLUMNS_BESIDE_BIAS = 224
-# Most of what the sums of the heads that are worked on at a time take of the L2 cache.
+# The most that the sums of the heads at work at a time may take of the L2 cache.
 SECTION_BYTES = 24 * 2**20
 
 

@@ -182,7 +182,7 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         is_packed = isinstance(spec, VarlenSpec)
         if sums.made is not None:
             rows = sums.made if is_packed else None
-            sums = sums._replace(made=map_converted(sums.made, is_packed), made_rows=rows)
+            sums = sums._replace(made=map_converted(sums.made), made_rows=rows)
         sums = sums._replace(dq=map_sums(sums.dq))
     arguments = {
         "q": maps_of(q, config.block_q),

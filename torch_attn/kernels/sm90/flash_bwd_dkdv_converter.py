@@ -17,8 +17,8 @@ from torch_attn.kernels.explicit.sections import PIECE, heads_of_section
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
-    box_layout,
     load_box,
+    map_of,
     reinterpret,
     store_box,
 )
@@ -208,10 +208,6 @@ def _store_rows(
         gl.store(dq_ptr + offset[:, None] + column[None, :], x, exists)
 
 
-def map_converted(layout: Layout, is_packed: bool) -> TensorMap:
-    """Return the descriptor of dq in boxes of ROWS by COLUMNS."""
-    shape, strides = layout.shape, layout.strides
-    if is_packed:
-        shape, strides = (1, *shape), (0, *strides)
-    box = (ROWS.value, COLUMNS.value)
-    return TensorMap.of(layout.operand, shape, strides, box, box_layout(COLUMNS.value))
+def map_converted(layout: Layout) -> TensorMap:
+    """Return the descriptor of dq."""
+    return map_of(layout, ROWS.value, COLUMNS.value)
