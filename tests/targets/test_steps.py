@@ -2,8 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from twin_attention.contract.spec import AttentionSpec, Window
-from twin_attention.targets.steps import splits_group, steps_of_keys, steps_of_queries
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.targets.steps import (
+    keys_of_query,
+    splits_group,
+    steps_of_keys,
+    steps_of_queries,
+)
 
 CAUSAL = Window(None, 0)
 
@@ -65,3 +70,24 @@ def test_how_long_the_longest_tile_may_take_can_be_chosen():
     spec = problem(4, 3000, 3000, 16, 4)
     assert not splits_group(spec, 64, 128, 132)
     assert splits_group(spec, 64, 128, 132, most_of_mean=0.6)
+
+
+@pytest.mark.parametrize(
+    ("seq", "window", "keys"),
+    [
+        (1024, Window(), 1024),
+        (2048, CAUSAL, 1025),
+        (64, CAUSAL, 33),
+        (1, CAUSAL, 1),
+        (4096, Window(63, 0), 64),
+    ],
+)
+def test_keys_of_a_query(seq, window, keys):
+    assert keys_of_query(problem(2, seq, seq, 4, 2, window)) == pytest.approx(keys, rel=0.01)
+
+
+def test_keys_of_a_query_of_packed_sequences():
+    dense = problem(1, 1500, 1500, 4, 2)
+    packed = VarlenSpec(**vars(replace(dense, seq_q=6000, seq_kv=6000)), num_sequences=7)
+    assert keys_of_query(packed) == keys_of_query(dense)
+    assert keys_of_query(replace(packed, seq_kv=0)) == 0

@@ -36,21 +36,24 @@ from torch_attn.kernels.sm90 import flash_bwd as flash_bwd_module
 from torch_attn.kernels.sm90 import flash_fwd as flash_fwd_module
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
-from torch_attn.kernels.sm90.flash_bwd_dkdv_converter import convert_sums
+from torch_attn.kernels.sm90.flash_bwd_dkdv_passes import run_passes
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
+from torch_attn.kernels.sm90.queries import produce_queries
 from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import use_configs
 
 BACKEND = gluon_backend("sm90")
-SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused"]
+SUMMED = ["flash_bwd_fused"]
+WITH_PASSES = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]
 
 
 @pytest.fixture(autouse=True)
-def _sums_of_few_keys():
-    """Sum dq for any number of keys."""
+def _sums_of_few_keys(monkeypatch):
+    """Sum dq and prepare rows beside the products for any number of keys."""
+    monkeypatch.setattr(flash_bwd_module, "KEYS_BESIDE_ROWS", 0)
     always = dict.fromkeys((">= 1024 keys", ">= 2048 keys"), lambda spec: True)
     with mock.patch.dict(CONDITIONS, always):
         config._shipped.cache_clear()
@@ -108,11 +111,11 @@ def test_backward_by_sections(case, mode):
 
 # Text of a kernel, what replaces it, and a mode in which that shows.
 UNORDERED = {
-    "added before it is clear": (
-        add_queries, "await_cleared(sections, item, MEMBERS)", READS_FIRST,
+    "read and added before it is begun": (
+        produce_queries, "await_begun(sections, section, MEMBERS)", READS_FIRST,
     ),
     "converted before it is added": (
-        convert_sums, "await_reports(sections.added_ptr + section, items)", WRITES_FIRST,
+        run_passes, "await_reports(sections.added_ptr + section, items)", WRITES_FIRST,
     ),
 }  # fmt: skip
 
@@ -124,7 +127,7 @@ def test_sums_are_awaited(kernel, text, mode):
 
 
 UNREPORTED = {
-    "what is clear": (convert_sums, "report(sections.cleared_ptr + section)"),
+    "what is begun": (run_passes, "report(sections.begun_ptr + section)"),
     "what is added": (add_queries, "report_added(sections, item)"),
 }
 
@@ -138,7 +141,14 @@ def test_what_is_not_reported_is_awaited_for_ever(kernel, text):
 def test_sums_that_fill_the_cache_are_converted_behind_the_kernel(monkeypatch):
     monkeypatch.setattr(flash_bwd_module, "SECTION_BYTES", 0)
     launched = check_backward(SECTIONS[0], Mode(), BACKEND)
-    assert launched == [*SUMMED, "flash_bwd_postprocess"]
+    assert launched == WITH_PASSES
+
+
+@pytest.mark.parametrize("case", SECTIONS, ids=lambda case: case.name)
+def test_rows_of_few_keys_are_prepared_before_the_kernel(case, monkeypatch):
+    monkeypatch.setattr(flash_bwd_module, "KEYS_BESIDE_ROWS", 1000)
+    launched = check_backward(case, Mode(), BACKEND)
+    assert [x for x in launched if x != "tile_lists"] == WITH_PASSES[:2]
 
 
 @in_turn(SHARED)
@@ -219,8 +229,7 @@ def test_backward_with_terms(case, deterministic):
 @in_turn(BIASES_OF_BACKWARD, "random")
 def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
     launched = check_backward(case, mode, BACKEND)
-    assert launched[: len(SUMMED)] == SUMMED
-    assert {*launched} <= {*SUMMED, "flash_bwd_postprocess"}
+    assert {*SUMMED} <= {*launched} <= {*WITH_PASSES}
 
 
 @in_turn(SHARED_BIASES)
@@ -245,7 +254,7 @@ def test_backward_that_adds_the_gradient_of_a_table(case):
 def test_listed_tiles(case):
     assert check_forward(case, Mode(), BACKEND) == ["tile_lists", "flash_fwd"]
     launched = check_backward(case, Mode(), BACKEND)
-    assert launched.count("tile_lists") == (1 if launched[0] == SUMMED[0] else 3)
+    assert launched.count("tile_lists") == (1 if SUMMED[0] in launched else 3)
 
 
 @pytest.mark.parametrize("mode", [WRITES_FIRST, MODES["reads first"]])

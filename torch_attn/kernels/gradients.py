@@ -47,20 +47,46 @@ Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 MaskOf = Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask]
 
 
+class OwnPasses(NamedTuple):
+    """Say which passes over rows a kernel of sums does itself.
+
+    Attributes:
+        sums: it clears those of dq before, and makes dq of them behind.
+        rows: it prepares them, too.
+    """
+
+    sums: bool
+    rows: bool
+
+
+class Passes(NamedTuple):
+    """Hold what a kernel of sums reads and writes for its `OwnPasses`.
+
+    Attributes:
+        dq: the gradient; None if the kernel does no pass.
+        dq_rows: dq by its address, where the kernel wants it beside a descriptor; or None.
+        dout, out, statistics: of the rows; None where they are prepared before.
+    """
+
+    dq: Any = None
+    dq_rows: Any = None
+    dout: Any = None
+    out: Any = None
+    statistics: Any = None
+
+
 class Sums(NamedTuple):
     """Hold the float32 sums of gradients, to which a kernel adds; None where it does not.
 
     Attributes:
         dq, dk, dv: the sums, which are 0 at first.
-        made: dq, if the kernel makes it of its sums, which it clears itself then; or None.
-        made_rows: dq by its address, where the kernel wants it beside a descriptor; or None.
+        passes: what the kernel does itself.
     """
 
     dq: Any = None
     dk: Any = None
     dv: Any = None
-    made: Any = None
-    made_rows: Any = None
+    passes: Passes = Passes()
 
 
 class Statistics(NamedTuple):
@@ -91,7 +117,7 @@ def make_flash_bwd(
     postprocess: Kernel | None = None,
     sum_columns: Callable[[int], int] | None = None,
     num_sums: int = 0,
-    makes_dq: Callable[[AttentionSpec, Backend, torch.device, int], bool] | None = None,
+    own_passes: Callable[[AttentionSpec, Backend, torch.device, int], OwnPasses] | None = None,
     dq_prepares_rows: bool = False,
     item_counter: Callable[..., Tensor | None] | None = None,
     terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None,
@@ -107,8 +133,8 @@ def make_flash_bwd(
         postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
         sum_columns: the columns of the sums, from the head size.
         num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
-        makes_dq: return whether the kernel that adds clears the sums of dq and makes dq of them,
-            from the problem, what runs, the device, and the query heads that a tile of keys visits.
+        own_passes: return which passes the kernel that adds does itself, from the problem, what
+            runs, the device, and the query heads that a tile of keys visits.
         dq_prepares_rows: the kernel of dq writes lse2 and delta, from dout, out, lse and dlse; the
             preprocess is for the sums alone.
         item_counter: make the counter of a launch, which stands before the mask in the kernels
@@ -143,8 +169,8 @@ def make_flash_bwd(
         """
         q, k, v = operands.q, operands.k, operands.v
         offsets, segments = offsets_of(operands), segments_of(operands)
-        of_rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
-        lse2, delta = (lse.new_empty(of_rows) for _ in range(2))
+        rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
+        lse2, delta = (lse.new_empty(rows) for _ in range(2))
         terms = () if terms_gradients is None else (terms_of(operands, spec),)
         stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
         stores = all(is_multiplied(x.dbias, q) for x in stored)
@@ -153,8 +179,14 @@ def make_flash_bwd(
             # registers for a bias in float32.
             spec = replace(spec, deterministic=True)
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
-        rows_of_dq = (out, Statistics(lse, dlse, lse2, delta))
-        if has_sums or not dq_prepares_rows:
+        splits = has_sums and num_sums == 3 and _splits_group(spec, backend, q.device)
+        members = 1 if splits else spec.group_size
+        own = OwnPasses(False, False)
+        if has_sums and own_passes is not None:
+            own = own_passes(spec, backend, q.device, members)
+        statistics = Statistics(lse, dlse, lse2, delta)
+        rows_of_dq = (out, statistics)
+        if not own.rows and (has_sums or not dq_prepares_rows):
             queries = offsets.q, segments and segments.q
             preprocess(dout, out, lse, dlse, lse2, delta, spec, backend, *queries)
             rows_of_dq = (lse2, delta)
@@ -170,7 +202,6 @@ def make_flash_bwd(
             assert postprocess is not None
             assert sum_columns is not None
             summed = [(spec, grads[0], lse2.shape[-1])]
-            splits = num_sums == 3 and _splits_group(spec, backend, q.device)
             if splits:
                 rows = triton.cdiv(spec.seq_kv, ROW_PADDING.value) * ROW_PADDING.value
                 of_dk, of_dv = _as_queries(spec)
@@ -179,12 +210,11 @@ def make_flash_bwd(
                 lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim)))
                 for x, _grad, rows in summed
             ]
-            members = 1 if splits else spec.group_size
-            makes = makes_dq is not None and makes_dq(spec, backend, q.device, members)
-            first = int(makes)
+            first = int(own.sums)
             for values in sums[first:]:
                 values.zero_()
-            made = grads[0] if makes else None
+            of_rows = (dout, out, statistics) if own.rows else ()
+            passes = Passes(grads[0], None, *of_rows) if own.sums else Passes()
             of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
             shared = (shared_gradient(x.bias, q, spec) for x in stored)
             stored = [
@@ -193,8 +223,8 @@ def make_flash_bwd(
                 )
                 for x, dbias in zip(stored, shared, strict=True)
             ]
-            counted = counter(has_uneven=True, has_sections=makes)
-            of_sums = Sums(*sums)._replace(made=made)
+            counted = counter(has_uneven=True, has_sections=own.sums)
+            of_sums = Sums(*sums)._replace(passes=passes)
             tensors = (*inputs, *grads[1:], of_sums, *counted, *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
             for (x, grad, _rows), values in zip(summed[first:], sums[first:], strict=True):

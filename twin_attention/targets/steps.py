@@ -46,6 +46,21 @@ def exchange_sides(spec: AttentionSpec) -> AttentionSpec:
 
 
 @lru_cache(maxsize=1024)
+def keys_of_query(spec: AttentionSpec) -> float:
+    """Return how many keys a query sees by its position, on average.
+
+    N packed sequences of T tokens count as one of 2T / (N + 1): the expected length of a random
+    token's sequence.
+    """
+    if isinstance(spec, VarlenSpec):
+        share = 2 / (spec.num_sequences + 1)
+        seq_q, seq_kv = (max(int(share * size), 1) for size in (spec.seq_q, spec.seq_kv))
+        spec = replace(spec, seq_q=seq_q, seq_kv=seq_kv)
+    queries = range(min(32, spec.seq_q - 1), spec.seq_q, 64)
+    return sum(len(spec.visible_keys(query)) for query in queries) / len(queries)
+
+
+@lru_cache(maxsize=1024)
 def splits_group(
     spec: AttentionSpec,
     block_q: int,

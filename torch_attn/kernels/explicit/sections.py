@@ -1,4 +1,7 @@
-"""Sections of heads: which sums are cleared and converted at a time, and how programs know."""
+"""Sections of heads: which sums are begun and converted at a time, and how programs know.
+
+Sums are begun when they are 0 and the rows that belong to them are prepared.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,8 +12,8 @@ from torch_attn.kernels.explicit.reports import await_reports, report
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
 
-# Rows of a piece. The last one of a head may have fewer.
-PIECE = gl.constexpr(256)
+# Rows of a piece, which are of one packed sequence.
+PIECE = ROW_PADDING
 
 
 class Sections(NamedTuple):
@@ -22,13 +25,12 @@ class Sections(NamedTuple):
     Attributes:
         size: heads of a section, whose items are mixed; the last section may have fewer.
         count: how many sections there are.
-        ahead: how many sections are cleared before the first one is converted.
+        ahead: how many sections are begun before the first one is converted.
         items: work items of a head.
-        tiles: tiles of 64 rows of a query head's sums.
-        pieces: pieces of them.
+        pieces: pieces of a query head's rows.
         heads: all heads.
-        taken_ptr: how many pieces programs have taken, to clear or to convert them.
-        cleared_ptr: of each section, how many pieces are 0.
+        taken_ptr: how many pieces programs have taken, to begin or to convert them.
+        begun_ptr: of each section, how many pieces are begun.
         added_ptr: of each section, how many items have been added.
     """
 
@@ -36,11 +38,10 @@ class Sections(NamedTuple):
     count: Any
     ahead: Any
     items: Any
-    tiles: Any
     pieces: Any
     heads: Any
     taken_ptr: Any
-    cleared_ptr: Any
+    begun_ptr: Any
     added_ptr: Any
 
 
@@ -48,21 +49,20 @@ class Sections(NamedTuple):
 def divide_heads(counter_ptr, problem):
     """Return the `Sections`.
 
-    The sections that are cleared ahead have two items for each program, beside one section that is
+    The sections that are begun ahead have two items for each program, beside one section that is
     not all added yet. So no program waits for the last item of a section.
 
     counter_ptr: that of the work items, behind which the other counts are.
     """
     items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
-    rows = count_sequence_tiles(problem.size_other, problem.num_sequences, ROW_PADDING)
-    rows *= ROW_PADDING
+    pieces = count_sequence_tiles(problem.size_other, problem.num_sequences, PIECE)
     heads = problem.num_items // items
     size = gl.minimum(problem.together, heads)
     count = gl.cdiv(heads, size)
     ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + 1, count)
     return Sections(
-        size, count, ahead, items, rows // 64, gl.cdiv(rows, PIECE), heads, counter_ptr + 1,
-        counter_ptr + 2, counter_ptr + 2 + count,
+        size, count, ahead, items, pieces, heads, counter_ptr + 1, counter_ptr + 2,
+        counter_ptr + 2 + count,
     )  # fmt: skip
 
 
@@ -73,14 +73,19 @@ def heads_of_section(sections, section):
 
 
 @gluon.jit
-def await_cleared(sections, item, MEMBERS: gl.constexpr):
-    """Wait until the sums that a work item adds to are 0."""
-    section = item // (sections.size * sections.items)
+def section_of(sections, item):
+    """Return the section of a work item."""
+    return item // (sections.size * sections.items)
+
+
+@gluon.jit
+def await_begun(sections, section, MEMBERS: gl.constexpr):
+    """Wait until all pieces of a section are begun."""
     pieces = heads_of_section(sections, section) * MEMBERS * sections.pieces
-    await_reports(sections.cleared_ptr + section, pieces)
+    await_reports(sections.begun_ptr + section, pieces)
 
 
 @gluon.jit
 def report_added(sections, item):
     """Report that all of a work item has been added."""
-    report(sections.added_ptr + item // (sections.size * sections.items))
+    report(sections.added_ptr + section_of(sections, item))

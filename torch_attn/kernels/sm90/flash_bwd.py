@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_attn.kernels.explicit.items import heads_at_a_time, item_counter
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
-from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
+from torch_attn.kernels.gradients import OwnPasses, make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.sm90.flash_bwd_bias import pairs_gradient
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
@@ -28,6 +28,7 @@ from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.sm90 import has_large_heads
+from twin_attention.targets.steps import keys_of_query
 
 # Four warps are one consumer; Triton adds those of the other parts.
 NUM_WARPS = 4
@@ -36,17 +37,23 @@ NUM_WARPS = 4
 COLUMNS_BESIDE_BIAS = 224
 # The most that the sums of the heads at work at a time may take of the L2 cache.
 SECTION_BYTES = 24 * 2**20
+# The keys of a query whose products take longer than one warp does to prepare the query's row.
+KEYS_BESIDE_ROWS = 1000
 
 
-def _makes_dq(spec: AttentionSpec, backend: Backend, device: torch.device, members: int) -> bool:
-    """Return whether the kernel of dk and dv makes dq of its sums, beside its products."""
+def _own_passes(
+    spec: AttentionSpec, backend: Backend, device: torch.device, members: int
+) -> OwnPasses:
+    """Return which passes the kernel of dk and dv does itself, beside its products."""
     columns = sum_columns(spec.head_dim)
     if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
-        return False
+        return OwnPasses(False, False)
     steps, heads = items_of_keys(spec, backend.configs(spec)["flash_bwd_fused"], members)
     programs = min(len(steps) * heads, num_sms(device, backend.target))
     together = heads_at_a_time(spec, steps, heads, programs, is_counted=True, has_sections=True)
-    return 4 * together * members * num_padded_rows(spec) * columns <= SECTION_BYTES
+    sums = 4 * together * members * num_padded_rows(spec) * columns <= SECTION_BYTES
+    rows = sums and not spec.segmented and keys_of_query(spec) >= KEYS_BESIDE_ROWS
+    return OwnPasses(sums, rows)
 
 
 _flash_bwd_small = make_flash_bwd(
@@ -55,7 +62,7 @@ _flash_bwd_small = make_flash_bwd(
     postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
     sum_columns=sum_columns,
     num_sums=3,
-    makes_dq=_makes_dq,
+    own_passes=_own_passes,
     dq_prepares_rows=True,
     item_counter=item_counter,
     terms_gradients=(pairs_gradient, relative_gradient),

@@ -19,11 +19,12 @@ from torch_attn.kernels.explicit.tma import (
 from torch_attn.kernels.library.terms import Bias, terms_argument
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
 from torch_attn.kernels.sm90.flash_bwd_dkdv_consumer import consume_queries
-from torch_attn.kernels.sm90.flash_bwd_dkdv_converter import (
+from torch_attn.kernels.sm90.flash_bwd_dkdv_passes import (
     allocate_staging,
-    convert_sums,
     map_converted,
+    run_passes,
 )
+from torch_attn.kernels.sm90.flash_bwd_dkdv_rows import map_rows
 from torch_attn.kernels.sm90.queries import Barriers, Tiles, persistent_keys, produce_queries
 from torch_attn.kernels.sm90.sums import allocate_dq, allocate_ds, map_sums
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
@@ -74,8 +75,8 @@ def flash_bwd_dkdv_kernel(
     all of the tile's keys and writes them to shared memory, from where a fourth part of one warp
     adds them.
 
-    sums.made: None, and the sums are 0 at first; or dq, which a fifth part of one warp makes of
-    them (`convert_sums`).
+    sums.passes: what a fifth part of one warp reads and writes (`run_passes`). Without its dq there
+    is none, and the sums are 0 at first. With its rows lse2 and delta are results.
 
     sums.dk, sums.dv: None, and a work item visits all query heads of a kv head's group; or sums
     [B, Hkv, rows] in the same order, and it visits one. Then programs share a tile of keys.
@@ -84,11 +85,11 @@ def flash_bwd_dkdv_kernel(
 
     Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
     kernel; the programs do not share tiles of keys then. counter_ptr: as there, or None
-    where programs take turns; with sums.made the counts of `divide_heads` follow it.
+    where programs take turns; with passes the counts of `divide_heads` follow it.
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
-    PARTS: gl.constexpr = 3 if sums.dq is None else 4 if sums.made is None else 5
+    PARTS: gl.constexpr = 3 if sums.dq is None else 4 if sums.passes.dq is None else 5
     gl.static_assert(NUM_STAGES <= 2)
     if num_sequences is not None:
         # The next tile of queries is awaited, to be cleared, before the last one is released.
@@ -106,7 +107,7 @@ def flash_bwd_dkdv_kernel(
     if sums.dq is not None:
         ds_buffer = allocate_ds(dtype, BLOCK_Q, terms.dbias.boxes is not None)
         dq_tiles = (allocate_dq(0, HEAD_DIM), allocate_dq(1, HEAD_DIM))
-    if sums.made is not None:
+    if sums.passes.dq is not None:
         staging = allocate_staging(dtype)
     k_full = allocate_barriers(1)
     v_full = allocate_barriers(1)
@@ -127,10 +128,10 @@ def flash_bwd_dkdv_kernel(
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals, terms.dbias.adds,
     )  # fmt: skip
     sections = ()
-    if sums.made is not None:
+    if sums.passes.dq is not None:
         sections = divide_heads(counter_ptr, problem)
     # Constants stand in the calls: variables would make tensors of them. The last parts load, add
-    # dq, and convert it.
+    # dq, and do the passes.
     gl.warp_specialize(
         [
             (consume_queries, (
@@ -150,8 +151,9 @@ def flash_bwd_dkdv_kernel(
                 terms.dbias.boxes, terms.dbias.adds, BLOCK_Q, MEMBERS, HEAD_DIM,
             ))
             if part == 3
-            else (convert_sums, (
-                staging, sums, sections, problem, rule.scale, MEMBERS, HEAD_DIM,
+            else (run_passes, (
+                staging, sums.dq, sums.passes, sections, problem, rule.scale, MEMBERS, HEAD_DIM,
+                HEAD_DIM_V,
             ))
             for part in (
                 (0, 1, 2) if PARTS == 3 else (0, 1, 2, 3) if PARTS == 4 else (0, 1, 2, 3, 4)
@@ -178,12 +180,17 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=dbias)
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if sums.dk is None else 1
+    has_passes = sums.passes.dq is not None
     if sums.dq is not None:
         is_packed = isinstance(spec, VarlenSpec)
-        if sums.made is not None:
-            rows = sums.made if is_packed else None
-            sums = sums._replace(made=map_converted(sums.made), made_rows=rows)
-        sums = sums._replace(dq=map_sums(sums.dq))
+        passes = sums.passes
+        if has_passes:
+            rows = passes.dq if is_packed else None
+            passes = passes._replace(dq=map_converted(passes.dq), dq_rows=rows)
+            if passes.out is not None:
+                boxes = (map_rows(x) for x in (passes.dout, passes.out))
+                passes = passes._replace(**dict(zip(("dout", "out"), boxes, strict=True)))
+        sums = sums._replace(dq=map_sums(sums.dq), passes=passes)
     arguments = {
         "q": maps_of(q, config.block_q),
         "k": maps_of(k, 64),
@@ -196,6 +203,4 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         "sums": sums,
         "terms": terms,
     }
-    return persistent_keys(
-        call, members, arguments, ragged, counter is not None, sums.made is not None
-    )
+    return persistent_keys(call, members, arguments, ragged, counter is not None, has_passes)

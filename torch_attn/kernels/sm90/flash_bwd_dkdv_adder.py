@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_attn.kernels.explicit.barriers import arrive, wait_for_all
 from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.reduction import add_box
-from torch_attn.kernels.explicit.sections import await_cleared, report_added
+from torch_attn.kernels.explicit.sections import report_added
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import store_box
 from torch_attn.kernels.library.sequences import count_sequence_tiles
@@ -40,7 +40,8 @@ def add_queries(
 ):
     """Add what the consumers write of each tile of dq to its sums.
 
-    sections: (), or the `Sections` that are cleared and converted meanwhile.
+    sections: (), or the `Sections` that are begun and converted meanwhile. The producer has awaited
+        an item's before it loaded what the item adds.
     dbias: None, or the descriptor of a bias' gradient, of which a tile is ds as they wrote it.
     ADDS_BIAS: batch elements share that bias, and each adds its ds to the gradient.
     """
@@ -56,8 +57,6 @@ def add_queries(
             item, place, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         begin, before, full, after = visible
-        if len(sections) > 0:
-            await_cleared(sections, item, MEMBERS)
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
             tile = (batch * problem.heads_q + first_head + member) * tiles_per_head

@@ -17,6 +17,7 @@ from torch_attn.kernels.explicit.items import (
     persistent,
     tiles_of_list,
 )
+from torch_attn.kernels.explicit.sections import await_begun, section_of
 from torch_attn.kernels.explicit.steps import (
     group_step,
     group_step_has_padding,
@@ -211,7 +212,7 @@ def produce_queries(
     Without a tile of v neither v nor delta is loaded. A bias comes with dout: its tile, of which
     there is one, is read early in a step.
 
-    sections: as `next_item` takes them.
+    sections: (), or the `Sections` whose rows must be begun.
     loads: descriptors, and the library's `Bias`.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile = tiles
@@ -228,6 +229,7 @@ def produce_queries(
     ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
     step = 0  # over all items
     turn = 0
+    begun = -1  # the last section that was awaited
     heads = problem.heads_q // MEMBERS
     item, place = next_item(
         turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
@@ -250,6 +252,11 @@ def produce_queries(
             ready = q_full.index(slot)
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
             load_pieces(q, q_tile, slot, batch, head, queries.first + start, ready, HEAD_DIM)
+            if len(sections) > 0:
+                section = section_of(sections, item)
+                if section != begun:
+                    await_begun(sections, section, MEMBERS)
+                begun = section
             load_box(lse2, [row, 0], ready, lse2_row.index(slot))
             if i == 0:
                 # After q, which does not wait for the end of the item before.

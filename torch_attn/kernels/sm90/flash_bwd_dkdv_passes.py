@@ -1,12 +1,13 @@
-"""The warp that clears the sums of dq, and makes dq of them, while others multiply.
+"""The warp that clears the sums of dq, prepares rows, and makes dq of the sums, beside products.
 
-A backward that adds dq in memory would need a pass over all sums before it and one behind it, and
-both are as long as memory takes for them. Here they are done by heads, section by section, beside
-the products of other sections: nothing waits for memory but the first section and the last.
+A backward that adds dq in memory would need passes over all rows and sums before it and one behind
+it, which are as long as memory takes for them. Here they are done by heads, section by section,
+beside the products of other sections: nothing waits for memory but the first section and the last.
 """
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -14,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_attn.kernels.explicit.barriers import allocate_barriers, meet_in_warp
 from torch_attn.kernels.explicit.reports import await_reports, report
 from torch_attn.kernels.explicit.sections import PIECE, heads_of_section
-from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     load_box,
@@ -22,7 +22,7 @@ from torch_attn.kernels.explicit.tma import (
     reinterpret,
     store_box,
 )
-from torch_attn.kernels.library.tiles import ROW_PADDING
+from torch_attn.kernels.sm90.flash_bwd_dkdv_rows import locate_piece, prepare_rows
 from torch_attn.kernels.sm90.queries import head_of_item
 from torch_attn.kernels.sm90.sums import BOX, box_of_sums_layout, sum_columns
 from torch_attn.layouts import Layout
@@ -40,41 +40,58 @@ class Staging(NamedTuple):
     """Hold the shared memory of the warp.
 
     Attributes:
-        sums, full: boxes of sums, and barriers at which they arrive.
+        sums, full: stages, of a box of sums each, and barriers at which they arrive.
         dq: two boxes of dq.
+        delta: that of a piece's rows.
     """
 
     sums: Any
     full: Any
     dq: Any
+    delta: Any
 
 
 @gluon.jit
 def allocate_staging(DTYPE: gl.constexpr):
     """Allocate the `Staging`."""
     sums = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], box_of_sums_layout())
-    return Staging(sums, allocate_barriers(STAGES), allocate_tile(DTYPE, 2, ROWS, COLUMNS)[0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    delta = gl.allocate_shared_memory(gl.float32, [PIECE], flat)
+    dq = allocate_tile(DTYPE, 2, ROWS, COLUMNS)[0]
+    return Staging(sums, allocate_barriers(STAGES), dq, delta)
 
 
 @gluon.jit
-def convert_sums(
-    staging, sums, sections, problem, scale, MEMBERS: gl.constexpr, HEAD_DIM: gl.constexpr
+def run_passes(
+    staging,
+    dq_sum,
+    passes,
+    sections,
+    problem,
+    scale,
+    MEMBERS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr,
 ):
-    """Clear pieces of the sums of dq, and make dq of others, one after the other.
+    """Begin pieces of rows and of the sums of dq, and make dq of others, one after the other.
 
-    Programs take pieces from a counter: those of the first sections to be cleared, then of the next
-    section, then of the first one to be converted, when all of it is added, and so on. A piece
-    waits for work that was taken before it alone, so that programs may be as few as they like.
+    A piece begins with its sums cleared, and its rows prepared if `passes` has them. Programs take
+    pieces from a counter: those of the first sections to begin, then of the next section, then of
+    the first one to be converted, when all of it is added, and so on. A piece waits for work that
+    was taken before it alone, so that programs may be as few as they like.
 
-    sums: descriptors of the sums of dq and of dq, and dq's pointer if sequences are packed: the
-        last rows of one share a box with the next one's.
+    Args:
+        dq_sum: descriptor of the sums.
+        passes: `Passes` with descriptors. dq's pointer is among them if sequences are packed: the
+            last rows of one share a box with the next one's.
     """
-    BOXES: gl.constexpr = sum_columns(HEAD_DIM) // COLUMNS  # of a tile of rows
-    step = 0  # over all boxes that are converted
+    step = 0  # over all that comes to the stages
     pieces = sections.size * sections.pieces * MEMBERS
     total = (sections.ahead + 2 * sections.count) * pieces
     taken = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
     while taken < total:
+        # The next one is known when this one is done.
+        following = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
         turn, part = taken // pieces - sections.ahead, taken % pieces
         converts = (turn >= 0) & (turn % 2 != 0)
         section = gl.where(converts, turn // 2, turn // 2 + sections.ahead)
@@ -83,67 +100,61 @@ def convert_sums(
         if index < sections.heads:
             batch, head = head_of_item(index, problem, sections.items, MEMBERS)
             head += part // sections.pieces % MEMBERS
-            tile = part % sections.pieces * (PIECE // ROWS)
-            count = gl.minimum(PIECE // ROWS, sections.tiles - tile) * BOXES
-            first = ((batch * problem.heads_q + head) * sections.tiles + tile) * BOXES
+            piece = locate_piece(batch, head, part % sections.pieces, sections.pieces, problem)
             if converts:
                 items = heads_of_section(sections, section) * sections.items
                 await_reports(sections.added_ptr + section, items)
-                _convert_piece(
-                    staging, sums, batch, head, tile, first, count, step, problem, scale, HEAD_DIM
-                )
-                step += count
+                step += _convert(staging, dq_sum, passes, piece, step, problem, scale, HEAD_DIM)
             else:
-                _clear(staging.sums.index(0), sums.dq, first, count)
-                report(sections.cleared_ptr + section)
-        taken = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
+                _clear(staging, dq_sum, piece, HEAD_DIM)
+                if passes.out is not None:
+                    step += prepare_rows(staging, passes, piece, step, problem, HEAD_DIM_V)
+                report(sections.begun_ptr + section)
+        taken = following
     tma.store_wait(0)
 
 
+@triton.constexpr_function
+def _boxes_of_piece(head_dim):
+    """Return how many boxes of sums a piece has."""
+    return PIECE.value // ROWS.value * (sum_columns(head_dim) // COLUMNS.value)
+
+
 @gluon.jit
-def _clear(zeros, dq_sum, first, count):
-    """Start to set boxes of sums to 0, from a place in shared memory."""
+def _clear(staging, dq_sum, piece, HEAD_DIM: gl.constexpr):
+    """Start to set a piece's sums to 0, from the place of dq in shared memory."""
+    BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    zeros = reinterpret(staging.dq, gl.float32, [LINES, LINE], box_of_sums_layout())
+    tma.store_wait(0)
     zeros.store(gl.zeros([LINES, LINE], gl.float32, layout))
     fence_async_shared()
     meet_in_warp()
-    for i in range(count):
-        store_box(dq_sum, [(first + i) * LINES, 0], zeros)
+    for i in range(BOXES):
+        store_box(dq_sum, [(piece.index * BOXES + i) * LINES, 0], zeros)
 
 
 @gluon.jit
-def _convert_piece(
-    staging, sums, batch, head, tile, first, count, step, problem, scale, HEAD_DIM: gl.constexpr
-):
-    """Make dq of a piece's boxes of sums.
-
-    tile: the first of the head's tiles of rows.
-    first, count: the boxes.
-    """
-    BOXES: gl.constexpr = sum_columns(HEAD_DIM) // COLUMNS
-    for i in range(gl.minimum(count, STAGES - 1)):
-        _load(staging, sums.dq, first + i, step + i)
-    row, end = tile * ROWS, problem.size_other
-    for i in range(count):
-        if i + STAGES - 1 < count:
-            _load(staging, sums.dq, first + i + STAGES - 1, step + i + STAGES - 1)
-        if i % BOXES == 0:
-            row, end = _rows_of_tile(tile + i // BOXES, problem)
-        column = i % BOXES * COLUMNS
-        _convert_box(
-            staging, sums, batch, head, row, end, column, step + i, problem, scale, HEAD_DIM
-        )
+def _convert(staging, dq_sum, passes, piece, step, problem, scale, HEAD_DIM: gl.constexpr):
+    """Make dq of a piece's sums; returns how many boxes these are."""
+    BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
+    ACROSS: gl.constexpr = sum_columns(HEAD_DIM) // COLUMNS
+    AHEAD: gl.constexpr = STAGES - 1
+    first = piece.index * BOXES
+    for i in gl.static_range(AHEAD):
+        _load(staging, dq_sum, first + i, step + i)
+    for i in range(BOXES):
+        if i + AHEAD < BOXES:
+            _load(staging, dq_sum, first + i + AHEAD, step + i + AHEAD)
+        row, column = piece.first + i // ACROSS * ROWS, i % ACROSS * COLUMNS
+        _convert_box(staging, passes, piece, row, column, step + i, problem, scale, HEAD_DIM)
+    return BOXES
 
 
 @gluon.jit
-def _convert_box(
-    staging, sums, batch, head, row, end, column, step, problem, scale, HEAD_DIM: gl.constexpr
-):
-    """Scale, round and store a box, whose first row and column are given.
-
-    end: the first row behind the head's or sequence's.
-    """
-    IS_PACKED: gl.constexpr = sums.made_rows is not None
+def _convert_box(staging, passes, piece, row, column, step, problem, scale, HEAD_DIM: gl.constexpr):
+    """Scale, round and store a box of a piece, whose first row and column are given."""
+    IS_PACKED: gl.constexpr = passes.dq_rows is not None
     slot = step % STAGES
     box, rounded = staging.sums.index(slot), staging.dq.index(step & 1)
     mbarrier.wait(staging.full.index(slot), step // STAGES & 1)
@@ -151,17 +162,17 @@ def _convert_box(
     tma.store_wait(0 if IS_PACKED else 1)
     is_whole = True
     if IS_PACKED:
-        is_whole = end - row >= ROWS
+        is_whole = piece.end - row >= ROWS
     for j in gl.static_range(ROWS // 16):
         x = (_sixteen_rows(box, j) * scale).to(staging.dq.dtype)
         rounded.reshape([ROWS, COLUMNS]).slice(16 * j, 16, dim=0).store(x)
         if IS_PACKED:
             first = row + 16 * j
-            _store_rows(x, sums.made_rows, first, end, head, column, is_whole, problem, HEAD_DIM)
+            _store_rows(x, passes.dq_rows, piece, first, column, is_whole, problem, HEAD_DIM)
     fence_async_shared()
     meet_in_warp()
     if is_whole:
-        store_box(sums.made, [batch, head, row, column], rounded)
+        store_box(passes.dq, [piece.batch, piece.head, row, column], rounded)
 
 
 @gluon.jit
@@ -174,19 +185,6 @@ def _load(staging, dq_sum, box, step):
 
 
 @gluon.jit
-def _rows_of_tile(tile, problem):
-    """Return the first row of a tile, and the end of its head's or sequence's."""
-    first, end = tile * ROWS, problem.size_other
-    if problem.num_sequences is not None:
-        _sequence, _first, start, end, _first_other, _size_other = locate_tile(
-            problem.offsets_other, problem.offsets_other, first // ROW_PADDING, problem.size_other,
-            problem.size_other, problem.num_sequences, ROW_PADDING,
-        )  # fmt: skip
-        first = start + first % ROW_PADDING
-    return first, end
-
-
-@gluon.jit
 def _sixteen_rows(box, INDEX: gl.constexpr):
     """Read 16 rows of a box of sums, which lie there as `sums.write_dq` orders them."""
     lines = reinterpret(box, gl.float32, [2, 512], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -196,15 +194,13 @@ def _sixteen_rows(box, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(
-    x, dq_ptr, first, end, head, first_column, is_whole, problem, HEAD_DIM: gl.constexpr
-):
+def _store_rows(x, dq_ptr, piece, first, first_column, is_whole, problem, HEAD_DIM: gl.constexpr):
     """Store what exists of 16 rows of packed sequences, unless TMA stores the whole box."""
     if not is_whole:
         row = first + gl.arange(0, 16, gl.SliceLayout(1, x.type.layout))
         column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, x.type.layout))
-        offset = (row.to(gl.int64) * problem.heads_q + head) * HEAD_DIM
-        exists = (row < end)[:, None] & (column < HEAD_DIM)[None, :]
+        offset = (row.to(gl.int64) * problem.heads_q + piece.head) * HEAD_DIM
+        exists = (row < piece.end)[:, None] & (column < HEAD_DIM)[None, :]
         gl.store(dq_ptr + offset[:, None] + column[None, :], x, exists)
 
 
