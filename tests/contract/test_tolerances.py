@@ -45,7 +45,7 @@ def test_ulp_of_numbers_below_the_normal_ones():
     ("kind", "max_factor", "rmse_factor"), [("output", 2.0, 1.25), ("gradient", 3.0, 1.5)]
 )
 def test_the_budget_is_a_multiple_of_the_plain_runs_error(kind, max_factor, rmse_factor):
-    ref = np.tile([1.0, -1.5, 0.25, 0.0], 4)
+    ref = np.tile([1.0, -1.5, 0.25, 0.5], 4)
     lp = ref + np.tile([0.1, -0.2, 0.0, 0.0], 4)
     agreement = compare_to_reference(ref + 0.05, ref, lp, "float16", kind)
     assert agreement.max_error == pytest.approx(0.05)
@@ -67,7 +67,7 @@ def test_an_lse_in_tf32_has_the_error_of_its_scores():
 
 
 def test_a_plain_run_without_error_leaves_ulps():
-    ref = np.array([3.0] + [0.0] * 15)
+    ref = np.array([3.0] + [1e-9] * 15)
     agreement = compare_to_reference(ref, ref, ref, "bfloat16", "gradient")
     assert agreement.max_budget == 2 * 2.0**-6
     assert agreement.rmse_budget == 4e-6 * 3.0
@@ -188,12 +188,12 @@ def test_a_plain_run_that_overflows_leaves_ulps():
 
 def test_the_error_is_the_largest_and_the_mean_counts_too():
     """Each of the two measures fails alone."""
-    ref = np.zeros(100)
+    ref = np.ones(100)
     lp = ref.copy()
-    lp[0] = 1.0
+    lp[0] += 1.0
     outlier = ref.copy()
-    outlier[0] = 2.1
-    everywhere = np.full(100, 0.2)
+    outlier[0] += 2.1
+    everywhere = ref + 0.2
     by_max = compare_to_reference(outlier, ref, lp, "float32", "output")
     assert not by_max.ok
     assert by_max.ratio == max(2.1 / by_max.max_budget, 0.21 / by_max.rmse_budget)
@@ -217,14 +217,27 @@ def test_a_row_counts_once_among_few_errors():
 
 
 def test_the_mean_of_few_errors_does_not_count():
-    ref = np.zeros(16)
+    ref = np.ones(16)
     lp = ref + np.array([1.0] + [0.0] * 15)
-    got = np.full(16, 0.9)
+    got = np.full(16, 1.9)
     assert not compare_to_reference(got, ref, lp, "float32", "gradient").ok
     few = compare_to_reference(got[:15], ref[:15], lp[:15], "float32", "gradient")
     assert few.ok
     assert few.rmse_budget == few.max_budget
     assert not compare_to_reference(got[:15] * 4, ref[:15], lp[:15], "float32", "gradient").ok
+
+
+def test_rows_of_zeros_have_no_errors_to_count():
+    """As the gradients of keys that no query sees."""
+    ref = np.zeros((64, 4))
+    ref[:15] = 1.0
+    lp, got = ref.copy(), ref.copy()
+    lp[0], got[:15] = 2.0, 1.9
+    few = compare_to_reference(got, ref, lp, "float32", "gradient")
+    assert few.ok
+    assert few.rmse_budget == few.max_budget
+    ref[15], got[15] = 1.0, 1.9
+    assert not compare_to_reference(got, ref, lp, "float32", "gradient").ok
 
 
 @pytest.mark.parametrize("wrong", [NAN, INF, -INF])

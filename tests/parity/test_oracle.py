@@ -216,3 +216,15 @@ def test_rows_that_share_a_value_of_what_is_added_to_scores(terms, sharing, torc
     of_a_row = expected.cancelled["dq"] / 2.0 / float(inputs["k"].abs().max())
     sharing *= 2 if name == "drelative_bias" else 1  # sequences
     assert expected.cancelled[name] == pytest.approx(of_a_row * sharing**0.5)
+
+
+def test_dropout_leaves_the_rounding_of_out_in_delta(torch_device):
+    """Of a row with one key dp and delta are alike, but out is a multiple of v that is rounded."""
+    case = FlashCase("one key", 1, 40, 40, 2, 2, 64, dtype="float16", window_size=(0, 0))
+    for rate, least in ((0.0, 0.0), (0.9, 1e-3)):
+        one = replace(case, dropout_rate=rate)
+        inputs = make_inputs(one, torch_device)
+        inputs["dlse"].zero_()
+        (expected,) = expectations(inputs, parts_of(one.spec))
+        error = (expected.lp["dq"].double() - expected.ref["dq"]).abs().max()
+        assert least <= error <= 40 * least + 1e-6

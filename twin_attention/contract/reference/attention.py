@@ -63,9 +63,11 @@ def attention_backward(
     A sink is a score without a value, so that its dp is 0. With dropout p of dv, and dp, are
     multiplied by `dropout_weights`.
 
-    Gradients of terms that sum ds over keys take delta of out with `precision` "tf32",
-    ``rowsum(dout ∘ out) - dlse``, as kernels do. The other one cancels there: the sum over all keys
-    that a row sees would have no error of a product.
+    With dropout delta is that of out, ``rowsum(dout ∘ out) - dlse``, as in the kernels: the other
+    one would cancel dp, without an error, where a row has one key that counts, but out of such a
+    row is a multiple of v that is rounded. Gradients of terms that sum ds over keys take it with
+    `precision` "tf32", too. The other one cancels there: the sum over all keys that a row sees
+    would have no error of a product.
 
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].

@@ -85,7 +85,14 @@ def backward(
     if kept is not None:
         kept = xp.reshape(kept, p.shape)
         kept_p, dp = p * kept, dp * kept
-    delta = xp.sum(p * dp, axis=-1, keepdims=True)
+    has_tf32 = takes_tf32(xp, dp, spec)
+
+    def dot_of_out() -> Array:
+        multiplied = as_tf32(xp, dout) if has_tf32 else dout
+        return xp.sum(multiplied * product(xp, kept_p, v, spec), axis=-1, keepdims=True)
+
+    dot = xp.sum(p * dp, axis=-1, keepdims=True) if kept is None else dot_of_out()
+    delta = dot
     if dlse is not None:
         lse, dlse = (xp.reshape(xp.astype(x, dtype), delta.shape) for x in (lse, dlse))
         delta = delta - xp.where(lse == -xp.inf, xp.zeros_like(dlse), dlse)
@@ -105,10 +112,8 @@ def backward(
     of_terms = {}
     if isinstance(operands, FlashOperands) and spec.terms:
         summed = ds
-        if takes_tf32(xp, dp, spec):  # p is rounded in out, so that no sum over keys cancels
-            out = product(xp, kept_p, v, spec)
-            of_out = xp.sum(as_tf32(xp, dout) * out, axis=-1, keepdims=True)
-            summed = ds_of(delta + of_out - xp.sum(p * dp, axis=-1, keepdims=True))
+        if has_tf32:  # p is rounded in out, so that no sum over keys cancels
+            summed = ds_of(delta + dot_of_out() - dot)
         shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
         of_pairs = (xp.reshape(x, shape) for x in (ds, summed))
         of_terms = gradients_of_terms(xp, operands, position, *of_pairs)
