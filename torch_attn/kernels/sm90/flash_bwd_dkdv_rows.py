@@ -1,7 +1,7 @@
 """lse in base 2 and delta of a backward's rows, prepared beside the products that need them.
 
-The same values as `kernels.preprocess` stores before other kernels. One warp computes them of a
-piece of rows after the other, which TMA brings to shared memory.
+They are what `kernels.preprocess` stores before other kernels. One warp computes them, a piece of
+rows at a time, which TMA brings to shared memory.
 """
 
 from typing import Any, NamedTuple
