@@ -122,7 +122,9 @@ def test_explicit_kernels_are_fit_for_sm90():
         for feature in ("causal", "chunks-in-one-part")
         for verdict in check(Problem("torch", "sm90", "bfloat16", 80, feature, "gluon"))
     ]
-    assert {v.kernel for v in verdicts} == {*FAMILY_KERNELS["sm90"]} - LISTS
+    # The kernel that sums dq prepares the rows itself.
+    prepared = LISTS | {"flash_bwd_preprocess"}
+    assert {v.kernel for v in verdicts} == {*FAMILY_KERNELS["sm90"]} - prepared
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
 
 
