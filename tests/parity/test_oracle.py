@@ -219,7 +219,7 @@ def test_rows_that_share_a_value_of_what_is_added_to_scores(terms, sharing, torc
 
 
 def test_dropout_leaves_the_rounding_of_out_in_delta(torch_device):
-    """Of a row with one key dp and delta are alike, but out is a multiple of v that is rounded."""
+    """Check that lp rounds what the kernels round: out of a row with one key is a multiple of v."""
     case = FlashCase("one key", 1, 40, 40, 2, 2, 64, dtype="float16", window_size=(0, 0))
     for rate, least in ((0.0, 0.0), (0.9, 1e-3)):
         one = replace(case, dropout_rate=rate)
