@@ -188,8 +188,7 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
             rows = passes.dq if is_packed else None
             passes = passes._replace(dq=map_converted(passes.dq), dq_rows=rows)
             if passes.out is not None:
-                boxes = (map_rows(x) for x in (passes.dout, passes.out))
-                passes = passes._replace(**dict(zip(("dout", "out"), boxes, strict=True)))
+                passes = passes._replace(dout=map_rows(passes.dout), out=map_rows(passes.out))
         sums = sums._replace(dq=map_sums(sums.dq), passes=passes)
     arguments = {
         "q": maps_of(q, config.block_q),
