@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from math import inf
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.kernels.gradients import sinks_gradient
-from torch_attn.kernels.ordered_sums import gradient_of_sums, rows_of_sequences
-from torch_attn.kernels.preprocess import preprocess
+from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.launch import tensors_of
 from torch_attn.layouts import leaves, replace_leaves
 from torch_attn.mosaic_call import compile_module, launcher_of
@@ -33,10 +32,10 @@ from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import card_of
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.config import repeat_configs, requested_configs
-from twin_attention.targets.family import Backend, portable_backend
+from twin_attention.targets.family import Backend
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def _run(operation: str, *arguments: Any) -> Any:
             if isinstance(step, _Launch):
                 _launch(step, values, tensors[0])
             else:
-                _operate(step, values, tensors[0], spec, backend)
+                _operate(step, values, tensors[0])
     return _replace(results, values)
 
 
@@ -122,13 +121,7 @@ def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
         capture.add(step.launcher, tensors)
 
 
-def _operate(
-    step: Any,
-    values: dict[int, Tensor],
-    like: Tensor,
-    spec: AttentionSpec | DecodeSpec,
-    backend: Backend,
-) -> None:
+def _operate(step: Any, values: dict[int, Tensor], like: Tensor) -> None:
     """Do what XLA does between kernels."""
     args = _replace(step.args, values)
     results = step.results
@@ -142,53 +135,9 @@ def _operate(
         dtype = getattr(torch, results[0].dtype)
         computed = (args[0].view(dtype).view(results[0].shape),)
     else:
-        new = tuple(new_tensor(x, like) for x in results)
-        computed = FUSIONS[step.name](*args, new=new, problem=spec, target=backend.target)
+        computed = FUSIONS[step.name](*args)
     for result, x in zip(results, computed, strict=True):
         values[result.number] = x
-
-
-def _prepare_rows(
-    dout: Tensor,
-    dlse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    _spec: AttentionSpec,
-    _backend: Backend,
-    mask: Any,
-    *,
-    new: tuple[Tensor, ...],
-    problem: AttentionSpec,
-    target: str,
-) -> tuple[Tensor, ...]:
-    """Compute lse2 and delta of every row."""
-    lse2, delta = new
-    if isinstance(problem, VarlenSpec):  # the kernel takes no batch axis
-        dout, out = dout.squeeze(0), out.squeeze(0)
-    backend = portable_backend("torch_attn", target)
-    offsets = mask.offsets.cu_seqlens_q
-    preprocess(dout, out, lse, dlse, lse2, delta, problem, backend, offsets, None)
-    return new
-
-
-def _gradient_of_sums(
-    sums: Tensor,
-    order: Any,
-    _like: Tensor,
-    scale: float = 1.0,
-    cu_seqlens: Tensor | None = None,
-    *,
-    new: tuple[Tensor, ...],
-    problem: AttentionSpec,
-    target: str,
-) -> tuple[Tensor, ...]:
-    """Scale and order the sums of a gradient."""
-    (gradient,) = new
-    _, seq, heads, head_dim = gradient.shape
-    own = replace(problem, seq_q=seq, heads_q=heads, head_dim=head_dim, scale=scale)
-    backend = portable_backend("torch_attn", target)
-    gradient_of_sums(sums, gradient, cu_seqlens, order, own, backend)
-    return new
 
 
 def _sinks_gradient(
@@ -197,21 +146,36 @@ def _sinks_gradient(
     delta: Tensor,
     cu_seqlens_q: Tensor | None = None,
     num_rows: int = 0,
-    **_: Any,
 ) -> tuple[Tensor, ...]:
     """Compute the gradient of the sinks."""
     if cu_seqlens_q is not None:
-        exists = rows_of_sequences(cu_seqlens_q, num_rows, lse2.shape[-1])
+        exists = _rows_of_sequences(cu_seqlens_q, num_rows, lse2.shape[-1])
         lse2, delta = (x.masked_fill(~exists, value) for x, value in ((lse2, inf), (delta, 0.0)))
     found = sinks_gradient(sinks, lse2, delta)
     assert found is not None
     return (found,)
 
 
+def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> Tensor:
+    """Return which rows of lse2 and delta are a row of packed sequences, or of their padding.
+
+    Args:
+        cu_seqlens: [N + 1] offsets; any numbers are clamped.
+        num_rows: rows of the sequences' axis.
+        padded_rows: rows of lse2 and delta, in which a sequence begins a tile of ROW_PADDING rows.
+    """
+    padding = ROW_PADDING.value
+    starts = cu_seqlens.clamp(0, num_rows)
+    numbers = torch.arange(len(starts), device=starts.device, dtype=starts.dtype)
+    begins = (starts.div(padding, rounding_mode="floor") + numbers) * padding
+    ends = torch.constant_pad_nd(starts[1:], (0, 1), num_rows)
+    rows = torch.arange(padded_rows, device=starts.device, dtype=starts.dtype)
+    sequence = (torch.searchsorted(begins, rows, right=True) - 1).clamp(min=0)
+    return rows - begins.take(sequence) < (ends - starts).take(sequence)
+
+
 # What XLA makes kernels of (`pallas_attn.fusions`), by its name there.
 FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "prepare_rows": _prepare_rows,
-    "gradient_of_sums": _gradient_of_sums,
     "sinks_gradient": _sinks_gradient,
 }
 

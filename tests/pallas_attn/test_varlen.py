@@ -11,23 +11,16 @@ from jax.experimental import pallas as pl
 from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
 from pallas_attn.kernels.explicit import sequences as scalars
 from pallas_attn.kernels.gradients import (
-    SumsOrder,
-    gradient_of_sums,
-    prepare_rows,
     sinks_gradient,
 )
 from pallas_attn.kernels.library import sequences as library
-from pallas_attn.kernels.library.mask import mask_of_keys
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
-from pallas_attn.kernels.library.softmax import LOG2E
 from pallas_attn.kernels.library.tiles import ROW_PADDING
-from pallas_attn.kernels.portable.flash_bwd import launch_preprocess
 from pallas_attn.operands import operand
 from twin_attention.contract.operands import VarlenOperands, describe_operands
 from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
 from twin_attention.contract.spec import FlashOptions, VarlenSpec
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
-from twin_attention.targets.family import portable_backend
 
 TOKENS_Q, TOKENS_KV, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 70, 90, 4, 2, 16, 24
 OPTIONS = {"causal": True, "return_lse": True}
@@ -228,25 +221,6 @@ def test_wrong_offsets_stay_inside_the_tensors(bad, locate_tile):
         assert ((first >= 0) & (first <= start) & (start <= end) & (end <= TOKENS_Q)).all()
         assert ((first_kv >= 0) & (size_kv >= 0) & (first_kv + size_kv <= TOKENS_KV)).all()
         assert (size_kv[end == first] == 0).all()
-
-
-def test_rows_by_xla_are_those_of_the_kernel(problems):
-    """The explicit kernels have no kernel of their own for lse2, delta and dq."""
-    operands, dout, dlse = problems[0]
-    spec = VarlenSpec.of(operands, "float32", FlashOptions(1.0))
-    out, lse = jnp.nan_to_num(dout), jnp.where(dlse > 1, -jnp.inf, dlse)
-    arguments = dout[None], dlse[None], out[None], lse[None]
-    cu_q, mask = operands.cu_seqlens_q, mask_of_keys(operands, spec)
-    lse2, delta = prepare_rows(*arguments, spec, None, mask)
-    want = launch_preprocess(*arguments, spec, portable_backend("pallas_attn", None), mask)
-    np.testing.assert_array_equal(lse2, want[0])
-    np.testing.assert_allclose(delta, want[1], atol=1e-5)
-    numbers = jnp.broadcast_to(jnp.arange(lse2.shape[2])[:, None], (1, 1, lse2.shape[2], 8))
-    like = jax.ShapeDtypeStruct((1, TOKENS_Q, 1, 1), "int32")
-    row_after_row = SumsOrder((8,), rows=(0,), columns=(1, 2))
-    rows = gradient_of_sums(numbers, row_after_row, like, 1.0, cu_q)[0, :, 0, 0]
-    saw_a_key = lse > -jnp.inf
-    np.testing.assert_array_equal(lse2[0][:, rows][saw_a_key], (lse * LOG2E)[saw_a_key])
 
 
 def test_check_offsets_names_the_first_bad_one():

@@ -39,7 +39,7 @@ OF_APPEND = [
     [
         ("triton", APPEND, append_kv, OF_APPEND, 1, 2),
         ("torch_triton", APPEND, append_kv, OF_APPEND, 1, 2),
-        ("mosaic", FLASH, gradients, OF_GRADIENTS, 2, 1),
+        ("mosaic", FLASH, gradients, OF_GRADIENTS, 4, 1),
         ("gluon", FLASH, gradients, OF_GRADIENTS, 4, 0),
     ],
     ids=["triton", "torch_triton", "mosaic", "gluon"],

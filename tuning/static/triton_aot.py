@@ -12,11 +12,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from torch_attn import launch
-from torch_attn.kernels.library.sequences import num_padded_rows
-from torch_attn.kernels.ordered_sums import gradient_of_sums
 from tuning.static.operands import operands_of, run_kernels
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
 
@@ -41,39 +39,13 @@ def compile_kernels(
 
     Returns:
         Each kernel's name, its configuration and what Triton compiled; those of a backward that is
-        to be deterministic and of one that need not be. `ordered_sums_kernel`, which orders the
-        sums of a backward of Mosaic's in torch, has the name of its configuration.
+        to be deterministic and of one that need not be.
     """
     folders = "portable", target
     (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)
     with _driver(device or target), launch.recording(limit) as compiled:
         run_kernels(spec, Backend(chosen, target), *operands_of(spec, _empty, sinks))
-        if family == "triton" and isinstance(spec, AttentionSpec) and _has_sums(spec):
-            _order_sums(spec, Backend(chosen, target))
     return list({(name, x.hash): (name, config, x) for name, config, x in compiled}.values())
-
-
-def _has_sums(spec: AttentionSpec) -> bool:
-    """Return True for a problem whose gradients Mosaic's kernels add up."""
-    return type(spec) in (AttentionSpec, VarlenSpec) and not (
-        spec.dtype_bits != 16 or spec.terms or spec.dropout or spec.segmented or spec.tree
-    )
-
-
-def _order_sums(spec: AttentionSpec, backend: Backend) -> None:
-    """Order the sums of dq, as a backward of Mosaic's does in torch."""
-    from pallas_attn.kernels.gradients import SumsOrder
-
-    order = {
-        "sm80": SumsOrder((2, 2, 8, 4), rows=(0, 2, 4), columns=(1, 5, 3)),
-        "sm90": SumsOrder((4, 8, 4, 2, 2), rows=(0, 2, 5, 3), columns=(1, 4, 6)),
-    }[backend.target or "sm80"]
-    columns = -(-spec.head_dim // 16) * 16
-    batch = () if isinstance(spec, VarlenSpec) else (spec.batch,)
-    gradient = _empty(spec.dtype, *batch, spec.seq_q, spec.heads_q, spec.head_dim)
-    sums = _empty("float32", spec.batch, spec.heads_q, num_padded_rows(spec), columns)
-    offsets = _empty("int32", spec.num_sequences + 1) if isinstance(spec, VarlenSpec) else None
-    gradient_of_sums(sums, gradient, offsets, order, spec, backend)
 
 
 def _empty(dtype: str, *shape: int) -> torch.Tensor:

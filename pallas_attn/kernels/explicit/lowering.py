@@ -36,6 +36,17 @@ class SM80Params(AliasingParams):
     """Compiler parameters of a kernel that is lowered for SM80, whatever the device is."""
 
 
+def compiler_params(kind: type[AliasingParams], num_aliased: int = 0) -> AliasingParams:
+    """Return the parameters of a kernel in which every barrier is placed by hand."""
+    return kind(
+        approx_math=True,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
+        num_aliased=num_aliased,
+    )
+
+
 @contextmanager
 def _sm80():
     token = _lowers_sm80.set(True)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
-from pallas_attn.kernels.explicit.lowering import SM80Params
+from pallas_attn.kernels.explicit.aliases import of_batch
+from pallas_attn.kernels.explicit.lowering import SM80Params, compiler_params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.targets import note_config, shared_memory
 from twin_attention.contract.validate.errors import fail
@@ -29,7 +29,6 @@ def launch(
     tiles: Callable[[Any], Sequence[Any]],
     spec: Any,
     backend: Backend,
-    num_sums: int = 0,
     problem: dict[str, Any] | None = None,
     aliased: Sequence[Array] = (),
 ) -> Any:
@@ -46,9 +45,8 @@ def launch(
         tiles: what a program has in shared memory, from the configuration.
         spec: the problem, which chooses the configuration.
         backend: the target to compile for.
-        num_sums: the last outputs, float32, that are 0 when the kernel starts.
         problem: the kernel's keyword arguments but the configuration; None for flash attention's.
-        aliased: arrays whose memory the last outputs take, without those of `num_sums`.
+        aliased: arrays whose memory the last outputs take.
 
     Returns:
         The outputs.
@@ -66,8 +64,7 @@ def launch(
     inputs = jax.tree.leaves(operands)
     places = jax.tree.structure((operands, out_shape, scratch))
     outputs = tuple(x for x in out_shape if x is not None)
-    sums = [zeros_of_batch(x.shape)(*inputs) for x in outputs[len(outputs) - num_sums :]]
-    in_place = [*of_batch(tuple(aliased), *inputs), *sums]
+    in_place = of_batch(tuple(aliased), *inputs)
 
     def body(*refs):
         refs = refs[: len(inputs)] + refs[len(inputs) + len(in_place) :]
@@ -85,14 +82,7 @@ def launch(
         grid=(programs(config),),
         grid_names=("program",),
         kernel_name=name,
-        compiler_params=SM80Params(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Every barrier is placed by hand.
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            num_aliased=len(in_place),
-        ),
+        compiler_params=compiler_params(SM80Params, len(in_place)),
         **threads,
     )
     with jax.enable_x64(False):  # a kernel's integers have 32 bits

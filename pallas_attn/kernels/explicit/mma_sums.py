@@ -4,8 +4,11 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import linear_index, pointer_to
-from pallas_attn.kernels.explicit.registers import SCALAR, Layout
+from pallas_attn.kernels.explicit.registers import SCALAR, Layout, make_pair, of_registers
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
+
+# Two warps share rows.
+PRODUCT = Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2)
 
 
 def add_to_sums(x, sums, batch, head, start):
@@ -20,26 +23,58 @@ def add_to_sums(x, sums, batch, head, start):
         sums: [B, H, S, columns] in global memory.
         batch, head, start: int32 scalars; start is a multiple of 16.
     """
-    rows, columns = x.shape
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2), *[SCALAR] * 3)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT, *[SCALAR] * 3))
     def add(_, sums, x, batch, head, first):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
-        warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
-        row_warp, column_warp = (f(warp, mgpu.c(2, i32)) for f in (arith.divui, arith.remui))
-        offset = arith.addi(linear_index([row_warp, column_warp], [columns * 16, 128]), lane)
-        base = mgpu_utils.getelementptr(pointer_to(sums, batch, head, first), [offset], f32)
-        registers = x.registers.reshape(rows // 32, columns // 16, 2)
-        for (i, j, half), pair in np.ndenumerate(registers):
+        base, places = _places(sums, x.shape, batch, head, first)
+        for place, pair in zip(places, x.registers.flat, strict=True):
             for parity in range(2):
-                place = i * columns * 32 + j * 256 + half * 64 + parity * 32
-                value = llvm.extractelement(pair, mgpu.c(parity, i32))
-                text = f"red.relaxed.gpu.global.add.f32 [$0 + {4 * place}], $1;"
+                value = llvm.extractelement(pair, mgpu.c(parity, ir.IntegerType.get_signless(32)))
+                address = f"[$0 + {4 * (place + 32 * parity)}]"
+                text = f"red.relaxed.gpu.global.add.f32 {address}, $1;"
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"), [base, value], text, "l,f", has_side_effects=True
                 )
 
     add(sums, x, batch, head, start)
+
+
+def read_sums(sums, batch, head, start, shape):
+    """Return what `add_to_sums` added up.
+
+    Args:
+        sums, batch, head, start: as there.
+        shape: rows and columns.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[SCALAR] * 3),
+        return_type=plgpu.ShapeDtypeStruct(shape, np.dtype("float32"), PRODUCT),
+    )
+    def read(_, sums, batch, head, first):
+        f32 = ir.F32Type.get()
+        base, places = _places(sums, shape, batch, head, first)
+        x = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, PRODUCT.to_mgpu())
+
+        def load(place):
+            return llvm.load(f32, mgpu_utils.getelementptr(base, [place], f32))
+
+        return of_registers(x, [make_pair(load(place), load(place + 32)) for place in places])
+
+    return read(sums, batch, head, start)
+
+
+def _places(sums, shape, batch, head, first):
+    """Return where a thread's first number lies, and how far from there the pairs of registers do.
+
+    The second number of a pair lies 32 behind the first.
+    """
+    rows, columns = shape
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+    warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
+    row_warp, column_warp = (f(warp, mgpu.c(2, i32)) for f in (arith.divui, arith.remui))
+    offset = arith.addi(linear_index([row_warp, column_warp], [columns * 16, 128]), lane)
+    base = mgpu_utils.getelementptr(pointer_to(sums, batch, head, first), [offset], f32)
+    pairs = np.ndindex(rows // 32, columns // 16, 2)
+    return base, [i * columns * 32 + j * 256 + half * 64 for i, j, half in pairs]

@@ -75,19 +75,21 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
     Args:
         a, b: [B, S, H, D] in global memory, D a multiple of 8.
         batch, head, start: int32 scalars.
-        num_rows: a number; rows from this one on give 0. None where all of the rows exist.
+        num_rows: a number or an int32 scalar; rows from this one on give 0. None where all of the
+            rows exist. One of them does.
 
     Returns:
         [64] float32.
     """
     layout = plgpu.Layout.WGMMA
     shape = (64, 8)
+    scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * len(scalars)),
         return_type=plgpu.ShapeDtypeStruct(shape, np.dtype("float32"), layout),
     )
-    def multiply(_, a, b, batch, head, start):
+    def multiply(_, a, b, batch, head, start, end=num_rows):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         batch, head, start = (x.registers.item() for x in (batch, head, start))
         size = ir.MemRefType(a.type).shape[3]
@@ -102,8 +104,8 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
         halves = []
         for half in (0, 8):
             place, exists = arith.addi(row, mgpu.c(half, i32)), None
-            if num_rows is not None:
-                left = arith.subi(mgpu.c(num_rows, i32), start)
+            if end is not None:
+                left = arith.subi(as_scalar(end), start)
                 exists = arith.cmpi(less, place, left)
                 # Rows that do not exist read the last one, which does.
                 place = arith.minsi(place, arith.subi(left, mgpu.c(1, i32)))
@@ -135,7 +137,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
             registers.flat[i] = register
         return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=None)
 
-    return multiply(a, b, batch, head, start).sum(axis=1)
+    return multiply(a, b, *scalars).sum(axis=1)
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.aliases import zeros_of_batch
-from pallas_attn.kernels.explicit.lowering import AliasingParams
+from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
+from pallas_attn.kernels.explicit.lowering import AliasingParams, compiler_params
 from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec, ScoreRule, VarlenSpec, Window
 from twin_attention.contract.validate.errors import fail
@@ -49,6 +50,7 @@ def launch(
     spec: AttentionSpec,
     config: KernelConfig,
     num_sums: int = 0,
+    aliased: Sequence[Array] = (),
     kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
@@ -67,6 +69,7 @@ def launch(
         spec: the problem.
         config: the kernel's configuration.
         num_sums: the last outputs, sums and counters, that are 0 when the kernel starts.
+        aliased: arrays whose memory the outputs before these take.
         kernel_name: the kernel's name in the code, where it is another one.
         arguments: keyword arguments of the kernel beside memory and the `Problem`.
 
@@ -84,7 +87,7 @@ def launch(
     if not isinstance(schedule, int):
         programs, tiles = schedule.shape[0], jnp.asarray(schedule)
     return launch_programs(
-        name, kernel, programs, (*operands, tiles), out_shape, memory, config, num_sums,
+        name, kernel, programs, (*operands, tiles), out_shape, memory, config, num_sums, aliased,
         kernel_name, problem=problem, **arguments,
     )  # fmt: skip
 
@@ -98,6 +101,7 @@ def launch_programs(
     memory: dict[str, Any],
     config: KernelConfig,
     num_sums: int = 0,
+    aliased: Sequence[Array] = (),
     kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
@@ -112,9 +116,10 @@ def launch_programs(
     inputs, outputs = jax.tree.leaves(operands), tuple(jax.tree.leaves(out_shape))
     places = jax.tree.structure((operands, out_shape))
     sums = [zeros_of_batch(x.shape, x.dtype)(*inputs) for x in outputs[len(outputs) - num_sums :]]
+    in_place = [*of_batch(tuple(aliased), *inputs), *sums]
 
     def body(*refs, **memory):
-        refs = refs[: len(inputs)] + refs[len(inputs) + num_sums :]
+        refs = refs[: len(inputs)] + refs[len(inputs) + len(in_place) :]
         operands, out = jax.tree.unflatten(places, refs)
         kernel(*operands, *out, **memory, **arguments)
 
@@ -127,17 +132,10 @@ def launch_programs(
         num_threads=config.num_warps // 4,
         thread_name="warpgroup",
         kernel_name=kernel_name or name,
-        compiler_params=AliasingParams(
-            approx_math=True,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            # Every barrier is placed by hand.
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            num_aliased=num_sums,
-        ),
+        compiler_params=compiler_params(AliasingParams, len(in_place)),
     )
     with jax.enable_x64(False):  # a kernel's integers have 32 bits
-        return call(*inputs, *sums)
+        return call(*inputs, *in_place)
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:

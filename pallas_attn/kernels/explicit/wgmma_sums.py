@@ -3,9 +3,11 @@
 It can go when plgpu adds four floats at once, and by bulk copies.
 """
 
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import pointer_to
+from pallas_attn.kernels.explicit.registers import make_pair, of_registers
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
@@ -29,6 +31,35 @@ def add_to_sums(x, sums, batch, head, start):
         _for_each_block(x, pointer, "red.relaxed.gpu.global.add.v4.f32")
 
     add(sums, x, batch, head, start)
+
+
+def read_sums(sums, batch, head, start, shape):
+    """Return what `add_to_sums` added up.
+
+    Args:
+        sums, batch, head, start: as there.
+        shape: 64 rows, and how many columns.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3),
+        return_type=plgpu.ShapeDtypeStruct(shape, np.dtype("float32"), layout),
+    )
+    def read(_, sums, batch, head, start):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
+        base = pointer_to(sums, batch, head, start)
+        base = mgpu_utils.getelementptr(base, [arith.muli(thread, mgpu.c(4, i32))], f32)
+        x = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, layout.to_mgpu())
+        pairs, unit = x.registers.reshape(-1, 2), ir.VectorType.get((4,), f32)
+        for i in range(len(pairs)):
+            values = llvm.load(unit, mgpu_utils.getelementptr(base, [512 * i], f32))
+            a, b, c, d = (llvm.extractelement(values, mgpu.c(j, i32)) for j in range(4))
+            pairs[i] = make_pair(a, b), make_pair(c, d)
+        return of_registers(x, pairs.flat)
+
+    return read(sums, batch, head, start)
 
 
 def write_dq(dq, buffer):

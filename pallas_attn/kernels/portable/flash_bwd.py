@@ -391,8 +391,9 @@ def flash_bwd_dkdv_kernel(
     store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
 
 
-def launch_preprocess(dout, dlse, out, lse, spec, backend, mask):
+def launch_preprocess(sources, spec, backend, mask):
     """Call `flash_bwd_preprocess_kernel`; returns lse2 and delta."""
+    *_, dout, out, lse, dlse = sources
     offsets, segments = mask.offsets, mask.segments
     num_rows = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING) * ROW_PADDING
     rows = jax.ShapeDtypeStruct((*lse.shape[:2], num_rows), jnp.float32)

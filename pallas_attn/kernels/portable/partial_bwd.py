@@ -6,7 +6,7 @@ Liu et al. 2023 (Ring Attention), appendix A.
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_attn.kernels.gradients import Inputs
+from pallas_attn.kernels.gradients import Inputs, Sources
 from pallas_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.portable.flash_bwd import launch_dkdv, launch_dq, launch_preprocess
@@ -39,7 +39,7 @@ def partial_bwd(
     """
     q, k, v, mask = *operands[:3], mask_of_keys(operands, spec)
     if carry is None:
-        rows = launch_preprocess(dout, dlse, out, lse, spec, backend, mask)
+        rows = launch_preprocess(Sources(q, k, v, dout, out, lse, dlse), spec, backend, mask)
         # In the shape that every family's has, so that a program may hold several families.
         rows = (x[..., : spec.seq_q] for x in rows)
         carry = GradientCarry(jnp.zeros(q.shape, jnp.float32), *rows)

@@ -29,6 +29,7 @@ from pallas_attn.kernels.explicit.cp_async import (
     tile_transforms,
     wait,
 )
+from pallas_attn.kernels.explicit.lowering import SM80Params
 from pallas_attn.kernels.explicit.mma import (
     CHUNK,
     add_product,
@@ -38,18 +39,13 @@ from pallas_attn.kernels.explicit.mma import (
 )
 from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.mma_scores import visible_scores
-from pallas_attn.kernels.explicit.mma_sums import add_to_sums
+from pallas_attn.kernels.explicit.mma_sums import add_to_sums, read_sums
+from pallas_attn.kernels.explicit.passes import Sums, postprocess, preprocess
 from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
 from pallas_attn.kernels.explicit.rows import load_vector
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.explicit.steps import step_start
-from pallas_attn.kernels.gradients import (
-    SumsOrder,
-    gradient_of_sums,
-    gradient_sums,
-    make_flash_bwd,
-    prepare_rows,
-)
+from pallas_attn.kernels.gradients import Inputs, make_flash_bwd
 from pallas_attn.kernels.library.schedule import last_heads, longest_first
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -59,8 +55,7 @@ from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
-# Of `add_to_sums`, behind tiles and blocks: half of 16 rows, column of a pair, row, pair.
-ORDER = SumsOrder((2, 2, 8, 4), rows=(0, 2, 4), columns=(1, 5, 3))
+SUMS = Sums(SM80Params, padded_columns, read_sums)
 
 
 def flash_bwd_dq_kernel(
@@ -97,7 +92,7 @@ def flash_bwd_dq_kernel(
     a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages of
     k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, rule,
     together: as in `flash_fwd_kernel`. Packed sequences: as there, and lse2 and delta are
-    those of `prepare_rows`. Loop invariant: dq is Σ ds k over the keys so far.
+    those of `preprocess`. Loop invariant: dq is Σ ds k over the keys so far.
     Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
     key gives 0.
     """
@@ -447,18 +442,25 @@ def launch_dq(inputs, spec, backend, mask):
     return dq
 
 
-def launch_fused(inputs, spec, backend, mask):
-    """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk and dv."""
-    dk, dv, sums = launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_fused")
-    dq = gradient_of_sums(sums, ORDER, inputs.q, spec.scale, mask.offsets.cu_seqlens_q)
-    return dq, dk, dv
+def launch_preprocess(sources, _spec, _backend, mask):
+    """Compute lse2 and delta."""
+    lse2, delta, _none = preprocess(sources, mask.offsets.cu_seqlens_q, SUMS, has_sums=False)
+    return lse2, delta
 
 
-def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv"):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and with "flash_bwd_fused" dq's sums."""
-    dq_sum = None
-    if name == "flash_bwd_fused":
-        dq_sum = gradient_sums(*inputs.lse2.shape, padded_columns(spec.head_dim))
+def launch_fused(sources, spec, backend, mask):
+    """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk, dv, lse2 and delta."""
+    q, k, v, dout, *_ = sources
+    cu_seqlens_q = mask.offsets.cu_seqlens_q
+    lse2, delta, dq_sum = preprocess(sources, cu_seqlens_q, SUMS, has_sums=True)
+    inputs = Inputs(q, k, v, dout, lse2, delta)
+    dk, dv, dq_sum = launch_dkdv(inputs, spec, backend, mask, "flash_bwd_fused", dq_sum)
+    dq = postprocess(dq_sum, q, SUMS, spec.scale, cu_seqlens_q)
+    return dq, dk, dv, lse2, delta
+
+
+def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv", dq_sum=None):
+    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and the sums of dq where they are given."""
     dtype, sizes = inputs.q.dtype, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
@@ -466,7 +468,7 @@ def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv"):
         rows, columns = config.block_kv // warpgroups, config.block_q // warpgroups
         p_tiles = ds_tiles = allocate_tile(dtype, warpgroups * warpgroups, rows, columns, CHUNK)
         if config.block_kv >= 32 * config.num_warps:
-            p_tiles, ds_tiles = None, ds_tiles if dq_sum else None
+            p_tiles, ds_tiles = None, None if dq_sum is None else ds_tiles
         return (
             Tiles(
                 *(allocate_tile(dtype, warpgroups, rows, x) for x in sizes),
@@ -487,12 +489,15 @@ def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv"):
         ),
         programs,
         (*inputs, mask.offsets),
-        (*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3]), dq_sum),
+        tuple(
+            None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+            for x in (inputs.k, inputs.v, dq_sum)
+        ),
         tiles,
         spec,
         backend,
-        num_sums=1 if dq_sum else 0,
+        aliased=() if dq_sum is None else (dq_sum,),
     )
 
 
-flash_bwd = make_flash_bwd(prepare_rows, launch_dq, launch_dkdv, launch_fused)
+flash_bwd = make_flash_bwd(launch_preprocess, launch_dq, launch_dkdv, launch_fused)

@@ -18,7 +18,7 @@ scores are a step ahead.
 
 from jax import Array
 
-from pallas_attn.kernels.gradients import make_flash_bwd, prepare_rows
+from pallas_attn.kernels.gradients import make_flash_bwd
 from pallas_attn.kernels.sm90.flash_bwd_dk import launch_dk
 from pallas_attn.kernels.sm90.flash_bwd_dkdv import launch_dkdv
 from pallas_attn.kernels.sm90.flash_bwd_dq import launch_dq
@@ -35,10 +35,8 @@ def _launch_dk_and_dv(inputs, spec, backend, _masks):
     return launch_dk(inputs, spec, backend), launch_dv(inputs, spec, backend)
 
 
-_flash_bwd_small = make_flash_bwd(
-    prepare_rows, launch_dq, launch_dkdv, launch_fused, dq_prepares_rows=True
-)
-_flash_bwd_large = make_flash_bwd(prepare_rows, launch_dq, _launch_dk_and_dv, dq_prepares_rows=True)
+_flash_bwd_small = make_flash_bwd(None, launch_dq, launch_dkdv, launch_fused)
+_flash_bwd_large = make_flash_bwd(None, launch_dq, _launch_dk_and_dv)
 
 
 def flash_bwd(

@@ -15,6 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import exchange_barrier, fence_async, named_barrier
 from pallas_attn.kernels.explicit.items import Queue
+from pallas_attn.kernels.explicit.lowering import AliasingParams
+from pallas_attn.kernels.explicit.passes import Sums, postprocess, preprocess
 from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns
 from pallas_attn.kernels.explicit.schedule import make_schedule
@@ -31,13 +33,8 @@ from pallas_attn.kernels.explicit.wgmma import (
 )
 from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
-from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, write_dq
-from pallas_attn.kernels.gradients import (
-    Inputs,
-    SumsOrder,
-    gradient_of_sums,
-    gradient_sums,
-)
+from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, read_sums, write_dq
+from pallas_attn.kernels.gradients import Inputs
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import value_columns
 from pallas_attn.kernels.sm90.keys import (
@@ -56,8 +53,7 @@ from twin_attention.targets.steps import exchange_sides, splits_group
 # Named barriers beside those of `barriers`: for each consumer's part of dq, when it is written
 # and when free. Threads that meet there: a consumer's and those of the warp that adds.
 DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
-# Of `add_to_sums`, behind tiles and blocks: warp, row, column pair, half of 16 rows, column.
-ORDER = SumsOrder((4, 8, 4, 2, 2), rows=(0, 2, 5, 3), columns=(1, 4, 6))
+SUMS = Sums(AliasingParams, value_columns, read_sums)
 
 
 class Outputs(NamedTuple):
@@ -528,41 +524,43 @@ def is_small(head_dim, head_dim_v):
     return max(head_dim, head_dim_v) <= 64
 
 
-def launch_fused(inputs, spec, backend, _masks):
-    """Call `flash_bwd_fused_kernel`; returns dq, dk and dv."""
+def launch_fused(sources, spec, backend, _masks):
+    """Call `flash_bwd_fused_kernel`; returns dq, dk, dv, lse2 and delta."""
     name = "flash_bwd_fused"
-    columns, columns_v = value_columns(spec.head_dim), value_columns(spec.head_dim_v)
     config, programs = backend.configs(spec)[name], num_sms(backend.target)
     if config.block_q != WGMMA_ROWS:
         fail(NotImplementedError, name, f"block_q={WGMMA_ROWS}", config)
-    sums = [gradient_sums(*inputs.lse2.shape, columns)]
+    q, k, v, dout, *_ = sources
+    lse2, delta, dq_sum = preprocess(sources, None, SUMS, has_sums=True)
     is_split = splits_group(spec, config.block_q, config.block_kv, programs)
-    if is_split:
-        rows = pl.cdiv(spec.seq_kv, ROW_PADDING) * ROW_PADDING
-        sums += (
-            gradient_sums(spec.batch, spec.heads_kv, rows, columns),
-            gradient_sums(spec.batch, spec.heads_kv, rows, columns_v),
-        )
     members = 1 if is_split else spec.group_size
     parts = spec.heads_q // members
     turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
-    outputs = (None if is_split else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[1:3])
+    of_keys = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)]
+    if is_split:
+        rows = pl.cdiv(spec.seq_kv, ROW_PADDING) * ROW_PADDING
+        shapes = ((*(spec.batch, spec.heads_kv, rows), value_columns(x.shape[3])) for x in (k, v))
+        of_keys = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    of_queries = jax.ShapeDtypeStruct(dq_sum.shape, dq_sum.dtype)
+    outputs = Outputs(*of_keys, of_queries, None, None)
+    if is_split:
+        outputs = Outputs(None, None, of_queries, *of_keys)
     results = launch(
         name,
         flash_bwd_fused_kernel,
-        (inputs,),
+        (Inputs(q, k, v, dout, lse2, delta),),
         make_schedule(turned, config.block_kv, config.block_q, programs, members=members),
-        (Outputs(*outputs, *sums, *[None] * (3 - len(sums))),),
+        (outputs,),
         {"memory": allocate_memory(spec, config, sums_dq=True)},
         spec,
         config,
-        num_sums=len(sums),
+        num_sums=2 if is_split else 0,
+        aliased=(dq_sum,),
         members=members,
     )
     if is_split:
-        dq, dk, dv = results
-        dk = gradient_of_sums(dk, ORDER, inputs.k, spec.scale)
-        dv = gradient_of_sums(dv, ORDER, inputs.v)
+        dq_sum, dk, dv = results
+        dk, dv = postprocess(dk, k, SUMS, spec.scale), postprocess(dv, v, SUMS)
     else:
-        dk, dv, dq = results
-    return gradient_of_sums(dq, ORDER, inputs.q, spec.scale), dk, dv
+        dk, dv, dq_sum = results
+    return postprocess(dq_sum, q, SUMS, spec.scale), dk, dv, lse2, delta
