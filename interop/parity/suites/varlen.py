@@ -70,6 +70,13 @@ def _full_varlen_changes() -> Iterator[Change]:
     yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}
     yield "tree-any", {"tree": "any", "sinks": True}
     yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
+    # So long that the explicit kernels add up dq.
+    long = {"lengths": ((2100, 2500), (0, 64), (30, 0), (2600, 2700)), "heads_kv": 1}
+    for d in (64, 72, 96, 128):
+        yield f"long-d{d}", {**long, "head_dim": d}
+    yield "long-window", {**long, "head_dim": 128, "causal": False, "window_size": (900, 300)}
+    yield "long-no-mask", {**long, "head_dim": 128, "head_dim_v": 112, "causal": False}
+    yield "long-softcap", {**long, "head_dim": 128, "softcap": 5.0}
     # More sequences than a step of the search reads offsets of.
     yield "300-sequences", {"lengths": tuple((i % 7, i % 5) for i in range(300))}
 

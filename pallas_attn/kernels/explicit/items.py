@@ -79,7 +79,7 @@ class Queue(NamedTuple):
     def give(self, body):
         """Call body(item, steps before) for each tile: in the producer, which takes them.
 
-        body returns its steps and those before. Returns all steps, but of packed sequences.
+        body returns its steps and those before. Returns all steps.
         """
         return self._for_each(body, lambda: next_item(self.counter, self.items, self.hand_over))
 
@@ -140,7 +140,7 @@ def own_item(hand_over: HandOver) -> Place:
 def for_each_place(next_place, body):
     """Call body(place, steps before), which returns its steps and those before, for all places.
 
-    next_place: returns a `Place`.
+    next_place: returns a `Place`. Returns all steps.
     """
 
     def visit(carry):
@@ -148,7 +148,8 @@ def for_each_place(next_place, body):
         step = body(place, step)
         return next_place(), step
 
-    lax.while_loop(lambda carry: carry[0].head >= 0, visit, (next_place(), jnp.int32(0)))
+    first = next_place(), jnp.int32(0)
+    return lax.while_loop(lambda carry: carry[0].head >= 0, visit, first)[1]
 
 
 def take_place(counter_ref, items):

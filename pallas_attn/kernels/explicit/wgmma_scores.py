@@ -74,7 +74,7 @@ def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
     return hide(s, upper, lower)
 
 
-def hide_queries(s, first_key, start_q, end, window):
+def hide_queries(s, first_key, start_q, end, window, end_q=None):
     """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
 
     Args:
@@ -82,12 +82,16 @@ def hide_queries(s, first_key, start_q, end, window):
         first_key: the first key, counted as queries are.
         end: keys from this one on do not exist; None where all do.
         window: see `twin_attention.contract.spec.Window`.
+        end_q: queries from this one on do not exist; None where all do.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
     column = iota((s.shape[0], 8), 1, WGMMA)
     key = row + (first_key - start_q) - column
     upper = None if window.left is None else key + window.left
     lower = None if window.right is None else key - window.right
+    if end_q is not None:
+        last = (end_q - 1 - start_q) - column
+        upper = last if upper is None else jnp.minimum(upper, last)
     if end is not None:
         exists = row < end - first_key
         lower = jnp.where(exists, -(2**30) if lower is None else lower, 2**30)

@@ -14,14 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.barriers import exchange_barrier, fence_async, named_barrier
-from pallas_attn.kernels.explicit.items import Queue
+from pallas_attn.kernels.explicit.items import Items, Place, Queue, item_counter
 from pallas_attn.kernels.explicit.lowering import AliasingParams
 from pallas_attn.kernels.explicit.passes import Sums, postprocess, preprocess
 from pallas_attn.kernels.explicit.programs import run_warpgroups
 from pallas_attn.kernels.explicit.registers import as_columns
+from pallas_attn.kernels.explicit.rows import store_rows_of_pieces
 from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.steps import step_ranges
-from pallas_attn.kernels.explicit.tma import await_copies, await_reads, store_tile
+from pallas_attn.kernels.explicit.tma import await_copies, await_reads, clear_values, store_tile
 from pallas_attn.kernels.explicit.wgmma import (
     WGMMA,
     WGMMA_ROWS,
@@ -35,6 +36,7 @@ from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
 from pallas_attn.kernels.explicit.wgmma_sums import add_dq, add_to_sums, read_sums, write_dq
 from pallas_attn.kernels.gradients import Inputs
+from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import value_columns
 from pallas_attn.kernels.sm90.keys import (
@@ -69,7 +71,9 @@ class Outputs(NamedTuple):
     dv_sum: Any
 
 
-def flash_bwd_fused_kernel(inputs, schedule, outputs, *, memory, problem, members):
+def flash_bwd_fused_kernel(
+    inputs, offsets, schedule, outputs, counter, *, memory, problem, members
+):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, and adds ds k to dq.
 
     Operands, tiles, loop invariant, accumulation: as in `flash_bwd_dkdv_kernel`. dq_sum is dq's
@@ -84,11 +88,18 @@ def flash_bwd_fused_kernel(inputs, schedule, outputs, *, memory, problem, member
     under the exponentials; dv under ds; s of the next tile while ds is written. Heads that are
     small have k and v in registers. With a softcap these have no room for them: dq is taken from
     its registers before the exponentials, and s of the next tile is issued with dv.
+
+    Packed sequences: as in `flash_bwd_dkdv_kernel`; of k and v rows are cleared as well, and dq_sum
+    has the rows of lse2.
     """
     heads_q, warpgroups = inputs.q.shape[2], memory.kv_full.shape[0]
-    hides_missing = problem.seq_kv % problem.block_kv > 0
+    hides_missing = problem.packed or problem.seq_kv % problem.block_kv > 0
     group = Group(members, heads_q // inputs.k.shape[2], heads_q, hides_missing)
-    queue = Queue(lax.axis_index("program"), schedule, None, None, None)
+    items = Items(
+        *reversed(offsets), problem.seq_kv, problem.seq_q, inputs.k.shape[2], problem.block_kv,
+        last_first=False,
+    )  # fmt: skip
+    queue = Queue(lax.axis_index("program"), schedule, counter, items, memory.hand_over)
     sizes = inputs.k.shape[3], inputs.v.shape[3]
     kernel = Consumers(
         inputs, outputs, memory.as_tiles(), problem, group, queue,
@@ -179,14 +190,17 @@ class Consumers(NamedTuple):
 def add(kernel):
     """Add what the consumers write of each tile of dq to its sums."""
     plan, members = kernel.plan, kernel.group.members
+    if kernel.problem.packed:
+        plgpu.barrier_arrive(kernel.memory.hand_over.read)
 
     def add_all(item, step):
         work = locate(kernel.problem, kernel.group, item)
         batch, steps = work.batch, work.steps
+        first_row = work.first_row if kernel.problem.packed else 0
 
         def add_tile(index):
             head = work.place.head * members + index // steps
-            start = work.visited(index % steps)
+            start = first_row + work.visited(index % steps)
             await_reads()
             for w in plan.writers:
                 named_barrier("arrive", DQ_FREE + w, ADDERS)
@@ -236,6 +250,13 @@ def compute_tile(kernel, w, item, step):
     no_ds = zeros(WGMMA_ROWS, kernel.problem.block_q).astype(kernel.inputs.k.dtype)
     for x in range(len(plan.dq_columns)):
         plgpu.barrier_wait(memory.kv_full.at[x])
+    if kernel.problem.packed:
+        for i, x in enumerate(item):
+            memory.places[w, i] = x
+        # What is another sequence's, or padding, may be NaN.
+        left = work.place.end - (work.place.start + w * WGMMA_ROWS)
+        clear_values(memory.k_tiles.tile(w), left)
+        clear_values(memory.v_tiles.tile(w), left)
     share_ds(kernel, w, no_ds, step - 1)
     keys = values = None
     if plan.holds_keys:
@@ -325,6 +346,16 @@ def visit(kernel, own, member, masked, x, carry):
     fresh = now >> 30
     is_first = index == fresh
     multiplied = memory.q_tiles.values.tile(jnp.where(is_first, q_slot, previous))
+    if kernel.problem.packed:
+        # No product is in flight here: among products ptxas would wait for each.
+        @pl.when(x < own.work.masked_steps)
+        def _():
+            plgpu.barrier_wait(memory.dout_full.at[slot])
+            work = locate_again(kernel, own, fresh)
+            left = work.place.size_other - work.visited(x)
+            clear_values(memory.q_tiles.values.tile(q_slot), left)
+            clear_values(memory.dout_tiles.values.tile(slot), left)
+
     step = Step(
         x, masked, now, fresh, is_first, q_slot, previous, following, slot, multiplied
     )  # fmt: skip
@@ -369,7 +400,11 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
     dk_ref[...] = dk
     add_values(dk_ref, ds if plan.small else memory.ds_tiles.at[stored, w], multiplied)
     # Before dq is stored: a look at a barrier would wait until the stores are done.
-    plgpu.barrier_wait(memory.dout_full.at[slot])
+    if problem.packed:
+        not_awaited = step.x >= own.work.masked_steps
+        pl.when(not_awaited)(lambda: plgpu.barrier_wait(memory.dout_full.at[slot]))
+    else:
+        plgpu.barrier_wait(memory.dout_full.at[slot])
     # Start dpᵀ = v doutᵀ.
     if plan.small:
         start_dp()
@@ -422,23 +457,33 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
 def hide_at_edges(kernel, own, step, s):
     """Hide what the queries do not see, where the step is one at the edges."""
     problem, group = kernel.problem, kernel.group
-    diagonal = problem.seq_kv - problem.seq_q
 
     def hide(s):
-        # Located again where keeping the place takes registers.
-        work = own.work
-        if kernel.plan.is_tight:
-            work = locate(problem, group, own.item + step.fresh)
+        work = locate_again(kernel, own, step.fresh)
+        diagonal = work.diagonal if problem.packed else problem.seq_kv - problem.seq_q
+        # Keys are counted as queries are, so that both end at one number.
+        end = work.place.size_other if problem.packed else problem.seq_kv - diagonal
         return hide_queries(
             s,
-            # Keys are counted as queries are.
             first_key=work.place.start + own.w * WGMMA_ROWS - diagonal,
             start_q=work.visited(step.x),
-            end=problem.seq_kv - diagonal if group.hides_missing else None,
+            end=end if group.hides_missing else None,
             window=problem.window,
+            end_q=end if problem.packed else None,
         )
 
     return lax.cond(step.x < own.work.masked_steps, hide, lambda s: s, s)
+
+
+def locate_again(kernel, own, fresh):
+    """Return the work of a tile of keys, anew where keeping it takes registers."""
+    if kernel.problem.packed:
+        places = kernel.memory.places
+        place = Place(*(places[own.w, i + fresh] for i in range(len(Place._fields))))
+        return locate(kernel.problem, kernel.group, place)
+    if kernel.plan.is_tight:
+        return locate(kernel.problem, kernel.group, own.item + fresh)
+    return own.work
 
 
 def finish(kernel, w, ds, dk, end):
@@ -465,9 +510,15 @@ def finish(kernel, w, ds, dk, end):
 
 def store(kernel, own, dk, dv):
     """Scale and store a warpgroup's rows of dk and dv, or add them to the sums; free k and v."""
-    memory, outputs, work, w = kernel.memory, kernel.outputs, own.work, own.w
+    memory, outputs, w = kernel.memory, kernel.outputs, own.w
+    work = locate_again(kernel, own, own.steps >> 30) if kernel.problem.packed else own.work
     place = work.batch, work.head_kv, work.place.start + w * WGMMA_ROWS
-    if outputs.dk_sum is None:
+    if kernel.problem.packed:
+        k, v = memory.k_tiles.tile(w), memory.v_tiles.tile(w)
+        dk = dk * kernel.problem.rule.scale
+        store_rows_of_pieces(dk, k, outputs.dk, *place, work.place.end)
+        store_rows_of_pieces(dv, v, outputs.dv, *place, work.place.end)
+    elif outputs.dk_sum is None:
         store_tile(dk * kernel.problem.rule.scale, memory.k_tiles.tile(w), outputs.dk, *place)
         store_tile(dv, memory.v_tiles.tile(w), outputs.dv, *place)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -524,37 +575,41 @@ def is_small(head_dim, head_dim_v):
     return max(head_dim, head_dim_v) <= 64
 
 
-def launch_fused(sources, spec, backend, _masks):
+def launch_fused(sources, spec, backend, mask):
     """Call `flash_bwd_fused_kernel`; returns dq, dk, dv, lse2 and delta."""
     name = "flash_bwd_fused"
     config, programs = backend.configs(spec)[name], num_sms(backend.target)
     if config.block_q != WGMMA_ROWS:
         fail(NotImplementedError, name, f"block_q={WGMMA_ROWS}", config)
     q, k, v, dout, *_ = sources
-    lse2, delta, dq_sum = preprocess(sources, None, SUMS, has_sums=True)
-    is_split = splits_group(spec, config.block_q, config.block_kv, programs)
+    offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
+    lse2, delta, dq_sum = preprocess(sources, offsets.cu_seqlens_q, SUMS, has_sums=True)
+    is_split = not is_packed and splits_group(spec, config.block_q, config.block_kv, programs)
     members = 1 if is_split else spec.group_size
-    parts = spec.heads_q // members
-    turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
-    of_keys = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)]
-    if is_split:
-        rows = pl.cdiv(spec.seq_kv, ROW_PADDING) * ROW_PADDING
-        shapes = ((*(spec.batch, spec.heads_kv, rows), value_columns(x.shape[3])) for x in (k, v))
-        of_keys = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    of_queries = jax.ShapeDtypeStruct(dq_sum.shape, dq_sum.dtype)
+    if is_packed:
+        num_tiles = count_sequence_tiles(spec.seq_kv, offsets.num_sequences, config.block_kv)
+        schedule = min(num_tiles * spec.heads_kv, programs)
+    else:
+        parts = spec.heads_q // members
+        turned = replace(exchange_sides(spec), heads_q=parts, heads_kv=parts)
+        schedule = make_schedule(turned, config.block_kv, config.block_q, programs, members=members)
+    of_queries, *of_keys = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (dq_sum, k, v))
     outputs = Outputs(*of_keys, of_queries, None, None)
     if is_split:
+        rows = pl.cdiv(spec.seq_kv, ROW_PADDING) * ROW_PADDING
+        shapes = ((spec.batch, spec.heads_kv, rows, value_columns(x.shape[3])) for x in (k, v))
+        of_keys = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
         outputs = Outputs(None, None, of_queries, *of_keys)
     results = launch(
         name,
         flash_bwd_fused_kernel,
-        (Inputs(q, k, v, dout, lse2, delta),),
-        make_schedule(turned, config.block_kv, config.block_q, programs, members=members),
-        (outputs,),
-        {"memory": allocate_memory(spec, config, sums_dq=True)},
+        (Inputs(q, k, v, dout, lse2, delta), offsets),
+        schedule,
+        (outputs, item_counter() if is_packed else None),
+        {"memory": allocate_memory(spec, config, packed=is_packed, sums_dq=True)},
         spec,
         config,
-        num_sums=2 if is_split else 0,
+        num_sums=2 * is_split + is_packed,
         aliased=(dq_sum,),
         members=members,
     )
@@ -562,5 +617,6 @@ def launch_fused(sources, spec, backend, _masks):
         dq_sum, dk, dv = results
         dk, dv = postprocess(dk, k, SUMS, spec.scale), postprocess(dv, v, SUMS)
     else:
-        dk, dv, dq_sum = results
-    return postprocess(dq_sum, q, SUMS, spec.scale), dk, dv, lse2, delta
+        dk, dv, dq_sum, *_counter = results
+    dq = postprocess(dq_sum, q, SUMS, spec.scale, offsets.cu_seqlens_q)
+    return dq, dk, dv, lse2, delta

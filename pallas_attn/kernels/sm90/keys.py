@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.items import Queue, allocate_hand_over
+from pallas_attn.kernels.explicit.items import Place, Queue, allocate_hand_over
 from pallas_attn.kernels.explicit.steps import count_steps, tile_start
 from pallas_attn.kernels.explicit.tma import Tiles, load_tile
 from pallas_attn.kernels.explicit.wgmma import WGMMA_ROWS
@@ -54,6 +54,8 @@ class Memory(NamedTuple):
         ds_tiles: two tiles of dsᵀ of each consumer, where dq is summed, else None.
         dq_tiles: each consumer's part of a tile of dq, likewise.
         hand_over: where a program's warps find their next tile of packed sequences, else None.
+        places: each consumer's own copy of its tile's place, where dq of these is summed, else
+            None.
     """
 
     delta_rows: Any
@@ -67,6 +69,7 @@ class Memory(NamedTuple):
     kv_empty: Any
     kv_full: Any
     lse2_rows: Any
+    places: Any
     q_empty: Any
     q_full: Any
     q_tiles: Any
@@ -105,7 +108,7 @@ def locate(problem: Problem, group: Group, item: Any) -> Work:
     )
     last_start = last_tile(num_queries, block_q)
     if group.hides_missing:
-        visible = visible.mask_all(place.start + block_kv > problem.seq_kv)
+        visible = visible.mask_all(place.start + block_kv > place.end)
 
     def visited(step):
         return tile_start(step, visible, block_q, last_start)
@@ -205,7 +208,7 @@ def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -
         q_tiles=queries,
         dout_tiles=douts,
     )
-    ds_tiles = dq_tiles = None
+    ds_tiles = dq_tiles = places = None
     if sums_dq:
         width = ds_width(spec.head_dim)
         ds_tiles = plgpu.SMEM(
@@ -215,11 +218,14 @@ def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -
         )
         size = WGMMA_ROWS * min(64, value_columns(spec.head_dim))
         dq_tiles = plgpu.SMEM((warpgroups, size), jnp.float32)
+        if packed:
+            places = plgpu.SMEM((warpgroups, len(Place._fields)), jnp.int32)
     of_keys = pieces["k_tiles"] + pieces["v_tiles"]
     return Memory(
         **tiles,
         ds_tiles=ds_tiles,
         dq_tiles=dq_tiles,
+        places=places,
         lse2_rows=plgpu.SMEM(queries, jnp.float32),
         delta_rows=plgpu.SMEM(douts, jnp.float32),
         kv_full=plgpu.Barrier(num_arrivals=of_keys, num_barriers=warpgroups),
@@ -228,5 +234,5 @@ def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -
         q_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=queries[0]),
         dout_full=plgpu.Barrier(num_arrivals=pieces["dout_tiles"] + 1, num_barriers=stages),
         dout_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        hand_over=allocate_hand_over(warpgroups) if packed else None,
+        hand_over=allocate_hand_over(warpgroups + sums_dq) if packed else None,
     )
