@@ -81,10 +81,17 @@ def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=F
 
 
 def wait(pending, warpgroups=1):
-    """Wait for all but the last `pending` groups of copies, and for all threads of the program."""
-    plgpu.wait_gmem_to_smem(pending)
-    if warpgroups > 1:
-        program_barrier(warpgroups)
+    """Wait for all but the last `pending` groups of copies, and for all threads of the program.
+
+    `plgpu.wait_gmem_to_smem` has a barrier of its own for each warpgroup.
+    """
+
+    @plgpu.inline_mgpu()
+    def await_copies(_):
+        nvvm.cp_async_wait_group(pending)
+
+    await_copies()
+    program_barrier(warpgroups)
 
 
 # Can go when `copy_gmem_to_smem` takes OOBFillMode.ZEROS.

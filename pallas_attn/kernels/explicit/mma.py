@@ -58,9 +58,18 @@ def add_product(acc, p, b):
 
 def add_product_shared(acc, a, b):
     """Compute acc + a · b from shared memory, a in blocks of CHUNK; two warps share rows of acc."""
-    for start in range(0, b.shape[0], CHUNK):
-        rows = pl.ds(start, CHUNK)
-        acc = plgpu.mma(acc, load_left(a.at[:, rows], 2), load_right(b.at[rows], 2))
+    return add_chunks(acc, (load_left(x, 2) for x in chunks(a)), b)
+
+
+def chunks(a):
+    """Return CHUNK columns of a tile at a time."""
+    return [a.at[:, pl.ds(start, CHUNK)] for start in range(0, a.shape[1], CHUNK)]
+
+
+def add_chunks(acc, left, b):
+    """Compute acc + a · b, `left` the `chunks` of a as left operands and b in shared memory."""
+    for i, chunk in enumerate(left):
+        acc = plgpu.mma(acc, chunk, load_right(b.at[pl.ds(i * CHUNK, CHUNK)], 2))
     return acc
 
 

@@ -11,7 +11,7 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 PRODUCT = Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2)
 
 
-def add_to_sums(x, sums, batch, head, start):
+def add_to_sums(x, sums, batch, head, start, first_column=0):
     """Add rows start .. of a product, two warps sharing rows, to float32 sums of one head.
 
     The sums lie in blocks of 16 rows and 8 columns, a block in the order in which a product's
@@ -19,14 +19,15 @@ def add_to_sums(x, sums, batch, head, start):
     add to 32 neighbours.
 
     Args:
-        x: [rows, columns] float32.
+        x: [rows, some columns] float32.
         sums: [B, H, S, columns] in global memory.
         batch, head, start: int32 scalars; start is a multiple of 16.
+        first_column: of those of x, a multiple of 16.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT, *[SCALAR] * 3))
     def add(_, sums, x, batch, head, first):
-        base, places = _places(sums, x.shape, batch, head, first)
+        base, places = _places(sums, x.shape, batch, head, first, first_column)
         for place, pair in zip(places, x.registers.flat, strict=True):
             for parity in range(2):
                 value = llvm.extractelement(pair, mgpu.c(parity, ir.IntegerType.get_signless(32)))
@@ -53,7 +54,7 @@ def read_sums(sums, batch, head, start, shape):
     )
     def read(_, sums, batch, head, first):
         f32 = ir.F32Type.get()
-        base, places = _places(sums, shape, batch, head, first)
+        base, places = _places(sums, shape, batch, head, first, 0)
         x = mgpu.FragmentedArray.splat(mgpu.c(0.0, f32), shape, PRODUCT.to_mgpu())
 
         def load(place):
@@ -64,17 +65,18 @@ def read_sums(sums, batch, head, start, shape):
     return read(sums, batch, head, start)
 
 
-def _places(sums, shape, batch, head, first):
+def _places(sums, shape, batch, head, first, first_column):
     """Return where a thread's first number lies, and how far from there the pairs of registers do.
 
     The second number of a pair lies 32 behind the first.
     """
-    rows, columns = shape
+    columns = ir.MemRefType(sums.type).shape[3]
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
     warp, lane = (f(thread, mgpu.c(32, i32)) for f in (arith.divui, arith.remui))
     row_warp, column_warp = (f(warp, mgpu.c(2, i32)) for f in (arith.divui, arith.remui))
     offset = arith.addi(linear_index([row_warp, column_warp], [columns * 16, 128]), lane)
     base = mgpu_utils.getelementptr(pointer_to(sums, batch, head, first), [offset], f32)
-    pairs = np.ndindex(rows // 32, columns // 16, 2)
-    return base, [i * columns * 32 + j * 256 + half * 64 for i, j, half in pairs]
+    pairs = np.ndindex(shape[0] // 32, shape[1] // 16, 2)
+    first = first_column * 16
+    return base, [first + i * columns * 32 + j * 256 + half * 64 for i, j, half in pairs]

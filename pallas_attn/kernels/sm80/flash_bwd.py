@@ -32,8 +32,11 @@ from pallas_attn.kernels.explicit.cp_async import (
 from pallas_attn.kernels.explicit.lowering import SM80Params
 from pallas_attn.kernels.explicit.mma import (
     CHUNK,
+    add_chunks,
     add_product,
     add_product_shared,
+    chunks,
+    load_left,
     product_scores,
     zeros,
 )
@@ -55,6 +58,8 @@ from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
+# Columns of dq that are multiplied at a time.
+DQ_COLUMNS = 64
 SUMS = Sums(SM80Params, padded_columns, read_sums)
 
 
@@ -242,12 +247,12 @@ def flash_bwd_dkdv_kernel(
     Operands and packed sequences as in `flash_bwd_dq_kernel`, dk and dv like k and v; dq_sum is
     None, or dq's float32 sums in the order of `add_to_sums`, 0 at first, with the rows of lse2, to
     which the program adds ds k; the order of these additions is not fixed. In shared memory a tile
-    of k and of v, num_stages of q and of dout (1: the next arrive after dk; 2: under the whole
-    step), and what p and ds need. Grid: (key tiles · kv heads · batch), in the order of
-    `longest_first`. Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop
-    invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
-    Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
-    products. A key that no query sees gives 0.
+    of k and of v, num_stages of q and of dout (1: the next dout arrives after dv, and the next q
+    after dk; 2: both under the whole step), and what p and ds need. Grid: (key tiles · kv heads ·
+    batch), in the order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys down,
+    queries across). Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and
+    queries so far. Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype
+    for their products. A key that no query sees gives 0.
 
     A warp that can have 32 rows of its own has them whole, so that p and ds are left operands where
     they were computed. Otherwise two warps share 32 rows, each with half of the columns, which
@@ -289,23 +294,25 @@ def flash_bwd_dkdv_kernel(
     steps = before + full + after
     last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
 
-    def fetch(member, step, slot):
-        """Fetch the queries and dout of a step; a program without steps fetches some tile."""
+    of_q, of_dout = (q_ref, q_tiles), (dout_ref, dout_tiles)
+
+    def fetch(operands, member, step, slot):
+        """Fetch a step's rows of q, dout or both; a program without steps fetches some tile."""
         head = head_kv * group_size + member
         start = step_start(step, visible, block_q)
         if offsets.num_sequences is None and window != Window():
             start = jnp.clip(start, 0, last_start)
         start = first_q + start
-        for ref, tiles in ((q_ref, q_tiles), (dout_ref, dout_tiles)):
+        for ref, tiles in operands:
             source = Head(ref, batch, head, first_q + seq_q)
             fetch_tile(source, tiles.at[slot], start, block_q, warpgroup, warpgroups, fills_q)
 
-    def fetch_next(member, step, slot):
-        """Fetch the queries and dout of the step that follows, if there is one."""
+    def fetch_next(operands, member, step, slot):
+        """Fetch rows of the step that follows, if there is one."""
         is_last = step + 1 == steps
         next_member = jnp.where(is_last, member + 1, member)
         next_step = jnp.where(is_last, 0, step + 1)
-        pl.when(next_member < group_size)(lambda: fetch(next_member, next_step, slot))
+        pl.when(next_member < group_size)(lambda: fetch(operands, next_member, next_step, slot))
         commit()
 
     def store(x, tiles):
@@ -327,7 +334,7 @@ def flash_bwd_dkdv_kernel(
     fetch_tile(k, k_tile, start_row, rows, all_exist=fills_kv)
     fetch_tile(v, v_tile, start_row, rows, all_exist=fills_kv)
     first = program * 0
-    fetch(first, first, 0)
+    fetch((of_q, of_dout), first, first, 0)
     commit()
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
@@ -340,7 +347,7 @@ def flash_bwd_dkdv_kernel(
         slot = 0
         if num_stages == 2:
             slot = (member * steps + step) % 2
-            fetch_next(member, step, 1 - slot)
+            fetch_next((of_q, of_dout), member, step, 1 - slot)
         lse2, delta = (
             load_vector(ref.at[batch, head, pl.ds(first_row + start_q, block_q)], layout.reduce(0))
             for ref in (lse2_ref, delta_ref)
@@ -368,6 +375,10 @@ def flash_bwd_dkdv_kernel(
             dv = add_product(dv, p, dout_tiles.at[slot])
         else:
             dv = add_stored(dv, p_tiles, dout_tiles.at[slot])
+        if num_stages == 1:
+            # Fetch the next dout.
+            program_barrier(warpgroups)
+            fetch_next((of_dout,), member, step, 0)
         # dk += dsᵀ q
         if p_in_registers:
             dk = add_product(dk, ds, q_tiles.at[slot])
@@ -376,16 +387,12 @@ def flash_bwd_dkdv_kernel(
         if num_stages == 1:
             # Fetch the next queries.
             program_barrier(warpgroups)
-            fetch_next(member, step, 0)
+            fetch_next((of_q,), member, step, 0)
         if dq_sum_ref is not None:
             # dq += ds k
-            dq = zeros(columns, padded_columns(head_dim), k_ref.dtype, 2)
-            for w in range(warpgroups):
-                dq = add_product_shared(
-                    dq, ds_tiles.at[w * warpgroups + warpgroup].T, k_tiles.at[w]
-                )
+            of_columns = [ds_tiles.at[w * warpgroups + warpgroup].T for w in range(warpgroups)]
             row = first_row + start_q + warpgroup * columns
-            add_to_sums(dq, dq_sum_ref, batch, head, row)
+            add_dq(of_columns, k_tiles, head_dim, dq_sum_ref, batch, head, row)
         return dk, dv
 
     def visit_head(member, carry):
@@ -411,6 +418,24 @@ def flash_bwd_dkdv_kernel(
     num_rows = None if fills_kv else seq_kv
     for tile, ref, size in ((k_tile, dk_ref, head_dim), (v_tile, dv_ref, head_dim_v)):
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
+
+
+def add_dq(ds_tiles, k_tiles, size, sums_ref, *place):
+    """Add ds k to the sums of dq, DQ_COLUMNS at a time: some are added while others are multiplied.
+
+    Args:
+        ds_tiles: those of the keys of each tile of k, with queries down.
+        k_tiles: [tiles, keys, columns].
+        size: elements of a row of q.
+        sums_ref, *place: see `add_to_sums`.
+    """
+    parts = [[load_left(x, 2) for x in chunks(tile)] for tile in ds_tiles]
+    for first in range(0, padded_columns(size), DQ_COLUMNS):
+        width = min(DQ_COLUMNS, padded_columns(size) - first)
+        dq = zeros(ds_tiles[0].shape[0], width, k_tiles.dtype, 2)
+        for i, ds in enumerate(parts):
+            dq = add_chunks(dq, ds, k_tiles.at[i, :, pl.ds(first, width)])
+        add_to_sums(dq, sums_ref, *place, first)
 
 
 def launch_dq(inputs, spec, backend, mask):
