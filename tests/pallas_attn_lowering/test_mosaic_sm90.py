@@ -226,18 +226,21 @@ def packed_gradients(*operands, **options):
 
 
 @pytest.mark.parametrize(
-    ("operands", "options"),
+    ("operands", "number", "options"),
     [
-        (arrays(128, seq_q=4096, seq_kv=40960), {"causal": True}),
-        (arrays(96, 40, seq_q=131, dtype="float16"), {"softcap": 5.0}),
-        (arrays(72, 128, seq_kv=303), {"window_size": (30, 20)}),
-        (arrays(128, 16), {"scale": -0.1, "deterministic": True}),
+        (arrays(128, seq_q=4096, seq_kv=40960), 4, {"causal": True}),
+        (arrays(80, 104, seq_q=131, seq_kv=6144, dtype="float16"), 4, {"window_size": (30, 20)}),
+        (arrays(128, seq_kv=6143), 3, {}),
+        (arrays(128, seq_kv=6144), 3, {"deterministic": True}),
+        (arrays(96, 40, seq_q=131, seq_kv=6144, dtype="float16"), 3, {"softcap": 5.0}),
+        (arrays(72, 128, seq_kv=303), 3, {"window_size": (30, 20)}),
+        (arrays(128, 16), 3, {"scale": -0.1, "deterministic": True}),
     ],
 )
-def test_the_backward_of_packed_sequences_is_lowered(operands, options):
-    """A kernel of its own for dq, with any number of keys."""
+def test_the_backward_of_packed_sequences_is_lowered(operands, number, options):
+    """A kernel of its own for dq, or of five sequences from 6144 keys on its sums."""
     function = partial(packed_gradients, implementation="mosaic", **options)
-    assert kernels(lower(function, *sequences(operands))) == ["mosaic_gpu_v2"] * 3
+    assert kernels(lower(function, *sequences(operands))) == ["mosaic_gpu_v2"] * number
 
 
 def test_the_backward_of_packed_sequences_is_lowered_everywhere():

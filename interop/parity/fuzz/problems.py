@@ -179,6 +179,10 @@ class _Draw:
         count = self.integer(0, most)
         return tuple(self.length() // max(1, count // 3) for _ in range(count))
 
+    def long(self) -> int:
+        """Return a number of tokens so large that kernels add up dq on a GPU."""
+        return self.integer(3 * self._longest, 4 * self._longest)
+
     def head_dim(self) -> int:
         any_size = HEAD_DIM_STEP * self.integer(
             HEAD_DIM_MIN // HEAD_DIM_STEP, HEAD_DIM_MAX // HEAD_DIM_STEP
@@ -261,14 +265,21 @@ def _terms(shared: _Draw) -> dict[str, Any]:
 
 
 def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
+    is_long = shared.chance(0.15)
     queries = own.lengths(12)
+    if is_long:
+        queries = tuple(own.long() for _ in range(own.integer(1, 2)))
     if own.chance(0.5):
         lengths = tuple((n, n) for n in queries)
+    elif is_long:
+        lengths = tuple((n, own.long()) for n in queries)
     else:
         lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
     padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
     options = _options(shared, own, max((n for _, n in lengths), default=0))
     options |= _tree(shared) | _terms(shared)
+    if is_long:
+        options |= {"heads_q": shared.integer(1, 3), "heads_kv": 1}
     return VarlenCase(name, lengths, padding, **options, row_max=shared.chance(0.15))
 
 
