@@ -5,7 +5,7 @@ With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
 Dao 2023, FlashAttention-2, algorithm 2. There are two ways to dq: a kernel of its own, which
 prepares the rows as well and makes the same bits every time, with seven products in all; or float32
-additions from the kernel of dk and dv, in any order, with five. Packed sequences go the first way.
+additions from the kernel of dk and dv, in any order, with five.
 
 Of heads above 128 the sums of one gradient fill the registers, so that dq, dk and dv each have a
 kernel, with eight products in all.

@@ -116,7 +116,7 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
     small ones that would be too much for the instruction cache, so that they multiply a ds of 0.
 
     Packed sequences, of small heads: as in `flash_fwd_kernel`. Each sequence begins a tile of lse2
-    and delta, as in `prepare_rows`; tiles without rows are not stored. Rows of a tile past its
+    and delta; tiles without rows are not stored. Rows of a tile past its
     sequence's end are the next one's, or padding. They are not stored, and those of k and v are
     cleared in shared memory. Queries without a key are loaded as 0.
     """
