@@ -243,14 +243,15 @@ def test_the_backward_of_packed_sequences_is_lowered(operands, number, options):
     assert kernels(lower(function, *sequences(operands))) == ["mosaic_gpu_v2"] * number
 
 
-def test_the_backward_of_packed_sequences_is_lowered_everywhere():
-    operands = *sequences(arrays(128)), jax.ShapeDtypeStruct((4,), "float32")
-    assert kernels(lower(packed_gradients, *operands)) == ["mosaic_gpu_v2"] * 3
+@pytest.mark.parametrize(("seq_kv", "number"), [(300, 3), (6144, 4)])
+def test_the_backward_of_packed_sequences_is_lowered_everywhere(seq_kv, number):
+    operands = *sequences(arrays(128, seq_kv=seq_kv)), jax.ShapeDtypeStruct((4,), "float32")
+    expected = ["mosaic_gpu_v2"] * number
+    assert kernels(lower(packed_gradients, *operands)) == expected
     with jax.enable_x64(True):
-        assert kernels(lower(packed_gradients, *operands)) == ["mosaic_gpu_v2"] * 3
+        assert kernels(lower(packed_gradients, *operands)) == expected
     batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
-    text = lower(jax.vmap(packed_gradients), *batched)
-    assert kernels(text) == ["mosaic_gpu_v2"] * 3
+    assert kernels(lower(jax.vmap(packed_gradients), *batched)) == expected
 
 
 def test_the_backward_of_packed_large_heads_is_another_familys():
