@@ -58,8 +58,6 @@ from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
-# Columns of dq that are multiplied at a time.
-DQ_COLUMNS = 64
 SUMS = Sums(SM80Params, padded_columns, read_sums)
 
 
@@ -392,7 +390,8 @@ def flash_bwd_dkdv_kernel(
             # dq += ds k
             of_columns = [ds_tiles.at[w * warpgroups + warpgroup].T for w in range(warpgroups)]
             row = first_row + start_q + warpgroup * columns
-            add_dq(of_columns, k_tiles, head_dim, dq_sum_ref, batch, head, row)
+            width = dq_columns(head_dim, window)
+            add_dq(of_columns, k_tiles, width, dq_sum_ref, batch, head, row)
         return dk, dv
 
     def visit_head(member, carry):
@@ -420,21 +419,33 @@ def flash_bwd_dkdv_kernel(
         store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
 
 
-def add_dq(ds_tiles, k_tiles, size, sums_ref, *place):
-    """Add ds k to the sums of dq, DQ_COLUMNS at a time: some are added while others are multiplied.
+def dq_columns(size, window):
+    """Return how many columns of dq are multiplied at a time, of `size`.
+
+    All are where parts were not faster, or were not timed: `docs/history/sm80.md`.
+    """
+    has_parts = size > 128 or (size > 96 and window != Window())
+    return 64 if has_parts else padded_columns(size)
+
+
+def add_dq(ds_tiles, k_tiles, width, sums_ref, *place):
+    """Add ds k to the sums of dq: some columns are added while others are multiplied.
 
     Args:
         ds_tiles: those of the keys of each tile of k, with queries down.
         k_tiles: [tiles, keys, columns].
-        size: elements of a row of q.
+        width: columns that are multiplied at a time.
         sums_ref, *place: see `add_to_sums`.
     """
-    parts = [[load_left(x, 2) for x in chunks(tile)] for tile in ds_tiles]
-    for first in range(0, padded_columns(size), DQ_COLUMNS):
-        width = min(DQ_COLUMNS, padded_columns(size) - first)
-        dq = zeros(ds_tiles[0].shape[0], width, k_tiles.dtype, 2)
+    columns = k_tiles.shape[2]
+    parts = [(load_left(x, 2) for x in chunks(tile)) for tile in ds_tiles]
+    if width < columns:  # each multiplies several
+        parts = [[*part] for part in parts]
+    for first in range(0, columns, width):
+        count = min(width, columns - first)
+        dq = zeros(ds_tiles[0].shape[0], count, k_tiles.dtype, 2)
         for i, ds in enumerate(parts):
-            dq = add_chunks(dq, ds, k_tiles.at[i, :, pl.ds(first, width)])
+            dq = add_chunks(dq, ds, k_tiles.at[i, :, pl.ds(first, count)])
         add_to_sums(dq, sums_ref, *place, first)
 
 
