@@ -85,7 +85,7 @@ def locate_rows(cu_seqlens_ref, num_rows, heads):
     """
     program = lax.axis_index("program")
     head, tile = program % heads, program // heads
-    num_tiles = count_tiles(num_rows, None if cu_seqlens_ref is None else cu_seqlens_ref.shape[0])
+    num_tiles = count_tiles(cu_seqlens_ref, num_rows)
     batch, tile = tile // num_tiles, tile % num_tiles
     padded = tile * ROWS
     # With the same rows for the other axis, that of padding is empty.
@@ -95,9 +95,9 @@ def locate_rows(cu_seqlens_ref, num_rows, heads):
     return Rows(batch, head, padded, start + padded % ROW_PADDING, end, size > 0)
 
 
-def count_tiles(num_rows, num_offsets):
+def count_tiles(cu_seqlens, num_rows):
     """Return how many programs the rows of one head have."""
-    num_sequences = None if num_offsets is None else num_offsets - 1
+    num_sequences = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
     tiles = count_sequence_tiles(num_rows, num_sequences, ROW_PADDING)
     return tiles * (ROW_PADDING // ROWS)
 
@@ -189,7 +189,7 @@ def preprocess(
 ) -> tuple[Array, Array, Array | None]:
     """Call `flash_bwd_preprocess_kernel`; returns lse2, delta, and the sums of dq or None."""
     batch, seq, heads, _ = rows.dout.shape
-    num_tiles = count_tiles(seq, None if cu_seqlens is None else cu_seqlens.shape[0])
+    num_tiles = count_tiles(cu_seqlens, seq)
     shape = batch, heads, num_tiles * ROWS
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
     if has_sums:
@@ -197,8 +197,8 @@ def preprocess(
         outputs.append(jax.ShapeDtypeStruct((*shape, columns), jnp.float32))
     operands = rows._replace(q=None, k=None, v=None)
     lse2, delta, *dq_sum = _launch(
-        flash_bwd_preprocess_kernel, num_tiles * batch * heads, (operands, cu_seqlens), outputs,
-        None, sums.params,
+        "flash_bwd_preprocess", flash_bwd_preprocess_kernel, num_tiles * batch * heads,
+        (operands, cu_seqlens), outputs, None, sums.params,
     )  # fmt: skip
     return lse2, delta, dq_sum[0] if has_sums else None
 
@@ -212,8 +212,9 @@ def postprocess(
 ) -> Array:
     """Call `flash_bwd_postprocess_kernel`; returns the gradient of an operand `like`."""
     batch, seq, heads, head_dim = like.shape
-    num_tiles = count_tiles(seq, None if cu_seqlens is None else cu_seqlens.shape[0])
+    num_tiles = count_tiles(cu_seqlens, seq)
     (gradient,) = _launch(
+        "flash_bwd_postprocess",
         functools.partial(flash_bwd_postprocess_kernel, read=sums.read, scale=scale),
         num_tiles * batch * heads,
         (gradient_sums, cu_seqlens),
@@ -224,10 +225,9 @@ def postprocess(
     return gradient
 
 
-def _launch(kernel, programs, operands, outputs, tile, params):
+def _launch(name, kernel, programs, operands, outputs, tile, params):
     """Call a kernel of one warpgroup a program, with a tile in shared memory or None."""
     inputs, places = jax.tree.flatten(operands)
-    name = getattr(kernel, "func", kernel).__name__.removesuffix("_kernel")
 
     def body(*refs):
         others = refs[len(inputs) : len(inputs) + len(outputs)]
