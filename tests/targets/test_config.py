@@ -280,11 +280,18 @@ def test_packed_sequences_count_as_that_of_a_key_has_in_the_mean(tokens, held):
     assert conditions(spec) == {"packed"} | {f">= {keys} keys" for keys in held}
 
 
-def test_packed_sequences_of_mosaic_have_a_kernel_of_dq():
+def test_dq_is_summed_or_has_a_kernel_in_mosaic():
     (family,) = (x for x in FAMILIES["pallas_attn"] if (x.name, x.folder) == ("mosaic", "sm90"))
     dense = FlashCase("", 1, 4096, 4096, 1, 1, 128).spec
     packed = VarlenSpec(**vars(dense), num_sequences=1)
-    for spec, has_sums in ((dense, True), (packed, False), (replace(dense, seq_kv=2047), False)):
+    for spec, has_sums in (
+        (dense, True),
+        (replace(dense, softcap=5.0), True),
+        (replace(dense, seq_kv=2047), False),
+        (packed, True),
+        (replace(packed, softcap=5.0), False),
+        (replace(packed, num_sequences=4), False),
+    ):
         configs = Backend(family, "sm90").configs(spec)
         assert ("flash_bwd_fused" in configs) == has_sums
         assert ("flash_bwd_dq" in configs) == (not has_sums)
