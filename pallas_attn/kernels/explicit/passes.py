@@ -43,7 +43,7 @@ OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Sums(NamedTuple):
-    """How a family adds up gradients.
+    """Describe how a family adds up gradients.
 
     Attributes:
         params: parameters of its kernels for the compiler.
@@ -57,7 +57,7 @@ class Sums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a program.
+    """Locate the rows of a program.
 
     Attributes:
         batch, head: whose they are.
