@@ -3,8 +3,8 @@
 The family's host function is traced once for operands of given shapes (`pallas_attn.outline`), and
 each of its kernels is compiled by JAX's CUDA plugin (`torch_attn.mosaic_call`). A call then
 allocates and launches what the outline says, so that torch's allocator, its streams, its CUDA
-graphs and `torch_attn.replay` see what they see of any other family. What XLA fuses between the
-kernels, torch has kernels for. JAX is imported when a family is asked for; it runs nothing.
+graphs and `torch_attn.replay` see what they see of any other family. What XLA computes between the
+kernels, torch computes itself. JAX is imported when a family is asked for; it runs nothing.
 """
 
 from __future__ import annotations

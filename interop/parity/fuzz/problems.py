@@ -266,9 +266,7 @@ def _terms(shared: _Draw) -> dict[str, Any]:
 
 def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
     is_long = shared.chance(0.15)
-    queries = own.lengths(12)
-    if is_long:
-        queries = tuple(own.long() for _ in range(own.integer(1, 2)))
+    queries = tuple(own.long() for _ in range(own.integer(1, 2))) if is_long else own.lengths(12)
     if own.chance(0.5):
         lengths = tuple((n, n) for n in queries)
     elif is_long:
