@@ -52,7 +52,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "mgpu": (
             "jax.experimental.mosaic.gpu",
             "FragmentedArray FragmentedArray.foreach FragmentedArray.splat "
-            "FragmentedArray.transfer_tiled bitwidth c warpgroup_barrier when",
+            "FragmentedArray.transfer_tiled bitwidth c when",
         ),
         "mgpu_utils": (
             "jax.experimental.mosaic.gpu.utils",

@@ -4,19 +4,38 @@ Barrier 0 is the compiler's, 1 + w that of warpgroup w; the next ones are free. 
 plgpu has barriers of a warpgroup, and of all warpgroups, on SM80, and named ones.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.registers import SCALAR
-from pallas_attn.private import ir, llvm, mgpu, nvvm
+from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
+
+
+def synchronize(text: str, operands: Sequence[Any] = ()) -> None:
+    """Issue an instruction that no access to memory may pass: PTX with 32-bit operands.
+
+    Without the clobber LLVM sinks a load below the instruction, to the branch where it is used, and
+    what it loads may have been overwritten by then.
+    """
+    constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), text, constraints, has_side_effects=True)
+
+
+def synchronize_warpgroup() -> None:
+    """Wait for the other threads of this warpgroup, in MLIR."""
+    i32 = ir.IntegerType.get_signless(32)
+    warpgroup = arith.shrui(mgpu_utils.thread_idx(), mgpu.c(7, i32))
+    synchronize("bar.sync $0, 128;", [arith.addi(warpgroup, mgpu.c(1, i32))])
 
 
 @plgpu.inline_mgpu()
 def warpgroup_barrier(_):
     """Wait for the other threads of this warpgroup; their stores to shared memory are seen then."""
-    mgpu.warpgroup_barrier()
+    synchronize_warpgroup()
 
 
 def program_barrier(warpgroups: int) -> None:
@@ -31,8 +50,7 @@ def program_barrier(warpgroups: int) -> None:
 
     @plgpu.inline_mgpu()
     def barrier(_):
-        text = f"bar.sync {warpgroups + 1}, {128 * warpgroups};"
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+        synchronize(f"bar.sync {warpgroups + 1}, {128 * warpgroups};")
 
     barrier()
 
@@ -53,8 +71,7 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
 
     @plgpu.inline_mgpu(arg_types=(SCALAR,))
     def barrier(_, n):
-        n = n.registers.item()
-        llvm.inline_asm(ir.Type.parse("!llvm.void"), [n], text, "r", has_side_effects=True)
+        synchronize(text, [n.registers.item()])
 
     barrier(jnp.int32(number))
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_attn.kernels.explicit.barriers import synchronize
 from pallas_attn.kernels.explicit.wgmma import columns_of
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
@@ -168,15 +169,13 @@ def _rows_of(matrix, piece, columns, batch, head, start):
 @plgpu.inline_mgpu()
 def await_copies(_):
     """Wait until this thread's copies from shared memory are done."""
-    text = "cp.async.bulk.wait_group 0;"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+    synchronize("cp.async.bulk.wait_group 0;")
 
 
 @plgpu.inline_mgpu()
 def await_reads(_):
     """Wait until this thread's copies from shared memory have read it."""
-    text = "cp.async.bulk.wait_group.read 0;"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "", has_side_effects=True)
+    synchronize("cp.async.bulk.wait_group.read 0;")
 
 
 def clear_values(tile, count):

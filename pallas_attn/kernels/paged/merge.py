@@ -6,6 +6,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.addresses import linear_index, pointer_at
+from pallas_attn.kernels.explicit.barriers import synchronize_warpgroup
 from pallas_attn.kernels.explicit.registers import (
     ROWS,
     SCALAR,
@@ -47,7 +48,7 @@ def merge_rows(x, scratch, add):
         for i, register in flat:
             place = arith.addi(own, mgpu.c(8 * i, i32))
             llvm.store(scalar(register), mgpu_utils.getelementptr(base, [place], f32))
-        mgpu.warpgroup_barrier()
+        synchronize_warpgroup()
         merged = []
         for i, register in flat:
             total = None
@@ -80,7 +81,7 @@ def share_sums(arrays, scratch):
         registers = [x for array in arrays for x in array.registers.flat]
         for i, register in enumerate(registers):
             llvm.store(register, mgpu_utils.getelementptr(pointer, [i * 2 * THREADS], f32))
-        mgpu.warpgroup_barrier()
+        synchronize_warpgroup()
 
     share(scratch, list(arrays))
 

@@ -31,8 +31,8 @@ def _barrier_instruction(instruction, num_threads):
 def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
     """Run an instruction on a named barrier, for which Gluon has no word."""
     gl.inline_asm_elementwise(
-        _barrier_instruction(INSTRUCTION, NUM_THREADS), "=r,r", [index], dtype=gl.int32,
-        is_pure=False, pack=1,
+        _barrier_instruction(INSTRUCTION, NUM_THREADS), "=r,r,~{memory}", [index],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -52,8 +52,8 @@ def wait_for_all(index, NUM_THREADS: gl.constexpr):
 def meet_in_warp():
     """Wait for all threads of a partition of one warp."""
     gl.inline_asm_elementwise(
-        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r", [gl.program_id(0)], dtype=gl.int32,
-        is_pure=False, pack=1,
+        "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r,~{memory}", [gl.program_id(0)],
+        dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
