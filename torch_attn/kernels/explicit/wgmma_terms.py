@@ -49,31 +49,43 @@ def add_to_products(s, terms, own, rule, offset, bias):
         rule: `twin_attention.contract.spec.ScoreRule`, whose exponent scales.
     """
     inverse = 1.0 / rule.scale
+    if terms.bias.entries is not None:
+        # Before any branch: ptxas 12.8 crashes where a bias is added behind one.
+        bias = _widen(bias)
+        if terms.bias.of_keys:
+            s += bias * inverse
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     layout: gl.constexpr = quads.type.layout
     of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
     shift = gl.zeros([s.shape[0], 4], gl.float32, of_thread)
-    # Distance of the thread's first key from its queries; and of its others from that.
+    if terms.bias.entries is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
+        if not terms.bias.of_keys:
+            rows: gl.constexpr = gl.SliceLayout(1, of_thread)
+            bias = gl.convert_layout(gl.reshape(bias, [s.shape[0]]), rows, assert_trivial=True)
+            shift += bias[:, None] * LOG2E
+    # Distance of a key in the middle from the thread's queries; and of its keys from that one. Both
+    # parts of a distance are rounded, so that they should be small where it is.
+    MIDDLE: gl.constexpr = s.shape[1] // 2
     row = gl.arange(0, s.shape[0], gl.SliceLayout(1, of_thread))[:, None]
     pair = gl.arange(0, 4, gl.SliceLayout(0, of_thread))[None, :]
-    first = offset + pair * 2 - row
+    middle = offset + MIDDLE + pair * 2 - row
     of_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
     of_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     eight = gl.arange(0, s.shape[1] // 8, of_eight)[None, :, None, None]
     column = gl.arange(0, 2, of_column)[None, None, None, :]
-    other = eight * 8 + column
+    other = eight * 8 + column - MIDDLE
     # Of what a tile has on both sides, or within the table, each score has its own.
     is_before, is_behind = offset + s.shape[1] <= 0, offset >= s.shape[0]
     if terms.slopes is not None:
         if terms.falling:
             quads += other.to(gl.float32) * (own.slope * inverse)
-            shift += first.to(gl.float32) * (own.slope * LOG2E)
+            shift += middle.to(gl.float32) * (own.slope * LOG2E)
         elif is_before | is_behind:
             slope = gl.where(is_behind, -own.slope, own.slope)
             quads += other.to(gl.float32) * (slope * inverse)
-            shift += first.to(gl.float32) * (slope * LOG2E)
+            shift += middle.to(gl.float32) * (slope * LOG2E)
         else:
-            distance = first.to(gl.float32)[:, None, :, None] + other.to(gl.float32)
+            distance = middle.to(gl.float32)[:, None, :, None] + other.to(gl.float32)
             quads -= gl.abs(distance) * (own.slope * inverse)
     if terms.relative is not None:
         is_before, is_behind = table_sides(terms, offset, s.shape[1], s.shape[0])
@@ -82,14 +94,6 @@ def add_to_products(s, terms, own, rule, offset, bias):
         else:
             quads += _table_values(terms, own, offset, quads) * inverse
     s = gl.convert_layout(gl.reshape(quads, s.shape), s.type.layout, assert_trivial=True)
-    if terms.bias.entries is not None:
-        bias = _widen(bias)
-        if terms.bias.of_keys:
-            s += bias * inverse
-        else:
-            rows: gl.constexpr = gl.SliceLayout(1, of_thread)
-            bias = gl.convert_layout(gl.reshape(bias, [s.shape[0]]), rows, assert_trivial=True)
-            shift += bias[:, None] * LOG2E
     return s, shift
 
 

@@ -209,16 +209,19 @@ def consume_keys(
                 else:
                     s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 arrive(K_READ + slot, READERS)
-                # p = exp(s - max)
-                s, shift = _add_terms(s, terms, own, rule, offset, bias, masked)
                 if masked:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
-                    s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
                     if HAS_LISTS:
+                        # Its branch is behind no term: ptxas 12.8 crashes on some that are.
                         alike = step_is_alike(index, begin, before, problem.segments)
                         of_keys = load_keys(
                             problem, marks, start_kv, seq_kv, BLOCK_KV, layout, alike
                         )
+                # p = exp(s - max)
+                s, shift = _add_terms(s, terms, own, rule, offset, bias, masked)
+                if masked:
+                    s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
+                    if HAS_LISTS:
                         s = hide_keys(s, problem, marks, position, of_keys)
                 if BOUNDED:
                     # Without a maximum each half goes by itself, and the second takes the registers
