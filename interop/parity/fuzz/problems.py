@@ -235,8 +235,9 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_q = own.length()
     seq_kv = seq_q if own.chance(0.4) else own.length()
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
-    options = _options(shared, own, seq_kv) | _tree(shared) | _terms(shared)
-    if shared.chance(0.2):
+    terms = _terms(shared)
+    options = _options(shared, own, seq_kv) | _tree(shared) | terms
+    if shared.chance(0.5 if terms else 0.15):
         options["bias"] = "".join(axis for axis in "bhqk" if shared.chance(0.6))
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,

@@ -208,6 +208,16 @@ def _full_changes() -> Iterator[Change]:
     yield "bias-softcap", {"bias": "qk", "softcap": 5.0, "heads_q": 8, "heads_kv": 1}
     yield "bias-segments", {"bias": "bhqk", "segments": "shuffled", "window_size": (70, 5)}
     yield "bias-tree", {"bias": "hqk", "tree": "any", "causal": True, "sinks": True, "relative": 9}
+    for d in (64, 128, 192, 256):  # with a bias whose rows begin at multiples of 16 bytes
+        pair = {"seq_q": 160, "seq_kv": 320, "heads_q": 6, "head_dim": d}
+        yield f"bias-alibi-d{d}", {**pair, "bias": "bhqk", "alibi": "heads"}
+        yield f"bias-relative-d{d}", {**pair, "bias": "hqk", "relative": 31}
+        yield f"alibi-relative-d{d}", {**pair, "alibi": "all", "relative": 31}
+        ordered = {**pair, "alibi": "all", "relative": 31, "deterministic": True}
+        yield f"alibi-relative-deterministic-d{d}", ordered
+        lists = {"segments": "documents", "tree": "any", "causal": True, "seq_q": 320}
+        yield f"bias-tree-segments-d{d}", {**pair, **lists, "bias": "qk", "scale": -0.07}
+        yield f"relative-tree-segments-d{d}", {**pair, **lists, "relative": 31}
     for d in (16, 32, 64, 128, 256):
         yield f"dropout-d{d}", {"dropout_rate": 0.1, "head_dim": d, "causal": True}
     dropout = {"dropout_rate": 0.3}
