@@ -30,3 +30,7 @@ def test_a_register_that_one_path_leaves_is_found():
 def test_a_register_that_is_read_to_make_itself_is_found():
     (found,) = unwritten(SASS.format("UIADD3 UR6, UP0, UR6, 0x40, URZ"))
     assert "UIADD3 UR6, UP0, UR6" in found
+
+
+def test_a_register_that_is_written_behind_a_predicate_is_written():
+    assert unwritten(SASS.format("ULOP3.LUT UP0, UR6, UR4, 0x2, URZ, 0xc0, !UPT")) == []

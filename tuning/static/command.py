@@ -18,6 +18,7 @@ from rich.table import Table
 
 from interop.parity.arguments import count, make_folder
 from interop.rendering.tables import NARROW, Grid, console_of, to_terminal
+from tuning.static.fuzz import Compilation, compilations, find_mistakes
 from tuning.static.gate import (
     DTYPES,
     FAMILIES,
@@ -87,6 +88,14 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="instead: check that short lengths of every kind fit shared memory",
     )
+    parser.add_argument(
+        "--random",
+        type=count,
+        metavar="N",
+        help="instead: compile the explicit kernels of N random problems, and list what a compiler "
+        "crashes on or gets wrong",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --random (default: 0)")
     parser.set_defaults(run=run, refuse=parser.error)
 
 
@@ -96,15 +105,12 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.perf_counter()
     if arguments.sweep:
         return _sweep(arguments, console, begin)
+    if arguments.random:
+        return _fuzz(arguments, console, begin)
     selected = _select(arguments)
     if arguments.json:
         make_folder(arguments.refuse, "--json", arguments.json.parent)
-    reasons = {problem: not_compiled(problem) for problem in selected}
-    for name, reason in dict.fromkeys((_table_of(x), reason) for x, reason in reasons.items()):
-        if reason is not None:
-            target, framework, family = name
-            console.print(f"{framework} {family} on {target}, not compiled: {reason}")
-    selected = [problem for problem in selected if reasons[problem] is None]
+    selected = _compiled_here(selected, console)
     verdicts = _check_all(selected, dict(arguments.changes), arguments.jobs, console)
     seconds = time.perf_counter() - begin
     for (target, *names), of_table in groupby(verdicts, lambda v: _table_of(v.problem)):
@@ -204,6 +210,37 @@ def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int
     return 1 if refused or not results else 0
 
 
+def _fuzz(arguments: argparse.Namespace, console: Console, begin: float) -> int:
+    """Compile random problems and list the compilers' mistakes; return 1 if there is one."""
+    selected = [
+        each
+        for target in arguments.target or TARGETS
+        for framework in arguments.framework or FRAMEWORKS
+        for each in compilations(framework, target, arguments.random, arguments.seed)
+    ]
+    selected = _compiled_here(selected, console)
+    results = _in_processes(find_mistakes, selected, arguments.jobs, console)
+    mistakes = [mistake for _, found in results for mistake in found]
+    for mistake in mistakes:
+        console.print(str(mistake), style="red", soft_wrap=True, markup=False)
+    console.print(
+        f"{sum(number for number, _ in results)} kernels of {arguments.random} random problems "
+        f"compiled in {time.perf_counter() - begin:.0f} s, {len(mistakes)} failed"
+    )
+    return 1 if mistakes else 0
+
+
+def _compiled_here(selected: Sequence[Any], console: Console) -> list[Any]:
+    """Return the problems that this machine can compile, and say why it cannot the others."""
+    reasons = [not_compiled(problem) for problem in selected]
+    pairs = list(zip(selected, reasons, strict=True))
+    for name, reason in dict.fromkeys((_table_of(x), reason) for x, reason in pairs):
+        if reason is not None:
+            target, framework, family = name
+            console.print(f"{framework} {family} on {target}, not compiled: {reason}")
+    return [problem for problem, reason in pairs if reason is None]
+
+
 def _in_processes(
     function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
 ) -> list[Any]:
@@ -288,7 +325,7 @@ def bound_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False
     return to_terminal(grid, title=title, caption=caption, **options)
 
 
-def _table_of(problem: Problem) -> tuple[str, ...]:
+def _table_of(problem: Problem | Compilation) -> tuple[str, ...]:
     return problem.target, problem.framework, problem.family
 
 

@@ -44,10 +44,11 @@ def _registers(instruction: str) -> tuple[int, int]:
     name, _, rest = instruction.partition(" ")
     operands = rest.split(", ")
     reads = writes = 0
+    result = 1 if re.match("U?P", operands[0]) else 0  # a predicate may come first
     for index, operand in enumerate(operands):
         for kind, number in _REGISTER.findall(operand):
             register = int(number)
-            if index == 0 and not kind and _WRITES.match(name):
+            if index == result and not kind and _WRITES.match(name):
                 writes |= (3 if re.search(r"\.64|\.WIDE", name) else 1) << register
             elif kind == "gdesc":  # two matrices, the first in registers or in shared memory
                 in_registers = re.match(r"R\d", operands[1])

@@ -1,0 +1,101 @@
+"""Compile the kernels of random problems, without a GPU, and find what a compiler got wrong.
+
+The gate has one problem of each feature; a compiler's mistakes are in combinations of them. Speed
+is not judged here: a rare combination may spill.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from itertools import count, islice
+
+from interop.parity.cases import FlashCase, VarlenCase
+from interop.parity.fuzz.command import reproduce
+from interop.parity.fuzz.problems import VARIANTS, Problem, draw
+from tuning.static.gate import FAMILIES, compiler
+from tuning.static.resources import measure
+from twin_attention.contract.spec import AttentionSpec
+
+LONGEST = 2048
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A random problem of a family's.
+
+    Attributes:
+        problem: what to compile.
+        framework, target, family: as a gate's problem has them.
+    """
+
+    problem: Problem
+    framework: str
+    target: str
+    family: str
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return self.problem.case.spec
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong with a problem's code.
+
+    Attributes:
+        compilation: the problem, and whose kernels.
+        reason: what is wrong.
+    """
+
+    compilation: Compilation
+    reason: str
+
+    def __str__(self) -> str:
+        of = self.compilation
+        name = f"{of.problem.name}, {of.framework} {of.family} on {of.target}"
+        return f"{name}: {self.reason}\n    {reproduce(of.problem)}"
+
+
+def compilations(framework: str, target: str, number: int, seed: int) -> list[Compilation]:
+    """Return random problems of flash attention, each for all explicit families of a framework."""
+    return [
+        Compilation(problem, framework, target, family)
+        for problem in islice(_problems(seed), number)
+        for family, targets in FAMILIES[framework].items()
+        if family != "triton" and target in targets
+    ]
+
+
+def _problems(seed: int) -> Iterator[Problem]:
+    """Yield random problems of 16 bits; no two of them have the same kernels."""
+    for index in count(step=VARIANTS):
+        problem = draw(seed, index, LONGEST)
+        case = problem.case
+        if type(case) in (FlashCase, VarlenCase) and case.dtype != "float32":
+            yield problem
+
+
+def find_mistakes(of: Compilation) -> tuple[int, list[Mistake]]:
+    """Compile a problem's kernels; return how many, and what is wrong with them."""
+    case = of.problem.case
+    compile_kernels = compiler(of.framework, of.family)
+    options = {"family": of.family} if of.family == "gluon" else {}
+    try:
+        with redirect_stdout(io.StringIO()):  # Triton prints the PTX that ptxas did not take
+            found = compile_kernels(of.spec, of.target, sinks=case.sinks, **options)
+    except NotImplementedError:
+        return 0, []
+    except Exception as error:  # whatever a compiler raises
+        reason = " ".join(str(error).split())[:100]
+        return 0, [Mistake(of, f"{type(error).__name__}: {reason}")]
+    mistakes = []
+    for kernel, _config, binary in found:
+        taken = measure(binary, of.target)
+        if taken.unwritten:
+            mistakes.append(Mistake(of, f"{kernel} reads registers that nothing wrote"))
+        if taken.serialized:
+            mistakes.append(Mistake(of, f"{kernel} waits for each wgmma"))
+    return len(found), mistakes
