@@ -31,7 +31,12 @@ from tuning.static.resources import Resources, measure
 from twin_attention.contract.paged_spec import QUANTIZED_DTYPES, DecodeSpec, PagedSpec
 from twin_attention.contract.spec import HEAD_DIM_MIN, AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets import sm80, sm90
-from twin_attention.targets.config import HEAD_DIMS, padded_head_dim, use_configs
+from twin_attention.targets.config import (
+    HEAD_DIMS,
+    config_of_smaller_cards,
+    padded_head_dim,
+    use_configs,
+)
 from twin_attention.targets.kernels import DecodeConfig, KernelConfig, find_kernel
 from twin_attention.targets.target import (
     SHARED_MEMORY_LIMIT,
@@ -433,7 +438,7 @@ def failures(
         found.append(f"begins or ends {resources.fixed_bounds} loops always at the same place")
     limit = problem.shared_memory or (
         SHARED_MEMORY_LIMIT[target]  # compiled for each size of card
-        if problem.family == "mosaic"
+        if problem.family == "mosaic" or _has_row_of_smaller_cards(problem, kernel, config)
         else shared_memory_limit(kernel, target)
     )
     if resources.shared > limit:
@@ -461,6 +466,15 @@ def failures(
     if is_specialized and resources.serialized:
         found.append("waits for each wgmma")
     return tuple(found)
+
+
+def _has_row_of_smaller_cards(problem: Problem, kernel: str, config: KernelConfig) -> bool:
+    """Return True where a card with less shared memory takes another row of a Gluon kernel's."""
+    if (problem.family, problem.target) != ("gluon", "sm80") or kernel != "flash_fwd":
+        return False
+    package = FRAMEWORKS[problem.framework]
+    smaller = config_of_smaller_cards(package, "sm80", problem.spec, "sm80", kernel, config)
+    return smaller != config
 
 
 def _needs_wgmma(problem: Problem, kernel: str, config: KernelConfig, stationary: str) -> bool:
