@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import triton.language as tl
+import triton.runtime.errors as triton_errors
 
 from torch_attn.driver import launcher_of
 from torch_attn.layouts import bind, layouts_of, leaves
@@ -34,6 +35,9 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 UNSPECIALIZED = [
     "seq_q", "seq_kv", "diagonal", "num_sequences", "together", "window_left", "window_right",
 ]  # fmt: skip
+
+# What Triton raises where ptxas fails; where it has no such name, its error is left alone.
+_PTXAS_ERRORS = getattr(triton_errors, "PTXASError", ())
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
@@ -144,6 +148,7 @@ class Launch(NamedTuple):
 
         Raises:
             NotImplementedError: none fits.
+            RuntimeError: ptxas fails.
         """
         name, spec, backend, config, target = (
             self.name, self.spec, self.backend, self.config, self.backend.target,
@@ -155,7 +160,14 @@ class Launch(NamedTuple):
 
         def compiled(config: KernelConfig) -> Any:
             numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            return compile(*self.prepared(config), numbers | options)
+            try:
+                return compile(*self.prepared(config), numbers | options)
+            except _PTXAS_ERRORS as error:
+                raise RuntimeError(
+                    f"{name}: ptxas does not compile this kernel ({str(error).splitlines()[0]}). "
+                    "TRITON_PTXAS_PATH names another ptxas, and another `implementation` takes "
+                    "other kernels"
+                ) from error
 
         smaller = partial(backend.smaller_configs, spec, name, config)
         return compile_to_fit(name, compiled, config, target, limit, smaller)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 
 from interop.parity.cases import FlashCase
@@ -143,6 +144,17 @@ def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
     assert SM90.configs(SPEC)["flash_fwd"].num_stages == 3
     assert [arguments["num_stages"] for *_, arguments in kernel.compiled] == [3, 2]
     assert len(kernel.launched) == 1
+
+
+def test_a_crash_of_ptxas_says_what_to_do(kernel, monkeypatch):
+    def warmup(*values, **options):
+        raise PTXASError("`ptxas` failed with error code -11\nRepro command: ptxas a.ptx")
+
+    monkeypatch.setattr(kernel, "warmup", warmup, raising=False)
+    with pytest.raises(RuntimeError, match="flash_fwd: ptxas does not compile") as raised:
+        run(kernel, operand())
+    assert "(PTXAS error: `ptxas` failed with error code -11)" in str(raised.value)
+    assert "TRITON_PTXAS_PATH" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import count, islice
 
-from interop.parity.cases import FlashCase, VarlenCase
+from interop.parity.cases import ContextCase, FlashCase, VarlenCase
 from interop.parity.fuzz.command import reproduce
 from interop.parity.fuzz.problems import VARIANTS, Problem, draw
 from tuning.static.gate import FAMILIES, compiler
@@ -28,17 +28,16 @@ class Compilation:
 
     Attributes:
         problem: what to compile.
+        spec, sinks: of its case.
         framework, target, family: as a gate's problem has them.
     """
 
     problem: Problem
+    spec: AttentionSpec
+    sinks: bool
     framework: str
     target: str
     family: str
-
-    @property
-    def spec(self) -> AttentionSpec:
-        return self.problem.case.spec
 
 
 @dataclass(frozen=True)
@@ -62,30 +61,31 @@ class Mistake:
 def compilations(framework: str, target: str, number: int, seed: int) -> list[Compilation]:
     """Return random problems of flash attention, each for all explicit families of a framework."""
     return [
-        Compilation(problem, framework, target, family)
-        for problem in islice(_problems(seed), number)
+        Compilation(problem, case.spec, case.sinks, framework, target, family)
+        for problem, case in islice(_problems(seed), number)
         for family, targets in FAMILIES[framework].items()
         if family != "triton" and target in targets
     ]
 
 
-def _problems(seed: int) -> Iterator[Problem]:
-    """Yield random problems of 16 bits; no two of them have the same kernels."""
+def _problems(seed: int) -> Iterator[tuple[Problem, FlashCase | VarlenCase]]:
+    """Yield random problems of 16 bits and their cases; no two of them have the same kernels."""
     for index in count(step=VARIANTS):
         problem = draw(seed, index, LONGEST)
         case = problem.case
-        if type(case) in (FlashCase, VarlenCase) and case.dtype != "float32":
-            yield problem
+        if isinstance(case, ContextCase):  # of parts of a sequence
+            continue
+        if isinstance(case, FlashCase | VarlenCase) and case.dtype != "float32":
+            yield problem, case
 
 
 def find_mistakes(of: Compilation) -> tuple[int, list[Mistake]]:
     """Compile a problem's kernels; return how many, and what is wrong with them."""
-    case = of.problem.case
     compile_kernels = compiler(of.framework, of.family)
     options = {"family": of.family} if of.family == "gluon" else {}
     try:
         with redirect_stdout(io.StringIO()):  # Triton prints the PTX that ptxas did not take
-            found = compile_kernels(of.spec, of.target, sinks=case.sinks, **options)
+            found = compile_kernels(of.spec, of.target, sinks=of.sinks, **options)
     except NotImplementedError:
         return 0, []
     except Exception as error:  # whatever a compiler raises
