@@ -73,9 +73,9 @@ def _problems(seed: int) -> Iterator[tuple[Problem, FlashCase | VarlenCase]]:
     for index in count(step=VARIANTS):
         problem = draw(seed, index, LONGEST)
         case = problem.case
-        if isinstance(case, ContextCase):  # of parts of a sequence
+        if isinstance(case, ContextCase) or not isinstance(case, FlashCase | VarlenCase):
             continue
-        if isinstance(case, FlashCase | VarlenCase) and case.dtype != "float32":
+        if case.dtype != "float32" and case.spec.seq_q and case.spec.seq_kv:
             yield problem, case
 
 
