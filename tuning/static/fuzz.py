@@ -42,7 +42,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is wrong with a problem's code.
+    """Tell of a mistake in a problem's code.
 
     Attributes:
         compilation: the problem, and whose kernels.
