@@ -3,10 +3,11 @@
 A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs or in
 TF32, has lost its tensor-core instructions. On SM80 it also fails when it spills registers, or has
 lost the asynchronous copies of a load pipeline (more than one stage), and forward and decode have
-to fit the smaller cards that run SM80 code; SM90's configurations are chosen by times, which
-include the cost of spills. It fails when it reads a uniform register that nothing wrote, with
-wgmma, or when a loop has lost its bounds: both are a compiler's mistakes. float32 multiplies in
-IEEE precision, without tensor cores, unless TF32 is asked for.
+to fit the smaller cards that run SM80 code, unless these take a row of their own; SM90's
+configurations are chosen by times, which include the cost of spills. It fails when it reads a
+uniform register that nothing wrote, with wgmma, or when a loop has lost its bounds: both are a
+compiler's mistakes. float32 multiplies in IEEE precision, without tensor cores, unless TF32 is
+asked for.
 
 The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
 fail where a step of the main loop spills as much as a tile has. Those of SM80 and of paged caches
