@@ -164,7 +164,7 @@ _EXPLICIT_FEATURES = {
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 # Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
 # other features than a mask; those of paged caches.
-_MOSAIC_HEAD_DIMS = (64, 96, 128, 192, 256)
+_MOSAIC_HEAD_DIMS = (64, 96, 128, 192, 240, 256)
 _MOSAIC_HEAD_DIMS_WITH_FEATURES = (64, 128)
 _MOSAIC_HEAD_DIMS_OF_SHORT = (192, 256)  # of rows of their own under a mask
 _PAGED_HEAD_DIMS = (64, 128, 256)

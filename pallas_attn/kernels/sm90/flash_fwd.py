@@ -33,6 +33,7 @@ from pallas_attn.kernels.explicit.schedule import make_schedule
 from pallas_attn.kernels.explicit.softmax import add_columns, rescale
 from pallas_attn.kernels.explicit.steps import tile_start
 from pallas_attn.kernels.explicit.tma import (
+    BLOCK,
     Tiles,
     clear_values,
     count_boxes,
@@ -396,7 +397,7 @@ def compute_tile(kernel, turns, item, step):
     p, m_i, _ = softmax(kernel, queries, s, kernel.queue.program * 0 + skipped, m_i, has_masked)
     l_i = add_columns(p)
     p = p.astype(kernel.inputs.v.dtype)
-    acc = zeros(WGMMA_ROWS, padded_columns(kernel.inputs.v.shape[3]))
+    acc = zeros(WGMMA_ROWS, memory.v_tiles.columns[-1].stop)
     if kernel.problem.packed:
         wait_for_edge(kernel, turns, queries, kernel.queue.program * 0)
     if kernel.last_first:
@@ -588,7 +589,9 @@ def flash_fwd(
         out = [views for size in out_sizes for views in out_views(size)]
         k = tile_views(dtype, (stages, config.block_kv), spec.head_dim, scores_whole)
         v = tile_views(dtype, (stages, config.block_kv), spec.head_dim_v, v_whole)
-        if is_packed or (spec.head_dim_v > LARGE_HEAD and not v_whole):
+        if spec.head_dim_v > LARGE_HEAD and not v_whole:  # 256 columns
+            v = value_views(dtype, stages, config.block_kv, cdiv(spec.head_dim_v, BLOCK) * BLOCK)
+        elif is_packed:
             v = value_views(dtype, stages, config.block_kv, spec.head_dim_v)
         q_full, k_full, v_full = (
             plgpu.Barrier(num_arrivals=count_boxes(views), num_barriers=count)

@@ -23,10 +23,12 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
     Args:
         spec: the problem.
         ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
-        values: the tiles that p or ds in registers multiplies. With these all rows are padded to
-            `value_columns`, and these tiles, of 64 rows and two blocks of columns, are
-            `value_block_views`: the assembler would run one product of two after the other.
+        values: the tiles that p or ds in registers multiplies. Those of 64 rows and two blocks of
+            columns are `value_block_views`: the assembler would run one product of two after the
+            other.
         **counts: (tiles, rows) of each.
+
+    Rows are padded to `value_columns`.
     """
     tiles, pieces = {}, {}
     for name, shape in counts.items():
@@ -35,7 +37,7 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
         is_packed = num_sequences_of(spec) is not None  # their tiles begin anywhere
         whole = not is_packed and is_whole(size, spec.seq_q, spec.seq_kv)
         widths = piece_widths(size, whole)
-        if values is not None and not whole:
+        if not whole:
             columns = value_columns(size)
             width = ds_width(size)
             if columns > 96 or (ds_is_shared and is_scores):
@@ -89,7 +91,11 @@ def values_and_factors(views) -> tuple[Tiles, Tiles]:
 
 
 def value_columns(size):
-    """Return the columns of rows of `size` elements in the kernel of dk and dv: up to 96 or 128."""
+    """Return the columns of rows of `size` elements, at most 128, in the kernels of the backward.
+
+    They are 128 above 96: of pieces of 64, 32 and 16 columns the assembler would run one product
+    after the other.
+    """
     return padded_columns(size) if size <= 96 else -(-size // BLOCK) * BLOCK
 
 
