@@ -111,7 +111,7 @@ def test_what_is_not_compiled_has_a_reason(select, capsys):
     [
         (
             ["--head-dim", "13"],
-            "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 256, got 13",
+            "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 240, 256, got 13",
         ),
         (
             ["--target", "sm90", "--shared-memory", "99"],
