@@ -80,3 +80,19 @@ def test_no_more_heads_than_there_are(batch, heads, num_tiles):
 )  # fmt: skip
 def test_an_sm_has_programs_whose_sums_fill_half_of_its_registers(block, sizes, programs):
     assert programs_of_sm(block, *sizes) == programs
+
+
+@pytest.mark.parametrize(
+    ("batch", "seq", "heads_kv", "block", "together"),
+    [
+        (4, 3000, 4, 64, 16), (2, 8192, 4, 64, 8), (4, 4096, 8, 128, 32), (4, 4096, 8, 64, 8),
+        (2, 4096, 16, 128, 16), (4, 1024, 16, 64, 33),
+    ],
+)  # fmt: skip
+def test_all_heads_whose_sums_exceed_the_cache_start_together(
+    batch, seq, heads_kv, block, together
+):
+    heads_q = 32 if heads_kv == 8 else 16
+    num_tiles, programs = -(-seq // block), 2 * NUM_SMS
+    found = heads_together(problem(batch, seq, heads_q), num_tiles, programs, batch * heads_kv)
+    assert found == together

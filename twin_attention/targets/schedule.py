@@ -7,6 +7,8 @@ from twin_attention.targets.config import padded_head_dim
 
 # 32-bit registers of an SM, on every target.
 REGISTERS = 65536
+# Bytes of float32 sums that an A100's L2 cache holds.
+CACHED_SUMS = 40 * 2**20
 
 
 def programs_of_sm(block: int, *sizes: int) -> int:
@@ -22,7 +24,9 @@ def programs_of_sm(block: int, *sizes: int) -> int:
     return max(1, min(4, REGISTERS // 2 // sums))
 
 
-def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
+def heads_together(
+    spec: AttentionSpec, num_tiles: int, programs: int, summed_heads: int | None = None
+) -> int:
     """Return how many of the last heads are interleaved, their longest tiles first.
 
     Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
@@ -35,10 +39,16 @@ def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
     interleaved: the grid ends with the shortest tiles of some sequence in all heads, and few of the
     sequences are read at a time.
 
+    Where programs add to sums of dq, all heads are interleaved if the last ones would be half of
+    them or more, and their sums more than the L2 cache holds. The last heads' tiles start when
+    others end, each at another time, and need all of these sums. Tiles that start together add to
+    the same rows at about the same time.
+
     Args:
         spec: the problem.
         num_tiles: tiles of queries of a head, or of keys of a kv head.
         programs: how many run at a time on all SMs.
+        summed_heads: how many heads have tiles whose programs add to dq; None if they do not.
     """
     heads = spec.batch * spec.heads_q
     if isinstance(spec, VarlenSpec):
@@ -46,4 +56,9 @@ def heads_together(spec: AttentionSpec, num_tiles: int, programs: int) -> int:
     window = spec.position_window
     if window.right is None or window.left is not None:
         return 1  # tiles are about as long as each other
-    return max(1, min(2 * programs // max(num_tiles, 1), heads))
+    together = max(1, min(2 * programs // max(num_tiles, 1), heads))
+    if summed_heads is not None and 2 * together >= summed_heads:
+        rows = together * heads // summed_heads * spec.seq_q
+        if 4 * rows * padded_head_dim(spec.head_dim) > CACHED_SUMS:
+            return summed_heads
+    return together

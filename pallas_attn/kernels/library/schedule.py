@@ -21,13 +21,14 @@ def longest_first(program, num_tiles, num_heads, together):
     return head, tile
 
 
-def last_heads(spec, backend, programs):
+def last_heads(spec, backend, programs, summed_heads=None):
     """Return the `together` of `longest_first`, as a function of a head's tiles.
 
     programs: how many an SM has at a time.
+    summed_heads: as `heads_together` takes it.
     """
     at_a_time = programs * num_sms(backend.target)
-    return lambda num_tiles: heads_together(spec, num_tiles, at_a_time)
+    return lambda num_tiles: heads_together(spec, num_tiles, at_a_time, summed_heads)
 
 
 def order_programs(spec, backend, block, *sizes):

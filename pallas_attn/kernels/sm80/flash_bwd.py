@@ -514,15 +514,17 @@ def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv", dq_sum=None)
             ),
         )
 
+    heads = spec.heads_kv * spec.batch
+    summed_heads = None if dq_sum is None else heads
+    together = last_heads(spec, backend, PROGRAMS_OF_SM, summed_heads)
+
     def programs(config):
         tiles = count_sequence_tiles(spec.seq_kv, mask.offsets.num_sequences, config.block_kv)
-        return tiles * spec.heads_kv * spec.batch
+        return tiles * heads
 
     return launch(
         name,
-        functools.partial(
-            flash_bwd_dkdv_kernel, together=last_heads(spec, backend, PROGRAMS_OF_SM)
-        ),
+        functools.partial(flash_bwd_dkdv_kernel, together=together),
         programs,
         (*inputs, mask.offsets),
         tuple(

@@ -26,7 +26,12 @@ def longest_first(num_tiles, together):
     return head, tile
 
 
-def order_argument(call: KernelCall, num_tiles: int, programs_of_sm: int) -> dict[str, Any]:
-    """Return `together` of `longest_first`, for a kernel with a number of programs an SM."""
+def order_argument(
+    call: KernelCall, num_tiles: int, programs_of_sm: int, summed_heads: int | None = None
+) -> dict[str, Any]:
+    """Return `together` of `longest_first`, for a kernel with a number of programs an SM.
+
+    summed_heads: as `heads_together` takes it.
+    """
     programs = programs_of_sm * num_sms(call.device, call.target)
-    return {"together": heads_together(call.spec, num_tiles, programs)}
+    return {"together": heads_together(call.spec, num_tiles, programs, summed_heads)}

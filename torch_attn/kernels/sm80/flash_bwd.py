@@ -502,20 +502,23 @@ def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, None)
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
-    return (tiles * spec.heads_kv * spec.batch,), _arguments(call, tiles)
+    heads = spec.heads_kv * spec.batch
+    *_, sums, _mask = call.layouts
+    summed_heads = None if sums.dq is None else heads
+    return (tiles * heads,), _arguments(call, tiles, summed_heads)
 
 
-def _arguments(call: KernelCall, tiles: int) -> dict[str, Any]:
+def _arguments(call: KernelCall, tiles: int, summed_heads: int | None) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
     arguments = flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
-    return arguments | order_argument(call, tiles, PROGRAMS_OF_SM)
+    return arguments | order_argument(call, tiles, PROGRAMS_OF_SM, summed_heads)
 
 
 flash_bwd = make_flash_bwd(
