@@ -24,9 +24,9 @@ NOTE = (
     "pairs that the mask keeps, 2.5 times as many backward. A backward is timed by itself, on a "
     "graph that is made beforehand; torch gets tensors in its own layout, without a copy. "
     "FA2 and cuDNN run through torch's scaled_dot_product_attention. FA2 is SM80 code, and the bar "
-    "for our SM80 code; FA3, FA4 and cuDNN are the bar for Hopper code. Peers run as they come, "
-    "not tuned for the shape. Those that take long to compile are timed where the message beside "
-    "them says."
+    "for our SM80 code; FA3, FA4 and cuDNN are the bar for Hopper code. Peers run with their "
+    "defaults, not tuned for the shape. For a peer that takes long to compile, the message beside "
+    "it says where it is timed."
 )
 
 TOKENS, CHANNELS = 16384, 2048

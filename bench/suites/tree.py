@@ -23,9 +23,9 @@ NOTE = (
     "continuations of 1024, 'documents' are 16 of 1024 that share nothing. 'tree' gives "
     "flash_attention the ends of keys, 'segments' gives it segment ids; 'separate' is "
     "flash_attention_varlen on a copy of each path from a root to a leaf, which is made "
-    "beforehand, as FlexAttention's block mask is unless it is 'made' in each call. FLOPs are "
-    "those of the tree's pairs, also of 'separate', so that rates compare as times do; pairs are "
-    "those that the implementation works on, which are more where it is 'separate'. FlexAttention "
+    "beforehand, as FlexAttention's block mask is unless it is 'made' in each call. FLOPs "
+    "count the tree's pairs, for 'separate' as well, so that rates compare as times do; 'pairs' "
+    "counts what the implementation works on, which is more where it is 'separate'. FlexAttention "
     "and the function that makes its mask are compiled, the latter not where it says so."
 )
 

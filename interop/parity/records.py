@@ -242,7 +242,7 @@ def function_of(problem: dict[str, Any]) -> str:
 
 
 def options_of(problem: dict[str, Any]) -> list[str]:
-    """Return which fields of a case, of those that change what kernels compute, are not defaults.
+    """Return which fields of a case that change what kernels compute are not defaults.
 
     >>> options_of({"head_dim": 64, "bias": "", "segments": "", "softcap": 5.0})
     ['softcap', 'bias']

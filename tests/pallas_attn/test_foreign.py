@@ -382,7 +382,7 @@ def test_parts_by_the_portable_kernels(launches):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_rank_without_keys_changes_nothing(deterministic, of_long_parts):
-    """The others have a program of theirs, and it gets zeros for keys."""
+    """The others have a program of their own, and it gets zeros for keys."""
     q, dout, carry = problem(0, [(1, 150, 2, 64)] * 3, "bfloat16")
     carry, (lse,) = carry.astype("float32"), problem(1, [(1, 2, 150)], "float32")
     lse = lse.at[:, :, 140:].set(-jnp.inf)  # these rows have seen no key yet

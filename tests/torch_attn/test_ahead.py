@@ -1,4 +1,4 @@
-"""Kernels compiled for another framework are those that torch launches.
+"""Kernels compiled for another framework are the kernels that torch launches.
 
 `torch_attn.ahead` uses what `JITFunction.run` of Triton does before it compiles:
 ``create_function_from_signature`` and ``_pack_args``. When a test fails after an update of Triton,

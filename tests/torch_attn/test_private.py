@@ -87,7 +87,7 @@ def test_without_a_name_of_the_interpreter_the_family_says_so(name, monkeypatch)
 
 
 def test_all_names_of_the_interpreter_are_looked_up():
-    """Those that are not imported by name, which an import looks up as well."""
+    """Names that are not imported by name, which an import looks up as well."""
     tree = ast.parse(inspect.getsource(interpreter))
     used = {
         node.attr

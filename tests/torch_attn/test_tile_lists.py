@@ -152,7 +152,7 @@ def visible(size_q: int, size_kv: int, window: Window) -> torch.Tensor:
 
 
 def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
-    """Return a kernel's lists, and the rows of its tiles: those that stay, and those visited."""
+    """Return a kernel's lists, and the rows of its tiles: which stay, and which are visited."""
     backend: Backend = gluon_backend("sm80")
     with interpreted(WRITES_FIRST):
         mask = listed_mask(kernel, operands, spec, backend)

@@ -49,7 +49,7 @@ def test_shared_memory_is_that_of_the_finished_kernels(in_a_process, framework, 
 
 
 def stages_that_fit(specs, limit):
-    """Stages of the forward of each problem on Hopper, with so many bytes of shared memory."""
+    """Stages of the forward of each problem on Hopper, with a number of bytes of shared memory."""
     with only_shared_memory():
         compiled = [compiler("jax")(spec, "sm90", lambda kernel: limit) for spec in specs]
     return [

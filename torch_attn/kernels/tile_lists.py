@@ -83,7 +83,7 @@ def tile_lists_kernel(
     lists int32: a counter, which becomes 0, of the work items that programs take; and then [B,
     tiles, 2 T + HEADER], where T is how many tiles there may be, 1 at least. From entry T on a list
     has its header; behind that stand the tiles that need no mask, and in front of it, the last one
-    first, those that need one. Where nothing is visible, tile 0 stands in both places and is not
+    first, tiles that need one. Where nothing is visible, tile 0 stands in both places and is not
     counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
@@ -188,7 +188,7 @@ def tile_lists_kernel(
                 seen &= shallow <= greatest_depth
                 whole &= deep <= least_depth
         whole &= seen
-        # How many tiles of both kinds there are up to each, those that need no mask above bit 16.
+        # How many tiles of both kinds there are up to each, without a mask above bit 16.
         masked = seen & ~whole
         counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
         numbers = tl.cumsum(counts, 0)
@@ -219,7 +219,7 @@ def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
 
     Args:
         rows_ptr: the numbers, from row 0 on.
-        starts: the tiles' first rows, of those that exist.
+        starts: the first rows of tiles that exist.
         size: how many rows there are; `fill` stands for others.
         BLOCK: rows of a tile.
     """

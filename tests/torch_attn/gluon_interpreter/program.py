@@ -149,7 +149,7 @@ class Program:
         self.finished = threading.Event()
 
     def run(self, parts: list[tuple[Callable[[], None], int]]) -> None:
-        """Run functions with so many warps each as partitions, to their end."""
+        """Run functions as partitions with a number of warps each, to their end."""
         before = self.partitions, self.finished
         self.partitions = [
             Partition(i, warps, self._priority(i)) for i, (_, warps) in enumerate(parts)
@@ -276,7 +276,7 @@ class Program:
         own.copies = []
 
     def wait_group(self, pending: int) -> None:
-        """Wait until only so many of a partition's latest groups are in flight."""
+        """Wait until at most `pending` of a partition's latest groups are in flight."""
         groups = now.partition.groups
         while len(groups) > pending:
             for work in groups.popleft():
@@ -293,7 +293,7 @@ class Program:
         return work
 
     def retire(self, queue: deque[Work], pending: int) -> None:
-        """Wait until only so many of a partition's latest are in flight."""
+        """Wait until at most `pending` of a partition's latest reads are in flight."""
         while len(queue) > pending:
             work = queue.popleft()
             work.finish()

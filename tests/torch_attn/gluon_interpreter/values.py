@@ -207,11 +207,11 @@ class Descriptor:
 class Shared:
     """A buffer in shared memory, or a view of one.
 
-    `unfenced` has a set of bits for each byte: of the partitions of which one has yet to fence what
-    is written there, which are its writers and those that have met them since at a named barrier.
-    What is written as it was is no change: several may clear the same rows.
+    `unfenced` has a set of bits for each byte: the partitions of which one has yet to fence what is
+    written there. They are the byte's writers and the partitions that have met them at a named
+    barrier since. Writing a byte's own value is no change: several may clear the same rows.
 
-    `known` has those of the partitions that may write there: the last writers and those that have
+    `known` has the partitions that may write there: the last writers and the partitions that have
     met them since, at any barrier. It is 0 where all may, because TMA wrote there.
     """
 

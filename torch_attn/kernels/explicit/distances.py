@@ -123,7 +123,7 @@ def _add_band(middle, radius, offset, blocks, first_end, last_end):
     sums = ()
     before = zero
     for i in gl.static_range(EIGHTS + 4):
-        # 1 - i eights, and one less for those that turned.
+        # 1 - i eights, and one less for distances that turned.
         near = zero
         if i == 0:
             near = gl.gather(second[0], key, 1)

@@ -175,7 +175,7 @@ def draw_masks(
     BLOCK_KV: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Draw which probabilities of a tile stay: the bits of those that do, for `drop_packed`.
+    """Draw which probabilities of a tile stay: a bit each, for `drop_packed`.
 
     The seed is loaded once more for each tile. So nothing is drawn before this place: the compiler
     would put it between the products that are issued before, and the tensor cores would wait.

@@ -32,7 +32,7 @@ from torch_attn.tensor_maps import TensorMap
 ROWS = gl.constexpr(64)
 COLUMNS = gl.constexpr(16)
 LINES, LINE = map(gl.constexpr, BOX.value)
-# Boxes of sums in shared memory: the one that is converted, and those that are loaded meanwhile.
+# Boxes of sums in shared memory: one is converted while the others are loaded.
 STAGES = gl.constexpr(3)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding, of any tokens and of those that are new in a cache."""
+"""Rotary embedding of any tokens, and of new tokens in a cache."""
 
 from __future__ import annotations
 

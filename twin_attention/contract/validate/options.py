@@ -1,4 +1,4 @@
-"""Checks of options: those that functions share, and the numbers, bools and names in them."""
+"""Checks of options that functions share, and of the numbers, bools and names in them."""
 
 from __future__ import annotations
 
