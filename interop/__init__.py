@@ -1,3 +1,3 @@
-"""Both frameworks at once: exchange of tensors, and the parity harness."""
+"""Both frameworks together: exchange of tensors, and the parity harness."""
 
 from twin_attention import __version__ as __version__

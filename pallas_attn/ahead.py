@@ -1,6 +1,6 @@
-"""Lower a kernel in Mosaic GPU for another framework to launch, and compile it before XLA does.
+"""Lower Mosaic GPU kernels for another framework to launch, and compile kernels before XLA does.
 
-JAX's CUDA plugin compiles what JAX lowers a kernel to: `torch_attn.mosaic_call` asks it to, or XLA.
+JAX's CUDA plugin compiles the lowered module, at the request of `torch_attn.mosaic_call` or XLA.
 Checked with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in
 ``tests/pallas_attn_lowering`` guard it.
 """
@@ -30,8 +30,8 @@ class Lowered(NamedTuple):
 
     Attributes:
         module: what it is compiled from.
-        hash: the module's, by which the plugin finds the kernel that it has compiled.
-        num_operands, num_results: buffers that it is called with.
+        hash: the module's hash, by which the plugin finds a kernel that it has compiled.
+        num_operands, num_results: numbers of buffers that it is called with.
     """
 
     module: bytes
@@ -44,10 +44,10 @@ _collected: ContextVar[list[Lowered] | None] = ContextVar("collected", default=N
 
 
 def note_lowered(results: Sequence[Any]) -> None:
-    """Give a lowered kernel to `lower_ahead`, or else let a thread compile it for XLA.
+    """Hand a lowered kernel to `lower_ahead` if that is running; otherwise compile it in a thread.
 
     Args:
-        results: those of the operation that calls it.
+        results: results of the operation that calls it.
     """
     try:
         call = results[0].owner
@@ -69,7 +69,7 @@ def lower_ahead(call: Any) -> bytes:
         call: the operation of a trace that calls it.
 
     Raises:
-        NotImplementedError: JAX passes the kernel other buffers than its operands and results.
+        NotImplementedError: JAX passes the kernel buffers other than its operands and results.
     """
     operands = [x.aval for x in call.invars]
 
@@ -92,16 +92,17 @@ def lower_ahead(call: Any) -> bytes:
 
 
 def compile_beside(kernel: Lowered, device: Device) -> Future[None]:
-    """Let a thread compile a kernel while JAX lowers what follows it.
+    """Compile a kernel in a thread while JAX lowers what follows it.
 
-    XLA compiles a program's kernels one after the other, when all are lowered. The plugin keeps
-    what it has compiled, so XLA finds what the thread's program, of this kernel alone, needed.
+    XLA compiles a program's kernels one after the other, once all are lowered. The thread compiles
+    a program of this kernel alone. The plugin keeps what it has compiled, so XLA finds the kernel
+    there.
 
     Args:
         device: a CUDA device with the compute capability to compile for.
 
     Returns:
-        What to wait for. What goes wrong shows when XLA compiles the kernel again.
+        A future to wait for. Errors show when XLA compiles the kernel again.
     """
     return _threads().submit(_compile, kernel, device)
 

@@ -1,4 +1,4 @@
-"""Lead the public functions of attention from a caller's arguments to a problem."""
+"""Take the public attention functions from a caller's arguments to a problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twin_attention.contract.operands import describe_operands
 
 
 class Attention(NamedTuple):
-    """A public function of attention, whose results are out and lse.
+    """A public attention function, which returns out and lse.
 
     Attributes:
         operands: the class of its operands.
@@ -31,11 +31,11 @@ class Attention(NamedTuple):
         options: tuple[Any, ...],
         implementation: Implementation | None,
     ) -> Any:
-        """Run the public function on arguments as the caller gave them.
+        """Run the public function on the caller's arguments.
 
         Args:
             operands: in the order of their class.
-            options: the other arguments, in the order of `check_options`: return_lse is the last.
+            options: the other arguments, in the order of `check_options`; return_lse comes last.
             implementation: what the caller asked for.
 
         Returns:

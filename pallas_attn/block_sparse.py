@@ -64,46 +64,45 @@ def block_sparse_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention over the tiles that a block mask keeps; the others cost nothing.
+    """Compute exact attention over the tiles that a block mask keeps; other tiles cost nothing.
 
-    Query i sees key j if their tile is kept, and `causal` and `window_size` show it, as in
-    `flash_attention`: query i stands at key position ``p = i + Skv - Sq``. All else is as there. A
-    query that sees no key, such as one without a tile, gives 0, log-sum-exp -inf or its head's
-    sink, and gradients 0 but for the sink's. Kernels do not read keys and values of tiles that no
-    query keeps.
+    Query i sees key j if the mask keeps their tile and neither `causal` nor `window_size` hides the
+    key. As in `flash_attention`, query i stands at key position ``p = i + Skv - Sq``; all else is
+    as there too. A query that sees no key, such as one without a tile, has output 0 and log-sum-exp
+    -inf, or its head's sink if there is one; its gradients are 0 except the sink's. Kernels do not
+    read keys and values of tiles that no query keeps.
 
-    Pass lists where a mask serves several calls: from booleans each call makes them. Nothing checks
-    what lists hold (`check_block_mask` does); whatever it is, no memory outside the operands is
-    touched. Works under the transformations that `flash_attention` does; a `BlockMask` is a pytree.
-    Differentiable once, in reverse mode.
+    Pass lists if several calls share a mask: given booleans, each call makes the lists again. The
+    lists' contents are not checked (`check_block_mask` does that); whatever they are, no memory
+    outside the operands is touched. Works under the transformations that `flash_attention` does; a
+    `BlockMask` is a pytree. Differentiable once, in reverse mode.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
         k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
         v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
-        block_mask: the tiles that are kept, True in [tiles_q, tiles_kv] bool with optional axes
-            for heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
-            `BlockMask`. Tiles have 64 or 128 queries, and 64 or 128 keys: tiles_q is Sq / 64 or
-            Sq / 128 rounded up, and tiles_kv the same of Skv.
+        block_mask: the tiles to keep: True in [tiles_q, tiles_kv] bool, with optional axes for
+            heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
+            `BlockMask`. A tile has 64 or 128 queries and 64 or 128 keys: tiles_q is Sq / 64 or Sq /
+            128 rounded up, and tiles_kv is the same for Skv.
         causal: query i sees keys up to p.
         scale: factor of the scores; None is ``D ** -0.5``.
         window_size: (left, right): query i sees keys from p - left to p + right. None, for the
             pair or a side, is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
-            the log-sum-exp, and has no value. None is no such logit.
+        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
+            the log-sum-exp but has no value. None: no sinks.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster where the kernels can. None: as
+            order, which is faster with kernels that can do so. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
-        precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
-            of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
+        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
+            mantissa, as tensor cores take them. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
         implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "mosaic" (explicit kernels of the forward for SM90, tiles of 128 by 128),
-            "gluon" (the kernels of torch_attn in Gluon, inside this program; likewise),
-            "torch_triton" (those in Triton), "reference" (plain JAX in float32, O(Sq · Skv)
-            memory), or None: the fastest kernels for the problem on a CUDA device, the reference
-            elsewhere.
+            interpreter), "mosaic" (explicit forward kernels for SM90, with tiles of 128 by 128),
+            "gluon" (torch_attn's Gluon kernels, inside this program; likewise), "torch_triton"
+            (torch_attn's Triton kernels), "reference" (plain JAX in float32, O(Sq · Skv) memory),
+            or None: the fastest kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
@@ -148,19 +147,20 @@ def _operands(
 
 
 def check_block_mask(block_mask: BlockMask[jax.Array]) -> None:
-    """Check the lists that `block_sparse_attention` takes as data, unchecked.
+    """Check a mask's lists, whose contents `block_sparse_attention` does not check.
 
-    Waits for the device and reads values, so it is for debugging and not for traced code.
+    It waits for the device and reads values: use it for debugging, not in traced code.
 
     Args:
-        block_mask: the tiles that are kept, as lists.
+        block_mask: the tiles to keep, as lists.
 
     Raises:
-        TypeError: it is no `BlockMask`, or a list is not a `jax.Array` or has the wrong dtype, or
-            it has no values because it is traced (`jax.errors.TracerArrayConversionError`).
+        TypeError: `block_mask` is no `BlockMask`, or a list is not a `jax.Array` or has the wrong
+            dtype, or it has no values because it is traced
+            (`jax.errors.TracerArrayConversionError`).
         ValueError: shapes that contradict each other; a count that is negative or exceeds the
-            tiles; a tile in a list that does not exist or does not come after the one before it; a
-            tile in a list of one direction that the other one's lacks. The message names the first
+            tiles; a listed tile that does not exist or does not come after the one before it; a
+            tile that is listed in one direction and not in the other. The message names the first
             such entry or list.
 
     Example::

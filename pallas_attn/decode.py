@@ -57,18 +57,19 @@ def paged_decode(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention of new tokens over keys and values kept in pages.
+    """Compute exact attention of new tokens over a paged KV cache.
 
     Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
-    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of
-    length n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
-    ``h // (Hq // Hkv)``. A token that sees no key gives 0, and log-sum-exp -inf or its head's sink.
+    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of length
+    n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
+    ``h // (Hq // Hkv)``. A token that sees no key has output 0 and log-sum-exp -inf, or its head's
+    sink if there is one.
 
-    Lengths and page tables are read on the device: nothing waits for it and nothing is planned
-    beforehand, so that a jitted function runs with others without being traced anew. A length past
-    the table's capacity counts as the capacity, one below 0 as 0; a page id out of range is moved
-    into it, so that nothing outside the pool is read. `check_pages` finds both. Table entries past
-    a sequence's last page and slots past its length may hold anything.
+    Lengths and page tables are read on the device. Nothing waits for the device and nothing is
+    planned ahead, so a jitted function runs with other lengths and tables without being traced
+    again. A length past the table's capacity counts as the capacity, one below 0 as 0. A page id
+    out of range is clamped, so nothing outside the pool is read. `check_pages` finds both. Table
+    entries past a sequence's last page and slots past its length may hold anything.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
     ``check_vma=False``. It has no derivative. The target of the kernel (see
@@ -81,32 +82,32 @@ def paged_decode(
             sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
         scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
-            is unlimited; right changes nothing.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or for
+            left, is unlimited; right has no effect.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
-            the log-sum-exp, and has no value. None is no such logit.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
-            the pool holds times this.
-        tree_ends: [B, T] int32: the new tokens are a tree, and of them token t sees token u if
-            ``u <= t < tree_ends[b, u]``, beside all keys before the new tokens. `tree_of` makes
-            it; `check_tree` checks it. Not with a window to the left. None is causal.
-        num_splits: parts, 1 to 256, that each sequence's keys are divided into; with it given, a
-            sequence's result is bitwise the same whatever else is in the batch. None chooses by
+        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
+            the log-sum-exp but has no value. None: no sinks.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are the
+            pool's numbers times this.
+        tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before the new
+            tokens, and new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it;
+            `check_tree` checks it. Not with a window to the left. None is causal.
+        num_splits: number of parts, 1 to 256, that each sequence's keys are divided into. If given,
+            a sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
-        cascade: read pages that several sequences of the batch begin with once for up to 16 of
-            them, as those of one prompt that they continue. Which ones do is found on the device,
-            from the page tables. True costs one more launch, about 2 microseconds.
-            It changes nothing with a window to the left, with more than 32 query rows a kv head
-            (tokens times query heads), and for more than 1024 sequences. Not with num_splits.
+        cascade: where several sequences begin with the same pages, such as those of a shared
+            prompt, read these pages once for up to 16 of the sequences. The device finds them from
+            the page tables. True costs one more launch, about 2 microseconds. It has no effect with
+            a window to the left, with more than 32 query rows per kv head (tokens times query
+            heads), or with more than 1024 sequences. Not with num_splits.
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
-            "torch_triton" (the kernels of torch_attn in Triton, inside this program), "reference"
-            (plain JAX in float32, which copies the keys out of their pages), or None: the kernels
-            on a CUDA device, the reference elsewhere.
+            "torch_triton" (torch_attn's Triton kernels, inside this program), "reference" (plain
+            JAX in float32, which copies the keys out of their pages), or None: the kernels on a
+            CUDA device, the reference elsewhere.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
@@ -191,21 +192,20 @@ def append_kv(
     Token t of T goes to position ``p = seq_lens[b] - T + t``. A token whose position is below 0 or
     past the table's capacity, or whose page id is out of range, is not written. An 8-bit cache
     stores ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448.
-    Where ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one
-    slot, either may stay.
+    Where ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. If two tokens go to the same
+    slot, either may be kept.
 
-    With `cu_seqlens_q` the sequences have any number of new tokens each, packed one after the
+    With `cu_seqlens_q` each sequence has any number of new tokens, packed one sequence after the
     other. Tokens past the last offset are padding, which may hold NaN and is not written. Offsets
-    are read on the device; any numbers are clamped, so that nothing outside the tensors is read or
-    written.
+    are read on the device and clamped, so nothing outside the tensors is read or written.
 
-    With `rotary_cos` and `rotary_sin` keys are rotated before they are written (rotary embedding),
-    and queries `q` of the same tokens are returned rotated. A pair (x, y) of the first R dimensions
+    With `rotary_cos` and `rotary_sin`, keys are rotated before they are written (rotary embedding),
+    and `q`, the same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions
     becomes ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded
     once, to q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
 
-    The results are new arrays. Pools that a jitted function owns, because they are donated to it
-    or carried through its loop, are written in place; others are copied first, as in every call
+    The results are new arrays. Pools that a jitted function owns, because they are donated to it or
+    carried through its loop, are written in place. Others are copied first, as in every call
     outside `jit`.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over heads with ``check_vma=False``. It
@@ -219,10 +219,10 @@ def append_kv(
             256, D is 16 to 256 in steps of 8.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
-        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
-            where the last one's end.
-        q: k_new's shape with Hq heads, a multiple of Hkv, and its dtype. Only with rotation.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, then the end of
+            the last sequence's.
+        q: k_new's shape and dtype, but with Hq heads, a multiple of Hkv. Only with rotation.
         rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
             2 to D; dimensions of a head from R on are not rotated.
         rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
@@ -230,13 +230,13 @@ def append_kv(
         k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
         implementation: "mosaic" (a kernel in Pallas's Mosaic GPU, without `cu_seqlens_q` and
             rotation; from jax 0.11 on), "triton" (a Pallas kernel in the Triton lowering; on a CPU
-            in the Pallas interpreter), "torch_triton" (the kernel of torch_attn in Triton, inside
-            this program), "reference" (plain JAX), or None: the kernel on a CUDA device, the
-            reference elsewhere.
+            in the Pallas interpreter), "torch_triton" (torch_attn's Triton kernel, inside this
+            program), "reference" (plain JAX), or None: the kernel on a CUDA device, the reference
+            elsewhere.
 
     Returns:
-        k_pages and v_pages with the new tokens, shaped and typed as those given. With q the triple
-        (q, k_pages, v_pages), whose q is new, and 0 in the padding.
+        k_pages and v_pages with the new tokens, shaped and typed as those given. With q, the triple
+        (q, k_pages, v_pages): its q is new, and 0 in the padding.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
@@ -285,15 +285,15 @@ def append_kv(
 def merge_states(
     outs: jax.Array, lses: jax.Array, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over the union of disjoint sets of keys, from the attention over each.
+    """Merge attention over disjoint sets of keys into attention over their union.
 
     ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. A part
-    whose lse is -inf saw no key and may hold anything; a row that saw none in any part gives 0 and
-    -inf. A sink belongs to one part only.
+    whose lse is -inf saw no key, and its out may hold anything. A row that saw no key in any part
+    has out 0 and lse -inf. A sink belongs in one part only.
 
     The gradients of `outs` and `lses` are computed in float32 by the framework's own operations,
-    which XLA fuses; a part whose lse is -inf has gradients 0. Beside them the backward takes a few
-    arrays of the size of `lses`.
+    which XLA fuses; a part whose lse is -inf has gradients 0. Besides them, the backward allocates
+    a few arrays of the size of `lses`.
 
     Works under `jit`, `grad`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
     ``check_vma=False``. It is differentiable in reverse mode, once.
@@ -304,8 +304,8 @@ def merge_states(
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
         implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
             Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter),
-            "torch_triton" (the kernel of torch_attn in Triton, inside this program), "reference"
-            (plain JAX), or None: the kernel on a CUDA device, the reference elsewhere.
+            "torch_triton" (torch_attn's Triton kernel, inside this program), "reference" (plain
+            JAX), or None: the kernel on a CUDA device, the reference elsewhere.
 
     Returns:
         out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
@@ -347,26 +347,26 @@ def check_pages(
     *,
     num_new_tokens: int | None = None,
 ) -> None:
-    """Check what the functions of a paged cache take as data, unchecked: lengths, ids and offsets.
+    """Check lengths, page ids and offsets, which the functions of a paged cache do not check.
 
-    Waits for the device and reads values, so it is for debugging and not for traced code.
+    It waits for the device and reads values: use it for debugging, not in traced code.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the pool of keys.
         block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
-        cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens, which tell how many tokens
-            at the end of each sequence `append_kv` writes. No two sequences may have theirs in one
-            page.
-        num_new_tokens: the same number for each, 0 to 64, where there are no offsets. 0 takes
-            sequences that are only read, None is 1.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens. They give the number of
+            tokens that `append_kv` writes at the end of each sequence. No two sequences may write
+            to the same page.
+        num_new_tokens: without offsets, the number of new tokens of every sequence, 0 to 64. 0 is
+            for sequences that are only read; None is 1.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype, or it has no
             values because it is traced (`jax.errors.TracerArrayConversionError`).
         ValueError: shapes that contradict each other; offsets that `check_offsets` refuses; a
             length that is negative or exceeds the capacity ``max_pages * page_size``; a used table
-            entry that is no page of the pool; two sequences with new tokens in one page. The
+            entry that is no page of the pool; two sequences with new tokens in the same page. The
             message names the first such sequence.
         NotImplementedError: a page size or capacity that `paged_decode` does not take.
 

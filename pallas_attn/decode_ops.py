@@ -1,9 +1,9 @@
-"""Paged decode, cache writes and merges on checked operands: what JAX's transformations see.
+"""Paged decode, cache writes and merges on checked operands, as JAX's transformations see them.
 
-From the outside in, each is a custom_jvp, whose only rule refuses a gradient, around a jitted
-function, so that a call outside `jit` compiles once. In it, `run_on_platform` takes the
-family of the platform. A merge has a gradient, as `pallas_attn.flash_ops` has it: a custom_vjp
-around jitted functions.
+Each is a custom_jvp around a jitted function. The custom_jvp's only rule refuses a gradient; the
+jitted function makes a call outside `jit` compile once. Inside it, `run_on_platform` picks the
+platform's family. A merge has a gradient, done as in `pallas_attn.flash_ops`: a custom_vjp around
+jitted functions.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def append(
         backends: what to run where.
 
     Returns:
-        k_pages and v_pages, in the memory of those given where XLA may write there; and q.
+        k_pages and v_pages, in the given pools' memory where XLA may write there; and q.
     """
     k_new, v_new, q = operands.k_new, operands.v_new, operands.q
     if k_new.ndim == 3 and not spec.packed:
@@ -107,7 +107,7 @@ def merge(
         backends: what to run where.
 
     Returns:
-        out and lse, shaped as one of those given, in outs' dtype and float32.
+        out and lse, each shaped as one part, in outs' dtype and float32.
     """
     states = once((outs, lses), "merge_states")
     return once(_merge(*states, spec, backends), "merge_states")

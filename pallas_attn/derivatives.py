@@ -1,7 +1,7 @@
-"""The derivatives that have no formula here, refused by the name of the function.
+"""Refuse derivatives that have no formula here, with errors that name the function.
 
-JAX's own error for forward mode of a `custom_vjp` names neither the function nor the way out. So
-operands and results of a function with a derivative pass through `once`.
+JAX's own error for forward mode of a `custom_vjp` names neither the function nor a way out. So the
+operands and results of a differentiable function pass through `once`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from twin_attention.contract.validate.errors import not_differentiable
 
 
 def once(tree: Any, function: str) -> Any:
-    """Return arrays as they are, and refuse all derivatives through them but one in reverse mode.
+    """Return arrays unchanged, and refuse all derivatives through them but one in reverse mode.
 
     Args:
         tree: the arrays, the operands or the results of the function.
@@ -31,7 +31,7 @@ def once(tree: Any, function: str) -> Any:
 
 
 def _identity(name: str) -> Primitive:
-    """Return a primitive that gives back its operand, under all transformations but derivatives."""
+    """Return a primitive that is the identity under all transformations but derivatives."""
     primitive = Primitive(name)
     primitive.def_impl(lambda x, *, function: x)
     primitive.def_abstract_eval(lambda x, *, function: x)
@@ -53,7 +53,7 @@ def _refuse_forward_mode(*_, function: str) -> NoReturn:
     not_differentiable("forward mode", "Use jax.vjp or jax.grad.", function)
 
 
-# What a gradient is computed from: it has no derivative itself.
+# Marks what a gradient is computed from, which has no derivative itself.
 _computed = _identity("attention_computed")
 ad.primitive_jvps[_computed] = _refuse_second_derivative
 

@@ -1,4 +1,4 @@
-"""The public function of dilated attention: gather what is kept, attend, merge."""
+"""The public function of dilated attention: gather the kept tokens, attend, merge."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ def dilated_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention within segments of several lengths, the longer the sparser.
+    """Compute exact attention within segments of several lengths; longer segments are sparser.
 
-    Pair i cuts the sequence into segments of ``segment_lengths[i]`` tokens. In each, kv head h and
-    its query heads keep the tokens at positions p with ``p % r == h % r``, r being
-    ``dilation_rates[i]``, and attend among these. What the pairs give for a token is merged as
-    `merge_states` does, each weighted by its sum of exponentials; a key that several pairs show a
-    query counts as often. A token that a head keeps in no pair gives 0, log-sum-exp -inf and
-    gradients 0.
+    Pair i cuts the sequence into segments of ``segment_lengths[i]`` tokens. In each segment, kv
+    head h and its query heads keep the tokens at positions p with ``p % r == h % r``, where r is
+    ``dilation_rates[i]``, and attend among these. A token's results from all pairs are merged as in
+    `merge_states`, each weighted by its sum of exponentials; a key that a query sees in several
+    pairs counts once for each. A token that a head keeps in no pair has output 0, log-sum-exp -inf
+    and gradients 0.
 
-    The tokens that are kept are gathered, so that the kernels are those of `flash_attention`. Pairs
-    that keep equally many tokens of a segment share one call, as all do whose lengths are in the
-    proportion of their rates. One pair of rate 1 copies nothing.
+    The kept tokens are gathered, so that `flash_attention`'s kernels run on them. Pairs that keep
+    the same number of tokens per segment, that is, with the same ratio of length to rate, share one
+    call. A single pair of rate 1 copies nothing.
 
     Works under the transformations that `flash_attention` does. Differentiable once, in reverse
     mode.
@@ -79,20 +79,20 @@ def dilated_attention(
         q: [B, S, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
         k: [B, S, Hkv, D], q's dtype. Hq is a multiple of Hkv.
         v: [B, S, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
-        segment_lengths: tokens of a segment, of each pair; a list or tuple. Each divides S.
-        dilation_rates: of how many tokens a head keeps one, of each pair; a list or tuple. Each
-            divides its segment length. It may exceed the number of heads.
+        segment_lengths: tokens per segment for each pair; a list or tuple. Each divides S.
+        dilation_rates: for each pair, the number of tokens of which a head keeps one; a list or
+            tuple. Each divides its segment length and may exceed the number of heads.
         causal: a query sees keys up to its own position.
         scale: factor of the scores; None is ``D ** -0.5``.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the mask.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster where the kernels can. None: as
+            order, which is faster with kernels that can do so. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
-        precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
-            of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
+        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
+            mantissa, as tensor cores take them. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: of `flash_attention`. The merge runs with it where it names portable kernels
-            or the reference, and with None otherwise.
+        implementation: as in `flash_attention`. The merge also uses it if it names portable kernels
+            or the reference, and uses None otherwise.
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S]

@@ -1,7 +1,7 @@
 """Gather the tokens that dilated attention keeps, and scatter its results.
 
-A gather is a slice of an array with one more column, and a scatter is its transpose: no
-indices, and no sum whose order is open. XLA fuses each into one loop, as it does their derivatives.
+A gather is a slice of an array with one more column, and a scatter is its transpose: neither needs
+indices, or sums whose order is undefined. XLA fuses each, and each derivative, into one loop.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def take(x: jax.Array, call: Pairs, heads_kv: int) -> jax.Array:
 
     Args:
         x: [B, S, H, D].
-        call: pairs that keep equally many tokens of a segment.
-        heads_kv: how many groups the H heads are.
+        call: pairs that keep the same number of tokens per segment.
+        heads_kv: number of groups that the H heads form.
 
     Returns:
-        [B · segments, kept, H, D], the segments of one pair after those of another.
+        [B · segments, kept, H, D], one pair's segments after another's.
     """
     return jnp.concatenate([_gather(x, pair, heads_kv) for pair in call])
 
@@ -40,17 +40,17 @@ def place(
     heads_kv: int,
     rows: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    """Put the results of calls where their tokens are.
+    """Put the calls' results at their tokens' places.
 
     Args:
         states: out [B · segments, kept, Hq, Dv] and lse [B · segments, Hq, kept] of each call.
         calls: its pairs.
-        heads_kv: how many groups the heads are.
+        heads_kv: number of groups that the heads form.
         rows: B and S.
 
     Returns:
         outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of the N pairs, as `merge_states` takes them.
-        Where a head keeps nothing lse is -inf, and out is 0.
+        Where a head keeps nothing, lse is -inf and out is 0.
     """
     (batch, tokens), heads = rows, states[0][0].shape[2]
     outs, lses = [], []

@@ -1,8 +1,8 @@
 """Which code a call runs: the choice of a kernel family for a problem, for each platform.
 
-The choice is made while tracing, when the device is often not known yet, so there is one backend
-for CUDA and one for every other platform. JAX takes one of the two when it lowers the code for a
-platform, which is right under `jit`, `jit(backend=...)` and ahead-of-time lowering alike.
+The choice is made while tracing, when the device is often not known yet. So there is one backend
+for CUDA and one for every other platform, and JAX takes one of them when it lowers the code for a
+platform. This holds under `jit`, `jit(backend=...)` and ahead-of-time lowering.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ IMPLEMENTATIONS = get_args(Implementation)
 
 
 class Backends(NamedTuple):
-    """The backend of each platform. Hashable, so that every cache of traced code is keyed by it.
+    """The backend of each platform. It is hashable: every cache of traced code is keyed by it.
 
     Attributes:
         cuda: on CUDA devices.
-        elsewhere: on every other platform; the same as `cuda` for a family that was asked for and
-            has no interpreter, which JAX then refuses to lower for another platform.
-        changes: those of `use_configs` around the call.
+        elsewhere: on every other platform. For a requested family without an interpreter it is the
+            same as `cuda`, and JAX then refuses to lower it for another platform.
+        changes: the changes of `use_configs` around the call.
     """
 
     cuda: Backend
@@ -41,14 +41,14 @@ class Backends(NamedTuple):
     changes: tuple[Change, ...] = ()
 
     def of_backward(self, implementation: Implementation | None, spec: AttentionSpec) -> Backends:
-        """Return the backends of the backward, where the forward's are these.
+        """Return the backends of the backward whose forward has these backends.
 
         Args:
             implementation: what the caller asked for.
             spec: the problem.
 
         Raises:
-            NotImplementedError: the family that was asked for does not support the backward.
+            NotImplementedError: the requested family does not support the backward.
         """
 
         def again(backend: Backend) -> Backend:
@@ -79,15 +79,15 @@ def choose(
 
     Args:
         implementation: what the caller asked for.
-        operation: the function that is to run, such as "flash_fwd".
-        target: whose code runs on CUDA devices, or None for another platform.
+        operation: the function to run, such as "flash_fwd".
+        target: the target whose code runs on CUDA devices, or None for another platform.
         spec: the problem.
-        only_own: None takes no family of `torch_attn`.
+        only_own: with implementation None, take no family of `torch_attn`.
 
     Raises:
         NotImplementedError: the family asked for does not support the problem there.
     """
-    # A process without a GPU traces for one each time, and seldom lowers what it traced.
+    # A process without a GPU traces for one each time, and seldom lowers the result.
     has_gpu = bool(cuda_devices()) or requested_target() is not None
     may_import = has_gpu and not only_own
     return family.choose("pallas_attn", implementation, operation, spec, target, True, may_import)
@@ -104,11 +104,11 @@ def choose_backends(
 
     Args:
         implementation: what the caller asked for, or None for the best of each platform.
-        operation: the function that is to run, such as "flash_fwd".
-        device: where the operands are, None while that is not known. It decides the target
+        operation: the function to run, such as "flash_fwd".
+        device: where the operands are, None if not known yet. It decides the target
             (`pallas_attn.targets.target_of`).
         spec: the problem.
-        only_own: None takes no family of `torch_attn`.
+        only_own: with implementation None, take no family of `torch_attn`.
 
     Raises:
         ValueError: no such implementation.
@@ -121,7 +121,7 @@ def choose_backends(
     if implementation == "triton" and not on_cuda and private.missing("triton"):
         target = None  # nothing can be compiled: every platform has the interpreter
     if device is not None and device not in cuda_devices():
-        # First, so that a refusal says what is wrong on this device.
+        # This comes first, so that a refusal says what is wrong on this device.
         elsewhere, _ = choose(implementation, operation, None, spec)
         cuda, _ = choose(implementation, operation, target, spec, only_own)
     else:
@@ -137,7 +137,7 @@ def choose_backends(
 def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function with the backend of the platform that this is lowered for.
 
-    Call it under `jit`: outside, JAX goes by the default device and not by the operands'.
+    Call it under `jit`: outside, JAX uses the default device instead of the operands'.
     """
 
     def run(*operands: Any, backend: Backend) -> Any:

@@ -1,11 +1,11 @@
 """Context parallel attention: the devices of a mesh axis share a sequence's tokens.
 
 "ring": keys travel to every rank that needs them, one distance after the other, while the kernels
-read what arrived before. A partial result goes from hop to hop in float32 and is rounded once
-(Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
-there, so that no rank passes on what another one sent.
+read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
+et al. 2023, Ring Attention). The rank that holds keys sends them itself, and their gradients go
+back to it directly: no rank forwards what another one sent.
 "gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
-"heads": each rank gets all tokens of some heads, and attends as without a group (Jacobs et al.
+"heads": each rank gets all tokens of some heads, and attends as if it were alone (Jacobs et al.
 2023, DeepSpeed Ulysses, arXiv 2309.14509).
 """
 
@@ -97,16 +97,16 @@ def context_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Array | tuple[Array, Array]:
-    """Exact attention over a sequence whose tokens are spread over the devices of a mesh axis.
+    """Compute exact attention over a sequence whose tokens are spread over a mesh axis's devices.
 
-    The result for a token is that of `flash_attention` over the whole sequence, or of
+    A token's result is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Partial
-    results stay in float32 until the last, and with ``deterministic=True`` the same number of ranks
+    results stay in float32 until the end. With ``deterministic=True`` the same number of ranks
     gives the same bits every time.
 
     Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
     mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
-    exchanges the keys again, unless XLA keeps those of a forward in the same program.
+    exchanges the keys again, unless XLA keeps the keys of a forward in the same program.
 
     Args:
         q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; float16,
@@ -119,17 +119,17 @@ def context_attention(
         axis_name: the mesh axis, of ``plan.size`` devices.
         mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
             but that of the tokens are replicated.
-        exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None is "ring".
+        exchange: "ring", "gather", or "heads", which needs query heads and kv heads that the ranks
+            share evenly; None is "ring".
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
-        sinks: [Hq] float32, the same on every rank. Its gradient inside `shard_map` is this rank's
-            share: their sum is the whole.
-        deterministic: as in `flash_attention`, but for a sum over ranks in "gather", whose order is
-            XLA's.
+        sinks: [Hq] float32, the same on every rank. Inside `shard_map` its gradient is this rank's
+            share; the whole is the sum over ranks.
+        deterministic: as in `flash_attention`, except that XLA chooses the order of sums over ranks
+            in "gather".
         return_lse: return the log-sum-exp as well. It is differentiable.
-        implementation: as in `flash_attention`; "ring" and "gather" have "triton" and "reference",
-            and with PyTorch installed "gluon" on SM90 and "torch_triton".
+        implementation: as in `flash_attention`; "ring" and "gather" support "triton" and
+            "reference", and with PyTorch installed "gluon" on SM90 and "torch_triton".
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
@@ -247,11 +247,11 @@ def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, im
 
 
 class _Problem(NamedTuple):
-    """Hold what the hops of a call have in common.
+    """Hold what a call's hops have in common.
 
     Attributes:
         plan, axis_name, implementation: of the call.
-        exchange: the one that was chosen.
+        exchange: the chosen exchange.
         options: checked.
     """
 
@@ -280,13 +280,13 @@ class _Problem(NamedTuple):
     ) -> Iterator[tuple[Hop | None, PartialOperands]]:
         """Yield each hop and its operands, None for the keys of all ranks at once.
 
-        A forward begins with own keys, while the next ones come. A backward ends with them, while
-        the last gradients go back. A rank that needs no keys at a distance gets zeros, of which its
-        queries see none.
+        A forward begins with its own keys, while the next ones arrive. A backward ends with its own
+        keys, while the last gradients go back. A rank that needs no keys at some distance gets
+        zeros, which its queries do not see.
         """
         plan, window = self.plan, self.options.window
         seen = intervals_of(*plan.bounds(window), np.arange(plan.seq_len))
-        # After the last token, for keys that are there to make equally many of all ranks.
+        # One entry past the last token, for the keys that pad all ranks to equal numbers.
         in_sequence = Intervals(*(jnp.append(x, jnp.int32(plan.seq_len)) for x in seen))
         intervals = partial(self.intervals, in_sequence, jnp.asarray(plan.positions_by_rank))
         if self.exchange == "gather":
@@ -299,10 +299,10 @@ class _Problem(NamedTuple):
             yield hop, PartialOperands(q, keys[0], keys[1], *intervals(hop))
 
     def intervals(self, in_sequence: Intervals, positions: Array, hop: Hop | None) -> Intervals:
-        """Return which keys of a hop this rank's queries see, of None those of all ranks.
+        """Return which keys of a hop this rank's queries see; for None, which keys of all ranks.
 
         Args:
-            in_sequence: which tokens each token sees, and after the last one none.
+            in_sequence: which tokens each token sees; one entry past the last sees none.
             positions: of each rank's tokens.
             hop: whose keys; None is the whole sequence, in its order.
         """
@@ -320,7 +320,7 @@ class _Problem(NamedTuple):
         return Intervals(seen[0], seen[1], seeing[0], seeing[1])
 
     def fetch(self, hop: Hop, k: Array, v: Array) -> tuple[Array, Array]:
-        """Send the keys that other ranks need, and return what comes, zeros for none."""
+        """Send the keys that other ranks need, and return the keys received; zeros if none."""
         keys = k, v
         if hop.sent is not None:
             rows = jnp.asarray(hop.sent)[lax.axis_index(self.axis_name)]
@@ -331,7 +331,7 @@ class _Problem(NamedTuple):
         """Send gradients of keys to the rank that holds them.
 
         Returns:
-            What others send here, for all of this rank's keys.
+            The gradients that other ranks send, for all of this rank's keys.
         """
         routes = [(to, rank) for rank, to in hop.routes]
         arrived = lax.ppermute(tuple(gradients), self.axis_name, routes)
@@ -342,7 +342,7 @@ class _Problem(NamedTuple):
 
 
 def _count_before(runs: Runs, rank: Array, positions: Array) -> Array:
-    """Return how many tokens of a rank's runs are before each position, [S] int32."""
+    """Return how many tokens of a rank's runs come before each position, [S] int32."""
     starts, counts = (jnp.asarray(x)[rank] for x in runs[:2])
     before = -(-(positions[:, None] - starts) // runs.step)
     return jnp.sum(jnp.clip(before, 0, counts), 1, dtype=jnp.int32)
@@ -358,11 +358,11 @@ def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[
 def _on_each_platform(
     function: Callable[..., Any], operation: str, problem: _Problem, *operands: Any
 ) -> Any:
-    """Run all hops, by None with kernels of `torch_attn` on CUDA where they are faster.
+    """Run all hops; for None, use `torch_attn`'s kernels on CUDA where they are faster.
 
-    One choice is for all hops: what a hop of a backward leaves for the next is laid out in the way
-    of its family. Ranks of `vmap` run families of `pallas_attn`: JAX differentiates no exchange
-    among them that is in a branch.
+    All hops share one choice, because what a backward's hop leaves for the next is laid out as its
+    family does. Ranks made by `vmap` run families of `pallas_attn`, because JAX does not
+    differentiate an exchange among them inside a branch.
     """
     of_mesh = problem.axis_name in jax.sharding.get_abstract_mesh().axis_names
     if problem.implementation is None and of_mesh:
@@ -427,7 +427,7 @@ def _backward(problem, residuals, gradients):
 
 
 def _sum(xs: Sequence[Array], ys: Sequence[Array]) -> Sequence[Array]:
-    """Return the sum of arrays, where there are none so far the others."""
+    """Return the sums of arrays; if there are none so far, the others."""
     return [x + y for x, y in zip(xs, ys, strict=True)] if xs else ys
 
 
@@ -447,7 +447,7 @@ def _by_rank(x: Array, plan: ContextPlan) -> Array:
 
 
 def _to_heads(problem: _Problem, x: Array) -> Array:
-    """Return [B, size · S, H / size, ...], in sequence order, of [B, S, H, ...]."""
+    """Turn [B, S, H, ...] into [B, size · S, H / size, ...], in sequence order."""
     x = jnp.moveaxis(x.reshape(*x.shape[:2], problem.plan.size, -1, *x.shape[3:]), 2, 0)
     return _in_sequence(lax.all_to_all(x, problem.axis_name, 0, 0, tiled=True), problem.plan)
 

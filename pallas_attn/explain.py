@@ -20,8 +20,8 @@ from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.describe import describe, describe_call, function_of
 from twin_attention.targets.target import requested_target
 
-# Of each function: returns a call's operands and its problem, and how ranks exchange keys if they
-# do. What a submodule adds, such as `distributed`, is known once that is imported.
+# For each function, returns a call's operands, its problem, and how ranks exchange keys if they do.
+# Submodules such as `distributed` add their functions when they are imported.
 PROBLEMS: dict[Callable[..., Any], Callable[..., Any]] = {
     flash.flash_attention: DENSE.problem,
     varlen.flash_attention_varlen: PACKED.problem,
@@ -35,16 +35,16 @@ PROBLEMS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Explanation:
-    """Say what a function of this package would run for the same arguments, and why; run nothing.
+    """Say what a function of this package would run for these arguments, and why; run nothing.
 
-    The lowering platform decides in the end: under `jit` the operands' device is not known yet,
-    and the answer is for the default device.
+    Under `jit` the operands' device is not known yet, so the answer is for the default device; the
+    lowering platform decides in the end.
 
     Args:
         function: `flash_attention`, `flash_attention_varlen`, `block_sparse_attention`,
-            `dilated_attention` (of which it describes the `flash_attention` of the longest
-            segments), `paged_decode`, `paged_attention`, `append_kv`, `merge_states` or
-            `distributed.context_attention`, of which it describes one rank.
+            `dilated_attention` (described by the `flash_attention` of its longest segments),
+            `paged_decode`, `paged_attention`, `append_kv`, `merge_states` or
+            `distributed.context_attention` (described by one rank).
         args, kwargs: its arguments.
 
     Returns:

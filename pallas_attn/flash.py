@@ -74,11 +74,12 @@ def flash_attention(
     return_row_max: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Exact attention without the score matrix in memory.
+    """Compute exact attention without storing the score matrix.
 
-    ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads kv
-    head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
-    sees no key gives 0, log-sum-exp -inf or its head's sink, and gradients 0 but for the sink's.
+    It is ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads
+    kv head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
+    sees no key has output 0 and log-sum-exp -inf, or its head's sink if there is one; its gradients
+    are 0 except the sink's.
 
     Works under `jit`, `grad`, `vmap`, `jax.checkpoint`, `lax.scan`, and `shard_map` over batch or
     heads with ``check_vma=False``; plain `jit` gathers operands that are sharded. Differentiable
@@ -94,48 +95,50 @@ def flash_attention(
         window_size: (left, right): query i sees keys from p - left to p + right. None, for the
             pair or a side, is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
-            the log-sum-exp, and has no value. None is no such logit.
-        q_segment_ids: [B, Sq] int32, the segment of each query, in any order: it sees keys of its
-            own segment alone. A negative one is padding, which sees nothing and is seen by nothing,
-            and whose q, k and v may hold NaN. Tiles whose ranges of ids do not meet are skipped.
-            None, as for the keys: every query sees all keys.
+        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
+            the log-sum-exp but has no value. None: no sinks.
+        q_segment_ids: [B, Sq] int32, the segment of each query, in any order. A query sees only
+            keys of its own segment. A negative id is padding, which sees nothing and is seen by
+            nothing, and may hold NaN in q, k and v. Tiles whose ranges of ids do not overlap are
+            skipped. None, here and for the keys: every query sees all keys.
         kv_segment_ids: [B, Skv] int32, the segment of each key.
-        kv_ends: [B, Skv] int32: with causal=True, key j is seen by queries at positions ``j <= p <
-            kv_ends[j]`` alone. Where tokens stand in depth-first order, this is attention over a
+        kv_ends: [B, Skv] int32: with causal=True, key j is seen only by queries at positions
+            ``j <= p < kv_ends[j]``. If tokens are in depth-first order, this is attention over a
             tree: a token's end is where its subtree ends. Tiles that no query sees are skipped.
             None: keys have no end.
-        q_depths: [B, Sq] int32, how deep in the tree each query is, from 0 to 2^30 - 1. With
-            depths, window_size's left side counts them in place of positions: a key is seen if the
-            query is at most so much deeper. None, as for the keys: it counts positions.
-        kv_depths: [B, Skv] int32, how deep each key is.
-        bias: [B, Hq, Sq, Skv], or 1 in place of any of these, float32 or q's dtype: what is added
-            to each score, after the scale and before the softcap. Where it has 1 its gradient is a
-            sum; no other memory grows with its size. Without a softcap -inf hides a key; one that
-            no query of a tile sees takes time nevertheless.
-        relative_bias: [Hq, 2R + 1], float32 or q's dtype: a score gets ``relative_bias[h, clip(j -
-            p, -R, R) + R]``, after the scale and before the softcap. Its gradient is a sum over all
-            pairs. Buckets of distances, as T5 has them, expand to it.
-        alibi_slopes: [Hq] or [B, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
-            relative_bias. They are constants: their gradient is none, or 0.
-        dropout_rate: the share of the probabilities that are dropped, after the softmax, from 0 on
-            and below 1, rounded to a multiple of 2^-16; the others are divided by the share that is
-            kept. The log-sum-exp is that without dropout.
-        dropout_seed: [2] int32 or uint32, 64 bits that say, with batch element, head, query and key
-            alone, which probabilities are dropped; the backward drops them again. Give each layer
-            and step its own. None only without dropout.
+        q_depths: [B, Sq] int32, the depth of each query in the tree, from 0 to 2^30 - 1. With
+            depths, window_size's left side counts depths in place of positions: a key is seen if
+            the query is deeper by at most that much. None, here and for the keys: it counts
+            positions.
+        kv_depths: [B, Skv] int32, the depth of each key.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any of these, float32 or q's dtype: added to each
+            score, after the scale and before the softcap. Its gradient is summed over axes of size
+            1. No other memory grows with its size. Without a softcap, -inf hides a key, but hidden
+            keys still take time.
+        relative_bias: [Hq, 2R + 1], float32 or q's dtype:
+            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to each score, after the scale and
+            before the softcap. Its gradient is a sum over all pairs. Distance buckets, as in T5,
+            can be expanded to it.
+        alibi_slopes: [Hq] or [B, Hq], float32: ``alibi_slopes * |p - j|`` is subtracted from each
+            score, after relative_bias. Slopes are constants: their gradient is None or 0.
+        dropout_rate: the share of probabilities to drop after the softmax, at least 0 and below 1,
+            rounded to a multiple of 2^-16. The others are divided by the share that is kept.
+            Dropout does not change the log-sum-exp.
+        dropout_seed: [2] int32 or uint32, 64 bits. Which probabilities are dropped depends only on
+            these bits and on batch element, head, query and key; the backward drops the same ones.
+            Give each layer and step its own seed. None only without dropout.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster where the kernels can. None: as
+            order, which is faster with kernels that can do so. None: as
             ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
-        precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
-            of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
+        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
+            mantissa, as tensor cores take them. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        return_row_max: return the largest score of each row as well, of the keys that it sees,
-            after scale and softcap. Sinks do not count. It has no gradient.
+        return_row_max: return each row's largest score over the keys that it sees as well, after
+            scale and softcap. Sinks do not count. It has no gradient.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "gluon"
-            (the kernels of torch_attn in Gluon, inside this program), "torch_triton" (those in
-            Triton), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest
+            (torch_attn's Gluon kernels, inside this program), "torch_triton" (torch_attn's Triton
+            kernels), "reference" (plain JAX in float32, O(Sq · Skv) memory), or None: the fastest
             kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:

@@ -1,9 +1,9 @@
-"""Attention with its reverse-mode derivative: what JAX's transformations see.
+"""Attention with its reverse-mode derivative, as JAX's transformations see it.
 
 From the outside in: `attention` refuses other derivatives (`pallas_attn.derivatives`), and
 `_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
-`_backward` are jitted, so that a call outside `jit` compiles once. In these, `run_on_platform`
-takes the family of the platform.
+`_backward` are jitted, so that a call outside `jit` compiles once. Inside them, `run_on_platform`
+picks the platform's family.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def attention(
     implementation: Implementation | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Attention on checked operands, differentiable once, in reverse mode.
+    """Compute attention on checked operands; differentiable once, in reverse mode.
 
-    Whether the lse is an output is static, so that a backward without its gradient reads none.
+    Whether lse is an output is static, so a backward without an lse gradient does not read one.
 
     Args:
         operands: as `pallas_attn.flash_attention`, or `flash_attention_varlen`, takes them.
@@ -52,9 +52,9 @@ def attention(
         return_lse: return the log-sum-exp as well.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32;
-        then each row's largest score, as lse, if the problem asks for it. It has no gradient.
-        Without B for packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32; then
+        each row's largest score, shaped as lse, if the problem asks for it. It has no gradient.
+        Packed sequences have no B.
     """
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)

@@ -1,9 +1,9 @@
-"""Run a family of `torch_attn` inside JAX: its kernels in Triton or Gluon, launched by jaxlib.
+"""Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
-The family's host function is called once while JAX traces, on tensors that have shapes and no
-values (`torch_attn.outline`). The launches that it describes become operations of the program
-(`pallas_attn.triton_call`), its little arithmetic becomes XLA's. PyTorch and Triton are imported
-when a family is asked for; a PyTorch without CUDA will do.
+While JAX traces, the family's host function is called once, on tensors with shapes but no values
+(`torch_attn.outline`). The launches that it describes become operations of the program
+(`pallas_attn.triton_call`), and its few other operations become XLA's. PyTorch and Triton are
+imported when a family is asked for; a PyTorch without CUDA will do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from twin_attention.targets.kernels import Spec
 
 
 def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
-    """Pad axes: torch lists before and after, the last axis first."""
+    """Pad axes; `widths` are (before, after) pairs as torch lists them, the last axis first."""
     pairs = [*zip(widths[::2], widths[1::2], strict=True)][::-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value)
 
@@ -42,7 +42,7 @@ def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
     return x.at[(slice(None),) * axis + (index,)].set(values)
 
 
-# What host functions compute beside their launches, by torch's names.
+# What host functions compute besides their launches, by torch's names.
 _OPERATIONS = {
     "_to_copy": _to,
     "add": jnp.add,
@@ -68,14 +68,14 @@ _OPERATIONS = {
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function of a family of `torch_attn`.
 
-    `vmap` makes one problem with a larger batch of many dense ones, and calls the kernels once for
-    each of others.
+    `vmap` merges dense problems into one with a larger batch. For other problems it calls the
+    kernels once for each element.
 
     Args:
         backend: the family, and the target to compile for.
         operation: the function, such as "flash_fwd".
         spec: the problem.
-        operands: those of the function, arrays in tuples.
+        operands: the function's operands, arrays in tuples.
     """
 
     @jax.custom_batching.custom_vmap
@@ -110,15 +110,15 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _has_sinks(operands: tuple[Any, ...]) -> bool:
-    """Return True for operands that do not join a batch: sinks, terms and a seed."""
+    """Return True if some operands cannot join a batch: sinks, terms or a seed."""
     names = ("sinks", *TERMS, "dropout_seed")
     return any(getattr(x, name, None) is not None for x in operands for name in names)
 
 
 def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any, ...]:
-    """Return the operands that torch writes in place. In JAX they are results.
+    """Return the operands that torch writes in place; in JAX they are results.
 
-    These are the pools of `append_kv`, and results over other keys of a part's functions.
+    These are the pools of `append_kv`, and for the functions of a part the results over other keys.
     """
     written: tuple[Any, ...] = ()
     if operation == "append_kv":

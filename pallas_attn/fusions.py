@@ -1,4 +1,4 @@
-"""Functions that XLA makes kernels of, and that another framework has kernels of its own for."""
+"""Functions that XLA compiles to kernels, and that other frameworks have their own kernels for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _are_whole: ContextVar[bool] = ContextVar("are_whole", default=False)
 
 @dataclass(frozen=True)
 class Operand:
-    """Stand for an array among the arguments of a function that is kept whole.
+    """Stands for an array among the arguments of a function that is kept whole.
 
     Attributes:
         number: which of the operation's operands it is.
@@ -32,7 +32,7 @@ class Operand:
 
 @contextmanager
 def whole_fusions() -> Iterator[None]:
-    """Trace each call of a `fusion` in the block as one operation, which cannot be lowered."""
+    """Trace each call of a `fusion` in the block as one operation that cannot be lowered."""
     token = _are_whole.set(True)
     try:
         yield
@@ -41,7 +41,7 @@ def whole_fusions() -> Iterator[None]:
 
 
 def fusion(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `whole_fusions` keep calls of a function whole; they change nothing elsewhere.
+    """Let `whole_fusions` keep calls of a function whole; elsewhere calls are unchanged.
 
     The operation's parameters are the function's name, its arguments with an `Operand` for each
     array, and the types of its results.

@@ -21,13 +21,13 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.sm90 import portable_uses_wgmma
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-Place = Callable[[Any], tuple[Any, ...]]  # of a program in a grid, from its number
+Place = Callable[[Any], tuple[Any, ...]]  # a program's place in the grid, from its number
 
 
 def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str, Any]:
-    """Return the arguments that describe a problem, as every flash attention kernel takes them.
+    """Return the arguments that describe a problem to every flash attention kernel.
 
-    Products in Pallas's interpreter are IEEE's, whatever the problem's precision.
+    In Pallas's interpreter products are IEEE, whatever the problem's precision.
     """
     rule = spec.scores
     return {
@@ -40,7 +40,7 @@ def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str,
     }
 
 
-# What a program reads of an axis: all of it, or all columns, padded to a power of two.
+# What a program reads along an axis: all of it, or all columns, padded to a power of two.
 ALL, COLUMNS = "all", "columns"
 
 
@@ -50,9 +50,9 @@ def block_spec(
     """Return what a program reads of `x`, None for None.
 
     Args:
-        place: returns a program's numbers, such as that of its head, from its place in the grid.
-        axes: what it reads of each axis: ALL, COLUMNS, the one with the number of this name, or
-            that many of them, from that multiple on. `x` may have fewer.
+        place: returns a program's numbers, such as its head's number, from its place in the grid.
+        axes: what it reads along each axis: ALL, COLUMNS, the one index with the number of this
+            name, or a block of that many, starting at that multiple. `x` may have fewer.
     """
     if x is None:
         return None
@@ -81,7 +81,7 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
     Args:
         x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S]; [H] gives
             []; None gives None.
-        group_size: programs of that many heads of the grid share one head of `x`.
+        group_size: this many heads of the grid share one head of `x`.
     """
 
     def place(tile, head, batch):
@@ -106,7 +106,7 @@ def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
 
     Args:
         x: [B or 1, H or 1, ...] gives [num_lists, ...], those of its sequence and heads.
-        num_lists: heads of `x` that the grid's head has, 1 if all share them.
+        num_lists: heads of `x` per head of the grid, 1 if all share them.
     """
     if x is None:
         return None
@@ -134,7 +134,8 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     Args:
         terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], and
             bias, as `of_pairs` takes it.
-        group_size: query heads of the grid's kv head, whose terms it reads; None for a query head.
+        group_size: query heads of the grid's kv head, whose terms it reads; None if the grid has
+            query heads.
     """
     head = "head" if group_size is None else ("head", group_size)
     slopes, axes = terms.slopes, {1: (head,), 2: ("batch", head), 3: ("batch", head, ALL)}
@@ -151,7 +152,8 @@ def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
 
     Args:
         x: [B, Hq, Sq, Skv], or 1 in place of any, gives [Sq, Skv], or [group_size or 1, Sq, Skv].
-        group_size: query heads of the grid's kv head, which it reads; None for a query head.
+        group_size: query heads of the grid's kv head, which it reads; None if the grid has query
+            heads.
     """
     if x is None:
         return None
@@ -173,7 +175,7 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
 
 
 def _of_program(spec: pl.BlockSpec, place: Place) -> pl.BlockSpec:
-    """Return the `BlockSpec` by a program's number, where `spec` is by its position in the grid."""
+    """Return a `BlockSpec` indexed by a program's number from one indexed by its grid position."""
     index_map = spec.index_map
     assert index_map is not None
     return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
@@ -200,16 +202,16 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the function over references.
         grid: programs to launch, from the configuration.
-        operands, in_specs: inputs, which may be tuples of them or None, and what a program sees of
-            each.
+        operands, in_specs: inputs, which may be None or tuples of inputs, and what a program sees
+            of each.
         out_shape, out_specs: the same for the outputs.
-        problem: the kernel's keyword arguments but the tile sizes.
+        problem: the kernel's keyword arguments except the tile sizes.
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
-        aliases: inputs, by position, whose memory the outputs at the given positions take.
-        order: from grid and configuration, the function that returns a program's position in the
-            grid from its number. The kernel gets that function as `place`.
-        numbers: those of the compiler that take the place of the configuration's.
+        aliases: inputs, by position, and the positions of the outputs that take their memory.
+        order: takes grid and configuration, and returns the function from a program's number to its
+            position in the grid. The kernel gets that function as `place`.
+        numbers: the compiler's numbers that replace the configuration's.
 
     Returns:
         The outputs.

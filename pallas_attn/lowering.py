@@ -1,15 +1,15 @@
 """Lower a Pallas kernel to code for a target, with the compiler of its Triton twin.
 
-JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles
-that (`pallas_attn.ttir`), and jaxlib launches the result. XLA has a Triton of its own, which
-compiles only for the device it runs on. Going around it has three reasons: a Hopper card can run
-SM80 code, what a machine without a GPU compiles and checks is what a GPU runs, and the twins differ
-by their sources alone.
+JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles that
+(`pallas_attn.ttir`), and jaxlib launches the result. XLA has its own Triton, which compiles only
+for the device it runs on. We bypass it for three reasons: a Hopper card can run SM80 code, a
+machine without a GPU compiles and checks what a GPU runs, and the twins differ only in their
+sources.
 
 This uses private API of JAX: the registry of Pallas lowering rules, the Triton lowering itself, and
 jaxlib's ``triton_kernel_call_ffi``. The names are in `pallas_attn.private`. Checked with JAX 0.10.2
-and 0.11.2; ``tests/pallas_attn_lowering/test_lowering.py`` guards it, and says what to do when it
-changes.
+and 0.11.2; ``tests/pallas_attn_lowering/test_lowering.py`` guards them, and says what to do if they
+change.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def recording(
         limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
 
     Yields a list that fills with (kernel, configuration, Triton's compiled kernel). They are
-    assembled for their target, whatever this machine has. What is lowered cannot be run.
+    assembled for their target, whatever this machine has. The lowered program cannot be run.
 
     Example::
 
@@ -92,12 +92,12 @@ def _lower(
     name,
     **_,
 ):
-    """Apply as the lowering rule of a `pallas_call` with `TritonCompilerParams`."""
+    """Lower a `pallas_call` with `TritonCompilerParams`: its lowering rule."""
     for argument, value in (("mesh", mesh), ("metadata", metadata)):
         if value:
             fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)
     for x in (*ctx.avals_in, *ctx.avals_out):
-        # The lowering's offsets have 32 bits, and a sign, up to 2^32 bytes.
+        # The lowering's offsets are signed 32-bit numbers for up to 2^32 bytes.
         if 2**31 < x.size * x.dtype.itemsize <= 2**32 and x.dtype.itemsize == 1:
             expected = "arrays in 8 bits to have at most 2^31 or more than 2^32 elements"
             fail(NotImplementedError, name, expected, f"shape {x.shape}")

@@ -1,6 +1,6 @@
 """Multi-head attention as Flax NNX modules: projections around the sparse functions.
 
-The one file that needs flax, which the extra `models` installs; importing `pallas_attn` does not.
+Only this file needs flax, which the extra `models` installs; `pallas_attn` does not import it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from twin_attention.contract.validate.layers import check_heads, check_tokens
 
 
 class _MultiHeadAttention(nnx.Module):
-    """Projections of tokens to q, k and v, and of what `attend` gives back to tokens."""
+    """Project tokens to q, k and v, and the result of `attend` back to tokens."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class _MultiHeadAttention(nnx.Module):
         self.out_proj = nnx.Linear(num_heads * head_dim, d_model, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return [B, S, d_model] of tokens [B, S, d_model]."""
+        """Return the outputs [B, S, d_model] for tokens [B, S, d_model]."""
         check_tokens(x.shape, self.q_proj.in_features)
         projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
         rows, size = x.shape[:-1], self.head_dim
@@ -64,7 +64,7 @@ class _MultiHeadAttention(nnx.Module):
 class MultiHeadDilatedAttention(_MultiHeadAttention):
     """Self-attention by `dilated_attention`, between projections to heads and back.
 
-    Parameters are those of four `nnx.Linear`: q_proj, k_proj, v_proj and out_proj. Takes and
+    Its parameters are those of four `nnx.Linear`: q_proj, k_proj, v_proj and out_proj. It takes and
     returns [B, S, d_model].
 
     Args:
@@ -72,15 +72,16 @@ class MultiHeadDilatedAttention(_MultiHeadAttention):
         num_heads: query heads.
         segment_lengths, dilation_rates: of each pair, as `dilated_attention` takes them.
         num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
-        causal: a token sees those up to itself.
-        bias: of the projections.
+        causal: a token sees tokens up to itself.
+        bias: whether the projections have a bias.
         implementation: as `dilated_attention` takes it.
         rngs: of the parameters.
-        dtype: of the projections' arithmetic and results; None is that of tokens and parameters.
+        dtype: of the projections' arithmetic and results; None is the dtype of tokens and
+            parameters.
         param_dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: numbers, pairs or a mask that are refused.
+        TypeError, ValueError: invalid numbers, pairs or mask.
 
     Source: Ding et al. 2023 (LongNet), section 2.3.
 
@@ -124,30 +125,31 @@ class MultiHeadDilatedAttention(_MultiHeadAttention):
 
 
 class MaskList(nnx.Variable):
-    """A list of a block mask: data of a module, and no parameter."""
+    """A list of a block mask: data of a module, not a parameter."""
 
 
 class MultiHeadBlockSparseAttention(_MultiHeadAttention):
     """Self-attention by `block_sparse_attention`, between projections to heads and back.
 
-    Parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`s. Takes and
-    returns [B, S, d_model], S being what the mask is for.
+    Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`s. It
+    takes and returns [B, S, d_model], where S is the length that the mask is for.
 
     Args:
         d_model: size of a token, D · num_heads.
         num_heads: query heads.
-        block_mask: the tiles that are kept, as `block_sparse_attention` takes them; of
-            booleans the lists are made once.
+        block_mask: the tiles to keep, as `block_sparse_attention` takes them. From booleans, the
+            lists are made once.
         num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
-        causal: a token sees those up to itself.
-        bias: of the projections.
+        causal: a token sees tokens up to itself.
+        bias: whether the projections have a bias.
         implementation: as `block_sparse_attention` takes it.
         rngs: of the parameters.
-        dtype: of the projections' arithmetic and results; None is that of tokens and parameters.
+        dtype: of the projections' arithmetic and results; None is the dtype of tokens and
+            parameters.
         param_dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: numbers, pairs or a mask that are refused.
+        TypeError, ValueError: invalid numbers, pairs or mask.
 
     Source: Zaheer et al. 2020 (BigBird).
 

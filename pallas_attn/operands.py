@@ -32,6 +32,6 @@ def device_of(x: jax.Array) -> Device | None:
 
 
 def _name(device: Device) -> str:
-    """Return a device's name as torch has it: "cpu", "cuda:0"."""
+    """Return a device's name as torch writes it: "cpu", "cuda:0"."""
     platform = "cuda" if device.platform == "gpu" else device.platform
     return platform if (platform, device.id) == ("cpu", 0) else f"{platform}:{device.id}"

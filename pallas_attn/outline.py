@@ -1,9 +1,9 @@
-"""Outline what a host function does, for another framework to do in its place.
+"""Outline what a host function does, so that another framework can do it instead.
 
 A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, is traced once on operands that have
-types and no values. Kernels in Mosaic GPU are operations of the trace. Between them is what XLA
-fuses, kept whole (`pallas_attn.fusions`), and a few operations that move nothing. So a program of
-another framework can hold the same launches, in its own memory.
+types but no values. Mosaic GPU kernels are operations of the trace. Between them are the functions
+that XLA fuses, kept whole (`pallas_attn.fusions`), and a few operations that move nothing. So
+another framework's program can hold the same launches, in its own memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Value:
     """An array of an outline.
 
     Attributes:
-        number: the operands have the first ones, in order.
+        number: the operands have the first numbers, in order.
         shape, dtype: the array's.
     """
 
@@ -40,7 +40,7 @@ class Operation(NamedTuple):
     """Describe an operation.
 
     Attributes:
-        name: of a function that is a `fusion`; "full" of a number; "reshape"; or "bitcast", of
+        name: name of a `fusion`; "full", an array filled with a number; "reshape"; or "bitcast",
             the same memory in another dtype.
         args: its arguments, with a `Value` for an array.
         results: what it returns.
@@ -56,9 +56,9 @@ class Kernel(NamedTuple):
 
     Attributes:
         call: the operation of the trace, which `pallas_attn.ahead` lowers.
-        operands: of the kernel, in order; an array of numpy for a constant.
+        operands: of the kernel, in order; a NumPy array for a constant.
         results: of the kernel, in order. The last ones lie in the memory of the last operands.
-        num_aliased: how many do.
+        num_aliased: how many results do.
     """
 
     call: Any
@@ -84,9 +84,9 @@ def outline(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
 
     Args:
         function: takes the operands.
-        operands: tuples of what has a shape and the name of a dtype, or None.
-        card: what it runs on: `capability` such as 90, `num_sms`, and `shared_memory`, the bytes
-            that a block may have.
+        operands: tuples of objects with a shape and a dtype's name, or None.
+        card: the card it runs on: `capability` such as 90, `num_sms`, and `shared_memory`, the
+            bytes that a block may have.
 
     Raises:
         NotImplementedError: the function does something else.
@@ -118,7 +118,7 @@ class _Writer:
         return Value(self._count - 1, tuple(x.shape), x.dtype.name)
 
     def add(self, jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """Add the operations of a trace; returns its results."""
+        """Add the operations of a trace and return its results."""
         values = dict(zip(jaxpr.constvars, map(np.asarray, constants), strict=True))
         values |= dict(zip(jaxpr.invars, operands, strict=True))
 

@@ -1,4 +1,4 @@
-"""Lower a kernel so that what it writes is no part of a larger array."""
+"""Lower a kernel so that it never writes into part of a larger array."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ def lower_with_own_memory(
 ) -> list[Any]:
     """Return the results of a kernel's lowering rule.
 
-    XLA passes a kernel places in larger arrays: of a slice that it takes, and of one that its
+    XLA may pass a kernel addresses inside larger arrays, for a slice that it reads or one that its
     result updates, as in a loop over layers (``DynamicSliceFusionRewriterV2``, on by default in JAX
-    0.11.2). Three cases go wrong. An operand that is written belongs to another array, which the
-    caller keeps. A result in the memory of an operand is never written where it belongs. And a
-    kernel overwrites what it still reads, when both are the same slice of one array. So these have
-    memory of their own, and XLA copies a slice. It looks for slices behind no optimization barrier,
-    except one of several arrays: each array has its own. Slices that are only read stay in place.
+    0.11.2). This goes wrong in three cases. An operand that is written may belong to another array,
+    which the caller keeps. A result in the memory of an operand is never written where it belongs.
+    And a kernel overwrites what it still reads, if both are the same slice of one array. So these
+    arrays get their own memory, and XLA copies a slice. An optimization barrier hides a slice from
+    XLA, but not a barrier over several arrays, so each array has its own. Slices that are only read
+    stay in place.
 
     Args:
-        rule: gives the results from the context and the operands.
+        rule: returns the results for the context and the operands.
         written: which operands the kernel writes to.
     """
     values = [*operands]

@@ -48,21 +48,20 @@ def paged_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Exact attention of any number of new tokens a sequence over keys and values kept in pages.
+    """Compute exact attention of any number of new tokens per sequence over a paged KV cache.
 
     It is `paged_decode` for chunks of prompts, whole prompts and single tokens in one batch.
-    Sequence b has the new tokens ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, T of them, and
-    ``seq_lens[b]`` keys, n of them, in the pages of its row of the table. The new tokens' own keys
-    are there already: token t stands at position ``p = n - T + t`` and sees keys up to p. T may be
-    0. Tokens past the last offset are padding and may hold NaN. They see no key: a token that sees
-    none gives 0, and log-sum-exp -inf or its head's sink.
+    Sequence b has T new tokens, ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, and ``n = seq_lens[b]``
+    keys, in the pages of its row of the table. The new tokens' own keys are there already: token t
+    stands at position ``p = n - T + t`` and sees keys up to p. T may be 0. Tokens past the last
+    offset are padding and may hold NaN. They see no key. A token that sees no key has output 0 and
+    log-sum-exp -inf, or its head's sink if there is one.
 
-    The grid follows from Tq, B and max_pages. Offsets, lengths and tables are read on the device:
-    nothing waits for it and nothing is planned beforehand, so that
-    a jitted function runs with others without being traced anew. Nothing checks them
-    (`check_offsets` and `check_pages` do); whatever they are, nothing outside the arrays is read or
-    written. Lengths and page ids out of range, and what may hold anything, are as in
-    `paged_decode`.
+    The grid depends only on Tq, B and max_pages. Offsets, lengths and tables are read on the
+    device. Nothing waits for the device and nothing is planned ahead, so a jitted function runs
+    with others without being traced again. They are not checked (`check_offsets` and `check_pages`
+    do that); whatever they are, nothing outside the arrays is read or written. See `paged_decode`
+    for lengths and page ids out of range, and for what may hold anything.
 
     Works under `jit`, `vmap` and `lax.scan`. It has no derivative. The target of the kernel (see
     `twin_attention.targets.target`) is fixed while tracing.
@@ -73,31 +72,31 @@ def paged_attention(
             sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
-            decreasing, Tq at most.
+            decreasing, at most Tq.
         scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
-            is unlimited; right changes nothing.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or for
+            left, is unlimited; right has no effect.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
-            the log-sum-exp, and has no value. None is no such logit.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
-            the pool holds times this.
-        tree_ends: [Tq] int32: the new tokens of a sequence are a tree, and of them token t sees
-            token u if ``u <= t < tree_ends[u]``, beside all keys before the new tokens. Tokens
-            and ends count from the sequence's first new token. `tree_of` makes it; `check_tree`
-            checks it. Not with a window to the left. None is causal.
-        num_splits: parts, 1 to 256, that the keys of some tokens are divided into; with it given, a
-            sequence's result is bitwise the same for the same Tq and B, whatever else is in the
-            batch. None chooses by the shapes.
+        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
+            the log-sum-exp but has no value. None: no sinks.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are the
+            pool's numbers times this.
+        tree_ends: [Tq] int32: the new tokens of a sequence form a tree. Token t sees all keys
+            before the new tokens, and new token u if ``u <= t < tree_ends[u]``. Tokens and ends
+            count from the sequence's first new token. `tree_of` makes it; `check_tree` checks it.
+            Not with a window to the left. None is causal.
+        num_splits: number of parts, 1 to 256, that the keys of some tokens are divided into. If
+            given, a sequence's result is bitwise the same for the same Tq and B, whatever else is
+            in the batch. None chooses by the shapes.
         return_lse: return the log-sum-exp of the scores as well.
         implementation: "mosaic" (explicit kernels for SM90 and long chunks; from jax 0.11 on),
             "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
-            "gluon" (the kernels of torch_attn in Gluon, inside this program, for SM90 and long
-            chunks), "torch_triton" (those in Triton), "reference" (plain JAX in float32,
-            O(Tq · B · max_pages · page_size) memory), or None: the fastest kernels for the problem
-            on a CUDA device, the reference elsewhere.
+            "gluon" (torch_attn's Gluon kernels, inside this program, for SM90 and long chunks),
+            "torch_triton" (torch_attn's Triton kernels), "reference" (plain JAX in float32, O(Tq ·
+            B · max_pages · page_size) memory), or None: the fastest kernels for the problem on a
+            CUDA device, the reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in

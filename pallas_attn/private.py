@@ -1,12 +1,12 @@
-"""Every private name of JAX and of Triton that this side uses: a renamed one costs speed alone.
+"""Every private name of JAX and Triton that this side uses: a renamed one costs only speed.
 
-The table has them by the group that needs them: "triton", which the portable kernels are compiled
-with, "mosaic", the kernels in Mosaic GPU, and "foreign", which launches those of `torch_attn`. A
-family whose group lacks a name is refused before anything is traced, and `explain` names it.
-Pallas's interpreter needs none of them.
+The table lists them by the group that needs them: "triton" compiles the portable kernels, "mosaic"
+is for the Mosaic GPU kernels, and "foreign" launches `torch_attn`'s kernels. A family whose group
+lacks a name is refused before anything is traced, and `explain` names what is missing. Pallas's
+interpreter needs none of them.
 
-Files import the modules from here, by the names in the table. They are looked up when they are
-asked for first, so that importing `pallas_attn` imports no compiler. One that is not there is None.
+Files import the modules from here, by the names in the table. A module is looked up on first use,
+so importing `pallas_attn` imports no compiler. A missing module is None.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from twin_attention.targets.versions import newer_versions
 # The newest versions that the names were checked with.
 TESTED = {"jax": (0, 11), "triton": (3, 9)}
 
-# The modules of each group by alias, each with its import path and the names that are used.
+# The modules of each group by alias, each with its import path and the names used from it.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         "mlir": ("jax._src.interpreters.mlir", "sanitize_name"),
@@ -107,8 +107,8 @@ def __getattr__(alias: str) -> Any:
 def missing(group: str) -> str | None:
     """Return which private names of a group are missing; None if all are there.
 
-    Triton, and jaxlib's plugin that launches what it compiles, may not be installed. That is told
-    when a kernel is lowered for a GPU.
+    Triton, and jaxlib's plugin that launches what Triton compiles, may not be installed. The error
+    comes when a kernel is lowered for a GPU.
     """
     absent = []
     for path, names in GROUPS[group].values():
@@ -123,10 +123,10 @@ def missing(group: str) -> str | None:
 
 
 def ask_ptxas_once() -> None:
-    """Let Mosaic GPU ask ptxas for its version once, where it asks at all.
+    """Let Mosaic GPU ask ptxas for its version only once.
 
-    It asks at each cast from or to 8 bits or fewer, so at each integer division of a kernel, and
-    starts a process each time: these took up to two thirds of a kernel's lowering.
+    It asks at each cast from or to 8 bits or fewer, and so at each integer division of a kernel.
+    Each time it starts a process: this took up to two thirds of a kernel's lowering.
     """
     extension: Any = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
     ask = getattr(extension, "_get_ptxas_isa_version", None)
@@ -136,7 +136,7 @@ def ask_ptxas_once() -> None:
 
 @cache
 def hash_triton() -> None:
-    """Let a thread hash Triton's own files, with which every key of its cache begins.
+    """Hash Triton's own files in a thread: every key of its cache begins with the hash.
 
     It takes a third of a second, which an import of PyTorch hides.
     """

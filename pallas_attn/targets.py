@@ -24,9 +24,9 @@ _described: ContextVar[tuple[Device, Noted] | None] = ContextVar("described", de
 
 @contextmanager
 def described(card: Device) -> Iterator[Noted]:
-    """Choose for a card that this machine lacks.
+    """Choose code for a card that this machine lacks.
 
-    Yields what Mosaic kernels get, by their names in the code: the name in the tables, and the
+    Yields a dict from each Mosaic kernel's name in the code to its name in the tables and its
     configuration.
     """
     configs: Noted = {}
@@ -57,10 +57,10 @@ def cuda_devices() -> Sequence[Device]:
 
 
 def compiled_for() -> Device | None:
-    """Return a device that kernels can be compiled for before XLA chooses one.
+    """Return a device to compile kernels for before XLA chooses one, or None.
 
-    There is none without a CUDA device, where they are unlike, in one of several processes, which
-    may compile the same programs only together, and where a card is `described`.
+    It is None without a CUDA device, if devices differ, and where a card is `described`. It is also
+    None in one of several processes, which must compile the same programs together.
     """
     if _described.get() is not None:
         return None
@@ -72,11 +72,11 @@ def compiled_for() -> Device | None:
 def target_of(device: Device | None) -> str:
     """Return the target whose code runs where operands on `device` are lowered for CUDA.
 
-    Without a CUDA device to go by, this is the target of the process's first one. Without one of
-    those it is the target that was asked for, or "sm80".
+    If `device` is no CUDA device, use the process's first one. If there is none, return the target
+    that was asked for, or "sm80".
 
     Raises:
-        ValueError: the target that was asked for is none.
+        ValueError: the target that was asked for does not exist.
         NotImplementedError: a CUDA device that nothing can be compiled for.
     """
     cuda = cuda_devices()
@@ -101,7 +101,7 @@ def shared_memory(target: str) -> int:
 
 
 def num_sms(target: str | None) -> int:
-    """Return the number of SMs of the device, or without one of the target's usual card.
+    """Return the device's number of SMs or, without a device, that of the target's usual card.
 
     Args:
         target: "sm80", "sm90", or None for the interpreter, which follows SM80.

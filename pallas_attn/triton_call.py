@@ -1,11 +1,11 @@
 """A kernel of `torch_attn`, written in Triton or Gluon, as an operation of JAX.
 
 `kernel_call` is a primitive. It is lowered to jaxlib's ``triton_kernel_call_ffi``, which takes
-machine code and launches it on the stream of the program, without the host waiting. jaxlib gives
-the operands and then the results to a kernel's parameters, in order, and encodes TMA descriptors of
-them. So each parameter gets an operand, and a result is an operand whose memory it shares. A
-parameter that takes such a result once more gets the result itself, and is the last of the kernel's
-parameters, which is compiled anew for it.
+machine code and launches it on the program's stream, without the host waiting. jaxlib passes the
+operands and then the results to a kernel's parameters, in order, and encodes their TMA descriptors.
+So each parameter gets an operand, and a result shares an operand's memory. If a second parameter
+takes such a result, it gets the result itself; the kernel is then recompiled with that parameter
+last.
 
 This uses jaxlib's private API (`pallas_attn.private`); checked with JAX 0.11.2, whose
 ``jaxlib/gpu/triton.proto`` has the fields that are written here.
@@ -52,8 +52,8 @@ class Buffers(NamedTuple):
     """The buffers of a call, in the order in which jaxlib passes them.
 
     Attributes:
-        operands: a result among them has the memory of the result of the same number.
-        results: all results; the ones that a parameter takes come first.
+        operands: a result among them shares the memory of the result with the same number.
+        results: all results; results that a parameter takes come first.
     """
 
     operands: tuple[Buffer, ...]
@@ -72,17 +72,17 @@ def kernel_call(
     """Launch a kernel.
 
     Args:
-        inputs: those of its operands that it reads, in the order of `read`.
+        inputs: the operands that it reads, in the order of `read`.
         launch: a `torch_attn.launch.Launch`.
         card: the `torch_attn.targets.Card` to compile for.
-        read, written: which of the launch's tensors have values before, and which may have others
-            after it. Those of both are results in the memory of operands.
-        zeroed: which of the results are 0 before.
+        read, written: which of the launch's tensors have values before it, and which may have new
+            values after it. Tensors in both are results in the memory of operands.
+        zeroed: which of the results are 0 before it.
 
     Returns:
         The results, in the order of `written`.
     """
-    if cuda_devices():  # elsewhere a program is traced more often than it is lowered for a GPU
+    if cuda_devices():  # without one, few traced programs are lowered for a GPU
         import_module("torch_attn.ahead").compile_beside(launch, card)
     return kernel_call_p.bind(
         *inputs, launch=launch, card=card, read=read, written=written, zeroed=zeroed
@@ -92,9 +92,9 @@ def kernel_call(
 def result_types(
     inputs: Sequence[Any], launch: Any, read: tuple[int, ...], written: tuple[int, ...]
 ) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of a launch's results; arguments as `kernel_call` has them.
+    """Return the types of a launch's results; arguments as in `kernel_call`.
 
-    What is read before has the type of the input, of which the kernel may see the bits alone.
+    A result that is also read has the input's type, even if the kernel sees only its bits.
     """
     layouts = [x for x in _leaves(launch.layouts) if x is not None]
     dtype_name = import_module("torch_attn.operands").dtype_name
@@ -142,7 +142,7 @@ def _call(*inputs, launch, card, read, written, zeroed):
 def arrange_buffers(
     parameters: Sequence[Any], written: tuple[int, ...], zeroed: tuple[int, ...]
 ) -> Buffers:
-    """Return the buffers of a call; arguments as `kernel_call` has them.
+    """Return the buffers of a call; arguments as in `kernel_call`.
 
     Raises:
         NotImplementedError: a result has more parameters than jaxlib can give it.
@@ -155,7 +155,7 @@ def arrange_buffers(
                 again[x.operand].append(i)
             else:
                 operands.append(Buffer(x.operand, i))
-    # jaxlib sets what it passes as an address to 0, and no operand of a descriptor.
+    # jaxlib can zero a buffer that it passes as an address, but not one behind a descriptor.
     counts = {x: 1 + len(found) + (x in zeroed and bool(found)) for x, found in again.items()}
     if (most := max(counts.values())) > 2:
         expected = "kernels whose results have at most two descriptors, as jaxlib passes them"
@@ -168,7 +168,7 @@ def arrange_buffers(
 def _opaque(
     name: str, compiled: Any, capability: int, buffers: Buffers, sizes: dict[int, int]
 ) -> bytes:
-    """Return what jaxlib launches; `sizes` has the bytes of results that are 0 before."""
+    """Return what jaxlib launches; `sizes` has the bytes of results that start at 0."""
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")
@@ -178,21 +178,21 @@ def _opaque(
     if last:
         code = import_module("torch_attn.ahead").assemble(compiled, order)
     given = [_parameter(parameters[i]) for i in order]
-    # More parameters than the kernel has: no code reads them.
+    # These are more parameters than the kernel has: no code reads them.
     given += [_address(sizes.get(x.operand, 0)) for x in buffers.results if x.parameter is None]
-    # In place of PTX, which jaxlib would hash and copy each time that a program runs, its name.
+    # The name stands in for PTX, which jaxlib would hash and copy each time a program runs.
     kernel = gpu_triton.TritonKernel(
         compiled.name, compiled.num_warps, 1, compiled.shared, sha256(code).hexdigest(), "",
         capability,
     )  # fmt: skip
     call = gpu_triton.TritonKernelCall(kernel, *compiled.grid, given).to_proto(name, b"")
-    # Protocol buffers merge a message that comes twice: this adds TritonKernel.module_image.
+    # Protocol buffers merge a message that appears twice: this adds TritonKernel.module_image.
     image = _field(1, code) + _field(2, compiled.name.encode()) + _field(3, compiled.shared)
     return zlib.compress(call + _field(1, _field(1, _field(11, image))))
 
 
 def _field(number: int, value: bytes | int) -> bytes:
-    """Return a field of a message of protocol buffers."""
+    """Return a field of a protocol buffers message."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value

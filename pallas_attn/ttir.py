@@ -1,6 +1,6 @@
 """Compile a Triton module, given as text, with the Python `triton` package.
 
-It is imported only when a kernel is compiled. Of Triton's private API it uses
+This module is imported only when a kernel is compiled. Of Triton's private API it uses
 ``triton._C.libtriton.ir``, to parse the text, and `ASTSource`'s methods. Checked with Triton 3.6
 and 3.9; ``tests/pallas_attn_lowering/test_lowering.py`` guards it.
 """
@@ -20,8 +20,8 @@ from twin_attention.targets.kernels import KernelConfig
 class _TextSource(triton_compiler.ASTSource):
     """A module in Triton's language as text.
 
-    ``triton.compile("file.ttir")`` takes one too, but then leaves out the passes over Triton IR,
-    which fold ``acc + dot(a, b)`` into one operation among other things.
+    ``triton.compile("file.ttir")`` takes one too, but skips the passes over Triton IR, which among
+    other things fold ``acc + dot(a, b)`` into one operation.
     """
 
     def __init__(self, name: str, text: str) -> None:
@@ -49,7 +49,7 @@ def compile_text(name: str, text: str, config: KernelConfig, target: str, capabi
     Args:
         config: gives the warps and the pipeline's depth.
         target: instruction set to use, "sm80" or "sm90".
-        capability: device to assemble for, such as 80 or 90; not below the target's.
+        capability: compute capability to assemble for, such as 80 or 90; not below the target's.
     """
     return triton.compile(
         _TextSource(name, text),

@@ -1,9 +1,9 @@
-"""Compile a launch's kernel for a card that torch need not have, and say what it takes.
+"""Compile a launch's kernel for a card that torch need not have, and describe its parameters.
 
-Triton's own way to compile asks its driver for the current device. This module asks Triton for the
-parts of that way which need none: the function that specialises a kernel for its arguments, and
-`triton.compile`. Where Triton lacks one, that is the reason why another framework launches no
-kernels. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` guards it.
+Triton's own compilation asks its driver for the current device. This module uses only the parts
+that need no device: the function that specialises a kernel for its arguments, and `triton.compile`.
+If Triton lacks one, another framework launches no kernels and gives that as the reason. Checked
+with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` guards it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Descriptor(NamedTuple):
 
     Attributes:
         operand: which of the launch's tensors it is.
-        element: number of the element type, as CUDA's driver counts them.
-        swizzle: number of the swizzle, as CUDA's driver counts them.
-        shape, strides, box: of the tensor, and of what an instruction loads, in elements.
+        element: number of the element type in CUDA's driver.
+        swizzle: number of the swizzle in CUDA's driver.
+        shape, strides, box: of the tensor, and of the box that an instruction loads, in elements.
     """
 
     operand: int
@@ -90,9 +90,9 @@ class Compiled(NamedTuple):
         cubin: its machine code, an ELF file.
         num_warps, shared: warps of a program, and bytes of its shared memory.
         grid: how many programs there are on each axis.
-        parameters: those of the function, in order. Behind them are two addresses of scratch
-            memory that it does not use.
-        ptx: what the machine code was made of.
+        parameters: the function's parameters, in order. Two addresses of scratch memory follow,
+            which it does not use.
+        ptx: what the machine code was made from.
         metadata: Triton's, with the options that it was compiled with.
     """
 
@@ -107,7 +107,7 @@ class Compiled(NamedTuple):
 
 
 def compile_ahead(launch: Launch, card: Card) -> Compiled:
-    """Compile a launch's kernel for a card, or return what a thread compiled.
+    """Compile a launch's kernel for a card, or return a thread's compiled kernel.
 
     Raises:
         NotImplementedError: no configuration fits the card's shared memory.
@@ -117,7 +117,7 @@ def compile_ahead(launch: Launch, card: Card) -> Compiled:
 
 
 def compile_beside(launch: Launch, card: Card) -> None:
-    """Let a thread compile a launch's kernel for a card, for `compile_ahead`."""
+    """Compile a launch's kernel for a card in a thread, for `compile_ahead`."""
 
     def compile() -> None:
         with suppress(Exception):  # `compile_ahead` says what is wrong
@@ -152,15 +152,15 @@ def _compiled(launch: Launch, card: Card) -> Compiled:
 
 
 def without_ptx(cubin: bytes) -> bytes:
-    """Return machine code with zeros for the copy of its PTX, which ptxas leaves for debuggers.
+    """Return machine code without its copy of the PTX, which ptxas leaves for debuggers.
 
-    The copy is most of the file. jaxlib hashes and copies the file, compressed, each time that a
-    program runs.
+    The copy is most of the file and is zeroed. jaxlib hashes and copies the compressed file each
+    time that a program runs.
     """
     elf = bytearray(cubin)
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<3H", elf, 0x3A)
-    # Of each section: where its name is, type, flags, address, where it is, and its size.
+    # For each section: the place of its name, type, flags, address, its place, and its size.
     sections = [struct.unpack_from("<2I4Q", elf, table + i * size) for i in range(count)]
     for name, _, _, _, start, length in sections:
         if elf.startswith(b".nv_debug_ptx_txt\0", sections[names][4] + name):
@@ -181,7 +181,7 @@ def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
 
 
 def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
-    """Return a kernel whose function declares its parameters in another order.
+    """Return a kernel's PTX with its function's parameters declared in another order.
 
     Args:
         ptx: the code, which refers to parameters by their names.
@@ -246,7 +246,7 @@ def _source_class(kernel: Any) -> Any:
 def _parameters(
     compiled: Any, arguments: list[Any], dtypes: dict[int, torch.dtype]
 ) -> Iterator[Parameter]:
-    """Yield the parameters of a kernel's function from the launch's arguments."""
+    """Yield the parameters of a kernel's function, made from the launch's arguments."""
     maps = iter(compiled.metadata.tensordesc_meta or ())
     for x, kind in pairs(arguments, tuple(compiled.src.signature.values())):
         if kind == "constexpr":

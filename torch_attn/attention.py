@@ -1,7 +1,7 @@
-"""Lead the public functions of attention from a caller's arguments to a kernel.
+"""Take the public attention functions from a caller's arguments to a kernel.
 
-A call that was made before is replayed (`torch_attn.calls`). Another one is checked, and kept for
-the next time or run by the operator, which `torch.compile`, `torch.func` and the like see.
+A call that was made before is replayed (`torch_attn.calls`). A new call is checked. It is then kept
+for the next time, or run by the operator, which is what `torch.compile` and `torch.func` see.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from twin_attention.contract.spec import FlashOptions
 
 
 class Attention(ABC):
-    """A public function of attention, whose results are out and lse.
+    """A public attention function, which returns out and lse.
 
     Attributes:
         operands: the class of its operands.
         num_operands: how many there are.
         operation: the function of a kernel family that computes it.
         operator: its torch operator.
-        tensors_schema, others_schema: of the operator's arguments, tensors and what follows them.
-        is_differentiable: autograd may record it.
+        tensors_schema, others_schema: schemas of the operator's arguments: the tensors, and what
+            follows them.
+        is_differentiable: whether autograd may record it.
     """
 
     operator: Operator
@@ -61,7 +62,7 @@ class Attention(ABC):
 
     @abstractmethod
     def cast(self, operands: Any) -> Any:
-        """Return operands as autocast has them."""
+        """Return operands as autocast casts them."""
 
     def run(self, function: Any, spec: Any, backend: Any, *operands: Tensor | None) -> Any:
         """Run a family's function."""
@@ -70,15 +71,15 @@ class Attention(ABC):
     def __call__(
         self, operands: tuple[Any, ...], options: tuple[Any, ...], implementation: Any
     ) -> Any:
-        """Run the public function on arguments as the caller gave them.
+        """Run the public function on the caller's arguments.
 
         Args:
             operands: in the order of their class.
-            options: the other arguments, in the order of `check_options`: return_lse is the last.
+            options: the other arguments, in the order of `check_options`; return_lse comes last.
             implementation: what the caller asked for.
 
         Returns:
-            out, or a tuple of out, with return_lse lse, and what else the options ask for.
+            out, or a tuple of out, lse if return_lse is set, and whatever else the options ask for.
         """
         if torch.is_autocast_enabled("cuda"):
             operands = self.cast(operands)
@@ -107,7 +108,7 @@ class Attention(ABC):
         return self.operator_of(checked).op(*operands, *others)
 
     def operator_of(self, options: Any) -> Operator:
-        """Return the operator that has the results which checked options ask for."""
+        """Return the operator with the results that checked options ask for."""
         return self.operator
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
@@ -115,7 +116,7 @@ class Attention(ABC):
         return call(*operands)
 
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
-        """Check operands with checked options and return the problem; `read` is read as well."""
+        """Check operands against checked options and return the problem; `read` is also read."""
         spec = self._check(describe_operands(operands, operand), options)
         if hasattr(spec, "rows_aligned"):
             spec = replace(spec, rows_aligned=rows_aligned(*operands[:3], *read))
@@ -129,11 +130,11 @@ class Attention(ABC):
         return operands, self.check(operands, self._check_options(**arguments))
 
     def options_of(self, args: Any) -> Any:
-        """Return the options among an operator's arguments: they stand before the last."""
+        """Return the options among an operator's arguments: all but the last."""
         return self._options._make(args[-1 - len(self._options._fields) : -1])
 
     def call_of(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
-        """Return the call of the operator with these tensors and what follows them."""
+        """Return the operator's call for these tensors and the arguments after them."""
         operands = self.operands._make(tensors)
         spec = self.check(operands, self.options_of(others))
         return self._call(spec, others, operands.q.device)
@@ -142,7 +143,7 @@ class Attention(ABC):
         return Call(self.operation, self.run, spec, device, others)
 
     def fake(self, *args: Any) -> tuple[Tensor, ...]:
-        """Check operands while they are traced, and allocate the results."""
+        """Check operands during tracing, and allocate the results."""
         operands = self.operands._make(args[: self.num_operands])
         self._check(describe_operands(operands, operand), self.options_of(args))
         return self.new_outputs(operands)

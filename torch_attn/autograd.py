@@ -1,8 +1,9 @@
 """Operators with a derivative in reverse mode.
 
-A forward's derivative calls its backward; a backward's refuses, as does forward mode. They are
-autograd Functions on the operators' Autograd key rather than `torch.library.register_autograd`,
-which gives zero tangents in forward mode without an error and fails under `torch.func.grad`.
+A forward's derivative calls its backward. A backward's derivative and forward mode are refused.
+They are autograd Functions on the operators' Autograd key rather than
+`torch.library.register_autograd`, which gives zero tangents in forward mode without an error and
+fails under `torch.func.grad`.
 
 The dispatch guards of ``torch._C`` come from `torch_attn.private`.
 """
@@ -34,7 +35,7 @@ class _Differentiable(Operator):
         return _record(self, *args) if is_recorded(args) else self.below_autograd(*args)
 
     def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
-        """Keep what `gradients` needs."""
+        """Save what `gradients` needs."""
 
     def gradients(self, ctx: Any, *gradients: Any) -> Iterable[Tensor | None]:
         """Return a gradient, or None, for each tensor."""
@@ -55,12 +56,12 @@ class Backward(_Differentiable):
 
 
 class Forward(_Differentiable):
-    """The operator of a forward: its results are out and lse, and others without a derivative.
+    """The operator of a forward: it returns out and lse, and other results without a derivative.
 
     Attributes:
         backward: the operator of its backward, which takes dout, dlse, the tensors, out and lse if
             `saves_results`, and the options.
-        saves_results: the backward takes out and lse.
+        saves_results: whether the backward takes out and lse.
     """
 
     def __init__(self, *args: Any, backward: Backward, saves_results: bool = True) -> None:
@@ -75,9 +76,9 @@ class Forward(_Differentiable):
             ctx.mark_non_differentiable(*results[2:])
 
     def gradients(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: Any) -> Any:
-        saved = ctx.saved_tensors  # once: a checkpoint computes them here
+        saved = ctx.saved_tensors  # read once: a checkpoint recomputes them here
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
-        # The operator refuses a second derivative; a tensor of a transformation needs it as well.
+        # The operator refuses second derivatives; tensors of a transformation need it too.
         if not torch.is_grad_enabled() and type(dout) is Tensor:
             tensors = self.backward.prepare((dout, dlse, *saved))
             call = self.backward.recall(tensors, ctx.options)
@@ -89,7 +90,7 @@ class Forward(_Differentiable):
 
 
 class _Once(torch.autograd.Function):
-    """The derivative of an operator in reverse mode, and no other."""
+    """The reverse-mode derivative of an operator, and no other."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -119,9 +120,9 @@ class _Operation(_Once):
 
 
 class _Kept(_Once):
-    """A cached call of a forward: its kernels, past the dispatcher.
+    """A cached call of a forward: it runs the kernels without the dispatcher.
 
-    An lse that the caller has not asked for is no output, so that autograd saves less.
+    An lse that the caller did not ask for is no output, so autograd saves less.
     """
 
     @staticmethod
@@ -135,12 +136,12 @@ class _Kept(_Once):
 
     @staticmethod
     def backward(ctx, dout, *gradients):
-        # Without lse the gradient of what follows out is none of lse's.
+        # Without lse, the gradient after out's is not lse's.
         gradients = (dout, *gradients) if ctx.returns_lse else (dout,)
         return None, None, None, *ctx.operator.gradients(ctx, *gradients)
 
 
-# Function.apply binds the signature on every call, which takes longer than a launch.
+# Function.apply binds the signature on every call, which takes longer than a launch does.
 _record = super(torch.autograd.Function, _Operation).apply  # pyright: ignore[reportAttributeAccessIssue]
 _record_kept = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -158,7 +159,7 @@ def run_kept(
 
 
 def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients with an empty one for each operand that has none."""
+    """Return gradients, with an empty tensor for each operand that has none."""
     empty = (like.new_empty(0, dtype=torch.float32) if x is None else x for x in gradients)
     return tuple(empty)
 

@@ -3,16 +3,16 @@
 The first call with given layouts and options is checked, described and dispatched, and its kernels
 are compiled. All of that follows from the call's key, so a call with the same key only replays what
 the first one allocated and launched (`torch_attn.replay`). The key holds no tensor and no address,
-only an address's alignment, which kernels are compiled for. The last call with the same options is
-tried before a key is made: a guard of `torch.compile` compares the operands with it, in C++.
+only the alignment of addresses, which kernels are compiled for. Before a key is made, the last call
+with the same options is tried: a guard of `torch.compile` compares the operands with it, in C++.
 
-What it buys (docs/history/host.md): recognising a forward takes 2.4 microseconds of Python, and a
-backward 1.7; by a key alone it took 5.4 and 3.2. With this guard and the replay's generated source,
-which came in one change, a forward on an H200 takes 15 microseconds instead of 35, a `paged_decode`
+Gain (docs/history/host.md): recognising a forward takes 2.4 microseconds of Python, and a backward
+1.7; by a key alone it took 5.4 and 3.2. With this guard and the replay's generated source, which
+came in one change, a forward on an H200 takes 15 microseconds instead of 35, and a `paged_decode`
 16 instead of 35. On a busy machine a forward took 23 microseconds, 690 if its host function ran
-each time, and 1,100 if it was not cached; a `paged_decode` 25, 580 and 760.
+each time, and 1,100 if it was not cached; a `paged_decode` took 25, 580 and 760.
 
-Private names of torch come from `torch_attn.private`; without them no call is cached.
+Torch's private names come from `torch_attn.private`; without them no call is cached.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Run = Callable[..., Any]
 
 _calls: dict[Key, Call] = {}
 _last: dict[Key, Call] = {}  # the last call with given options
-# One takes about 64 kB on the host, with its launches: 66 MB at most.
+# A call with its launches takes about 64 kB on the host: 66 MB at most.
 _CALLS_MAX = 1024
 _PLAIN = (Tensor, Parameter)
 
@@ -54,7 +54,7 @@ class Guard:
     """
 
     def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
-        """Take operands that begin at multiples of `alignment` bytes, as recognised ones do."""
+        """Take operands aligned to `alignment` bytes, as recognised operands must be."""
         self._alignment = alignment
         given = [i for i, x in enumerate(operands) if x is not None]
         self._count, first = len(given), given[0]
@@ -65,7 +65,7 @@ class Guard:
         self._check = guards.check
 
     def __call__(self, operands: tuple[Any, ...]) -> bool:
-        """Return True for operands that match the guard's, in number and each."""
+        """Return True if there are as many operands as the guard's and each matches."""
         tensors = self._tensors(operands)
         return (
             self._check(*tensors)
@@ -79,12 +79,12 @@ class Call:
 
     Attributes:
         spec: the problem.
-        others: what follows the tensors in the operator's arguments, what implementation the caller
-            asked for last.
+        others: what follows the tensors in the operator's arguments; last the implementation that
+            the caller asked for.
         backend: what runs it.
-        alignment: bytes that the operands' addresses are multiples of where they are aligned.
-        is_kept: `recall` finds it.
-        is_recorded: autograd records it, if it is kept.
+        alignment: bytes that aligned operands' addresses are multiples of.
+        is_kept: whether `recall` finds it.
+        is_recorded: whether autograd records it, if it is kept.
         guard: recognises its operands, if it is kept and they are aligned.
     """
 
@@ -110,7 +110,7 @@ class Call:
 
     @property
     def is_new(self) -> bool:
-        """Return True until it has run, if it is kept."""
+        """Return True if it is kept and has not run yet."""
         return self._replay is None
 
     def _function(self, operation: str) -> Callable[..., Any]:
@@ -123,7 +123,7 @@ class Call:
         return family.function(operation)
 
     def __call__(self, *operands: Any) -> Any:
-        """Run the operation; returns what `run` does, but for the type of a tuple."""
+        """Run the operation; return what `run` does, except for a tuple's type."""
         if self._replay is not None:
             return self._replay(*operands)
         if not self.is_kept:
@@ -133,7 +133,7 @@ class Call:
 
 
 def _start_triton() -> None:
-    """Begin what first launches wait for, while the kernels are imported."""
+    """Start what first launches wait for, while the kernels are imported."""
     with suppress(ImportError):  # `choose` says what is missing
         from torch_attn.overlap import start_driver
 
@@ -141,7 +141,7 @@ def _start_triton() -> None:
 
 
 def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
-    """Return all that a call depends on but its operands and what is active around it.
+    """Return all that a call depends on except its operands and what is active around it.
 
     Options count with their types: 1 is not True.
     """
@@ -153,11 +153,11 @@ def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
 
 
 def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | None:
-    """Return all that a call depends on but the operands' values.
+    """Return all that a call depends on except the operands' values.
 
     Returns:
-        The key. None for a call that the dispatcher has to see: a mode, a transformation or forward
-        mode is active, or an operand is no plain tensor on a CUDA device.
+        The key, or None for a call that the dispatcher has to see: a mode, a transformation or
+        forward mode is active, or an operand is no plain tensor on a CUDA device.
     """
     if (
         private.len_dispatch_stack()
@@ -173,7 +173,7 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
 
 
 def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
-    """Return the operands' layouts, as a launch needs them; None if one is no plain CUDA tensor."""
+    """Return the layouts of operands that a launch needs; None if one is no plain CUDA tensor."""
     if type(operands[0]) not in _PLAIN or not operands[0].is_cuda:
         return None
     layouts: list[Any] = []
@@ -198,7 +198,7 @@ def recall(
 
     Args:
         function: first part of the key, such as the operator's name.
-        operands: tensors, or None for what is left out.
+        operands: tensors, or None for an omitted operand.
         options: the other arguments, as the caller gave them.
     """
     if torch.compiler.is_compiling():
@@ -255,7 +255,7 @@ def keep(
 
 
 def is_recorded(tensors: tuple[Any, ...]) -> bool:
-    """Return True when autograd would record a function of these tensors, or one has a tangent."""
+    """Return True if autograd would record a function of these tensors or one has a tangent."""
     enabled = torch.is_grad_enabled()
     dual = private.may_be_dual()
     if not (enabled or dual):

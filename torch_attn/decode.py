@@ -60,18 +60,19 @@ def paged_decode(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention of new tokens over keys and values kept in pages.
+    """Compute exact attention of new tokens over a paged KV cache.
 
     Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
-    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of
-    length n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
-    ``h // (Hq // Hkv)``. A token that sees no key gives 0, and log-sum-exp -inf or its head's sink.
+    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of length
+    n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
+    ``h // (Hq // Hkv)``. A token that sees no key has output 0 and log-sum-exp -inf, or its head's
+    sink if there is one.
 
-    Lengths and page tables are read on the device: nothing waits for it and nothing is planned
-    beforehand, so that a CUDA graph may be replayed with others. A length past the table's
-    capacity counts as the capacity, one below 0 as 0; a page id out of range is moved into it, so
-    that nothing outside the pool is read. `check_pages` finds both. Table entries past a sequence's
-    last page and slots past its length may hold anything.
+    Lengths and page tables are read on the device. Nothing waits for the device and nothing is
+    planned ahead, so a CUDA graph can be replayed with other lengths and tables. A length past the
+    table's capacity counts as the capacity, one below 0 as 0. A page id out of range is clamped, so
+    nothing outside the pool is read. `check_pages` finds both. Table entries past a sequence's last
+    page and slots past its length may hold anything.
 
     Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and autocast, which casts a
     float32 q; it never casts the cache. It has no derivative.
@@ -84,29 +85,29 @@ def paged_decode(
             begin at even offsets.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
         scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): a token sees keys from p - left on. None, for the pair or left,
-            is unlimited; right changes nothing.
+        window_size: (left, right): a token sees keys from p - left on. None, for the pair or for
+            left, is unlimited; right has no effect.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
-            the log-sum-exp, and has no value. None is no such logit.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are what
-            the pool holds times this.
-        tree_ends: [B, T] int32: the new tokens are a tree, and of them token t sees token u if
-            ``u <= t < tree_ends[b, u]``, beside all keys before the new tokens. `tree_of` makes
-            it; `check_tree` checks it. Not with a window to the left. None is causal.
-        num_splits: parts, 1 to 256, that each sequence's keys are divided into; with it given, a
-            sequence's result is bitwise the same whatever else is in the batch. None chooses by
+        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
+            the log-sum-exp but has no value. None: no sinks.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are the
+            pool's numbers times this.
+        tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before the new
+            tokens, and new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it;
+            `check_tree` checks it. Not with a window to the left. None is causal.
+        num_splits: number of parts, 1 to 256, that each sequence's keys are divided into. If given,
+            a sequence's result is bitwise the same whatever else is in the batch. None chooses by
             the shapes.
-        cascade: read pages that several sequences of the batch begin with once for up to 16 of
-            them, as those of one prompt that they continue. Which ones do is found on the device,
-            from the page tables. True costs one more launch, about 2 microseconds.
-            It changes nothing with a window to the left, with more than 32 query rows a kv head
-            (tokens times query heads), and for more than 1024 sequences. Not with num_splits.
+        cascade: where several sequences begin with the same pages, such as those of a shared
+            prompt, read these pages once for up to 16 of the sequences. The device finds them from
+            the page tables. True costs one more launch, about 2 microseconds. It has no effect with
+            a window to the left, with more than 32 query rows per kv head (tokens times query
+            heads), or with more than 1024 sequences. Not with num_splits.
         return_lse: return the log-sum-exp of the scores as well.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "mosaic" (the
-            kernels of pallas_attn in Mosaic GPU), "reference" (plain torch in float32, which copies
+        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "mosaic"
+            (pallas_attn's Mosaic GPU kernels), "reference" (plain torch in float32, which copies
             the keys out of their pages), or None: the kernels on a CUDA device, the reference
             elsewhere.
 
@@ -187,21 +188,20 @@ def append_kv(
     Token t of T goes to position ``p = seq_lens[b] - T + t``. A token whose position is below 0 or
     past the table's capacity, or whose page id is out of range, is not written. An 8-bit cache
     stores ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448.
-    Where ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. Of two tokens that go to one
-    slot, either may stay.
+    Where ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. If two tokens go to the same
+    slot, either may be kept.
 
-    With `cu_seqlens_q` the sequences have any number of new tokens each, packed one after the
+    With `cu_seqlens_q` each sequence has any number of new tokens, packed one sequence after the
     other. Tokens past the last offset are padding, which may hold NaN and is not written. Offsets
-    are read on the device; any numbers are clamped, so that nothing outside the tensors is read or
-    written.
+    are read on the device and clamped, so nothing outside the tensors is read or written.
 
-    With `rotary_cos` and `rotary_sin` keys are rotated before they are written (rotary embedding),
-    and queries `q` of the same tokens are returned rotated. A pair (x, y) of the first R dimensions
+    With `rotary_cos` and `rotary_sin`, keys are rotated before they are written (rotary embedding),
+    and `q`, the same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions
     becomes ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded
     once, to q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
 
-    Works under `torch.compile`. The kernels wait for nothing, so that a CUDA graph may be replayed
-    with other lengths and tables; the reference waits for the device. Autocast casts float32 k_new,
+    Works under `torch.compile`. The kernels wait for nothing, so a CUDA graph can be replayed with
+    other lengths and tables; the reference waits for the device. Autocast casts float32 k_new,
     v_new and q. It has no derivative.
 
     Args:
@@ -213,10 +213,10 @@ def append_kv(
             256, D is 16 to 256 in steps of 8.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
         block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
-        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
-            where the last one's end.
-        q: k_new's shape with Hq heads, a multiple of Hkv, and its dtype. Only with rotation.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, then the end of
+            the last sequence's.
+        q: k_new's shape and dtype, but with Hq heads, a multiple of Hkv. Only with rotation.
         rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
             2 to D; dimensions of a head from R on are not rotated.
         rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
@@ -227,8 +227,8 @@ def append_kv(
             elsewhere.
 
     Returns:
-        k_pages and v_pages, the tensors that were given. With q the triple (q, k_pages, v_pages),
-        whose q is new, and 0 in the padding.
+        k_pages and v_pages, the tensors that were given. With q, the triple (q, k_pages, v_pages):
+        its q is new, and 0 in the padding.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
@@ -286,14 +286,14 @@ def _check_and_append(
     operands = _cast_new(operands)
     check_append_options(interleaved)
     check_implementation(implementation)
-    if not torch.compiler.is_compiling():  # there the operator's fake kernel checks the operands
+    if not torch.compiler.is_compiling():  # else the operator's fake kernel checks them
         check_append(operands, interleaved)
     q_out = APPEND.op(*operands, interleaved, implementation)
     return None if operands.q is None else q_out
 
 
 def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
-    """Return operands as autocast has them."""
+    """Return operands as autocast casts them."""
     k_new, v_new = cast_float32("k_new", operands.k_new), cast_float32("v_new", operands.v_new)
     q = None if operands.q is None else cast_float32("q", operands.q)
     return operands._replace(k_new=k_new, v_new=v_new, q=q)
@@ -302,15 +302,15 @@ def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
 def merge_states(
     outs: Tensor, lses: Tensor, *, implementation: Implementation | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint sets of keys, from the attention over each.
+    """Merge attention over disjoint sets of keys into attention over their union.
 
     ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. A part
-    whose lse is -inf saw no key and may hold anything; a row that saw none in any part gives 0 and
-    -inf. A sink belongs to one part only.
+    whose lse is -inf saw no key, and its out may hold anything. A row that saw no key in any part
+    has out 0 and lse -inf. A sink belongs in one part only.
 
     The gradients of `outs` and `lses` are computed in float32 by the framework's own operations,
-    one part after the other; a part whose lse is -inf has gradients 0. Beside them the backward
-    takes a few tensors of the size of `lses`, and one part in float32.
+    one part after the other; a part whose lse is -inf has gradients 0. Besides them, the backward
+    allocates a few tensors of the size of `lses`, and one part in float32.
 
     Works under `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func.grad` and in
     CUDA graphs. It is differentiable in reverse mode, once.
@@ -368,25 +368,25 @@ def check_pages(
     *,
     num_new_tokens: int | None = None,
 ) -> None:
-    """Check what the functions of a paged cache take as data, unchecked: lengths, ids and offsets.
+    """Check lengths, page ids and offsets, which the functions of a paged cache do not check.
 
-    Waits for the device, so it is for debugging and not for a CUDA graph.
+    It waits for the device: use it for debugging, not in a CUDA graph.
 
     Args:
         k_pages: [P, page_size, Hkv, D], the pool of keys.
         block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32, keys of each sequence, the new tokens counted in.
-        cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens, which tell how many tokens
-            at the end of each sequence `append_kv` writes. No two sequences may have theirs in one
-            page.
-        num_new_tokens: the same number for each, 0 to 64, where there are no offsets. 0 takes
-            sequences that are only read, None is 1.
+        seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens. They give the number of
+            tokens that `append_kv` writes at the end of each sequence. No two sequences may write
+            to the same page.
+        num_new_tokens: without offsets, the number of new tokens of every sequence, 0 to 64. 0 is
+            for sequences that are only read; None is 1.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
         ValueError: shapes that contradict each other; offsets that `check_offsets` refuses; a
             length that is negative or exceeds the capacity ``max_pages * page_size``; a used table
-            entry that is no page of the pool; two sequences with new tokens in one page. The
+            entry that is no page of the pool; two sequences with new tokens in the same page. The
             message names the first such sequence.
         NotImplementedError: a page size or capacity that `paged_decode` does not take.
 

@@ -1,8 +1,8 @@
 """Decoding: the torch operators of a paged cache and of merges, and what they run.
 
 They are `torch_attn::paged_decode`, `::paged_attention`, `::append_kv`, `::merge_states` and
-`::merge_states_bwd`. None waits for the device: lengths and page tables are read there, so a CUDA
-graph may be replayed with others. The exception is the reference of append_kv.
+`::merge_states_bwd`. None waits for the device, except append_kv's reference. Lengths and page
+tables are read on the device, so a CUDA graph can be replayed with others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from twin_attention.contract.validate.paged import (
 
 
 class CacheAttention(Attention):
-    """A function of attention over a paged cache. It has no derivative."""
+    """A function of attention over a paged cache, without a derivative."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ def check_append(operands: AppendOperands[Tensor], interleaved: bool) -> AppendS
 
 
 def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor | None]:
-    """Run a family's append_kv on k_new, v_new and q with an axis of tokens, if not packed."""
+    """Run a family's append_kv; unless packed, give k_new, v_new and q an axis of tokens."""
     given = AppendOperands._make(operands)
     k_new, v_new, q = given.k_new, given.v_new, given.q
     if k_new.ndim == 4 or spec.packed:
@@ -133,12 +133,12 @@ def _or_nothing(q: Tensor | None, operands: AppendOperands[Tensor]) -> Tensor:
 def check_pools(k_pages: Tensor, v_pages: Tensor) -> None:
     """Refuse pools that begin at one address: values would overwrite keys.
 
-    Views that share a storage and no element begin at different addresses.
+    Views that share a storage but no element begin at different addresses.
     """
     if k_pages is v_pages:
         one_pool()
     if torch.compiler.is_compiling() or type(k_pages) is not Tensor:
-        return  # the operator does it when it runs; a fake tensor warns of the question
+        return  # the operator checks when it runs; asking a fake tensor gives a warning
     try:
         address = k_pages.data_ptr()
         if address and address == v_pages.data_ptr():  # 0 without memory
@@ -148,7 +148,7 @@ def check_pools(k_pages: Tensor, v_pages: Tensor) -> None:
 
 
 def count_write(operands: AppendOperands[Tensor]) -> None:
-    """Tell autograd of an append, which it does not see."""
+    """Tell autograd of an append, which it cannot see."""
     torch.autograd.graph.increment_version((operands.k_pages, operands.v_pages))
 
 

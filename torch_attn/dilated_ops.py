@@ -1,9 +1,9 @@
 """Gather the tokens that dilated attention keeps, and scatter its results.
 
-The derivative of a gather is a scatter, and the reverse: each is an autograd Function, whose
-backward writes one tensor. Both copy between views; there are no indices, and sums have one order.
-Operands pass through `once`, so that errors of other derivatives name `dilated_attention`, and none
-of the functions in it.
+The derivative of a gather is a scatter, and vice versa: each is an autograd Function, whose
+backward writes one tensor. Both copy between views, without indices, and sums have a fixed order.
+Operands pass through `once`, so that errors about other derivatives name `dilated_attention` and
+not a function inside it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Pairs = tuple[Dilation, ...]
 
 
 def once(x: Tensor) -> Tensor:
-    """Return a tensor as it is, and refuse all derivatives through it but one in reverse mode."""
+    """Return a tensor unchanged, and refuse all derivatives through it but one in reverse mode."""
     return _Once.apply(x)  # pyright: ignore[reportReturnType]
 
 
@@ -31,12 +31,12 @@ def take(x: Tensor, call: Pairs, heads_kv: int) -> Tensor:
 
     Args:
         x: [B, S, H, D].
-        call: pairs that keep equally many tokens of a segment.
-        heads_kv: how many groups the H heads are.
+        call: pairs that keep the same number of tokens per segment.
+        heads_kv: number of groups that the H heads form.
 
     Returns:
-        [B · segments, kept, H, D], the segments of one pair after those of another. Of one pair
-        that keeps all tokens, a view.
+        [B · segments, kept, H, D], one pair's segments after another's. A view if there is one pair
+        and it keeps all tokens.
     """
     if _keeps_all(call):
         return x.unflatten(1, (x.shape[1] // call[0].kept, call[0].kept)).flatten(0, 1)
@@ -46,17 +46,17 @@ def take(x: Tensor, call: Pairs, heads_kv: int) -> Tensor:
 def place(
     states: Sequence[tuple[Tensor, Tensor]], calls: tuple[Pairs, ...], heads_kv: int, rows: Any
 ) -> tuple[Tensor, Tensor]:
-    """Put the results of calls where their tokens are.
+    """Put the calls' results at their tokens' places.
 
     Args:
         states: out [B · segments, kept, Hq, Dv] and lse [B · segments, Hq, kept] of each call.
         calls: its pairs.
-        heads_kv: how many groups the heads are.
+        heads_kv: number of groups that the heads form.
         rows: B and S.
 
     Returns:
         outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of the N pairs, as `merge_states` takes them.
-        Where a head keeps nothing lse is -inf, and out may be anything if there are several pairs.
+        Where a head keeps nothing, lse is -inf, and out may be anything if there are several pairs.
     """
     if len(calls) == 1 and _keeps_all(calls[0]):
         ((out, lse),) = states
@@ -108,7 +108,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dkept):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # The first pair has the lowest rate; if that is 1, it writes all of the gradient.
+        # The first pair has the lowest rate; if that is 1, it writes the whole gradient.
         dx = (dkept.new_empty if ctx.call[0].rate == 1 else dkept.new_zeros)(ctx.shape)
         parts = _parts(dkept, ctx.call, *ctx.shape[:2])
         for n, (pair, part) in enumerate(zip(ctx.call, parts, strict=True)):
@@ -124,7 +124,7 @@ class _Place(torch.autograd.Function):
     def forward(calls, heads_kv, rows, *states):
         (batch, tokens), num_pairs = rows, sum(map(len, calls))
         out, lse = states[:2]
-        # What merge_states is given may be anything where lse is -inf.
+        # merge_states ignores values where lse is -inf.
         new = out.new_empty if num_pairs > 1 else out.new_zeros
         outs = new((num_pairs, batch, tokens, *out.shape[2:]))
         lses = lse.new_full((num_pairs, batch, lse.shape[1], tokens), -torch.inf)
@@ -155,7 +155,7 @@ class _Place(torch.autograd.Function):
 
 
 def _gather(fulls: Sequence[Tensor] | Tensor, call: Pairs, heads_kv: int) -> Tensor:
-    """Return what each pair keeps of its own [B, S, H, D], as `take` does."""
+    """Return what each pair keeps of its own [B, S, H, D] tensor, as `take` does."""
     batch, tokens, *row = fulls[0].shape
     segments = sum(tokens // pair.segment_length for pair in call)
     kept = fulls[0].new_empty((batch * segments, call[0].kept, *row))
@@ -174,13 +174,13 @@ def _parts(kept: Tensor, call: Pairs, batch: int, tokens: int) -> Sequence[Tenso
 def _matching(
     full: Tensor, kept: Tensor, pair: Dilation, heads_kv: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of the same tokens in both: of whole rounds of offsets, and of the heads left.
+    """Yield views of the same tokens in both: of whole rounds of offsets, then of the heads left.
 
     Args:
         full: [B, S, H, D].
         kept: [B · segments, kept, H, D].
         pair: the segments and the rate.
-        heads_kv: how many groups the heads are.
+        heads_kv: number of groups that the heads form.
     """
     (batch, tokens, heads, _), rate = full.shape, pair.rate
     groups, segments = (heads_kv, heads // max(1, heads_kv)), tokens // pair.segment_length

@@ -42,5 +42,5 @@ def choose(
 
 
 def alignment_of(implementation: Any) -> int:
-    """Return the bytes that operands' addresses are multiples of for compiled code."""
+    """Return the bytes that operands' addresses must be multiples of for compiled code."""
     return COMPACT if implementation in _FOREIGN else ALIGNED

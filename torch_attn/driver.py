@@ -1,14 +1,13 @@
 """Relaunch a compiled Triton kernel with minimal host work.
 
-Triton's `JITFunction.run` ends with a call of a C function that launches. This module makes the
-same call with arguments that were looked up beforehand and operands as addresses, so that it asks
-neither the tensor nor the driver for them. Triton encodes the TMA descriptors of each launch anew;
-here they are cached by address. The C function is made for arguments without tuples: Triton 3.6
-finds no descriptor in a tuple, and a tuple of addresses would be made anew at each launch. No other
-module of `torch_attn` uses this private API of Triton. Where Triton lacks a part of it, Triton
-launches each kernel, more slowly. Checked with Triton 3.6 and 3.9;
-``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it. The first says what to do when
-the API changes.
+Triton's `JITFunction.run` ends by calling a C function that launches. This module makes the same
+call with arguments looked up beforehand and operands as addresses, so it asks neither tensors nor
+the driver for them. Triton encodes the TMA descriptors of each launch anew; here they are cached by
+address. The C function takes arguments without tuples: Triton 3.6 finds no descriptor in a tuple,
+and a tuple of addresses would be made anew at each launch. No other module of `torch_attn` uses
+this private API of Triton. Where Triton lacks a part of it, Triton itself launches each kernel,
+more slowly. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_launch.py`` and
+``test_driver.py`` guard it. The first says what to do if the API changes.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
-# Encoded descriptors that are cached for an operand of a launch, and in all. One takes about
-# 400 bytes with its Python objects: 26 MB at most.
+# Encoded descriptors cached per operand of a launch, and in all. One takes about 400 bytes with its
+# Python objects: 26 MB at most.
 _ADDRESSES_MAX = 256
 _DESCRIPTORS_MAX = 65536
 
@@ -43,7 +42,7 @@ def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) 
     Args:
         compiled: Triton's compiled kernel.
         grid: three numbers.
-        arguments: all arguments, with layouts for the operands, whose addresses replace them.
+        arguments: all arguments, with layouts in place of operands; addresses replace the layouts.
     """
     kinds = _flatten_signature(compiled.src)
     if kinds is not None:
@@ -77,7 +76,7 @@ def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) 
 
 
 def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
-    """Take tuples and constants out of the signature that a kernel's launcher will be made for.
+    """Remove tuples and constants from the signature that a kernel's launcher is made for.
 
     Returns:
         The kinds of all arguments, tuples for tuples; None if the signature is not as expected.
@@ -93,7 +92,7 @@ def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
 
 
 def pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield arguments in tuples of tuples and their kinds."""
+    """Yield the arguments in nested tuples with their kinds."""
     for x, kind in zip(arguments, kinds, strict=True):
         if isinstance(kind, tuple):
             yield from pairs(x, kind)
@@ -108,7 +107,7 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
 
     Returns:
         The function; its arguments between the stream and the kernel's; and True if it takes the
-        kernel's arguments as one tuple, as since Triton 3.9.
+        kernel's arguments as one tuple, as it does since Triton 3.9.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: the launcher is not as expected.
@@ -132,10 +131,10 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
 
 
 def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ...]], list[Any]]:
-    """Return a function that makes a kernel's arguments of the operands' addresses.
+    """Return a function that makes a kernel's arguments from the operands' addresses.
 
-    The arguments of two calls differ in addresses and descriptors. The others are shared, because
-    every launch increments their reference counts: equal integers are one object.
+    The arguments of two calls differ only in addresses and descriptors. Equal integers among the
+    others share one object, because every launch increments reference counts.
     """
     integers: dict[int, int] = {}
 
@@ -170,7 +169,7 @@ def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ..
 class _Descriptors(dict[Any, Any]):
     """The encoded descriptors of an operand, by address; made on demand.
 
-    All launches cache at most `_DESCRIPTORS_MAX`: with more, the cache is cleared.
+    All launches together cache at most `_DESCRIPTORS_MAX`; beyond that, caches are cleared.
     """
 
     _all: ClassVar[WeakValueDictionary[int, _Descriptors]] = WeakValueDictionary()

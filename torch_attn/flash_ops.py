@@ -1,7 +1,7 @@
 """Flash attention, dense, packed and sparse: its torch operators, and what they run.
 
-They are `torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd`, `::flash_varlen_bwd`,
-`::block_sparse_fwd` and `::block_sparse_bwd`. `::flash_row_max_fwd` and
+The operators are `torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd`,
+`::flash_varlen_bwd`, `::block_sparse_fwd` and `::block_sparse_bwd`. `::flash_row_max_fwd` and
 `::flash_varlen_row_max_fwd` return row maxima as well.
 """
 
@@ -47,7 +47,7 @@ class FlashAttention(Attention):
 
     Attributes:
         fwd, bwd: the operators.
-        row_max_fwd: the operator that returns row maxima as well; fwd for a function without.
+        row_max_fwd: the operator that also returns row maxima; fwd for a function without them.
     """
 
     operator: Forward
@@ -68,13 +68,13 @@ class FlashAttention(Attention):
             function: the public function.
             name: the operators' name, before "_fwd" and "_bwd".
             operands: the class of their operands.
-            check: check described operands, with options.
-            rule: the rule of `vmap`.
+            check: check described operands against options.
+            rule: the `vmap` rule.
             check_options: check options as the caller gave them.
         """
         super().__init__("flash_fwd", operands, FlashOptions, check_options, check)
         count, tensors, others = self.num_operands, self.tensors_schema, self.others_schema
-        # An operator cannot return None: a gradient that does not exist has no element.
+        # An operator cannot return None: a missing gradient is an empty tensor.
         gradients = ", ".join(f"Tensor d{field}" for field in operands._fields)
         backward = Backward(
             f"{name}_bwd(Tensor dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, {others}) "
@@ -117,7 +117,7 @@ class FlashAttention(Attention):
         return run_kept(operator, call, operands, return_lse)
 
     def _launches_of_backward(self, call: Call, operands: tuple[Any, ...]) -> list[Launch]:
-        """Return what the backward of a call will launch, from tensors that hold no values."""
+        """Return what a call's backward will launch, found with tensors that hold no values."""
         spec = replace(call.spec, row_max=False)  # pyright: ignore[reportArgumentType]
         backend, _ = choose(call.others[-1], "flash_bwd", operands[0].device, spec)
         tensors = self.operands._make(
@@ -137,9 +137,9 @@ class FlashAttention(Attention):
         return (out, lse, torch.empty_like(lse)) if self.options_of(args).row_max else (out, lse)
 
     def run_backward(self, function, spec, backend, dout, dlse, *tensors: Any):
-        """Run a family's flash_bwd, on copies of the tensors that its kernels cannot read.
+        """Run a family's flash_bwd, copying the tensors that its kernels cannot read.
 
-        They read lse as the forward wrote it, and out by rows. TMA wants aligned rows.
+        They read lse as the forward wrote it, and out by rows. TMA needs aligned rows.
         """
         *operands, out, lse = tensors
         out, lse = readable(out, lse)
@@ -151,11 +151,11 @@ class FlashAttention(Attention):
     def _backward_call(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
         """Return the call of a backward, which follows from all tensors that it reads.
 
-        Tensors that autograd saved may have come back in another layout: hooks may have moved them.
-        A family that is asked for by name reads copies of tensors that its kernels cannot read.
+        Saved tensors may come back in another layout, because hooks may have moved them. A family
+        that is requested by name reads copies of tensors that its kernels cannot read.
 
         Raises:
-            TypeError, ValueError: one has another dtype, shape or device than the forward had.
+            TypeError, ValueError: a tensor's dtype, shape or device differs from the forward's.
         """
         dout, _, *operands, out, lse = tensors
         operands = self.operands._make(operands)

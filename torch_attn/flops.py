@@ -1,4 +1,4 @@
-"""Operations of `flash_attention` for `FlopCounterMode`: importing this teaches them to torch.
+"""Flop counts of `flash_attention` for `FlopCounterMode`: importing this registers them with torch.
 
 `torch_attn` itself does not import it, because `torch.utils.flop_counter` imports Triton. Import it
 before the mode is made::
@@ -12,13 +12,13 @@ before the mode is made::
         torch_attn.flash_attention(q, k, v, causal=True)
     print(counter.get_total_flops())
 
-Only pairs of query and key that the window keeps are counted, unlike for
-`scaled_dot_product_attention`, of which torch counts all. The backward counts its five products,
-and not the two that the gradients of `relative_bias` and of a shared `bias` compute again.
-Most of what follows from data is left out: with segment ids the count is that without, a window of
-depths hides nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` the pairs before
-the keys' ends are counted, and of `block_sparse_attention` the tiles that its mask keeps: this
-waits for the device. Fake tensors hold no data: with them no key has an end, and all tiles count.
+Only pairs of query and key that the window keeps are counted; for `scaled_dot_product_attention`
+torch counts all. The backward counts its five products, and not the two that the gradients of
+`relative_bias` and of a shared `bias` compute again. Most of what depends on data is left out:
+segment ids change nothing, a window of depths hides nothing, and `flash_attention_varlen` counts
+nothing. With `kv_ends` only pairs before the keys' ends are counted, and for
+`block_sparse_attention` only the tiles that its mask keeps: this waits for the device. Fake tensors
+hold no data, so with them no key has an end, and all tiles count.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _of_mask(
     of_all: Callable[[BlockSparseSpec], int],
     of_kept: Callable[[BlockSparseSpec, BlockMask[np.ndarray]], int],
 ) -> int:
-    """Count an operator's call by the mask among its arguments, of all tiles if that is fake."""
+    """Count an operator's call by its mask argument; if that is fake, count all tiles."""
     operands, spec = _problem(SPARSE, args)
     lists = [getattr(operands, name) for name in BlockMask._fields]
     if any(map(_holds_no_data, lists)):

@@ -1,10 +1,10 @@
-"""Run a family of `pallas_attn` inside torch: its kernels in Mosaic GPU, on torch's current stream.
+"""Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
 The family's host function is traced once for operands of given shapes (`pallas_attn.outline`), and
 each of its kernels is compiled by JAX's CUDA plugin (`torch_attn.mosaic_call`). A call then
-allocates and launches what the outline says, so that torch's allocator, its streams, its CUDA
-graphs and `torch_attn.replay` see what they see of any other family. What XLA computes between the
-kernels, torch computes itself. JAX is imported when a family is asked for; it runs nothing.
+allocates and launches what the outline says, so torch's allocator, streams and CUDA graphs, and
+`torch_attn.replay`, work as with any other family. Torch itself computes what XLA would compute
+between the kernels. JAX is imported when a family is asked for; it runs nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from twin_attention.targets.family import Backend
 
 @dataclass(frozen=True)
 class _Type:
-    """An operand as an outline depends on it."""
+    """What an outline depends on of an operand."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,9 +50,10 @@ class _Launch(NamedTuple):
     """A kernel's launch.
 
     Attributes:
-        launcher: launches it with the addresses of the tensors.
-        tensors: the values that it reads, and then the values that it writes.
-        results: the values that it writes, and for each whose memory it takes; None for new memory.
+        launcher: launches the kernel, given the tensors' addresses.
+        tensors: the values that it reads, then the values that it writes.
+        results: the values that it writes, and for each the value whose memory it takes; None for
+            new memory.
     """
 
     launcher: Launcher
@@ -63,8 +64,8 @@ class _Launch(NamedTuple):
 def function_of(operation: str) -> Callable[..., Any]:
     """Return what runs an operation of a family of `pallas_attn`, such as "flash_fwd".
 
-    It is called as the family's own function is, on tensors. One that is not compact, as arrays of
-    JAX are, is copied; but not a pool of pages.
+    It is called like the family's own function, on tensors. A tensor that is not compact, as JAX's
+    arrays are, is copied; a pool of pages is refused instead.
     """
     return partial(_run, operation)
 
@@ -157,12 +158,13 @@ def _sinks_gradient(
 
 
 def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> Tensor:
-    """Return which rows of lse2 and delta are a row of packed sequences, or of their padding.
+    """Return which rows of lse2 and delta belong to a token, padding tokens included.
 
     Args:
         cu_seqlens: [N + 1] offsets; any numbers are clamped.
         num_rows: rows of the sequences' axis.
-        padded_rows: rows of lse2 and delta, in which a sequence begins a tile of ROW_PADDING rows.
+        padded_rows: rows of lse2 and delta, where each sequence begins at a tile of ROW_PADDING
+            rows.
     """
     padding = ROW_PADDING.value
     starts = cu_seqlens.clamp(0, num_rows)
@@ -174,7 +176,7 @@ def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> T
     return rows - begins.take(sequence) < (ends - starts).take(sequence)
 
 
-# What XLA makes kernels of (`pallas_attn.fusions`), by its name there.
+# What XLA compiles to kernels (`pallas_attn.fusions`), by its name there.
 FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     "sinks_gradient": _sinks_gradient,
 }
@@ -208,7 +210,7 @@ def plan(
     Returns:
         The steps of the outline, with a `_Launch` for each kernel, and its results.
     """
-    # JAX starts on the card to compile for it: it must not reserve most of the memory.
+    # JAX starts on the card to compile for it; it must not reserve most of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     function = backend.family.function(operation)
     with repeat_configs(changes):

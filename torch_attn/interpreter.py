@@ -1,10 +1,10 @@
 """Run a Triton kernel on CPU tensors, in the process that compiles it for CUDA tensors.
 
-Triton's own switch, ``TRITON_INTERPRET=1``, is read when a kernel is defined and turns compiling
-off for the whole process. `interpreted` chooses for each launch instead: inside a launch
-`triton.language` is patched to work on NumPy arrays, and put back afterwards.
+Triton's own switch, ``TRITON_INTERPRET=1``, is read when a kernel is defined and turns off
+compiling for the whole process. `interpreted` chooses for each launch instead: during a launch
+`triton.language` is patched to work on NumPy arrays, and restored afterwards.
 
-The private API of Triton here is ``triton.runtime.interpreter``. Without a name of it this import
+The private API of Triton here is ``triton.runtime.interpreter``. If a name is missing, this import
 fails, and the family "triton" gives that as its reason not to run on a CPU. Checked with Triton 3.6
 and 3.9; what is used and why:
 
@@ -15,15 +15,15 @@ and 3.9; what is used and why:
   turns a launch's arguments into the interpreter's tensors.
 - `InterpreterBuilder` and `_get_np_dtype` hold bfloat16 as uint16 and compute on its bits, which
   gives wrong numbers without an error. `_Builder` holds it as `ml_dtypes.bfloat16`.
-- `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which no mask may be.
+- `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which a mask must not be.
 - `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language` when it is imported.
   That must not happen while they are patched, or no Gluon kernel compiles later.
-- `create_dot` multiplies in IEEE precision whatever it is asked for. `_Builder` gives it operands
-  in TF32, as tensor cores take them.
-- The check of integers for overflow takes half the time of a launch, and its result goes to a
+- `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32, as tensor
+  cores take them.
+- The integer overflow check takes half the time of a launch, and its result goes to a
   `device_assert` that does nothing without `debug`. `_Builder` turns it off.
-- ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so that
-  Triton 3.6 cannot run a loop whose bounds are known only at run time.
+- ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so Triton
+  3.6 cannot run a loop whose bounds are known only at run time.
 
 ``tests/torch_attn/test_interpreter.py`` guards all of it, and says what to do when Triton changes.
 """
@@ -67,7 +67,7 @@ _triton_np_dtype = interpreter._get_np_dtype
 
 
 def interpreted(kernel: JITFunction) -> Interpreted:
-    """Return a `@triton.jit` kernel that runs on CPU tensors, NumPy doing the arithmetic.
+    """Return a `@triton.jit` kernel that runs on CPU tensors, with NumPy doing the arithmetic.
 
     ``interpreted(kernel)[grid](*args, **kwargs)`` launches as ``kernel[grid](...)`` does. Launch
     options, such as `num_warps`, have no meaning here and are ignored. Launches run one at a
@@ -147,7 +147,7 @@ class _Builder(InterpreterBuilder):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
         if input_precision == interpreter._ir.INPUT_PRECISION.TF32:
             a, b = map(_as_tf32, (a, b))
-        # Only for speed: cast inside the product, bfloat16 takes four times as long.
+        # Only for speed: if bfloat16 is cast inside the product, it takes four times as long.
         a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
         return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
 
@@ -157,7 +157,7 @@ _semantic = TritonSemantic(_builder)
 
 
 def _as_tf32(value: TensorHandle) -> TensorHandle:
-    """Return a float32 operand as tensor cores take it; others as they are."""
+    """Return a float32 operand as tensor cores take it; return others unchanged."""
     if value.data.dtype != np.float32:
         return value
     return TensorHandle((value.data.view(np.int32) & -(1 << 13)).view(np.float32), tl.float32)
@@ -208,9 +208,9 @@ def _as_argument(value: Any) -> Any:
 def _python_function(original: FunctionType) -> Callable[..., Any]:
     """Return a kernel's source as a Python function over the interpreter's tensors.
 
-    The rewriter adds names to the function's globals, so it gets a copy of the module's. There
-    constants lose their `constexpr`, which does not give way to a tensor: in Triton 3.9
-    ``constant * tensor`` is a constexpr that no operation takes.
+    The rewriter adds names to the function's globals, so it gets a copy of the module's. In the
+    copy, constants lose their `constexpr`: in Triton 3.9 ``constant * tensor`` would be a
+    constexpr, which no operation takes.
     """
     names = {
         name: x.value if isinstance(x, tl.constexpr) else x

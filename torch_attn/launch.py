@@ -30,20 +30,20 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.sm90 import portable_uses_wgmma
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# Arguments that change from call to call: one compiled kernel serves all of their values. Triton
-# specialises every number in a tuple, so these are in none.
+# Arguments that change from call to call: one compiled kernel serves all their values. Triton
+# specialises every number in a tuple, so none of these is in a tuple.
 UNSPECIALIZED = [
     "seq_q", "seq_kv", "diagonal", "num_sequences", "together", "window_left", "window_right",
 ]  # fmt: skip
 
-# What Triton raises where ptxas fails; where it has no such name, its error is left alone.
+# What Triton raises if ptxas fails; without such a name, its error is left alone.
 _PTXAS_ERRORS = getattr(triton_errors, "PTXASError", ())
 
 _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | None = None
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that describe a problem, as every flash attention kernel takes them."""
+    """Return the arguments that describe a problem to every flash attention kernel."""
     window = spec.bounded_window
     return {
         "seq_q": spec.seq_q,
@@ -66,7 +66,7 @@ def num_sequences(spec: AttentionSpec) -> int | None:
 
 
 def has_carry(spec: AttentionSpec) -> bool:
-    """Return True where a kernel's output holds a result over other keys, which these join."""
+    """Return True if a kernel's output already holds a result over other keys, to merge with."""
     return isinstance(spec, PartialSpec)
 
 
@@ -79,8 +79,8 @@ def rule_argument(rule: ScoreRule) -> ScoreRule:
     )
 
 
-# Grid, and arguments by name other than operands and tile sizes. A `Layout` or a `TensorMap` in one
-# stands for its operand; an argument with an operand's name takes its place.
+# The grid, and arguments by name other than operands and tile sizes. A `Layout` or `TensorMap` in
+# an argument stands for its operand; an argument with an operand's name replaces it.
 Prepared = tuple[tuple[int, ...], dict[str, Any]]
 
 
@@ -88,16 +88,16 @@ class KernelCall(NamedTuple):
     """All that a kernel's code, grid and arguments depend on, except for the operands' values.
 
     The function that prepares a launch sees nothing else, and all of it follows from the key of a
-    `torch_attn.calls.Call`. So a launch that is replayed has the arguments that it would be
-    prepared with again, and no value that changes can be frozen unnoticed.
+    `torch_attn.calls.Call`. So a replayed launch has the same arguments as a newly prepared one,
+    and no value that changes can be frozen unnoticed.
 
     Attributes:
         spec: the problem.
-        constants: what else the arguments follow from.
+        constants: what else the arguments depend on.
         config: the kernel's configuration.
         target: whose code runs, "sm80" or "sm90"; None in the interpreter.
         device: where it runs.
-        layouts: of the operands, in the same tuples; None for an operand that is None.
+        layouts: the operands' layouts, in the same tuples; None for an operand that is None.
     """
 
     spec: Spec
@@ -112,11 +112,11 @@ class Launch(NamedTuple):
     """A kernel and all that its launch depends on, except for the operands' addresses.
 
     Attributes:
-        name, kernel, prepare, spec, backend, constants: as `launch` takes them.
-        config: that the kernel is compiled with, or with fewer stages.
-        options: launch options of Triton's, by name.
+        name, kernel, prepare, spec, backend, constants: as in `launch`.
+        config: the configuration that the kernel is compiled with, possibly with fewer stages.
+        options: Triton's launch options, by name.
         device: of the operands.
-        layouts: of the operands, in the same tuples; None for an operand that is None.
+        layouts: the operands' layouts, in the same tuples; None for an operand that is None.
     """
 
     name: str
@@ -131,13 +131,13 @@ class Launch(NamedTuple):
     layouts: tuple[Any, ...]
 
     def prepared(self, config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
-        """Return the grid and all arguments in order, the configuration's numbers among them."""
+        """Return the grid and all arguments in order, including the configuration's numbers."""
         target = self.backend.target
         call = KernelCall(self.spec, self.constants, config, target, self.device, self.layouts)
         return arguments_of(self.kernel, self.prepare, call)
 
     def compile(self, compile: Callable[..., Any], limit: float) -> tuple[KernelConfig, Any]:
-        """Compile with the configuration, or with one that takes less shared memory.
+        """Compile with the configuration, or with one that needs less shared memory.
 
         Args:
             compile: compiles a kernel from its grid, its arguments and Triton's options by name.
@@ -185,25 +185,25 @@ def launch(
 ) -> None:
     """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
-    On a CUDA device a launch goes through Triton, which compiles, with fewer stages or a smaller
-    configuration where the table's does not fit (`compile_to_fit`). A `torch_attn.replay.Capture`
-    around the call gets a function that relaunches the kernel; of operands on the "meta" device
-    the `Launch`, and nothing is compiled.
+    On a CUDA device a launch goes through Triton, which compiles with fewer stages or a smaller
+    configuration if the table's does not fit (`compile_to_fit`). A `torch_attn.replay.Capture`
+    around the call gets a function that relaunches the kernel. For operands on the "meta" device it
+    gets the `Launch`, and nothing is compiled.
 
-    A kernel writes none of its host function's operands. What the host function allocates may be
-    written by each launch that has it among its arguments, and is by the first or not read.
+    A kernel writes none of its host function's operands. A buffer that the host function allocates
+    may be written by each launch that takes it; the first of these writes it or does not read it.
 
     Args:
         name: the kernel's name in the configuration tables.
         kernel: the `triton.jit` function.
-        prepare: a function of a module, not one made for this launch. From the `KernelCall` alone
+        prepare: a module-level function, not one made for this launch. From the `KernelCall` alone
             it returns the grid and, by name, the arguments other than operands and tile sizes.
         operands: leading arguments: tensors, None, or named tuples of these.
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
-        constants: what else grid and arguments follow from, compared by value.
-        options: further launch options of Triton's, for a CUDA device; `num_warps` and `num_stages`
-            take the place of the configuration's.
+        constants: what else grid and arguments depend on, compared by value.
+        options: Triton's further launch options, for a CUDA device; `num_warps` and `num_stages`
+            replace the configuration's.
     """
     capture = current_capture()
     tensors = tensors_of(operands)
@@ -222,7 +222,7 @@ def launch(
 
 
 def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors among a launch's operands, in the order in which layouts count them."""
+    """Return the tensors among a launch's operands, in the order of the layouts' numbers."""
     return tuple(x for x in leaves(operands) if x is not None)
 
 
@@ -255,7 +255,7 @@ def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None
 
 
 def config_of(name: str, spec: Spec, backend: Backend, device: torch.device) -> KernelConfig:
-    """Return the configuration that a launch begins with, which may take fewer stages then."""
+    """Return the configuration that a launch starts from; it may end up with fewer stages."""
     config, target = backend.configs(spec)[name], backend.target
     if target is None or _shared_memory(name, target, device) >= SHARED_MEMORY_LIMIT[target]:
         return config
@@ -284,7 +284,7 @@ def recording(
 ) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile the kernels that are launched in the block, and launch none.
 
-    Needs a Triton driver that reports their target; operands may be on the "meta" device.
+    This needs a Triton driver that reports their target; operands may be on the "meta" device.
 
     Args:
         limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).

@@ -1,4 +1,4 @@
-"""Operands of a launch, in tuples of tuples, and the layouts that stand for them in its arguments.
+"""Operands of a launch, in nested tuples, and the layouts that stand for them in its arguments.
 
 A kernel takes an optional feature's operands and numbers as one named tuple. The host prepares the
 tuple with layouts, and a launch puts tensors or addresses in their place.
@@ -16,12 +16,12 @@ from torch_attn.tensor_maps import TensorMap
 
 
 class Layout(NamedTuple):
-    """Describe an operand as far as a launch depends on it: not its values, nor its address.
+    """Describe what a launch depends on of an operand: neither its values nor its address.
 
     Attributes:
         operand: which of the launch's tensors it is.
         dtype, shape, strides: the tensor's.
-        is_aligned: to 16 bytes, which Triton compiles for.
+        is_aligned: whether it is aligned to 16 bytes, which Triton compiles for.
     """
 
     operand: int
@@ -55,7 +55,7 @@ def bind(arguments: Any, tensors: tuple[Any, ...]) -> Any:
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """Yield what is in tuples of tuples, in order."""
+    """Yield the leaves of nested tuples, in order."""
     if _is_leaf(x):
         yield x
     else:
@@ -64,7 +64,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def replace_leaves(x: Any, function: Callable[[Any], Any]) -> Any:
-    """Return tuples of tuples with a function's results in place of what is in them."""
+    """Return nested tuples with a function's results in place of their leaves."""
     if _is_leaf(x):
         return function(x)
     items = [replace_leaves(item, function) for item in x]

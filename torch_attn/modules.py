@@ -19,7 +19,7 @@ from twin_attention.contract.validate.layers import check_heads, check_tokens
 
 
 class _MultiHeadAttention(nn.Module):
-    """Projections of tokens to q, k and v, and of what `attend` gives back to tokens."""
+    """Project tokens to q, k and v, and the result of `attend` back to tokens."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class _MultiHeadAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * head_dim, d_model, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [B, S, d_model] of tokens [B, S, d_model]."""
+        """Return the outputs [B, S, d_model] for tokens [B, S, d_model]."""
         check_tokens(x.shape, self.q_proj.in_features)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
@@ -53,21 +53,21 @@ class _MultiHeadAttention(nn.Module):
 class MultiHeadDilatedAttention(_MultiHeadAttention):
     """Self-attention by `dilated_attention`, between projections to heads and back.
 
-    Parameters are those of four `torch.nn.Linear`: q_proj, k_proj, v_proj and out_proj. Takes and
-    returns [B, S, d_model].
+    Its parameters are those of four `torch.nn.Linear`: q_proj, k_proj, v_proj and out_proj. It
+    takes and returns [B, S, d_model].
 
     Args:
         d_model: size of a token, D · num_heads.
         num_heads: query heads.
         segment_lengths, dilation_rates: of each pair, as `dilated_attention` takes them.
         num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
-        causal: a token sees those up to itself.
-        bias: of the projections.
+        causal: a token sees tokens up to itself.
+        bias: whether the projections have a bias.
         implementation: as `dilated_attention` takes it.
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: numbers, pairs or a mask that are refused.
+        TypeError, ValueError: invalid numbers, pairs or mask.
 
     Source: Ding et al. 2023 (LongNet), section 2.3.
 
@@ -109,22 +109,23 @@ class MultiHeadDilatedAttention(_MultiHeadAttention):
 class MultiHeadBlockSparseAttention(_MultiHeadAttention):
     """Self-attention by `block_sparse_attention`, between projections to heads and back.
 
-    Parameters are those of `MultiHeadDilatedAttention`; the mask's lists are buffers, which
-    `state_dict` leaves out. Takes and returns [B, S, d_model], S being what the mask is for.
+    Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are buffers, which
+    `state_dict` leaves out. It takes and returns [B, S, d_model], where S is the length that the
+    mask is for.
 
     Args:
         d_model: size of a token, D · num_heads.
         num_heads: query heads.
-        block_mask: the tiles that are kept, as `block_sparse_attention` takes them; of
-            booleans the lists are made once.
+        block_mask: the tiles to keep, as `block_sparse_attention` takes them. From booleans, the
+            lists are made once.
         num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
-        causal: a token sees those up to itself.
-        bias: of the projections.
+        causal: a token sees tokens up to itself.
+        bias: whether the projections have a bias.
         implementation: as `block_sparse_attention` takes it.
         device, dtype: of the parameters; the mask goes to the device as well.
 
     Raises:
-        TypeError, ValueError: numbers, pairs or a mask that are refused.
+        TypeError, ValueError: invalid numbers, pairs or mask.
 
     Source: Zaheer et al. 2020 (BigBird).
 

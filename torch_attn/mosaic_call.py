@@ -1,11 +1,12 @@
-"""Launch a kernel of `pallas_attn`, written in Mosaic GPU, on a stream of torch's.
+"""Launch a Mosaic GPU kernel of `pallas_attn` on one of torch's streams.
 
 JAX's CUDA plugin has a C function that compiles a module for the current CUDA context. It returns
-the kernel, and the C function that launches it: that one takes the kernel, a stream and the
+the kernel and a C function that launches it. The latter takes the kernel, a stream and the
 addresses of the kernel's buffers, operands before results, and encodes the TMA descriptors. JAX's
-own `as_torch_gpu_kernel` calls the same two, on torch's default stream. Checked with jaxlib 0.11.2.
+own `as_torch_gpu_kernel` calls the same two functions, on torch's default stream. Checked with
+jaxlib 0.11.2.
 
-C ends the process where a launch fails. So addresses are checked here, and a thread gets its CUDA
+If a launch fails, C ends the process. So addresses are checked here, and a thread gets its CUDA
 context before its first launch.
 """
 
@@ -29,12 +30,12 @@ _threads = threading.local()
 
 
 class Compiled(NamedTuple):
-    """A kernel on one device, which stays for as long as the process.
+    """A kernel on one device, kept for as long as the process runs.
 
     Attributes:
         kernel: its handle.
         launch: the C function that launches it.
-        num_buffers: how many addresses that takes.
+        num_buffers: how many addresses `launch` takes.
         device: the device's number.
     """
 
@@ -50,7 +51,7 @@ def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) ->
     Args:
         module: what `pallas_attn.ahead.lower_ahead` returned.
         plugin: path of JAX's CUDA plugin.
-        num_buffers: operands and results of the kernel.
+        num_buffers: number of operands and results of the kernel.
         device: the device's number.
 
     Raises:
@@ -76,7 +77,7 @@ def _library(path: str) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread the CUDA context of a device that is the current one."""
+    """Give this thread the CUDA context of a device, which must be the current one."""
     torch.cuda.mem_get_info(device)  # asks CUDA, not torch's allocator
     _threads.devices = getattr(_threads, "devices", frozenset()) | {device}
 
@@ -88,7 +89,7 @@ def launcher_of(
 
     Args:
         compiled: the kernel.
-        buffers: which of the launch's tensors each buffer is; those behind them are `constants`.
+        buffers: which of the launch's tensors each buffer is; numbers past those are `constants`.
         constants: tensors that are the same in each launch.
 
     Raises:

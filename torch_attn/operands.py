@@ -12,7 +12,7 @@ from torch import Tensor
 from twin_attention.contract.validate.errors import fail, not_a_tensor
 from twin_attention.contract.validate.operands import Operand
 
-# Bytes, of whose multiples a tensor begins at one: for TMA and for Triton, and for kernels of JAX.
+# A tensor begins at a multiple of this many bytes: for TMA and Triton, and for JAX's kernels.
 ALIGNED, COMPACT = 16, 256
 
 
@@ -55,20 +55,20 @@ def rows_aligned(*tensors: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return a tensor whose rows begin at multiples of 16 bytes: a copy of one whose do not."""
+    """Return the tensor, or a copy if its rows do not begin at multiples of 16 bytes."""
     return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def is_compact(*tensors: Tensor) -> bool:
-    """Return True if each tensor lies in memory as an array of JAX does.
+    """Return True if each tensor lies in memory as a JAX array does.
 
-    Its elements fill one block in the order of its axes, which begins at a multiple of 256 bytes.
+    Its elements fill one block, which begins at a multiple of 256 bytes, in the order of its axes.
     """
     return all(x.is_contiguous() and _start(x) % COMPACT == 0 for x in tensors)
 
 
 def compact(x: Tensor) -> Tensor:
-    """Return a tensor that is compact: a copy of one that is not."""
+    """Return the tensor, or a copy if it is not compact."""
     return x if is_compact(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -91,7 +91,7 @@ _device_name = cache(str)
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on a device, or None where it is off."""
     kind = device.type
-    # Torch raises for kinds without autocast, and Dynamo cannot trace its question for them.
+    # Torch raises for device kinds without autocast, and Dynamo cannot trace the query for them.
     if kind not in ("cpu", "cuda", "mps", "xpu", "hpu") or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
@@ -116,7 +116,7 @@ def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cast_float32(name: str, x: Any) -> Tensor:
-    """Return a decode's tensor as it will be used: autocast casts float32, where it is on.
+    """Return a decode's tensor as it will be used: autocast, if on, casts float32.
 
     A 16-bit tensor stays, unlike in `flash_attention`: it has to agree with the cache.
 

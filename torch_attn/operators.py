@@ -20,7 +20,7 @@ from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate.errors import no_gradient
 
 _library = torch.library.Library("torch_attn", "DEF")
-# The kernels read strides: the compiler must pass tensors as the program laid them out.
+# The kernels use strides, so the compiler must pass tensors as the program laid them out.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _KINDS = {
     X: "Tensor", X | None: "Tensor?", float: "float", float | None: "float?",
@@ -44,12 +44,12 @@ def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
 class Operator:
     """A torch operator without a derivative: a kernel for every backend, and a fake one.
 
-    The kernel runs a `Call`, and looks for a cached one first.
+    The kernel looks for a cached `Call` first, and then runs it or a new one.
 
     Attributes:
         op: the operator.
         num_tensors: how many of its arguments are tensors, which come first.
-        function: the public function, as messages name it.
+        function: the public function's name, for messages.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Operator:
         Args:
             definition: its name and schema.
             num_tensors: as the attribute.
-            call_of: describe a call with these tensors and the arguments after them.
+            call_of: describes a call with these tensors and the arguments after them.
             fake: the kernel for tracing.
             function: as the attribute.
         """
@@ -116,7 +116,7 @@ class Operator:
         return self.below_autograd(*args)
 
     def below_autograd(self, *args: Any) -> Any:
-        """Call the operator below the Autograd key, or without a guard for that its kernel."""
+        """Call the operator below the Autograd key, or its kernel if there is no guard for that."""
         if private.below_autograd is None:
             return self.run(*args)
         with private.below_autograd():
@@ -124,7 +124,7 @@ class Operator:
 
 
 def readable(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return results, or their gradients, that the kernels can read; a copy where they cannot.
+    """Return results, or their gradients, for the kernels to read; copy what they cannot read.
 
     Gradients may come expanded, and saved results in another layout.
     """

@@ -1,9 +1,9 @@
-"""Outline what a host function does, for another framework to do in its place.
+"""Outline what a host function does, so that another framework can do it instead.
 
 A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates tensors, computes a little
-and launches kernels, and all of it follows from its operands' layouts. Called on tensors of the
-"meta" device, which hold no values, it does nothing else than to say which. So a program of another
-framework can hold the same launches, in its own memory.
+and launches kernels, all of which follows from its operands' layouts. Called on tensors of the
+"meta" device, which hold no values, it only describes these steps. So another framework's program
+can hold the same launches, in its own memory.
 
 Torch is asked for shapes alone: its build for the CPU will do.
 """
@@ -34,8 +34,8 @@ class Value(NamedTuple):
     """A tensor of an outline.
 
     Attributes:
-        number: the operands have the first ones, in order. A tensor's memory in another dtype has
-            the tensor's number.
+        number: the operands have the first numbers, in order. A tensor's memory viewed in another
+            dtype has the same number.
         shape, dtype: the tensor's. What a kernel takes is contiguous.
     """
 
@@ -48,8 +48,8 @@ class Operation(NamedTuple):
     """Describe an operation of torch.
 
     Attributes:
-        name: of the operator, such as "exp2"; or "set" of what a tensor is to hold at an index of
-            an axis: its arguments are the tensor, the axis, the index, and what it holds.
+        name: the operator's, such as "exp2"; or "set", which writes a tensor at an index of an
+            axis: its arguments are the tensor, the axis, the index, and what to write.
         args: its arguments, with a `Value` for a tensor.
         kwargs: its keyword arguments.
         result: what it returns.
@@ -66,11 +66,11 @@ class Kernel(NamedTuple):
 
     Attributes:
         launch: all but the operands' addresses.
-        operands: those of the launch, in order; None for one that no argument has.
-        read: which of them have values before, by position.
-        written: which may have others behind it: what the host function allocated, and operands
+        operands: the launch's operands, in order; None for one that no argument uses.
+        read: which operands have values before the launch, by position.
+        written: which may have new values after it: what the host function allocated, and operands
             that it writes.
-        zeroed: which of the others are 0 before.
+        zeroed: which of the others are 0 before it.
     """
 
     launch: Launch
@@ -103,12 +103,12 @@ def outline(
     card: Card,
     written: tuple[Tensor, ...] = (),
 ) -> Outline:
-    """Call a host function, and describe what it would do.
+    """Call a host function and describe what it would do.
 
     Args:
         function: a function without arguments, which calls a host function on the operands.
         operands: those of `operand_of`.
-        card: what it would run on.
+        card: the card it would run on.
         written: operands that the host function's kernels write.
     """
     with described(card), torch.no_grad(), Capture() as found:
@@ -121,13 +121,13 @@ def outline(
 
 
 class _Writer:
-    """Writes an outline from what was captured. Tensors are known by their id."""
+    """Writes an outline from captured steps. Tensors are identified by their id."""
 
     def __init__(self, operands: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
         self.steps: list[Operation | Kernel] = []
-        self._kept: list[Tensor] = []  # an id is another tensor's once this one is gone
+        self._kept: list[Tensor] = []  # keeps tensors alive, so that no other gets their ids
         self._numbers: dict[int, int] = {}
-        self._unwritten: dict[int, bool] = {}  # allocated, and whether it is 0
+        self._unwritten: dict[int, bool] = {}  # allocated tensors, and whether they are 0
         self._selected: dict[int, tuple[Tensor, int, int]] = {}  # base, axis and index of a view
         for x in operands:
             self._name(x)
@@ -175,7 +175,7 @@ class _Writer:
         self.steps.append(Operation(name, values, kwargs, self._value(result)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
-        # A carry that is written, and the result in its memory, are one operand.
+        # A carry that is written and the result in its memory are one operand.
         first: dict[int, int] = {}
         for i, x in enumerate(tensors):
             if self._numbers[id(x)] in self._writable:

@@ -1,13 +1,13 @@
-"""Do at once what first calls wait for.
+"""Do in parallel what first calls wait for.
 
-Triton does one after the other: it hashes its own files, which every key of its cache begins with;
-a C compiler builds what talks to the driver; the kernel is traced and compiled; and the C compiler
-builds the function that launches kernels of this signature. Here the first two go side by side,
-while the kernels are imported, and the last two. A backward's kernels are compiled by threads, from
-the moment on that its forward's kernel is traced: tracing is Python, and what follows it is not.
+Triton does four things in sequence. It hashes its own files, which every key of its cache begins
+with; a C compiler builds what talks to the driver; the kernel is traced and compiled; and the C
+compiler builds the function that launches kernels of this signature. Here the first two run side by
+side, while the kernels are imported, and so do the last two. Threads compile a backward's kernels
+as soon as its forward's kernel is traced: tracing is Python, and what follows it is not.
 
-All names are private to Triton 3.6. Without one the same is done later, and nothing is missing:
-Triton 3.9 has one function that launches all kernels.
+All names are private to Triton 3.6. If one is missing, as in Triton 3.9, which has one function to
+launch all kernels, Triton does the same work later and nothing is lost.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from torch_attn.targets import Card, card_of, described, shared_memory
 
 _changing = Lock()  # what compiles a kernel
 _tracing = Lock()  # one kernel is traced at a time
-_compiling: dict[Any, list[Future[None]]] = {}  # by kernel, what threads compile
+_compiling: dict[Any, list[Future[None]]] = {}  # for each kernel, what threads compile
 _behind: ContextVar[Callable[[], None] | None] = ContextVar("behind", default=None)
 
 
 def flat_signature(kinds: Any) -> dict[int, str]:
-    """Return the kinds of a kernel's arguments without tuples and constants, by position.
+    """Return the kinds of a kernel's arguments by position, without tuples and constants.
 
-    It is the signature that the function is made for which launches the kernel.
+    This is the signature of the function that launches the kernel.
     """
     return dict(enumerate(kind for kind in leaves(kinds) if kind != "constexpr"))
 
 
 @cache
 def start_driver() -> tuple[Future[Any], ...]:
-    """Let threads hash Triton's files, and build what talks to the driver.
+    """Hash Triton's files and build what talks to the driver, in threads.
 
     Returns:
-        What to wait for. What goes wrong shows when Triton does it again.
+        Futures to wait for. Errors show when Triton does it again.
     """
     pool = ThreadPoolExecutor()
     hashing = pool.submit(getattr(triton_cache, "triton_key", lambda: None))
@@ -57,10 +57,10 @@ def start_driver() -> tuple[Future[Any], ...]:
 
 
 def build_launcher_beside(kernel: Any) -> None:
-    """Let Triton build the function that launches a kernel while it compiles the kernel.
+    """Let Triton build a kernel's launch function while it compiles the kernel.
 
     Args:
-        kernel: a `triton.jit` function, which is compiled for the current device next.
+        kernel: a `triton.jit` function that is about to be compiled for the current device.
     """
     if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
         return
@@ -72,7 +72,7 @@ def build_launcher_beside(kernel: Any) -> None:
 
 
 class _CompilesBeside:
-    """Triton's function that compiles a kernel, and beside it builds what launches the kernel."""
+    """Triton's compile function, which also builds the kernel's launch function in a thread."""
 
     def __init__(self, compile: Callable[..., Any]) -> None:
         self._compile = compile
@@ -89,7 +89,7 @@ class _CompilesBeside:
 
 @contextmanager
 def compiled_behind(launches: Callable[[], Sequence[Any]], device: torch.device) -> Iterator[None]:
-    """Let threads compile kernels from the moment on that a kernel of the block is traced.
+    """Let threads compile kernels as soon as a kernel of the block has been traced.
 
     If the block traces none, nothing is compiled.
 
@@ -123,7 +123,7 @@ def wait_for(kernel: Any) -> None:
 
 
 def in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what traces a kernel, when no other is traced; behind it `compiled_behind` begins."""
+    """Return a function that traces a kernel, one at a time, and then starts `compiled_behind`."""
 
     def traced(*args: Any, **options: Any) -> Any:
         with _tracing:
@@ -146,7 +146,7 @@ class _Operand:
 
 
 def _compile(found: Any, card: Card, device: torch.device) -> None:
-    """Compile a launch's kernel for a device, which is this card."""
+    """Compile a launch's kernel for a device, which is of this card's kind."""
     kernel, target = found.kernel, found.backend.target
     tensors = tuple(_Operand(x.dtype) for x in leaves(found.layouts) if x is not None)
 
@@ -159,7 +159,7 @@ def _compile(found: Any, card: Card, device: torch.device) -> None:
 
 
 def _build_launcher(kinds: tuple[Any, ...]) -> None:
-    """Build the function that launches kernels of a signature, which Triton then finds on disk."""
+    """Build the launch function of a signature, which Triton then finds on disk."""
     driver = _driver()
     signature = flat_signature(kinds)
     descriptors = [{} for kind in signature.values() if kind.startswith("tensordesc")]

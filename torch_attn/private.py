@@ -1,9 +1,9 @@
-"""Every private name of torch, and those of Triton that launch: a renamed one costs speed alone.
+"""Every private name of torch, and of Triton's launches: a renamed one costs only speed.
 
-Each name is looked up once, when this module or its user is imported. What is missing is None, or a
-stand-in with the least that is right, and `explain` names it. Without the names in `CAN_KEEP` no
-call is kept and replayed; without Triton's, launches go through Triton. The interpreter's names are
-in `torch_attn.interpreter`: without them the family "triton" gives the reason on a CPU.
+Each name is looked up once, when this module or its user is imported. A missing name is None or a
+minimal correct stand-in, and `explain` lists it. Without the names in `CAN_KEEP` no call is kept
+and replayed; without Triton's, launches go through Triton. The interpreter's names are in
+`torch_attn.interpreter`: without them the family "triton" gives the reason on a CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _missing: dict[str, None] = {}
 
 
 def find(module: str, name: str) -> Any:
-    """Return a module's private name; None, which `missing` will say, if it is not there."""
+    """Return a module's private name; if it is not there, None, and let `missing` report it."""
     try:
         return attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
@@ -33,7 +33,7 @@ def find(module: str, name: str) -> Any:
 
 
 def note_missing(what: str) -> None:
-    """Let `missing` name what was looked for in vain."""
+    """Let `missing` report a name that was not found."""
     _missing[what] = None
 
 
@@ -51,7 +51,7 @@ _excluded = find("torch._C", "_dispatch_tls_local_exclude_set")
 _force_keys = find("torch._C", "_ForceDispatchKeyGuard")
 _KeySet = find("torch._C", "DispatchKeySet")
 _Key = find("torch._C", "DispatchKey")
-# They are not in a torch without CUDA, which keeps no call.
+# A torch without CUDA lacks these, and keeps no call.
 get_device = getattr(torch._C, "_cuda_getDevice", None)
 get_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 if torch.cuda.is_available():
@@ -72,7 +72,7 @@ if torch.distributed.is_available():
 
 
 def timeout_of(group: Any, device: torch.device) -> float | None:
-    """Return the seconds that a process group waits for other ranks, None if it does not say."""
+    """Return the seconds that a process group waits for other ranks, None if unknown."""
     try:
         return backend_of(group, device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError, TypeError):  # also where it has no backend for a GPU
@@ -82,8 +82,8 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode without torch's own wrapper around it.
 
-    The wrapper keeps Dynamo out of the mode's calls, and imports Dynamo for that, which takes a
-    second and more. Dynamo compiles nothing inside a mode anyway.
+    The wrapper keeps Dynamo out of the mode's calls, and imports Dynamo to do so, which takes over
+    a second. Dynamo compiles nothing inside a mode anyway.
     """
 
     @classmethod
@@ -92,7 +92,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 def current_mode() -> Any:
-    """Return the dispatch mode that is active, or None."""
+    """Return the active dispatch mode, or None."""
     return None if _current_mode is None else _current_mode()
 
 
@@ -107,7 +107,7 @@ def may_be_dual() -> bool:
 
 
 def above_torch_func() -> AbstractContextManager[Any]:
-    """Return a block in which calls start above the dispatch key of `torch.func`."""
+    """Return a context in which calls start above the dispatch key of `torch.func`."""
     if None in (_included, _excluded, _force_keys, _KeySet, _Key):
         return nullcontext()
     keys = _KeySet(_Key.FuncTorchDynamicLayerFrontMode) | _KeySet(_Key.PythonTLSSnapshot)

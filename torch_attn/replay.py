@@ -1,16 +1,16 @@
 """Capture what a host function does, and replay it with other operands of the same layouts.
 
 A host function, such as ``kernels.portable.flash_bwd.flash_bwd``, allocates tensors and launches
-kernels. Which ones follows from its operands' layouts alone. So a `Replay` repeats them without the
+kernels. What it does follows from its operands' layouts alone. So a `Replay` repeats it without the
 host function: it allocates and launches, with arguments of which only the addresses are new. It is
 a Python function, generated as source: interpreting the steps takes 50 % longer.
 
-What it buys (docs/history/host.md), in microseconds of Python where launches do nothing: a forward
-takes 1.9, and a backward of three launches 3.6; with a loop over the steps, as over any list of
-buffers and launches, they took 2.9 and 5.3. On an H200 a forward takes 23 microseconds by a replay
-and 690 by its host function, which describes each launch to Triton.
+Gain (docs/history/host.md), in microseconds of Python if launches do nothing: a forward takes 1.9,
+and a backward of three launches 3.6; with a loop over the steps, as over any list of buffers and
+launches, they took 2.9 and 5.3. On an H200 a forward takes 23 microseconds by a replay and 690 by
+its host function, which describes each launch to Triton.
 
-A capture is a dispatch mode: it sees what torch does for the function, and `torch_attn.launch`
+A capture is a dispatch mode: it sees the function's torch operations, and `torch_attn.launch`
 reports the launches. A view that only kernels read becomes the address of its base. Buffers that
 only kernels read and write are parts of one allocation.
 """
@@ -58,12 +58,12 @@ class _Operation(NamedTuple):
 
     @property
     def is_address_of_base(self) -> bool:
-        """True for a view that begins where its base does."""
+        """True for a view that begins at its base's address."""
         return self.function.is_view and self.result.data_ptr() == self.args[0].data_ptr()
 
 
 class Capture(private.DispatchMode):
-    """A block whose operations and launches are captured, in order."""
+    """A context whose operations and launches are captured, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Capture(private.DispatchMode):
         return result
 
     def add(self, launcher: Any, operands: tuple[Tensor, ...]) -> None:
-        """Add a launch: a `Launcher`, or of "meta" tensors what `torch_attn.outline` takes."""
+        """Add a launch: a `Launcher`, or for "meta" tensors what `torch_attn.outline` takes."""
         self.steps.append(_Launch(launcher, operands))
 
     @contextmanager
@@ -107,7 +107,7 @@ def capture(function: Callable[..., Any], operands: Sequence[Tensor | None]) -> 
     Returns:
         The results, a tuple of tensors and None, or None; and the `Replay`.
     """
-    # One tensor may be several operands here, and not the next time.
+    # One tensor may be several operands here but not the next time.
     own = [None if x is None else x.detach() for x in operands]
     with Capture() as found:
         results = function(*own)
@@ -118,7 +118,7 @@ class _Writer:
     """Writes the function that replays a capture.
 
     Its parameters are x0, x1 and so on; it allocates y0, y1 and scratch memory, and operations
-    return z0, z1. An address has the name of its tensor with "_at" behind it.
+    return z0, z1. An address has its tensor's name followed by "_at".
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class _Writer:
             self._lines.append("scratch_at = scratch.data_ptr()")
 
     def _operate(self, i: int, step: _Operation) -> None:
-        """Write an operation; the result of one in place has a name already."""
+        """Write an operation; an in-place operation's result has a name already."""
         arguments = [
             self._tensor(x) if isinstance(x, Tensor) else self._value(f"argument{i}_{n}", x)
             for n, x in enumerate(step.args)
@@ -216,9 +216,9 @@ def _reduce(
     Tensors are keyed by their id.
 
     Returns:
-        The steps but for allocations and views that are not needed; the tensors to allocate,
-        or views with the layout that they are to have; those in scratch memory; and for each view
-        that is left out the tensor in its stead.
+        The steps except unneeded allocations and views; the tensors to allocate, or views that have
+        the layout to allocate; the tensors in scratch memory; and for each omitted view the tensor
+        that replaces it.
     """
     allocated = {
         id(step.result): step.result

@@ -18,7 +18,7 @@ from twin_attention.targets.target import (
 
 
 class Card(NamedTuple):
-    """A GPU that kernels are prepared and compiled for, which torch need not have.
+    """A GPU to prepare and compile kernels for, which torch need not have.
 
     Attributes:
         capability: compute capability, such as 90.
@@ -36,7 +36,7 @@ _described: ContextVar[Card | None] = ContextVar("described", default=None)
 
 @contextmanager
 def described(card: Card) -> Iterator[None]:
-    """Let operands on the "meta" device stand for some on this card in the block."""
+    """Let operands on the "meta" device stand for operands on this card in the block."""
     token = _described.set(card)
     try:
         yield
@@ -57,7 +57,7 @@ def target_of(device: torch.device) -> str | None:
 
 
 def num_sms(device: torch.device, target: str | None) -> int:
-    """Return the number of SMs of a device, or of the target's usual card if it is no CUDA device.
+    """Return a device's number of SMs, or that of the target's usual card if it is no CUDA device.
 
     Args:
         device: where the operands are.

@@ -1,7 +1,7 @@
-"""TMA descriptors of operands: the part that stays, and the address of a call.
+"""TMA descriptors of operands: the constant part, and the address of a call.
 
-A descriptor (CUtensorMap) holds an address, so it is encoded anew for each address. All else of it
-is prepared with the launch's other arguments; `torch_attn.driver` has it encoded.
+A descriptor (CUtensorMap) holds an address, so it is encoded anew for each address. The rest is
+prepared with the launch's other arguments; `torch_attn.driver` encodes the whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class TensorMap(NamedTuple):
 
     Attributes:
         operand: which of the launch's tensors it is.
-        fields: those of Triton's `TensorDescriptor` but for `base`.
+        fields: the fields of Triton's `TensorDescriptor` except `base`.
     """
 
     operand: int
@@ -50,7 +50,7 @@ class TensorMap(NamedTuple):
         box: tuple[int, ...],
         layout: Any,
     ) -> TensorMap:
-        """Describe a tensor as it is; `box` is the shape of what an instruction loads of it."""
+        """Describe a tensor unchanged; `box` is the shape that one instruction loads of it."""
         *outer, last = zip(shape, strides, strict=True)
         # The stride of an axis with one element may be anything; TMA wants it aligned.
         aligned = [stride if size > 1 else shape[-1] for size, stride in outer]
@@ -65,7 +65,7 @@ class TensorMap(NamedTuple):
     def bind(self, base: Any) -> Any:
         """Return Triton's `TensorDescriptor` of a tensor, or of anything with a `data_ptr`.
 
-        Triton's checks are skipped: they take as long as all the rest of a launch.
+        Triton's checks are skipped: they take as long as the rest of a launch.
         """
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

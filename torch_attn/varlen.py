@@ -75,58 +75,59 @@ def flash_attention_varlen(
     return_row_max: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention within each of N sequences that are packed one after the other.
+    """Compute exact attention within each of N packed sequences.
 
-    Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys ``cu_seqlens_kv[n] ..
-    cu_seqlens_kv[n + 1]``. Each is what `flash_attention` computes for it alone: query i of a
-    sequence stands at its key position ``p = i + (its keys) - (its queries)``, and lengths may be
-    0. Tokens past the last offset are padding and may hold NaN: a query there sees no key and gives
-    0, log-sum-exp -inf or its head's sink, and gradients 0 but for the sink's.
+    Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys
+    ``cu_seqlens_kv[n] .. cu_seqlens_kv[n + 1]``. Each sequence's result is what `flash_attention`
+    computes for it alone: query i of a sequence stands at its key position
+    ``p = i + (its keys) - (its queries)``. Lengths may be 0. Tokens past the last offset are
+    padding and may hold NaN. A query there sees no key: it has output 0 and log-sum-exp -inf, or
+    its head's sink if there is one, and its gradients are 0 except the sink's.
 
-    The grid follows from Tq, Tkv and N, and the offsets are read on the device alone: nothing waits
-    for it, and a CUDA graph may be replayed with others. Nothing checks them (`check_offsets`
-    does); whatever they are, no memory outside the tensors is touched. Works under autograd,
-    `torch.compile`, `torch.func` (`grad`, `vjp`) and autocast, as `flash_attention` does, but not
-    under `vmap`. Differentiable once, in reverse mode.
+    The grid depends only on Tq, Tkv and N, and the offsets are read only on the device: nothing
+    waits for it, and a CUDA graph can be replayed with other offsets. They are not checked
+    (`check_offsets` does that); whatever they are, no memory outside the tensors is touched. Works
+    under autograd, `torch.compile`, `torch.func` (`grad`, `vjp`) and autocast, as `flash_attention`
+    does, but not under `vmap`. Differentiable once, in reverse mode.
 
     Args:
         q: [Tq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
         k: [Tkv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
         v: [Tkv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
         cu_seqlens_q: [N + 1] int32, offsets of the sequences' queries: 0 first, never decreasing,
-            Tq at most.
-        cu_seqlens_kv: [N + 1] int32, the same of their keys, Tkv at most.
+            at most Tq.
+        cu_seqlens_kv: [N + 1] int32, the same for their keys, at most Tkv.
         causal: query i sees keys up to p.
         scale: factor of the scores; None is ``D ** -0.5``.
         window_size: (left, right): query i sees keys from p - left to p + right. None, for the
             pair or a side, is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit of each head that counts in the softmax's denominator and in
-            the log-sum-exp, and has no value. None is no such logit.
+        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
+            the log-sum-exp but has no value. None: no sinks.
         kv_ends: [Tkv] int32, as `flash_attention` takes it, counted from the sequence's first key.
         q_depths: [Tq] int32, as `flash_attention` takes it.
         kv_depths: [Tkv] int32, as `flash_attention` takes it.
-        relative_bias: [Hq, 2R + 1], float32 or q's dtype: a score gets ``relative_bias[h, clip(j -
-            p, -R, R) + R]``, after the scale and before the softcap. Its gradient is a sum over all
-            pairs. Buckets of distances, as T5 has them, expand to it.
-        alibi_slopes: [Hq] or [N, Hq], float32: a score loses ``alibi_slopes * |p - j|``, after
-            relative_bias. They are constants: their gradient is none, or 0.
+        relative_bias: [Hq, 2R + 1], float32 or q's dtype:
+            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to each score, after the scale and
+            before the softcap. Its gradient is a sum over all pairs. Distance buckets, as in T5,
+            can be expanded to it.
+        alibi_slopes: [Hq] or [N, Hq], float32: ``alibi_slopes * |p - j|`` is subtracted from each
+            score, after relative_bias. Slopes are constants: their gradient is None or 0.
         dropout_rate: as `flash_attention` takes it.
-        dropout_seed: [2] int32 or uint32, as `flash_attention` takes it; a sequence drops what an
-            element of a batch in its place does.
+        dropout_seed: [2] int32 or uint32, as `flash_attention` takes it; sequence n drops what
+            batch element n would.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster where the kernels can. None: as
+            order, which is faster with kernels that can do so. None: as
             ``torch.are_deterministic_algorithms_enabled()`` says.
-        precision: of float32 products. "ieee", or "tf32": their operands are rounded to 10 bits
-            of mantissa, for tensor cores, which take them so. No effect on 16-bit operands.
+        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
+            mantissa, as tensor cores take them. No effect on 16-bit operands.
         return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        return_row_max: return the largest score of each row as well, of the keys that it sees,
-            after scale and softcap. Sinks do not count. It has no gradient.
-        implementation: "gluon" (explicit kernels for SM80 and SM90), "triton"
-            (Triton kernels; on a CPU in Triton's interpreter), "mosaic" (the kernels of pallas_attn
-            in Mosaic GPU, on torch's stream), "reference" (plain torch in float32,
-            O(Tq · Tkv) memory), or None: the fastest kernels for the problem on a CUDA device, the
-            reference elsewhere.
+        return_row_max: return each row's largest score over the keys that it sees as well, after
+            scale and softcap. Sinks do not count. It has no gradient.
+        implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
+            CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
+            stream), "reference" (plain torch in float32, O(Tq · Tkv) memory), or None: the fastest
+            kernels for the problem on a CUDA device, the reference elsewhere.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [Hq, Tq], float32,
@@ -166,13 +167,13 @@ def flash_attention_varlen(
 def check_offsets(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, *, tokens_q: int, tokens_kv: int
 ) -> None:
-    """Check the offsets that `flash_attention_varlen` takes as data, unchecked.
+    """Check offsets, which `flash_attention_varlen` itself does not check.
 
-    Waits for the device and reads values, so it is for debugging and not for a CUDA graph.
+    It waits for the device and reads values: use it for debugging, not in a CUDA graph.
 
     Args:
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32.
-        tokens_q, tokens_kv: Tq and Tkv, the numbers of tokens that the sequences share.
+        tokens_q, tokens_kv: Tq and Tkv, the lengths of the packed axes.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.

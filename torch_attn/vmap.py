@@ -1,7 +1,7 @@
-"""The rules of `vmap`: the dimension that it maps joins another axis of each tensor.
+"""The `vmap` rules: the mapped dimension joins another axis of each tensor.
 
 A rule takes the operator, the number of tensors among its arguments, and what
-`torch.library.register_vmap` gives.
+`torch.library.register_vmap` passes.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from twin_attention.contract.validate.errors import (
 )
 
 # The axis that a mapped dimension joins, by the number of axes: in [B, S, H, D], [B, H, S], [B, S]
-# and [H]. That of the batch, or that of the heads.
+# and [H]. First the batch axis, then the heads' axis.
 _BATCH = {4: 0, 3: 0, 2: 0, 1: 0}
 _HEADS = {4: 2, 3: 1, 1: 0}
-# That of the heads in floating-point operands of two axes, by their place: [Hq, 2R + 1], [B, Hq].
+# The heads' axis of floating-point operands with two axes: [Hq, 2R + 1], [B, Hq].
 _HEADS_OF_TERMS = {"relative_bias": 0, "alibi_slopes": 1}
 
 
 def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
-    """Return a tensor whose dimension that `vmap` maps, of this size, has joined another axis.
+    """Return a tensor whose mapped dimension, of this size, has joined another axis.
 
     Args:
         x: a tensor, with the mapped dimension.
         dim: the mapped dimension; None expands the tensor.
-        axis: the other one, without the mapped dimension.
+        axis: the other axis, counted without the mapped dimension.
         size: of the mapped dimension.
     """
     if dim is None:
@@ -57,17 +57,17 @@ def _call_for_each(op, num_tensors, size, in_dims, *args):
 
 
 def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
-    """Join the batch, or with sinks or a table, which have none, the heads.
+    """Join the batch, or the heads if there are sinks or a table, which have no batch.
 
-    These share segment ids. With a bias or dropout the operator is called for each element: batch
-    elements of one call share a bias, and dropout counts them.
+    Heads share segment ids. With a bias or dropout the operator is called for each element, because
+    batch elements of one call share a bias, and dropout counts them.
 
     Args:
-        fields: names of the operands. Those of a backward stand behind dout and dlse.
+        fields: names of the operands. In a backward they follow dout and dlse.
         op, num_tensors, info, in_dims, args: as this module says.
 
     Raises:
-        NotImplementedError: segment ids that are mapped, with sinks or a table.
+        NotImplementedError: mapped segment ids with sinks or a table.
     """
     first = 0 if num_tensors == len(fields) else 2
     places = {first + i: name for i, name in enumerate(fields) if name in TERMS}
@@ -101,7 +101,7 @@ def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
 
 
 def join_batch_of_mask(op, num_tensors, info, in_dims, *args):
-    """Join the batch, which sinks do not have. An unmapped mask of all sequences stays one.
+    """Join the batch, which sinks do not have. An unmapped mask for all sequences stays as it is.
 
     Raises:
         NotImplementedError: there are sinks.
@@ -126,7 +126,7 @@ def join_batch_of_mask(op, num_tensors, info, in_dims, *args):
 
 
 def join_axes(of_tensors, of_results, op, num_tensors, info, in_dims, *args):
-    """Join the batch, which is this axis of each tensor and of the results."""
+    """Join the batch, given the number of its axis in the tensors and in the results."""
     size = info.batch_size
     tensors = zip(args[:num_tensors], in_dims[:num_tensors], of_tensors, strict=True)
     joined = (None if x is None else _join(x, dim, axis, size) for x, dim, axis in tensors)

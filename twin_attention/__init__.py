@@ -1,4 +1,4 @@
-"""The ground that `torch_attn` and `pallas_attn` stand on. It imports neither framework.
+"""The common base of `torch_attn` and `pallas_attn`. It imports neither framework.
 
 `twin_attention.contract` fixes what both sides mean, `twin_attention.targets` what a GPU runs.
 """

@@ -1,4 +1,4 @@
-"""Run the backward: the same sequence of kernels in every family."""
+"""Run the backward with the same sequence of kernels in every family."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from twin_attention.targets.family import Backend
 
 
 class Inputs(NamedTuple):
-    """Operands of a backward's kernels.
+    """Hold the operands of the backward kernels.
 
     Attributes:
         q, k, v: inputs of the forward.
         dout: the gradient of the output, [B, Sq, Hq, Dv].
-        lse2, delta: numbers of the rows, [B, Hq, Sq rounded up to ROW_PADDING] float32: see
+        lse2, delta: per-row statistics, [B, Hq, Sq rounded up to ROW_PADDING] float32; see
             `portable.flash_bwd.flash_bwd_preprocess_kernel`.
     """
 
@@ -44,7 +44,7 @@ class Inputs(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Operands of what computes lse2 and delta.
+    """Hold the operands from which lse2 and delta are computed.
 
     Attributes:
         q, k, v, dout: as in `Inputs`.
@@ -65,10 +65,10 @@ Launch = Callable[..., Any]  # from inputs, problem, backend and `Mask`
 
 
 def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Array]:
-    """Return which row of the axis each row of lse2 and delta is, where sequences begin tiles.
+    """Map rows of lse2 and delta, in which each sequence begins a tile, to rows of the axis.
 
     Returns:
-        The row of each; whether there is one; and whether that is no padding.
+        The row of the axis; whether there is one; and whether it is not padding.
     """
     numbers = jnp.arange(cu_seqlens.shape[0], dtype=jnp.int32)
     tiles = count_sequence_tiles(num_rows, cu_seqlens.shape[0] - 1, ROW_PADDING)
@@ -85,7 +85,7 @@ def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Arra
 
 
 def _last_begun(begins: Array, place: Array) -> Array:
-    """Return the last one that begins at or before a place, or the first of all."""
+    """Return the index of the last entry that begins at or before a place, or 0 without one."""
     found = jnp.searchsorted(begins, place, side="right", method="scan_unrolled")
     return jnp.maximum(found.astype(jnp.int32) - 1, 0)
 
@@ -97,19 +97,19 @@ def make_flash_bwd(
     launch_fused: Launch | None = None,
     terms_gradients: tuple[Callable[..., dict[str, Array]], ...] = (),
 ) -> Callable[..., AttentionOperands[Array]]:
-    """Return the `flash_bwd` of a family.
+    """Return the `flash_bwd` of a kernel family.
 
     Args:
-        preprocess: compute lse2 and delta of `Sources`. None where launch_dq takes these too, and
-            returns dq, lse2 and delta.
-        launch_dq: call the kernel of dq; returns dq.
-        launch_dkdv: call the kernel of dk and dv; returns both.
-        launch_fused: call the kernel of all three, and what is before and behind it; takes
-            `Sources`, and returns dq, dk, dv, lse2 and delta. It runs where the problem has a
-            configuration for it. None where the family has no such kernel.
-        terms_gradients: each computes the gradients of some terms by name; launch_dq and
-            launch_dkdv then take `terms`, and launch_dq may return the gradient of a bias beside
-            dq. None of a family without terms.
+        preprocess: computes lse2 and delta from `Sources`. None if launch_dq takes `Sources`
+            itself, and returns dq, lse2 and delta.
+        launch_dq: calls the dq kernel and returns dq.
+        launch_dkdv: calls the kernel of dk and dv and returns both.
+        launch_fused: calls the kernel that computes all three, and the steps before and after it.
+            It takes `Sources` and returns dq, dk, dv, lse2 and delta. It runs if the problem has a
+            configuration for it. None if the family has no such kernel.
+        terms_gradients: each computes the gradients of some terms, by name. launch_dq and
+            launch_dkdv then take `terms`, and launch_dq may return the gradient of a bias along
+            with dq. Empty for a family without terms.
     """
 
     def flash_bwd(
@@ -121,7 +121,7 @@ def make_flash_bwd(
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Array]:
-        """Call the kernels of the backward. Packed sequences have no batch axis.
+        """Call the backward kernels. Packed sequences have no batch axis.
 
         Args:
             dout: [B, Sq, Hq, Dv].
@@ -170,13 +170,13 @@ def sinks_gradient(
 ) -> Array:
     """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows.
 
-    Packed sequences have rows of lse2 and delta between them that are no query's.
+    With packed sequences, lse2 and delta have rows between the sequences that belong to no query.
 
     Args:
         sinks: [Hq] float32.
         lse2, delta: as in `Inputs`.
         cu_seqlens_q: offsets of packed sequences.
-        num_rows: of these.
+        num_rows: number of rows of the packed axis.
     """
     exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, num_rows)[1]
     p = jnp.exp2(sinks[:, None] * LOG2E - lse2)

@@ -1,4 +1,4 @@
-"""Results over some of the keys, before any kernel runs."""
+"""Partial results over some of the keys, before any kernel runs."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,11 +7,11 @@ from twin_attention.contract.spec import PartialSpec
 
 
 def result_before(carry: Array | None, lse: Array | None, spec: PartialSpec) -> tuple[Array, Array]:
-    """Return the result that a part's keys join: over other keys, or 0 and -inf over none.
+    """Return the result that a part's keys are added to: over other keys, or 0 and -inf for none.
 
     Args:
-        carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32; None for
-            none.
+        carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32; None if
+            there is none.
         spec: the problem.
     """
     if carry is None or lse is None:

@@ -1,6 +1,6 @@
 """The reference family: the operations in plain JAX, on any device, for any supported problem.
 
-Each function takes and returns what the kernel of the same name does.
+Each function takes and returns the same values as the kernel of the same name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from twin_attention.targets.family import Backend
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Compute out, lse and what else is asked for in float32, with O(Sq · Skv) memory."""
+    """Compute out, lse and any other requested result in float32, with O(Sq · Skv) memory."""
     forward = forward_of(spec)
     with jax.default_matmul_precision("highest"):
         out, *of_rows = forward(operands, spec, jnp.float32)
@@ -63,7 +63,7 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Return a result with the keys of the operands added, in float32 until the last."""
+    """Return a result with the operands' keys added, in float32 except for the last part."""
     carry, lse = result_before(carry, lse, spec)
     with jax.default_matmul_precision("highest"):
         out, lse = partial_forward(operands, carry, lse, spec, jnp.float32)
@@ -80,7 +80,7 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Array], Array, Array]:
-    """Compute gradients through the keys of the operands in float32; lse2 of the carry is lse."""
+    """Compute gradients through the operands' keys in float32; the carry's lse2 holds lse."""
     with jax.default_matmul_precision("highest"):
         if carry is None:
             products = dout.astype(jnp.float32) * out.astype(jnp.float32)
@@ -95,14 +95,14 @@ def partial_bwd(
 def partial_dq(
     like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
 ) -> Array:
-    """Return dq of the carry in the dtype of the first array."""
+    """Return the carry's dq in the dtype of the first array."""
     return carry.dq.astype(like.dtype)
 
 
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Compute out and lse in float32, on keys and values copied out of their pages."""
+    """Compute out and lse in float32, from keys and values copied out of their pages."""
     with jax.default_matmul_precision("highest"):
         out, lse = paged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
@@ -120,7 +120,7 @@ def paged_attention(
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Return the pools with new tokens in their pages, and the rotated queries if there are any."""
+    """Return the pools with the new tokens written, and the rotated queries if there are any."""
     k_new, q = rotate_new(operands, spec, jnp.float32)
     pools = operands.k_pages, operands.v_pages
     if not spec.is_empty:
@@ -133,10 +133,10 @@ def append_kv(
 
 
 def _slots(operands, spec):
-    """Return page and slot of each new token, [B, T] or [Tq] each.
+    """Return the page and the slot of each new token, [B, T] or [Tq] each.
 
-    The page is past the pool if there is none. Negative ids would count from the end of the pool,
-    so they become ids past it.
+    A token without a page gets one past the pool. Negative page ids would index from the end of the
+    pool, so they also become ids past it.
     """
     page_size = spec.cache.page_size
     position, sequence, is_token = positions_of_new(operands, spec)
@@ -162,8 +162,8 @@ def combine_bwd(dout: Array, dlse: Array, outs: Array, lses: Array) -> tuple[Arr
     """Compute the gradients of `combine` in float32: the backward of every family.
 
     With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. XLA fuses the products with their sums: beside
-    the gradients there are a few arrays of `lses`' size.
+    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. XLA fuses the products with their sums, so
+    memory besides the gradients is a few arrays of `lses`' size.
 
     Args:
         dout: gradient of out, [B, S, H, Dv].

@@ -1,7 +1,7 @@
 """Attention over several devices.
 
-`context_attention` shares one sequence between the ranks of a group. Importing this also teaches
-`flash_attention` to DTensor (`torch_attn.distributed.sharding`). `torch_attn` itself does not
+`context_attention` splits one sequence over the ranks of a group. Importing this also teaches
+DTensor to shard `flash_attention` (`torch_attn.distributed.sharding`). `torch_attn` itself does not
 import it, because `torch.distributed.tensor` takes long to import.
 """
 

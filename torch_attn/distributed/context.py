@@ -1,12 +1,12 @@
 """Context parallel attention: the ranks of a group share a sequence's tokens.
 
 "ring": keys travel to every rank that needs them, one distance after the other, while the kernels
-read what arrived before. A partial result goes from hop to hop in float32 and is rounded once
-(Liu et al. 2023, Ring Attention). Keys always leave the rank that holds them, and gradients go back
-there, so that no rank passes on what another one sent.
+read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
+et al. 2023, Ring Attention). The rank that holds keys sends them itself, and their gradients go
+back to it directly: no rank forwards what another one sent.
 "gather": each rank gathers the keys that its queries see and attends once; gradients are summed
 where the keys are held.
-"heads": each rank gets all tokens of some heads, and attends as without a group (Jacobs et al.
+"heads": each rank gets all tokens of some heads, and attends as if it were alone (Jacobs et al.
 2023, DeepSpeed Ulysses, arXiv 2309.14509).
 """
 
@@ -80,15 +80,15 @@ def context_attention(
     return_lse: bool = False,
     implementation: Implementation | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention over a sequence whose tokens are spread over the ranks of a group.
+    """Compute exact attention over a sequence whose tokens are spread over the ranks of a group.
 
-    The result for a token is that of `flash_attention` over the whole sequence, or of
+    A token's result is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Each rank
-    calls it with its own tokens. Partial results stay in float32 until the last, and with
+    calls it with its own tokens. Partial results stay in float32 until the end. With
     ``deterministic=True`` the same number of ranks gives the same bits every time.
 
     The first call with new shapes or options compares them over the group, and every rank raises
-    the same error if they differ. A rank that fails later ends the others by the group's timeout.
+    the same error if they differ. If a rank fails later, the others end by the group's timeout.
     Differentiable once, in reverse mode; the backward exchanges the keys again.
 
     Args:
@@ -98,18 +98,18 @@ def context_attention(
         v: [B, S, Hkv, Dv].
         plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
             gives 0, and holds finite numbers.
-        mesh: a `DeviceMesh` of one dimension, a process group, or `Peers` that exchange in their
-            own way, of ``plan.size`` ranks.
-        exchange: "ring", "gather" or "heads", whose heads of queries and of keys the ranks share
-            evenly; None: "ring" or "gather", by an estimate of their times.
+        mesh: a one-dimensional `DeviceMesh`, a process group, or `Peers` that exchange in their own
+            way, of ``plan.size`` ranks.
+        exchange: "ring", "gather", or "heads", which needs query heads and kv heads that the ranks
+            share evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
-        sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share: their sum is
-            the whole.
+        sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share; the whole is
+            the sum over ranks.
         deterministic: as in `flash_attention`.
         return_lse: return the log-sum-exp as well. It is differentiable.
-        implementation: as in `flash_attention`; "ring" and "gather" have "gluon" on SM90, "triton"
-            and "reference".
+        implementation: as in `flash_attention`; "ring" and "gather" support "gluon" on SM90,
+            "triton" and "reference".
 
     Returns:
         out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
@@ -149,7 +149,7 @@ def context_attention(
 
 
 class _Call(NamedTuple):
-    """A checked call: its options, its problem, and the names it chose."""
+    """A checked call: its options, its problem, and the chosen names."""
 
     options: FlashOptions
     spec: PartialSpec
@@ -159,7 +159,7 @@ class _Call(NamedTuple):
 
 # Descriptions of calls that all ranks of a group have agreed on.
 _agreed: set[tuple[Any, ...]] = set()
-# Those calls, by their arguments as they were given.
+# The same calls, by the arguments as given.
 _calls: dict[tuple[Any, ...], _Call] = {}
 
 
@@ -171,13 +171,13 @@ def _agree(
     exchange: str | None,
     implementation: Implementation | None,
 ) -> tuple[_Call, tuple[Any, ...]]:
-    """Check a call on this rank, and once that all ranks of the group make the same.
+    """Check a call on this rank and, the first time, that all ranks make the same call.
 
     Returns:
-        The call, and its tensors as they are used.
+        The call, and its tensors as they will be used.
 
     Raises:
-        The error of the first rank that has one, on each.
+        On every rank, the error of the first rank that has one.
     """
     key = None
     plain = [type(x) in (Tensor, Parameter) for x in tensors]
@@ -217,7 +217,7 @@ def _agree(
 
 
 def _sizes(call: _Call, plan: ContextPlan, rank: int, tensors: tuple[Any, ...]) -> Sizes:
-    """Return what a rank receives at most, with room for rows to be aligned."""
+    """Return the most that a rank receives, with room to align rows."""
     _, k, v, _ = tensors
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3])
@@ -240,7 +240,7 @@ def _check(
     exchange: str | None,
     implementation: Implementation | None,
 ) -> tuple[_Call, tuple[Any, ...]]:
-    """Check a call on this rank; returns what `_agree` does."""
+    """Check a call on this rank; return what `_agree` does."""
     options = check_flash_options(*given)
     if not isinstance(plan, ContextPlan):
         fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
@@ -292,9 +292,9 @@ class _Step(NamedTuple):
 
     Attributes:
         step: on the host.
-        order, inverse: of its keys, where they do not come in the order of the sequence.
+        order, inverse: of its keys, if they do not come in the order of the sequence.
         intervals: of its keys.
-        own: its rows of keys of this rank.
+        own: the rows of this rank's own keys in it.
         is_own: it has no others.
     """
 
@@ -326,7 +326,7 @@ class _Part(NamedTuple):
 
     Attributes:
         spec: its problem.
-        number: of the problem, which is found faster than the problem itself.
+        number: the problem's number, which is faster to look up than the problem.
     """
 
     spec: PartialSpec
@@ -345,7 +345,7 @@ def _part(spec: PartialSpec) -> _Part:
 def _parts(
     call: _Call, plan: ContextPlan, rank: int, rows_aligned: bool, operation: str
 ) -> tuple[_Part, ...]:
-    """Return an operation on the keys of each step of a rank."""
+    """Return an operation on the keys of each of a rank's steps."""
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     with_keys = [step for step in steps if step.received] or steps
     found = []
@@ -359,17 +359,17 @@ def _parts(
 
 @lru_cache(maxsize=256)
 def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the row of each token where ranks stand one after the other, and the inverse."""
+    """Return each token's row in the order rank after rank, and the inverse."""
     order = torch.from_numpy(plan.order).to(device)
     return order, order.argsort()
 
 
 class Problem(NamedTuple):
-    """Hold what the hops of a call have in common.
+    """Hold what a call's hops have in common.
 
     Attributes:
         peers, call, plan: of the call.
-        rows_aligned: of its tensors, so that one family runs all hops.
+        rows_aligned: of its tensors; it is fixed so that one family runs all hops.
     """
 
     peers: Peers
@@ -383,14 +383,14 @@ class Problem(NamedTuple):
         return self.call.options.window
 
     def run(self, operation: str, part: _Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Run a family's function, replayed where its operands had such layouts before.
+        """Run a family's function; replay it if operands had the same layouts before.
 
         Args:
             operation: "partial_fwd", "partial_bwd" or "partial_dq".
             part: the operation on some keys.
             tensors: as `_RUN` takes them, a tensor first.
         """
-        # Calls of one part are told apart from those of another, so that each is found at once.
+        # Each part has its own calls, so that a call is found at once.
         options = part.number, tuple([x is None for x in tensors]), self.call.implementation
         call = recall(operation, tensors, options)
         if call is None:
@@ -403,10 +403,10 @@ class Problem(NamedTuple):
     def hops(
         self, operation: str, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[_Step, _Part, PartialOperands[Tensor] | None]]:
-        """Yield each step, the operation on its keys and its operands, None for no keys.
+        """Yield each step, the operation on its keys, and its operands, None if it has no keys.
 
-        The next keys are on their way while the caller works with those it was given. A forward
-        begins with own keys. A backward ends with them, while the last gradients go back.
+        The next keys are on their way while the caller works on the current ones. A forward begins
+        with its own keys. A backward ends with its own keys, while the last gradients go back.
         """
         call, peers = self.call, self.peers
         steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)
@@ -464,7 +464,7 @@ def _run_backward(
     lse: Tensor,
     *others: Any,
 ) -> tuple[Tensor, ...]:
-    """Return the carry's tensors, dk and dv; the operands follow the last call's carry."""
+    """Return the new carry's tensors, dk and dv; `others` holds the last carry, then operands."""
     operands = PartialOperands(*others[len(_NO_CARRY) :])
     carry = None if others[0] is None else GradientCarry(*others[: len(_NO_CARRY)])
     carry, dk, dv = function(dout, dlse, operands, out, lse, carry, spec, backend)
@@ -489,7 +489,8 @@ class _Attention(torch.autograd.Function):
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         saved = q, k, v, sinks
-        # Keys of this rank and of others are to look alike, so that the last call is found at once.
+        # This rank's keys must have the same layout as other ranks', so that the last call is found
+        # at once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
         out = lse = None
@@ -556,7 +557,7 @@ def _by_rank(x: Tensor, plan: ContextPlan) -> Tensor:
 
 
 class _Exchange(torch.autograd.Function):
-    """Tokens of all heads for all tokens of some heads, or back; each is the other's derivative."""
+    """Swap tokens of all heads for all tokens of some heads, or back: mutual derivatives."""
 
     @staticmethod
     def forward(ctx, problem, x, to_heads):
@@ -569,7 +570,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(problem: Problem, x: Tensor) -> Tensor:
-    """Return [B, size · S, H / size, ...], in sequence order, of [B, S, H, ...]."""
+    """Turn [B, S, H, ...] into [B, size · S, H / size, ...], in sequence order."""
     x = x.unflatten(2, (problem.plan.size, -1)).movedim(2, 0).contiguous()
     return _in_sequence(problem.peers.all_to_all(x), problem.plan)
 

@@ -1,12 +1,12 @@
-"""Exchange rows by copies between the GPUs of one host, which take no SM.
+"""Exchange rows between the GPUs of one host by copies, which occupy no SM.
 
-Each rank writes its rows into the memory of the ranks that receive them, with the GPU's copy
-engines, and then a number beside them, for which the receiver's stream waits. Attention keeps all
-SMs meanwhile, of which NCCL's kernels would take some.
+Each rank writes its rows into the receiving ranks' memory with the GPU's copy engines, and then
+writes a number next to them, for which the receiver's stream waits. Meanwhile attention keeps all
+SMs; NCCL's kernels would take some of them.
 
-The memory is PyTorch's symmetric memory. Of a few slots an exchange uses the one that was used
-longest ago; what came with it then has been read when the exchange begins, and so the receiver
-says. Streams write and wait by the driver's stream memory operations.
+The memory is PyTorch's symmetric memory. It has a few slots, and an exchange uses the least
+recently used one. By the time the exchange begins, the slot's previous contents have been read, and
+the receiver says so. Streams write and wait with the driver's stream memory operations.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from torch_attn import private
 from twin_attention.contract.exchange import Rows
 
 VARIABLE = "TWIN_ATTENTION_COPIES"  # "0" leaves exchanges to the process group
-ALIGNMENT = 16  # rows, of at least 16 bytes each: tensors of a slot begin as slots do
+ALIGNMENT = 16  # rows of at least 16 bytes each: a slot's tensors are aligned as slots are
 _SLOT_ALIGNMENT = 256  # bytes
 _KEYS_SLOTS = 2  # one is read while the next is written
 _GRADIENTS_SLOTS = 6  # four are kept to be summed; see `GradientSums`
-_PERIOD = 1.0  # seconds between looks at exchanges that may not end
+_PERIOD = 1.0  # seconds between checks for exchanges that do not end
 _PROGRAMS_MAX = 1024
-_READY, _FREE = 0, 1  # numbers of the last exchange that a sender wrote, or a receiver waits for
+_READY, _FREE = 0, 1  # numbers of the exchanges that a sender wrote and that a receiver awaits
 
 
 class Sizes(NamedTuple):
-    """Bytes that a rank receives at most in one exchange of a call.
+    """The most bytes that a rank receives in one exchange of a call.
 
     Attributes:
-        keys, gradients: of an exchange of them.
-        at_once: a call has one of each ("gather"), and not one for each rank.
+        keys, gradients: of an exchange of keys, and of gradients.
+        at_once: a call has one exchange of each ("gather"), not one per rank.
     """
 
     keys: int
@@ -95,7 +95,7 @@ def driver() -> _Driver:
 
 
 class _Block(NamedTuple):
-    """Rows that lie behind each other: where they go, of which tensor, and where they begin."""
+    """Consecutive rows: where they go, of which tensor, and where they begin."""
 
     target: int
     tensor: int
@@ -107,13 +107,13 @@ class _Program(NamedTuple):
     """List what a rank's stream does in an exchange, all by address.
 
     Attributes:
-        free: where it says that its slot may be overwritten.
-        own: rows of this rank that it reads itself.
+        free: where the rank says that its slot may be overwritten.
+        own: the rank's own rows that it reads itself.
         writes: for each receiver, where it says that its slot is free, the rows, and where the
             receiver waits for them.
         ready: where the others say that their rows are there.
         into: what arrives, [B, rows, H, D] each; None for nothing.
-        of: the exchange, which stays alive, and with it the identity by which it is found.
+        of: the exchange, kept alive because it is found by its identity.
     """
 
     free: tuple[int, ...]
@@ -125,7 +125,7 @@ class _Program(NamedTuple):
 
 
 class Arena:
-    """Memory into which other ranks write, and theirs, for exchanges of keys or of gradients.
+    """Memory of all ranks, into which they write, for exchanges of keys or of gradients.
 
     Attributes:
         slot_bytes: of one exchange.
@@ -137,8 +137,8 @@ class Arena:
 
         Args:
             rank: this one.
-            memory: of each rank, `arena_bytes` that begin with numbers of 0.
-            slot_bytes, slots: of one exchange, and how many.
+            memory: of each rank, `arena_bytes` bytes, whose numbers at the beginning are 0.
+            slot_bytes, slots: bytes of one exchange, and how many slots there are.
         """
         self.slot_bytes, self._slots, self.number = slot_bytes, slots, 0
         self._rank, self._memory = rank, memory
@@ -198,7 +198,7 @@ class Arena:
         )
 
     def _regions(self, rank: int, slot: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return where a rank receives tensors, [B, rows, H, D] each, as many rows as fit."""
+        """Return where a rank receives tensors, [B, rows, H, D] each, with as many rows as fit."""
         bytes_of_row = sum(x.shape[0] * x.stride(1) * x.itemsize for x in tensors)
         rows = self.slot_bytes // bytes_of_row // ALIGNMENT * ALIGNMENT
         start, found = _bytes_of_numbers(len(self._memory)) + slot * self.slot_bytes, []
@@ -233,7 +233,7 @@ class Arena:
 
 
 def arena_bytes(size: int, slot_bytes: int, slots: int) -> int:
-    """Return the memory of an `Arena` of each of `size` ranks."""
+    """Return the bytes that an `Arena` takes on each of `size` ranks."""
     return _bytes_of_numbers(size) + slots * slot_bytes
 
 
@@ -242,7 +242,7 @@ def _bytes_of_numbers(size: int) -> int:
 
 
 def symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, list[Tensor]]:
-    """Return bytes of 0 of each rank of a group, which all can write, and what keeps them."""
+    """Return what keeps the memory, and each rank's bytes of 0, which all ranks can write."""
     rank, shape = dist.get_rank(group), (size,)
     with torch.cuda.device(device):
         own = private.symmetric_empty(*shape, dtype=torch.uint8, device=device)
@@ -261,7 +261,7 @@ class _Lane(NamedTuple):
     Attributes:
         arena: its memory.
         stream: of the copies.
-        begin: when they may begin.
+        begin: the event after which they may begin.
         handle: keeps the memory.
     """
 
@@ -289,7 +289,7 @@ class Copies:
         Args:
             group: a process group.
             device: of this rank.
-            say: gathers an object of each rank.
+            say: gathers an object from each rank.
             limit: seconds that a rank waits for another.
         """
         self._group, self._device, self._say, self._limit = group, device, say, limit
@@ -300,7 +300,7 @@ class Copies:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def reserve(self, sizes: Sizes) -> None:
-        """Have room for the exchanges of a call on any rank. All ranks call it alike."""
+        """Make room for a call's exchanges on any rank. All ranks must call it alike."""
         everyone: list[Sizes] = self._say(sizes)
         for of_gradients in (False, True):
             most = _aligned(max(x[of_gradients] for x in everyone))
@@ -308,7 +308,7 @@ class Copies:
             self._slot_bytes[kind] = max(most, self._slot_bytes.get(kind, 0))
 
     def skip(self, of_gradients: bool, at_once: bool) -> None:
-        """Count an exchange in which this rank has no part."""
+        """Count an exchange that this rank takes no part in."""
         self._lane(_Kind(of_gradients, at_once)).arena.number += 1
 
     def exchange(
@@ -327,7 +327,7 @@ class Copies:
         """
         arena, stream, begin, _ = self._lane(_Kind(of_gradients, at_once))
         program = arena.next(tensors, sent, received)
-        # What came with this slot was read by the work that the current stream has by now.
+        # The work already queued on the current stream has read this slot's previous contents.
         begin.record(self._follow())
         stream.wait_event(begin)
         arena.run(program, tensors, driver(), stream.cuda_stream)
@@ -337,11 +337,11 @@ class Copies:
         return program.into, Waiting(done)
 
     def _lane(self, kind: _Kind) -> _Lane:
-        """Return memory that is large enough; all ranks find that it is not at the same time."""
+        """Return memory that is large enough; all ranks grow it at the same time."""
         lane, slot_bytes = self._lanes.get(kind), self._slot_bytes[kind]
         if lane is None or lane.arena.slot_bytes < slot_bytes:
             torch.cuda.synchronize(self._device)
-            self._say(None)  # nobody writes into what goes
+            self._say(None)  # nobody writes into the old memory
             rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
             slots = 1 if kind.at_once else _GRADIENTS_SLOTS if kind.of_gradients else _KEYS_SLOTS
             slots = min(slots, size - 1)
@@ -354,7 +354,7 @@ class Copies:
         return lane
 
     def _follow(self) -> torch.cuda.Stream:
-        """Return the current stream, which waits for the one of the exchange before."""
+        """Return the current stream, made to wait for the previous exchange's stream."""
         current = torch.cuda.current_stream(self._device)
         if self._last not in (None, current):
             current.wait_stream(self._last)
@@ -391,12 +391,12 @@ class Waiting:
         self._done = done
 
     def wait(self) -> None:
-        """Let the current stream wait until all rows have come, and all that were sent are read."""
+        """Let the current stream wait until all rows have arrived and all sent rows are read."""
         torch.cuda.current_stream().wait_event(self._done)
 
 
 def _rows(region: Tensor, count: int) -> Tensor:
-    """Return the first rows; of one batch element with the strides of a tensor of its own."""
+    """Return the first rows; for one batch element, with the strides of a separate tensor."""
     found = region[:, :count]
     return found[0].unsqueeze(0) if region.shape[0] == 1 else found
 
@@ -405,14 +405,14 @@ _found: dict[tuple[Any, torch.device], Copies | None] = {}
 
 
 def copies_of(group: Any, device: torch.device) -> Copies | None:
-    """Return a group's exchange by copies, None before `prepare_copies` or where there is none."""
+    """Return a group's exchange by copies; None if there is none or before `prepare_copies`."""
     return _found.get((group, device))
 
 
 def prepare_copies(
     group: Any, device: torch.device, say: Callable[[Any], list[Any]]
 ) -> Copies | None:
-    """Return a group's exchange by copies, None if a rank cannot. All ranks call it alike."""
+    """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike."""
     if device.type != "cuda":
         return None
     key = group, device
@@ -430,7 +430,7 @@ def prepare_copies(
 
 
 def _reach_each_other(group: Any, device: torch.device, say: Callable[[Any], list[Any]]) -> bool:
-    """Return True if each rank's stream writes into the memory of all. All ranks call it alike."""
+    """Return True if each rank's stream can write into all memory. All ranks must call it alike."""
     rank, size, kept = dist.get_rank(group), dist.get_world_size(group), None
     try:
         kept = symmetric_memory(group, device, _bytes_of_numbers(size))

@@ -43,7 +43,7 @@ class Transfer(NamedTuple):
 def room_for(
     tensors: Sequence[Tensor], received: Sequence[Rows]
 ) -> tuple[tuple[Tensor, ...], list[slice]]:
-    """Return memory for rows that come, and where in it those of each sender are."""
+    """Return memory for incoming rows, and where in it each sender's rows go."""
     ends = list(accumulate(rows.end - rows.start for rows in received))
     total = ends[-1] if ends else 0
     into = tuple(x.new_empty((x.shape[0], total, *x.shape[2:])) for x in tensors)
@@ -56,9 +56,9 @@ class Peers(ABC):
     A subclass for ranks without a process group can be the `mesh` of `context_attention`.
 
     Attributes:
-        rank, size: this one, and how many there are.
-        group: stands for all of them, and is kept with the calls that they agreed on.
-        at_once: a call has one exchange of keys ("gather"), and one of their gradients.
+        rank, size: this rank, and the number of ranks.
+        group: identifies all of them, and is kept with the calls that they agreed on.
+        at_once: a call has one exchange of keys ("gather") and one of their gradients.
     """
 
     rank: int
@@ -76,23 +76,23 @@ class Peers(ABC):
     ) -> Transfer:
         """Begin to send rows of tensors to other ranks, and to receive theirs.
 
-        What one rank sends to another comes in the order in which it is sent.
+        What one rank sends to another arrives in the order in which it was sent.
 
         Args:
             tensors: [B, S, H, D] each: keys and values, or their gradients.
             sent: which rows go to whom.
-            received: whose rows come, put together along S in this order; this rank's own may be
-                among them.
-            of_gradients: they are gradients, of the tokens `Rows.token` and after.
+            received: whose rows arrive, joined along S in this order; they may include this rank's
+                own.
+            of_gradients: the tensors are gradients, of the tokens from `Rows.token` on.
         """
 
     def prepare(self, device: torch.device, sizes: Sizes) -> None:  # noqa: B027 (optional)
-        """Prepare for the exchanges of a call; all ranks do so alike, before the first."""
+        """Prepare for a call's exchanges; all ranks do so alike, before the first one."""
 
     def skip(  # noqa: B027 (optional)
         self, device: torch.device, of_gradients: bool = False
     ) -> None:
-        """Take no part in an exchange, which other ranks may have among them."""
+        """Take no part in an exchange that other ranks may have among themselves."""
 
     @abstractmethod
     def all_to_all(self, x: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ class Peers(ABC):
 
     @abstractmethod
     def gather_objects(self, x: Any) -> list[Any]:
-        """Return an object of each rank; the host waits."""
+        """Return an object from each rank; the host waits."""
 
 
-_Message = tuple[int, Sequence[Tensor]]  # a rank, and rows [B, ...] that go or come
+_Message = tuple[int, Sequence[Tensor]]  # a rank, and rows [B, ...] to send or receive
 
 
 @lru_cache
@@ -169,19 +169,19 @@ class GroupPeers(Peers):
             copies.skip(of_gradients, self.at_once)
 
     def _copies(self, device: torch.device) -> Copies | None:
-        """Return how to exchange without the process group; not in a CUDA graph."""
+        """Return how to exchange without the process group; None in a CUDA graph."""
         copies = copies_of(self._group, device)
         if copies is None or torch.cuda.is_current_stream_capturing():
             return None
         return copies
 
     def _begin(self, sends: Sequence[_Message], receives: Sequence[_Message]) -> Sequence[Any]:
-        """Begin to send and receive; returns what to wait for."""
+        """Begin to send and receive; return what to wait for."""
         group, device = self._group, [*sends, *receives][0][1][0].device
         if not _coalesces(group, device):
             ops = [*self._operations(dist.isend, sends), *self._operations(dist.irecv, receives)]
             return dist.batch_isend_irecv(ops)
-        # As `batch_isend_irecv`, without a check of each tensor.
+        # Like `batch_isend_irecv`, without a check of each tensor.
         private.start_coalescing(group, device)
         for begin, messages in ((group.send, sends), (group.recv, receives)):
             for rank, parts in messages:
@@ -190,8 +190,8 @@ class GroupPeers(Peers):
         return (private.end_coalescing(group, device),)
 
     def _operations(self, operation: Any, messages: Sequence[_Message]) -> Iterator[dist.P2POp]:
-        """Yield an operation for the rows of each batch element, which lie behind each other."""
-        # Gloo tells what goes from one rank to another apart by tags: both sides count alike.
+        """Yield an operation for each batch element's rows, which are contiguous."""
+        # Gloo tells messages between two ranks apart by tags: both sides count alike.
         tags: Counter[int] = Counter()
         for rank, parts in messages:
             peer = dist.get_global_rank(self._group, rank)

@@ -1,4 +1,4 @@
-"""Sharding of `flash_attention` over a device mesh: importing this teaches it to DTensor.
+"""Shard `flash_attention` over a device mesh: importing this registers it with DTensor.
 
 `torch_attn` itself does not import it, because `torch.distributed.tensor` takes long to import::
 
@@ -6,9 +6,9 @@
 
     out = torch_attn.flash_attention(q, k, v)  # DTensors, sharded by batch, by heads or by both
 
-Each device computes its batch entries and heads alone, forward and backward. Operands that are
-sharded otherwise, such as by length, are first redistributed by DTensor, which may gather them, and
-so are all with dropout, which counts the batch elements and heads of the whole.
+Each device computes only its own batch entries and heads, forward and backward. DTensor first
+redistributes operands that are sharded otherwise, such as by length, and may gather them. With
+dropout, which counts the batch elements and heads of the whole, it does so with all operands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Placement(NamedTuple):
         ids: [B, S] segment ids, ends and depths.
         table, dtable: [Hq, 2R + 1], the operand and its gradient.
         slopes: [Hq].
-        bias: the axis of [B, Hq, Sq, Skv] that is sharded; None for none.
+        bias: the sharded axis of [B, Hq, Sq, Skv]; None for none.
     """
 
     whole: Any = Replicate()
@@ -49,7 +49,7 @@ class _Placement(NamedTuple):
     bias: int | None = None
 
 
-# Operands behind the sinks: integers of tokens, then terms, then the seed of dropout.
+# Operands after the sinks: per-token integers, then terms, then the dropout seed.
 _NUM_OTHERS = len(DENSE.operands._fields) - 4
 _NUM_IDS = _NUM_OTHERS - len(TERMS) - 1
 _BATCH = _Placement(Shard(0), Shard(0), Replicate(), Partial(), Shard(0), dtable=Partial(), bias=0)
@@ -63,7 +63,7 @@ def _placements(k: Any, others: Any) -> list[_Placement]:
 
     Args:
         k: keys as DTensor describes them.
-        others: the operands behind the sinks, and what follows them.
+        others: the operands after the sinks, and what follows them.
     """
     if others[_NUM_OTHERS - 1] is not None:
         return [_Placement()]
@@ -77,7 +77,7 @@ def _placements(k: Any, others: Any) -> list[_Placement]:
 
 
 def _of_others(p: _Placement, others: Any) -> list[Any]:
-    """Return the placements of the operands behind the sinks."""
+    """Return the placements of the operands after the sinks."""
     bias, _, slopes = others[_NUM_IDS : _NUM_OTHERS - 1]
     of_slopes = p.slopes
     if slopes is not None and len(slopes.shape) == 2:  # [B, Hq]
@@ -88,7 +88,7 @@ def _of_others(p: _Placement, others: Any) -> list[Any]:
 
 
 def _of_bias(p: _Placement, bias: Any) -> tuple[Any, Any]:
-    """Return the placements of a bias and of its gradient: it may have 1 of the sharded axis."""
+    """Return the placements of a bias and its gradient; its sharded axis may have size 1."""
     if bias is None or p.bias is None:
         return Replicate(), Replicate()
     if bias.shape[p.bias] == 1:

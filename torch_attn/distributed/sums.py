@@ -15,8 +15,8 @@ from torch import Tensor
 from torch_attn.kernels.sum import sum_rows
 from twin_attention.contract.exchange import Rows
 
-_KEPT = 4  # arrivals, before they are summed: their memory is used again
-_AT_A_TIME = 8  # addends of a pass over memory
+_KEPT = 4  # arrivals kept before they are summed, since their memory is reused
+_AT_A_TIME = 8  # addends per pass over memory
 
 
 class _Addend(NamedTuple):
@@ -32,9 +32,9 @@ class _Addend(NamedTuple):
 
 
 class GradientSums:
-    """Gradients of a rank's keys, through its own queries and through those of others.
+    """Gradients of a rank's keys, through its own and other ranks' queries.
 
-    Several are kept and summed in one pass over memory. What is added when follows from the plan.
+    Several are kept and summed in one pass over memory. The plan fixes the order of the sums.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -47,9 +47,9 @@ class GradientSums:
         """Add gradients.
 
         Args:
-            gradients: [B, any, H, D] float32 each, None for nothing.
-            rows: which of their rows, from `Rows.place` on, are those of which keys, from
-                `Rows.token` on. What came from several ranks is added in the order of its ranks.
+            gradients: [B, any, H, D] float32 each, None for none.
+            rows: which of their rows, from `Rows.place` on, belong to which keys, from `Rows.token`
+                on. Rows from several ranks are added in the order of `rows`.
         """
         if gradients is None:
             return
@@ -82,7 +82,7 @@ def _sum(addends: Sequence[_Addend], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 @lru_cache(maxsize=1024)
 def _places(rows: tuple[Rows, ...], num_rows: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return the row of each key among the gradients from each rank, [num_rows] int32."""
+    """Return each key's row among the gradients from each rank, [num_rows] int32."""
     found = []
     for _, of_rank in groupby(rows, key=attrgetter("rank")):
         places = np.full(num_rows, -1, np.int32)

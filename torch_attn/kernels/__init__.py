@@ -1,1 +1,1 @@
-"""Kernel families. The path of a file is the same as its twin's in `pallas_attn.kernels`."""
+"""Kernel families. Each file has the same path as its twin in `pallas_attn.kernels`."""

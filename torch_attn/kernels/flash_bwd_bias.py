@@ -1,9 +1,9 @@
 """Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
 
 Where a bias has 1 in place of the batch, heads, queries or keys, its gradient is a sum over them.
-Of a bias of all queries and keys a program adds up one tile over batch elements and heads, in
-order: the result is the same bits every time, and no memory but the gradient's own grows with the
-square of a length. Otherwise it adds up the tiles of a row of tiles, or of a column, of one head.
+If the bias has all queries and keys, a program adds up one tile over batch elements and heads, in
+order: the result has the same bits every time, and only the gradient's own memory grows with the
+square of a length. Otherwise a program adds up a row or a column of tiles of one head.
 """
 
 import triton
@@ -57,11 +57,11 @@ def flash_bwd_bias_kernel(
 ):
     """One program adds up ds over the tiles that share a tile of the sums.
 
-    Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`. sums: a `Bias`. Of all
-    queries and keys it is the gradient itself, in its dtype, and a program adds up one tile over
+    Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`. sums: a `Bias`. With all
+    queries and keys, it is the gradient itself, in its dtype. A program then adds up one tile over
     `shared` heads and batch elements, shared_heads of each; the grid has (tiles, heads, batch
-    elements) of the gradient. Of all queries, or of all keys, it is [B, Hq, Sq, 1] or [B, Hq, 1,
-    Skv] float32, and a program of the grid (tiles of its axis, heads, batch elements) adds up all
+    elements) of the gradient. With all queries, or all keys, it is [B, Hq, Sq, 1] or [B, Hq, 1,
+    Skv] float32. A program of the grid (tiles of its axis, heads, batch elements) then adds up all
     tiles of the other axis. Terms, mask, diagonal, rule: as in `flash_bwd_dq_kernel`. Loop
     invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
@@ -70,7 +70,7 @@ def flash_bwd_bias_kernel(
     if sums.of_rows and sums.of_keys:
         tiles_kv = tl.cdiv(seq_kv, BLOCK_KV)
         start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
-    # Tiles that a row or a column of tiles sees.
+    # Find the tiles that a row or a column of tiles sees.
     if sums.of_rows:
         first, before, full, after = visible_tiles(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
@@ -125,7 +125,7 @@ def bias_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of a bias that pairs share, by name; nothing without one.
+    """Compute the gradient of a bias that pairs share, by name; empty without one.
 
     Args:
         operands, inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
@@ -154,7 +154,7 @@ def bias_gradient(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_bias_kernel`."""
+    """Return the grid and the arguments of `flash_bwd_bias_kernel`."""
     spec, (kind,), config = call.spec, call.constants, call.config
     q, k, v, dout, _, _, sums, *_ = call.layouts
     assert isinstance(config, FlashConfig)

@@ -1,9 +1,9 @@
-"""Flash attention, backward of what is added to the scores: sums of ds, recomputed tile by tile.
+"""Flash attention, backward of the terms added to the scores: sums of ds, recomputed by tile.
 
 The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles of queries and of
-keys that start equally far apart have the same distances in the same places: a band. A program adds
-up the tiles of one band, so that only its sum is left to be split by distances: the result is the
-same bits every time, and no memory grows with the square of a length.
+keys that start equally far apart have the same distances in the same places: they form a band. A
+program adds up the tiles of one band, so that only its sum has to be split by distances. The result
+has the same bits every time, and no memory grows with the square of a length.
 """
 
 import triton
@@ -74,14 +74,14 @@ def score_gradients(
     Args:
         q_ptr, k_ptr, v_ptr, dout_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides,
             diagonal and rule.
-        lse2_ptr, delta_ptr: where the rows of the head's queries begin.
-        first_q, seq_q, first_kv, seq_kv: the first row of the sequence's queries, and of its keys,
-            and how many it has.
-        batch: of the tensors, 0 with packed sequences.
-        element: of the batch, or the packed sequence.
+        lse2_ptr, delta_ptr: point to the first row of the head's queries.
+        first_q, seq_q, first_kv, seq_kv: the first row and the number of the sequence's queries,
+            and of its keys.
+        batch: batch element of the tensors, 0 with packed sequences.
+        element: the batch element, or the packed sequence.
         head: the query head.
-        start_q, start_kv: first rows of the tile in the sequence. Keys before the first do not
-            exist: start_kv may be negative.
+        start_q, start_kv: first rows of the tile in the sequence. start_kv may be negative: keys
+            before the first do not exist.
     """
     rows = start_q + tl.arange(0, BLOCK_Q)
     key = start_kv + tl.arange(0, BLOCK_KV)
@@ -168,13 +168,13 @@ def flash_bwd_relative_kernel(
     """One program adds up ds over the tiles of one band of one query head.
 
     Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`; tiles [Hq, near, BLOCK_Q,
-    BLOCK_KV] float32, the sums of the near bands; sums [Hq, bands] float32, those of all pairs of
-    the others. Grid: (bands, heads). bands: `twin_attention.targets.bands.Bands`; elements: of the
-    batch, or packed sequences. Terms, mask, diagonal, rule: as in `flash_bwd_dq_kernel`. Loop
-    invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    BLOCK_KV] float32, the sums of the near bands; sums [Hq, bands] float32, the sums over all pairs
+    of the other bands. Grid: (bands, heads). bands: `twin_attention.targets.bands.Bands`; elements:
+    how many batch elements, or packed sequences. Terms, mask, diagonal, rule: as in
+    `flash_bwd_dq_kernel`. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     band, head = tl.program_id(0), tl.program_id(1)
-    # How far behind its queries' positions a band's keys start.
+    # How far after its queries' positions a band's keys start.
     offset = (bands.first + band) * BLOCK_KV
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     is_visible = band >= 0
@@ -194,7 +194,7 @@ def flash_bwd_relative_kernel(
             tile = first_tile(first_q, element, ROW_PADDING)
             row = head.to(tl.int64) * padded + tile.to(tl.int64) * ROW_PADDING
         first = tl.cast(first_kv, tl.int32)
-        # Tiles of queries from the first to the last whose keys of the band exist.
+        # Visit tiles of queries, from the first to the last whose keys in the band exist.
         before = offset + own_diagonal
         begin = tl.maximum(-(before + BLOCK_KV - 1), 0) // BLOCK_Q
         end = tl.minimum(
@@ -210,7 +210,7 @@ def flash_bwd_relative_kernel(
                 HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV,
             )  # fmt: skip
 
-    # Store the band: its tile where its distances count apart, otherwise its sum.
+    # Store the band: its tile if its distances have entries of their own, otherwise its sum.
     near = band - bands.near
     total = tl.sum(tl.sum(acc, 1), 0)
     if (near >= 0) & (near < bands.num_near):
@@ -230,10 +230,10 @@ def relative_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of `relative_bias`, by name; nothing without it.
+    """Compute the gradient of `relative_bias`, by name; empty without it.
 
     Args:
-        operands: of the call.
+        operands: operands of the call.
         inputs: q, k, v, dout, lse2 and delta.
         terms, mask: as the kernel of dq takes them.
         spec, backend: the problem, and what runs.
@@ -257,7 +257,7 @@ def relative_gradient(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_relative_kernel`."""
+    """Return the grid and the arguments of `flash_bwd_relative_kernel`."""
     spec, (bands,) = call.spec, call.constants
     q, k, v, dout, _, _, tiles, *_ = call.layouts
     assert isinstance(call.config, FlashConfig)
@@ -270,7 +270,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
-    """Return the warps and stages that take the place of those of dq's kernel.
+    """Return the warps and stages that replace those of the dq kernel.
 
     Four tiles are loaded in each step, and no accumulator is as wide as a head.
     """
@@ -279,13 +279,13 @@ def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
 
 
 def sums_of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
-    """Return the sums over each clipped distance [Hq, 2R + 1] from those of the bands."""
+    """Return the sums over each clipped distance [Hq, 2R + 1] from the sums of the bands."""
     heads, near, block_q, block_kv = tiles.shape
-    # Row i of a tile, of the last query first, moves i columns to the right.
+    # Row i of a tile, counted from the last query, moves i columns to the right.
     skewed = pad(tiles.flip(2), (0, block_q)).flatten(2)[..., :-block_q]
     width = block_q + block_kv - 1
     of_bands = skewed.unflatten(2, (block_q, width)).sum(2)
-    # A band begins block_kv distances behind the one before it: every n-th do not overlap.
+    # A band begins block_kv distances after the previous one: bands `every` apart do not overlap.
     every = -(-width // block_kv)
     found = tiles.new_zeros((heads, (near + every) * block_kv))
     for n in range(every):
@@ -300,6 +300,6 @@ def sums_of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
     behind = sums[:, bands.near + near :].sum(1) + found[:, end:].sum(1)
     last = 2 * bands.radius
     between = 1 + bands.radius - bands.reach
-    # Padded and added: a replay takes no lists of tensors, as a concatenation does.
+    # Pad and add: a replay takes no lists of tensors, which a concatenation needs.
     ends = pad(before[:, None], (0, last)) + pad(behind[:, None], (last, 0))
     return ends + pad(found[:, begin:end], (between, between))

@@ -1,4 +1,4 @@
-"""Run the backward: the same sequence of kernels in every family."""
+"""Run the backward with the same sequence of kernels in every family."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from twin_attention.targets.steps import (
     splits_group,
 )
 
-# The longest tile of keys, in an SM's mean work, with which query heads have programs of their own
-# where tiles are uneven and rows wide.
+# What the longest tile of keys may take, as a multiple of an SM's mean work, before each query head
+# gets its own program. Used if tiles are uneven and rows wide.
 _MOST_OF_UNEVEN = 0.6
 
 # A kernel and the function that prepares its launch.
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 
 
-# What makes the mask of a kernel: of its name, the operands, the problem and what runs.
+# Makes the mask of a kernel from its name, the operands, the problem and the backend.
 MaskOf = Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask]
 
 
 class OwnPasses(NamedTuple):
-    """Say which passes over rows a kernel of sums does itself.
+    """Say which passes over rows a summing kernel does itself.
 
     Attributes:
-        sums: it clears those of dq before, and makes dq of them behind.
-        rows: it prepares them, too.
+        sums: it first clears the sums of dq, and at the end turns them into dq.
+        rows: it also prepares the rows.
     """
 
     sums: bool
@@ -60,12 +60,12 @@ class OwnPasses(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Hold what a kernel of sums reads and writes for its `OwnPasses`.
+    """Hold what a summing kernel reads and writes for its `OwnPasses`.
 
     Attributes:
         dq: the gradient; None if the kernel does no pass.
-        dq_rows: dq by its address, where the kernel wants it beside a descriptor; or None.
-        dout, out, statistics: of the rows; None where they are prepared before.
+        dq_rows: dq by its address, if the kernel needs it besides a descriptor; or None.
+        dout, out, statistics: data of the rows; None if the rows are prepared before.
     """
 
     dq: Any = None
@@ -76,10 +76,10 @@ class Passes(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Hold the float32 sums of gradients, to which a kernel adds; None where it does not.
+    """Hold the float32 sums of gradients that a kernel adds to; None where it adds to none.
 
     Attributes:
-        dq, dk, dv: the sums, which are 0 at first.
+        dq, dk, dv: the sums. They start at 0; with `passes` the kernel clears those of dq itself.
         passes: what the kernel does itself.
     """
 
@@ -90,11 +90,11 @@ class Sums(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Hold what belongs to the rows of a forward, as `kernels.preprocess` describes it.
+    """Hold the per-row values of a forward, as `kernels.preprocess` describes them.
 
     Attributes:
-        lse, dlse: of the forward, and its gradient or None.
-        lse2, delta: what the kernel makes of them.
+        lse, dlse: lse of the forward, and its gradient or None.
+        lse2, delta: what the kernel computes from them.
     """
 
     lse: Any
@@ -124,26 +124,25 @@ def make_flash_bwd(
     mask_of: MaskOf = computed_mask,
     **options: Hashable,
 ) -> Callable[..., AttentionOperands[Tensor]]:
-    """Return the `flash_bwd` of a family.
+    """Return the `flash_bwd` of a kernel family.
 
     Args:
-        dq: the kernel of dq.
-        dkdv: the kernel of dk and dv, or one of each, which take the same operands. In a family
-            with sums these are one of them.
-        postprocess: the kernel that makes dq of its float32 sums. None for a family without sums.
-        sum_columns: the columns of the sums, from the head size.
-        num_sums: 1 for dq, 3 for dk and dv as well, in which programs may share a tile of keys.
-        own_passes: return which passes the kernel that adds does itself, from the problem, what
-            runs, the device, and the query heads that a tile of keys visits.
-        dq_prepares_rows: the kernel of dq writes lse2 and delta, from dout, out, lse and dlse; the
-            preprocess is for the sums alone.
-        item_counter: make the counter of a launch, which stands before the mask in the kernels
-            that multiply.
-        terms_gradients: each computes the gradients of some terms by name, in portable kernels;
-            the kernels that multiply then take the terms before the mask. None for a family without
-            terms.
-        mask_of: make the mask of a kernel, by its name.
-        options: launch options of the kernels that multiply.
+        dq: the dq kernel.
+        dkdv: the kernel of dk and dv, or one for each, with the same operands. In a family with
+            sums, the `Sums` are one of the operands.
+        postprocess: the kernel that turns the float32 sums into dq. None for a family without sums.
+        sum_columns: returns the columns of the sums, from the head size.
+        num_sums: 1 for sums of dq; 3 for sums of dk and dv as well, where programs may share a tile
+            of keys.
+        own_passes: returns which passes the summing kernel does itself, from the problem, the
+            backend, the device, and the query heads that a tile of keys visits.
+        dq_prepares_rows: the dq kernel computes lse2 and delta from dout, out, lse and dlse; the
+            preprocess runs only for the sums.
+        item_counter: makes the counter of a launch, which the matmul kernels take before the mask.
+        terms_gradients: each computes the gradients of some terms, by name, in portable kernels;
+            the matmul kernels then take the terms before the mask. None for a family without terms.
+        mask_of: makes the mask of a kernel, by its name.
+        options: launch options of the matmul kernels.
     """
 
     def flash_bwd(
@@ -155,12 +154,12 @@ def make_flash_bwd(
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Tensor]:
-        """Launch the kernels of the backward that the problem has configurations for.
+        """Launch the backward kernels that the problem has configurations for.
 
         Packed sequences have no batch axis.
 
         Args:
-            dout: [B, Sq, Hq, Dv], strides that the family takes.
+            dout: [B, Sq, Hq, Dv], with strides that the family takes.
             dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
             operands, out, lse: inputs and outputs of the forward.
 
@@ -175,7 +174,7 @@ def make_flash_bwd(
         stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
         stores = all(is_multiplied(x.dbias, q) for x in stored)
         if postprocess is not None and (spec.wide_bias or not stores):
-            # The kernel that adds to sums has no gradient of a bias but what TMA can store, and no
+            # The summing kernel gives a gradient of a bias only if TMA can store it, and has no
             # registers for a bias in float32.
             spec = replace(spec, deterministic=True)
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
@@ -235,7 +234,7 @@ def make_flash_bwd(
             tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *stored, of_keys)
             launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
             for kernel in dkdv:
-                # Of each launch its own: programs count their work in it.
+                # Each launch has its own mask: programs count their work in it.
                 of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
@@ -269,7 +268,7 @@ def _splits_group(spec: AttentionSpec, backend: Backend, device: torch.device) -
 
 
 def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
-    """Return the problems whose dq is made of sums as dk is, and as dv is, which has no scale."""
+    """Return problems whose dq is made of sums as dk is here, and as dv is, which has no scale."""
     keys = replace(spec, seq_q=spec.seq_kv, heads_q=spec.heads_kv)
     return keys, replace(keys, head_dim=spec.head_dim_v, scale=1.0)
 
@@ -283,7 +282,7 @@ def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor 
 
 
 def prepare_postprocess(call: KernelCall) -> Prepared:
-    """Return grid and arguments of a `flash_bwd_postprocess_kernel`."""
+    """Return the grid and the arguments of a `flash_bwd_postprocess_kernel`."""
     spec = call.spec
     rows = num_padded_rows(spec) if isinstance(spec, VarlenSpec) else spec.seq_q
     tiles = triton.cdiv(rows, call.config.block_q)

@@ -1,4 +1,4 @@
-"""Results over some of the keys, on the host."""
+"""Partial results over some of the keys, on the host."""
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ def result_memory(
 
     Args:
         q: [B, Sq, Hq, D].
-        carry, lse: the result over other keys, which is written in place; None for none. The last
-            out is in q's dtype, and so in memory of its own.
+        carry, lse: the result over other keys, which is overwritten in place; None if there is
+            none. The last out is in q's dtype, so it has its own memory.
         spec: the problem.
     """
     if carry is None or spec.last:

@@ -1,4 +1,4 @@
-"""Prepare the rows of a backward: the kernel that runs before a family's own."""
+"""Prepare the rows of a backward, in the kernel that runs before a family's own."""
 
 import triton
 import triton.language as tl
@@ -32,18 +32,18 @@ def flash_bwd_preprocess_kernel(
     PRECISION: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ):
-    """Prepare the rows for the other kernels; one program has BLOCK_Q rows of a head.
+    """Prepare the rows for the other kernels; one program takes BLOCK_Q rows of a head.
 
-    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw
-    no key, and dout as products of the precision take it, so that ds cancels where a row sees one
-    key. Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq]
+    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
+    or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw no
+    key. dout is rounded as products of the precision take it, so that ds cancels in a row that sees
+    one key. Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq]
     contiguous; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query
     tiles, heads, batch) in one axis.
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, and in that
-    of segment ids q_segment_ids [B, Sq] int32, contiguous, or None.
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, including
+    the padding of segment ids q_segment_ids [B, Sq] int32, contiguous, or None.
     """
     num_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     num_tiles = num_rows // BLOCK_Q
@@ -52,7 +52,7 @@ def flash_bwd_preprocess_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     total_q, seq_dout = seq_q, seq_q
     if num_sequences is not None:
-        # With the queries for the other axis as well, that of padding is empty.
+        # The other axis is the queries as well, where the padding's sequence is empty.
         padded = start_q
         _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
             cu_seqlens_q_ptr, cu_seqlens_q_ptr, padded // ROW_PADDING, seq_q, seq_q, num_sequences,
@@ -103,7 +103,7 @@ def preprocess(
     Args:
         dout, out, lse, dlse, spec, backend: as `flash_bwd` has them.
         lse2, delta: outputs, [B, Hq, Sq rounded up to ROW_PADDING] float32.
-        offsets, segment_ids: the queries', None without packed sequences and without ids.
+        offsets, segment_ids: of the queries; None without packed sequences, and without ids.
     """
     launch(
         "flash_bwd_preprocess",
@@ -116,7 +116,7 @@ def preprocess(
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_preprocess_kernel`."""
+    """Return the grid and the arguments of `flash_bwd_preprocess_kernel`."""
     spec, (dout, out, *_) = call.spec, call.layouts
     arguments = {
         "strides": strides_of(dout=dout, out=out),

@@ -1,7 +1,7 @@
 """The reference family: the operations in plain torch, on any device, for any supported problem.
 
-Each function takes and returns what the kernel of the same name does. `append_kv` waits for the
-device.
+Each function takes and returns the same values as the kernel of the same name. `append_kv` waits
+for the device.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from twin_attention.targets.family import Backend
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """Compute out, lse and what else is asked for in float32, with O(Sq · Skv) memory."""
+    """Compute out, lse and any other requested result in float32, with O(Sq · Skv) memory."""
     forward = forward_of(spec)
     with without_autocast(operands.q.device):
         out, *of_rows = forward(operands, spec, torch.float32)
@@ -68,7 +68,7 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Return a result with the keys of the operands added, in float32 until the last."""
+    """Return a result with the operands' keys added, in float32 except for the last part."""
     q = operands.q
     if carry is None or lse is None:
         carry, lse = result_memory(q, None, None, replace(spec, last=False))
@@ -89,7 +89,7 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
-    """Compute gradients through the keys of the operands in float32; lse2 of the carry is lse."""
+    """Compute gradients through the operands' keys in float32; the carry's lse2 holds lse."""
     with without_autocast(out.device):
         if carry is None:
             delta = (dout.float() * out.float()).sum(-1).mT
@@ -103,14 +103,14 @@ def partial_bwd(
 def partial_dq(
     like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
 ) -> Tensor:
-    """Return dq of the carry in the dtype of the first tensor."""
+    """Return the carry's dq in the dtype of the first tensor."""
     return carry.dq.to(like.dtype)
 
 
 def paged_decode(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Compute out and lse in float32, on keys and values copied out of their pages."""
+    """Compute out and lse in float32, from keys and values copied out of their pages."""
     with without_autocast(operands.q.device):
         out, lse = paged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
@@ -128,7 +128,7 @@ def paged_attention(
 def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
-    """Write new tokens into their pages; return the rotated queries, or None without them."""
+    """Write new tokens into their pages; return the rotated queries, or None without queries."""
     k_new, q = rotate_new(operands, spec, torch.float32)
     if not spec.is_empty:
         slots = _slots(operands, spec)
@@ -138,7 +138,7 @@ def append_kv(
 
 
 def _slots(operands: AppendOperands[Tensor], spec: AppendSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return page, slot, and whether there is one, of each new token, [B, T] or [Tq] each."""
+    """Return each new token's page and slot, and whether it has one, [B, T] or [Tq] each."""
     cache = spec.cache
     position, sequence, within = positions_of_new(operands, spec)
     within = within & (position >= 0) & (position < cache.capacity)
@@ -178,8 +178,8 @@ def combine_bwd(
     """Compute the gradients of `combine` in float32.
 
     With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. It takes one part after the other: beside the
-    gradients there are a few tensors of `lses`' size, and one part in float32.
+    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. The parts are processed one at a time, so memory
+    besides the gradients is a few tensors of `lses`' size and one part in float32.
 
     Args:
         dout: gradient of out, [B, S, H, Dv].
@@ -189,7 +189,7 @@ def combine_bwd(
     Returns:
         The gradients of outs and lses, in their dtypes, contiguous.
     """
-    # A row that saw no key in any part has NaN here, and a part that saw none weight 0.
+    # A row that saw no key in any part would have NaN here; a part that saw no key has weight 0.
     weight = lses.softmax(0).masked_fill_(lses == -torch.inf, 0)
     douts = outs.new_empty(outs.shape)
     dp = lses.new_empty(lses.shape)

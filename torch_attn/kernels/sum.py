@@ -1,4 +1,4 @@
-"""A sum of rows of several tensors in one pass over memory."""
+"""Sum rows of several tensors in one pass over memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from torch_attn.layouts import layouts_of
 from torch_attn.replay import Launcher
 
 _BLOCK_MAX, _NUM_WARPS = 2048, 4
-# Compiled sums, by all that they depend on but addresses.
+# Compiled sums, by everything that they depend on except addresses.
 _launchers: dict[tuple[Any, ...], Launcher] = {}
 _LAUNCHERS_MAX = 1024
 
@@ -27,7 +27,7 @@ def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLO
         x_ptrs: [B, any, width] each.
         place_ptrs: [num_rows] int32 each, the row of a tensor that is added to each row of the
             result, -1 for none.
-        x_strides: from one batch element of a tensor to the next.
+        x_strides: stride from one batch element of a tensor to the next.
     """
     row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     for start in range(0, width, BLOCK):
@@ -42,9 +42,9 @@ def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLO
 
 
 def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return sums of rows of tensors, in their order, [B, S, H, D] in a dtype.
+    """Return sums of rows of tensors, added in order, [B, S, H, D] in a dtype.
 
-    No configuration: memory alone says how long it takes.
+    The kernel needs no configuration: memory alone determines its time.
 
     Args:
         xs: [B, any, H, D] float32 each.

@@ -1,12 +1,12 @@
-"""List the tiles that each tile of rows visits: the kernel that runs before the explicit ones.
+"""List the tiles that each tile of rows visits, in the kernel that runs before the explicit ones.
 
 Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
-the same tiles. So a kernel lists them, once a launch for all heads: tiles that need a mask, and
-tiles that need none, because each of their rows sees each row of the tile. Wang et al. 2024
-(FlashMask) classify tiles so.
+the same tiles. So a kernel lists them, once per launch for all heads: tiles that need a mask, and
+tiles that need none because the whole tile is visible to every row. Wang et al. 2024 (FlashMask)
+classify tiles in this way.
 
-Ids and ends are data that nobody checked. Whatever they are, a list has only tiles that the window
-shows, and hides nothing that is seen: all but the tiles that need no mask are masked again.
+Ids and ends are unchecked data. Whatever their values, a list has only tiles that the window shows,
+and omits none that is seen. All tiles are masked again, except the ones that need no mask.
 """
 
 import torch
@@ -40,14 +40,14 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import FlashConfig
 
-# What stands in the middle of a list: how many of its tiles need a mask, how many need none, and
+# The header in the middle of a list: how many of its tiles need a mask, how many need none, and
 # what has padding: PADDED for the list's own rows, OTHERS_PADDED for one of its tiles.
 HEADER = tl.constexpr(3)
 OTHERS_PADDED = tl.constexpr(2)
-# An entry is the first row of a tile with bits of these: it has padding; it and the list's own rows
-# have one segment, and no padding.
+# An entry is the first row of a tile, with these bits: PADDED, the tile has padding; ALIKE, the
+# tile and the list's own rows have the same single segment, and no padding.
 PADDED, ALIKE, ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(-4)
-# Rows of a tile that are read at a time, by one warp: no other needs them.
+# Rows of a tile that are read at a time, by one warp: no other warp needs them.
 LANES = tl.constexpr(32)
 
 
@@ -75,16 +75,16 @@ def tile_lists_kernel(
     """One program lists the tiles that one tile of rows visits.
 
     OF_KEYS: tiles of keys, for BLOCK_Q queries; otherwise tiles of queries, for BLOCK_KV keys. Both
-    are powers of two, and divide SCAN_ROWS, which are read at a time. Grid: (tiles · batch), of
-    packed sequences `count_sequence_tiles`.
+    sizes are powers of two, and divide SCAN_ROWS, the rows read at a time. Grid: (tiles · batch),
+    or `count_sequence_tiles` of packed sequences.
 
     Operands: ids [B, Sq] and [B, Skv], ends [B, Skv], or [Tkv], depths of queries and reach of keys
     as `Depths` has them, int32 and contiguous, or None.
-    lists int32: a counter, which becomes 0, of the work items that programs take; and then [B,
-    tiles, 2 T + HEADER], where T is how many tiles there may be, 1 at least. From entry T on a list
-    has its header; behind that stand the tiles that need no mask, and in front of it, the last one
-    first, tiles that need one. Where nothing is visible, tile 0 stands in both places and is not
-    counted: a reader may have to fetch one.
+    lists int32: a counter of the work items that programs take, which is set to 0; then [B, tiles,
+    2 T + HEADER], where T is how many tiles there may be, at least 1. The header of a list starts
+    at entry T. After it come the tiles that need no mask; before it, last one first, the tiles that
+    need one. If nothing is visible, tile 0 is in both places and is not counted: a reader may have
+    to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -116,7 +116,7 @@ def tile_lists_kernel(
         start, end, size_other, diagonal, left, right, BLOCK, OTHER
     )
 
-    # Read what its rows have.
+    # Read the ids, ends and depths of its rows.
     rows = start + tl.arange(0, BLOCK)
     exists = rows < end
     least, low, high = 0, 0, 0
@@ -136,7 +136,7 @@ def tile_lists_kernel(
         least_depth = tl.min(depths, 0)
         greatest_depth = tl.max(tl.where(exists, depths, -LARGEST), 0)
 
-    # List the tiles of the window that hold something of it.
+    # List the tiles of the window that its rows may see.
     num_masked, num_whole = 0, 0
     TILES: tl.constexpr = SCAN_ROWS // OTHER
     padded = tl.zeros([TILES], tl.int32)
@@ -159,7 +159,7 @@ def tile_lists_kernel(
             seen &= other_high >= low
             alike = (other_least == high) & (other_high == high) & (least == high)
             if not OF_KEYS:
-                # Keys that do not exist are hidden by their ids.
+                # Nonexistent keys are hidden by their ids.
                 alike &= start + BLOCK <= end
             whole &= alike
             bits = tl.where(other_least < 0, PADDED, tl.where(alike, ALIKE, 0))
@@ -176,7 +176,7 @@ def tile_lists_kernel(
                 seen &= position < last_end
                 whole &= position + OTHER - 1 < first_end
         if depths_ptr is not None:
-            # Of a query and a key, the query's is not greater.
+            # A query sees a key if the query's depth is not greater than the key's reach.
             shallow, deep, _ = _bounds(
                 other_depths_ptr + row_other, starts, in_window, size_other,
                 -LARGEST if OF_KEYS else LARGEST, OTHER,
@@ -188,7 +188,7 @@ def tile_lists_kernel(
                 seen &= shallow <= greatest_depth
                 whole &= deep <= least_depth
         whole &= seen
-        # How many tiles of both kinds there are up to each, without a mask above bit 16.
+        # Count the tiles of both kinds up to each: from bit 16 on, the ones without a mask.
         masked = seen & ~whole
         counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
         numbers = tl.cumsum(counts, 0)
@@ -215,12 +215,12 @@ def tile_lists_kernel(
 
 @triton.jit
 def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
-    """Return the least and the greatest number of each tile's rows, and the least not negative.
+    """Return the least, the greatest and the least nonnegative number of each tile's rows.
 
     Args:
         rows_ptr: the numbers, from row 0 on.
         starts: the first rows of tiles that exist.
-        size: how many rows there are; `fill` stands for others.
+        size: how many rows there are; other rows count as `fill`.
         BLOCK: rows of a tile.
     """
     WIDTH: tl.constexpr = BLOCK if BLOCK < LANES else LANES
@@ -239,7 +239,7 @@ def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
 def listed_mask(
     kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> Mask:
-    """Return the mask of an explicit kernel, by its name; launches what lists its tiles.
+    """Return the mask of an explicit kernel, by its name; launch the kernel that lists its tiles.
 
     The ranges of segments and of ends are the lists of `tile_lists_kernel`.
     """
@@ -276,7 +276,7 @@ def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) 
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `tile_lists_kernel`."""
+    """Return the grid and the arguments of `tile_lists_kernel`."""
     assert isinstance(call.spec, AttentionSpec)
     numbers = dict(zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True))
     tiles, _most = _num_tiles(call.spec, *call.constants)

@@ -1,8 +1,8 @@
-"""Deal documents out to ranks: equal causal work, and few documents that ranks share.
+"""Deal out documents to ranks, with equal causal work and few documents shared between ranks.
 
-A rank that holds a whole document reads it without an exchange. So a document is cut only where
-work would not be equal otherwise. Its *degree* is the number of ranks that share it. Each of them
-has a part from the front and the part as far from the back, as in "zigzag", and equal work.
+A rank that holds a whole document reads it without an exchange. So a document is cut only if work
+would otherwise be unequal. Its *degree* is the number of ranks that share it. Each of these has a
+part from the front and the matching part from the back, as in "zigzag", and so equal work.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TRIES = 2  # before one more rank is relieved at a time, so that many ranks nee
 
 
 class _Document(NamedTuple):
-    """The positions of a document: its first, and after its last."""
+    """The positions of a document: its first, and one past its last."""
 
     start: int
     end: int
@@ -43,10 +43,10 @@ class _Share(NamedTuple):
     """Tokens of a document that one rank holds.
 
     Attributes:
-        document: whose tokens.
-        parts: the first position of each run of them, and after its last.
+        document: the document.
+        parts: for each run of tokens, its first position, and one past its last.
         num_tokens: of all parts.
-        work: pairs that they see under a causal mask.
+        work: pairs that these tokens see under a causal mask.
     """
 
     document: _Document
@@ -69,7 +69,7 @@ class _Rank:
 
     Attributes:
         room: tokens that it can still take.
-        work: pairs of its shares.
+        work: pairs in its shares.
         shares: what it took.
     """
 
@@ -84,15 +84,15 @@ class _Rank:
 
 
 def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarray:
-    """Return the rank that holds each token, [seq_len] int32. All ranks hold equally many.
+    """Return the rank that holds each token, [seq_len] int32. All ranks hold the same number.
 
-    Deal all documents out, raise the degree of one that the rank with most work holds, and repeat
-    that until work is equal, or no degree can grow.
+    Deal out all documents, raise the degree of one that the rank with most work holds, and repeat
+    until work is equal or no degree can grow.
 
     Args:
-        offsets: of documents, ending with where padding begins.
+        offsets: of documents; the last one is where padding begins.
         seq_len: tokens, a multiple of `size`.
-        size: ranks.
+        size: number of ranks.
     """
     local_len = seq_len // size
     documents = [_Document(start, end) for start, end in pairwise(offsets) if start < end]
@@ -121,17 +121,17 @@ def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarr
 
 
 def _most(ranks: Iterable[_Rank]) -> int:
-    """Return the work of the rank that has most."""
+    """Return the most work that a rank has."""
     return max(rank.work for rank in ranks)
 
 
 def _degree_least(document: _Document, local_len: int, work_max: float, size: int) -> int:
-    """Return how few ranks can share a document, as each has limited room and work."""
+    """Return the fewest ranks that can share a document, given a rank's limits of room and work."""
     return min(size, ceil(max(document.length / local_len, document.work / work_max)))
 
 
 def _shares(document: _Document, degree: int) -> Iterator[_Share]:
-    """Yield as many shares of a document as its degree, with equal work."""
+    """Yield a document's shares, as many as its degree, with equal work."""
     if degree == 1:
         yield _Share.of(document, (document.start, document.end))
         return
@@ -142,9 +142,9 @@ def _shares(document: _Document, degree: int) -> Iterator[_Share]:
 
 
 def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Rank]:
-    """Deal documents out: the costliest share first, to the rank with least work that has room.
+    """Deal out documents: the costliest share first, to the rank with least work that has room.
 
-    The shortest documents, and shares that fit nowhere, then fill one rank after the other.
+    The shortest documents, and shares that fit nowhere, then fill the ranks one after the other.
     """
     ranks = [_Rank(local_len) for _ in range(size)]
     shares = [share for item in degrees.items() for share in _shares(*item)]
@@ -157,11 +157,11 @@ def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Ran
             break
         count += shares[-1].num_tokens
         poured.append(shares.pop())
-    # What a token of room will bring to a rank: poured documents or padding.
+    # What will fill a rank's remaining room: poured documents or padding.
     room = local_len * size - num_tokens + count
     work_of_room = sum(share.work for share in poured) / max(room, 1)
     for share in shares:
-        # With too little room on a rank, more than two would share a poured document.
+        # If a rank had too little room, more than two ranks would share a poured document.
         spare = count // (2 * size) if degrees[share.document] == 1 else 0
         roomy = [rank for rank in ranks if rank.room >= share.num_tokens + spare]
         if roomy:
@@ -173,9 +173,9 @@ def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Ran
 
 
 def _pour(shares: Sequence[_Share], ranks: Sequence[_Rank]) -> None:
-    """Fill one rank after the other, so that a document that is cut goes on at the next rank.
+    """Fill the ranks one after the other, so that a cut document continues on the next rank.
 
-    Padding is spread: each rank keeps room for it in proportion to the room that it has.
+    Padding is spread: each rank keeps room for it in proportion to its own room.
     """
     room = sum(rank.room for rank in ranks)
     padding = room - sum(share.num_tokens for share in shares)
@@ -194,10 +194,10 @@ def _pour(shares: Sequence[_Share], ranks: Sequence[_Rank]) -> None:
 def _document_to_cut(
     rank: _Rank, degrees: dict[_Document, int], local_len: int, size: int, mean: float
 ) -> _Document | None:
-    """Return a document whose degree should grow, as a rank has too much work: one of its own.
+    """Return the document whose degree should grow, one of a rank that has too much work.
 
-    It is the shortest one whose cut takes enough work from the rank, as then the fewest keys
-    travel; else the one whose cut takes most.
+    It is the shortest one whose cut takes enough work from the rank, since then the fewest keys
+    travel. If there is none, it is the one whose cut takes most.
     """
     length_least = max(_SHARE_LEAST * local_len, 1)
 

@@ -1,17 +1,17 @@
 """Block masks: which tiles of the scores block-sparse attention computes.
 
 A tile is 64 or 128 queries by 64 or 128 keys. A mask is an array of booleans, True for a tile that
-is kept: ``[tiles_q, tiles_kv]``, where a mask of each head, and of each sequence, has axes for them
-in front. The number of tiles tells their size, since lengths are known: 1000 queries are 16 tiles
-of 64, or 8 of 128. The last tile may be cut off by the end of a sequence.
+is kept: ``[tiles_q, tiles_kv]``, with leading axes for heads and for sequences if these have their
+own masks. The number of tiles gives their size, since lengths are known: 1000 queries are 16 tiles
+of 64, or 8 of 128. The end of a sequence may cut off the last tile.
 
-Kernels take the same mask as lists, a `BlockMask`: for every tile of queries the tiles of keys that
-are kept, which the forward and dq walk, and for every tile of keys those of queries, for dk and dv.
-So the cost is that of the tiles that are kept. Causal masks and windows apply within them: a tile
-that they hide is skipped, and only those at their edges are masked.
+Kernels take the same mask as lists, a `BlockMask`. For every tile of queries it lists the kept
+tiles of keys, which the forward and dq walk; for every tile of keys it lists the kept tiles of
+queries, for dk and dv. So only kept tiles cost anything. Causal masks and windows apply within
+them: a tile that they hide is skipped, and only tiles at their edges are masked.
 
-The functions below make masks of NumPy, which ``|`` and ``&`` combine. They count in tiles, and
-tile i of the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys, as queries do at keys.
+The functions below make NumPy masks, which ``|`` and ``&`` combine. They count in tiles: tile i of
+the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys, as queries do at keys.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ X = TypeVar("X")
 
 
 class BlockMask(NamedTuple, Generic[X]):
-    """The tiles that a block mask keeps, as lists: int32 arrays of one framework, on one device.
+    """The tiles that a block mask keeps, as lists: one framework's int32 arrays, on one device.
 
-    Bm is 1 or B, and Hm is 1 or Hq: one mask of all sequences or heads, or one of each. Each list
-    holds increasing numbers. Nothing checks that on the device: other lists give other results,
-    but no memory outside the operands is read. What follows a list's count never matters.
+    Bm is 1 or B, and Hm is 1 or Hq: one mask for all sequences or heads, or one for each. Each list
+    holds increasing numbers. This is not checked on the device: other lists give other results, but
+    no memory outside the operands is read. Entries past a list's count never matter.
 
     Args:
-        kv_counts: [Bm, Hm, tiles_q], how many tiles of keys a tile of queries keeps.
-        kv_tiles: [Bm, Hm, tiles_q, width], which these are. Any width from the largest count on.
-        q_counts: [Bm, Hm, tiles_kv], how many tiles of queries keep a tile of keys.
-        q_tiles: [Bm, Hm, tiles_kv, width], which these are.
+        kv_counts: [Bm, Hm, tiles_q], how many tiles of keys each tile of queries keeps.
+        kv_tiles: [Bm, Hm, tiles_q, width], which tiles these are. The width is at least the largest
+            count.
+        q_counts: [Bm, Hm, tiles_kv], how many tiles of queries keep each tile of keys.
+        q_tiles: [Bm, Hm, tiles_kv, width], which tiles these are.
 
     Example::
 
@@ -57,13 +58,13 @@ class BlockMask(NamedTuple, Generic[X]):
 
     @classmethod
     def of(cls, kept: Any) -> BlockMask[Any]:
-        """Return the lists of a mask, as arrays of its own library. It can be traced.
+        """Return a mask's lists, as arrays of its own library. The mask can be traced.
 
         Args:
             kept: [tiles_q, tiles_kv], [Hm, tiles_q, tiles_kv] or [Bm, Hm, tiles_q, tiles_kv] bool.
 
         Raises:
-            TypeError: it is no array of booleans.
+            TypeError: `kept` is no array of booleans.
             ValueError: another number of dimensions.
         """
         try:
@@ -95,7 +96,7 @@ def local_tiles(tiles_q: int, tiles_kv: int, left: int, right: int) -> np.ndarra
 
 
 def strided_tiles(tiles_q: int, tiles_kv: int, stride: int) -> np.ndarray:
-    """Return the mask of a stride: each tile sees its own and every `stride`-th from there.
+    """Return the mask of a stride: each tile sees its own tile and every `stride`-th from there.
 
     Source: Child et al. 2019 (Sparse Transformers), section 4.3.
 
@@ -108,7 +109,7 @@ def strided_tiles(tiles_q: int, tiles_kv: int, stride: int) -> np.ndarray:
 
 
 def global_tiles(tiles_q: int, tiles_kv: int, num_tiles: int) -> np.ndarray:
-    """Return the mask of global tiles: the first `num_tiles` see all, and all see these.
+    """Return the mask of global tiles: the first `num_tiles` see all tiles, and all tiles see them.
 
     Source: Zaheer et al. 2020 (BigBird), section 2.
 
@@ -134,12 +135,12 @@ def random_tiles(tiles_q: int, tiles_kv: int, num_tiles: int, seed: int) -> np.n
 def document_tiles(q_ids: np.ndarray, kv_ids: np.ndarray, tile_q: int, tile_kv: int) -> np.ndarray:
     """Return the mask of tiles that share a document.
 
-    Where documents begin at multiples of a tile, this is what segment ids do. Other tiles are kept
-    as a whole, and show a query its neighbours in them.
+    If documents begin at multiples of a tile, this mask does what segment ids do. Otherwise a tile
+    is kept as a whole, and a query also sees neighbouring documents in it.
 
     Args:
-        q_ids: [Sq], or [B, Sq], the document of each query; a negative one is padding.
-        kv_ids: [Skv] or [B, Skv], the same of the keys.
+        q_ids: [Sq] or [B, Sq], the document of each query; a negative number is padding.
+        kv_ids: [Skv] or [B, Skv], the same for the keys.
         tile_q, tile_kv: sizes of a tile.
 
     Returns:
@@ -155,7 +156,7 @@ def document_tiles(q_ids: np.ndarray, kv_ids: np.ndarray, tile_q: int, tile_kv: 
     documents = np.unique(q_ids[q_ids >= 0])
 
     def has(ids: np.ndarray, tile: int) -> np.ndarray:
-        """Return which documents each tile has tokens of, [tiles, documents]."""
+        """Return which documents have tokens in each tile, [tiles, documents]."""
         ids = np.pad(ids, (0, -len(ids) % tile), constant_values=-1).reshape(-1, tile)
         found = np.zeros((len(ids), len(documents)), bool)
         for n, document in enumerate(documents):
@@ -166,6 +167,6 @@ def document_tiles(q_ids: np.ndarray, kv_ids: np.ndarray, tile_q: int, tile_kv: 
 
 
 def _tiles_ahead(tiles_q: int, tiles_kv: int) -> np.ndarray:
-    """Return how many tiles each tile of keys is ahead of where a tile of queries stands."""
+    """Return how many tiles each tile of keys is ahead of each tile of queries."""
     query, key = np.ogrid[:tiles_q, :tiles_kv]
     return key - (query + tiles_kv - tiles_q)

@@ -1,10 +1,10 @@
 """Context parallel attention: which rank holds which tokens of a sequence, and who sees whom.
 
-A plan is made on the host from numbers alone. The tokens of a rank stand in the order of the
-sequence, and a query sees an interval of positions: from its document's first token, or the
-window's left end, to itself or the window's right end. So of the keys of any rank it sees an
-interval too, and the bounds of these intervals never decrease from one query to the next. They are
-all that a kernel needs to know (`Intervals`), whatever the layout.
+A plan is made on the host from numbers alone. A rank's tokens are in the order of the sequence. A
+query sees an interval of positions: from its document's first token, or the window's left end, to
+itself or the window's right end. So it sees an interval of any rank's keys too, and the bounds of
+these intervals never decrease from one query to the next. A kernel needs to know only these bounds
+(`Intervals`), whatever the layout.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Intervals(NamedTuple):
     Bounds never decrease from one row to the next.
 
     Attributes:
-        key_begins, key_ends: [Sq], the first key that each query sees, and after its last.
-        query_begins, query_ends: [Skv], the same of the queries that see each key.
+        key_begins, key_ends: [Sq], the first key that each query sees, and one past the last.
+        query_begins, query_ends: [Skv], the same for the queries that see each key.
     """
 
     key_begins: Any
@@ -46,12 +46,12 @@ class Intervals(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Increasing positions of tokens, of each rank, as runs.
+    """The increasing positions of each rank's tokens, as runs.
 
     Attributes:
         starts: [size, runs] int32, the first position of each run.
-        counts: [size, runs] int32, its tokens; 0 for runs that only other ranks have.
-        step: from one position of a run to the next.
+        counts: [size, runs] int32, the number of its tokens; 0 for runs that only other ranks have.
+        step: distance from one position of a run to the next.
     """
 
     starts: np.ndarray
@@ -60,7 +60,7 @@ class Runs(NamedTuple):
 
     @classmethod
     def of(cls, positions: Iterable[np.ndarray], step: int) -> Runs:
-        """Return the runs of each rank's positions, which stand `step` apart within a run."""
+        """Return the runs of each rank's positions; within a run they are `step` apart."""
         split = [np.split(x, np.flatnonzero(np.diff(x) != step) + 1) for x in positions]
         starts, counts = np.zeros((2, len(split), max(map(len, split))), np.int32)
         for rank, runs in enumerate(split):
@@ -71,13 +71,14 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """A sequence's tokens over the ranks of a group. `context_plan` makes it.
+    """How a sequence's tokens are divided over the ranks of a group; made by `context_plan`.
 
     Attributes:
         seq_len: tokens of the sequence, or of all packed documents with their padding.
-        size: ranks.
+        size: number of ranks.
         layout: one of `LAYOUTS`.
-        cu_seqlens: offsets of packed documents, ending with where padding begins; None without.
+        cu_seqlens: offsets of packed documents, the last one where padding begins; None without
+            documents.
     """
 
     seq_len: int
@@ -133,7 +134,7 @@ class ContextPlan:
 
     @property
     def step(self) -> int:
-        """From one of a rank's positions to the next, where they lie next to each other."""
+        """The distance from one of a rank's positions to the next within a run."""
         return self.size if self.layout == "stripe" else 1
 
     @cached_property
@@ -143,13 +144,13 @@ class ContextPlan:
 
     @cached_property
     def order(self) -> np.ndarray:
-        """The row of each token where the tokens of all ranks stand one rank after the other."""
+        """The row of each token if all ranks' tokens are joined in rank order."""
         return np.argsort(self.positions_by_rank.reshape(-1), kind="stable").astype(np.int32)
 
     def documents(self, rank: int) -> np.ndarray:
-        """Return the first position of each of a rank's tokens' documents, [local_len] int32.
+        """Return the first position of the document of each of a rank's tokens, [local_len] int32.
 
-        Position less this is the position within the document, as rotary embeddings want it.
+        A position minus this is the position within the document, as rotary embeddings need it.
         """
         begins, _ = self.bounds(Window())
         return begins[self.positions(rank)]
@@ -163,7 +164,7 @@ class ContextPlan:
         return np.where(token < self._num_tokens, ids, -1).astype(np.int32)
 
     def bounds(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first position that each token sees, and after the last, [seq_len] int32.
+        """Return the first position that each token sees, and one past the last, [seq_len] int32.
 
         Padding sees nothing.
         """
@@ -180,19 +181,19 @@ class ContextPlan:
         return begins, ends
 
     def intervals(self, rank: int, window: Window, rank_kv: int | None = None) -> Intervals:
-        """Return which keys of a rank the queries of another see.
+        """Return which keys of one rank another rank's queries see.
 
         Args:
             rank: of the queries.
             window: `causal` included.
-            rank_kv: of the keys; None is the whole sequence in its order.
+            rank_kv: of the keys; None is the whole sequence in order.
         """
         begins, ends = (bound[self.positions(rank)] for bound in self.bounds(window))
         keys = np.arange(self.seq_len, dtype=np.int32)
         return intervals_of(begins, ends, keys if rank_kv is None else self.positions(rank_kv))
 
     def pairs(self, window: Window) -> np.ndarray:
-        """Return how many pairs the queries of each rank see of each rank's keys, [size, size]."""
+        """Return how many pairs each rank's queries see with each rank's keys, [size, size]."""
         found = np.zeros((self.size, self.size), np.int64)
         begins, ends = self.bounds(window)
         for rank_kv in range(self.size):
@@ -202,23 +203,23 @@ class ContextPlan:
         return found
 
     def needed(self, window: Window) -> np.ndarray:
-        """Return whose keys the queries of each rank see, [size, size] bool; its own always."""
+        """Return whose keys each rank's queries see, [size, size] bool; always its own."""
         return (self.pairs(window) > 0) | np.eye(self.size, dtype=bool)
 
     def distances(self, window: Window) -> tuple[int, ...]:
-        """Return how far away keys are that some rank needs, own keys at distance 0 first.
+        """Return the distances at which some rank needs keys; first 0, for own keys.
 
-        At distance d rank r takes the keys of rank ``(r - d) % size``.
+        At distance d, rank r takes the keys of rank ``(r - d) % size``.
         """
         needed, rank = self.needed(window), np.arange(self.size)
         return tuple(d for d in range(self.size) if needed[rank, (rank - d) % self.size].any())
 
 
 def intervals_of(begins: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> Intervals:
-    """Return which keys each query sees, from positions that it sees and the keys' positions.
+    """Return which keys each query sees, from the positions that it sees and the keys' positions.
 
     Args:
-        begins, ends: [Sq] int32, the first position that each query sees, and after its last.
+        begins, ends: [Sq] int32, the first position that each query sees, and one past the last.
         positions: [Skv] int32, increasing.
     """
 
@@ -238,24 +239,24 @@ def context_plan(
     layout: str = "zigzag",
     cu_seqlens: Sequence[int] | np.ndarray | None = None,
 ) -> ContextPlan:
-    """Plan which rank holds which tokens of a sequence. It communicates nothing.
+    """Plan which rank holds which tokens of a sequence, without communication.
 
     Every rank makes the same plan from the same numbers.
 
     Args:
         seq_len: tokens of the whole sequence, a multiple of `size`.
         size: ranks that share it.
-        layout: "contiguous": rank r has the r-th part, so that under a causal mask the last rank
-            has most work. "zigzag": of 2 · size parts rank r has the r-th from the front and from
-            the back, so that causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
-            rank r has every size-th token from the r-th on. "balanced": whole documents, and as
-            in "zigzag" equal shares of a few long ones, dealt out so that no rank has more than
-            1.05 times the mean of causal work. With a few tokens a rank it may have more.
-        cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, numbers of
-            the host. Tokens past the last one are padding. None is one document.
+        layout: "contiguous": rank r has the r-th part, so under a causal mask the last rank has
+            most work. "zigzag": of 2 · size parts, rank r has the r-th from the front and the r-th
+            from the back, so causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
+            rank r has every size-th token from the r-th on. "balanced": whole documents, and equal
+            shares of a few long ones as in "zigzag", dealt out so that no rank has more than 1.05
+            times the mean causal work. With few tokens per rank it may have more.
+        cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, but numbers
+            on the host. Tokens past the last one are padding. None is one document.
 
     Returns:
-        The plan: it can be compared and hashed.
+        The plan, which can be compared and hashed.
 
     Raises:
         TypeError: a number that is no integer.
@@ -276,13 +277,13 @@ def context_plan(
 
 
 def shard_sequence(x: Any, plan: ContextPlan, rank: int | None = None, axis: int = 1) -> Any:
-    """Return a rank's tokens of a whole sequence.
+    """Return a rank's tokens from a whole sequence.
 
     Args:
         x: an array of any library, `plan.seq_len` long along `axis`. It may be traced.
         plan: where the tokens go.
-        rank: whose are wanted; None is those of all ranks, one rank after the other, as JAX shards
-            an axis.
+        rank: whose tokens to return; None is all ranks', one rank after the other, as JAX shards an
+            axis.
         axis: of the tokens.
 
     Raises:
@@ -294,10 +295,10 @@ def shard_sequence(x: Any, plan: ContextPlan, rank: int | None = None, axis: int
 
 
 def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
-    """Return the whole sequence of all ranks' tokens, in its order: undo `shard_sequence`.
+    """Return the whole sequence from all ranks' tokens, in order: undo `shard_sequence`.
 
     Args:
-        xs: a list with the tokens of each rank, `plan.local_len` long along `axis`; or one array of
+        xs: a list of each rank's tokens, `plan.local_len` long along `axis`; or one array of all of
             them, one rank after the other.
         plan: where they came from.
         axis: of the tokens.
@@ -315,8 +316,8 @@ def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
 
 
 def _take(x: Any, rows: np.ndarray, axis: int) -> Any:
-    """Return rows of an array along an axis, where the array is."""
+    """Return rows of an array along an axis, on the array's device."""
     xp = array_namespace(x)
-    # The placement of a JAX array may be over an axis that rows do not have; JAX moves them itself.
+    # A JAX array may be sharded over an axis that the rows lack; JAX moves the rows itself.
     where = {} if is_jax_array(x) else {"device": device(x)}
     return xp.take(x, xp.asarray(rows, **where), axis=axis)

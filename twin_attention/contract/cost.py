@@ -1,7 +1,7 @@
 """Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
 
-The cost of a decode, or of packed sequences, depends on their lengths, that of block-sparse
-attention on its mask, and that of a tree on its ends, which are no part of the description.
+The cost of a decode or of packed sequences depends on their lengths, that of block-sparse attention
+on its mask, and that of a tree on its ends. None of these is part of the description.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def block_sparse_pairs(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> in
 def tree_pairs(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
     """Count the pairs that the keys' ends [B, Skv] keep, in all heads of all sequences.
 
-    A window of positions counts; one of depths hides nothing here.
+    A window of positions is applied; a window of depths hides nothing here.
     """
     key = np.arange(spec.seq_kv, dtype=np.int64)
     end = np.minimum(kv_ends.astype(np.int64), spec.seq_kv)
@@ -61,32 +61,32 @@ def backward_flops(spec: AttentionSpec) -> int:
 
 
 def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count as `forward_flops` does, of the pairs that this mask keeps."""
+    """Count as `forward_flops` does, over the pairs that this mask keeps."""
     return _forward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count as `backward_flops` does, of the pairs that this mask keeps."""
+    """Count as `backward_flops` does, over the pairs that this mask keeps."""
     return _backward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count as `forward_flops` does, of the pairs that these ends keep."""
+    """Count as `forward_flops` does, over the pairs that these ends keep."""
     return _forward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count as `backward_flops` does, of the pairs that these ends keep."""
+    """Count as `backward_flops` does, over the pairs that these ends keep."""
     return _backward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count as `forward_flops` does for packed sequences of these lengths, of queries and keys."""
+    """Count as `forward_flops` does for packed sequences of these (query, key) lengths."""
     return sum(forward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
 def varlen_backward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count as `backward_flops` does for packed sequences of these lengths, of queries and keys."""
+    """Count as `backward_flops` does for packed sequences of these (query, key) lengths."""
     return sum(backward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
@@ -104,7 +104,7 @@ def backward_bytes(spec: AttentionSpec) -> int:
 
 
 def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Count the operations of the two matrix products of a decode of sequences of these lengths."""
+    """Count the operations of a decode's two matrix products for sequences of these lengths."""
     pairs = sum(
         len(spec.visible_keys(token, length)) for length in lengths for token in range(spec.tokens)
     )
@@ -112,7 +112,7 @@ def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Count the bytes of the keys and values that a decode of sequences of these lengths sees."""
+    """Count the bytes of keys and values that a decode sees, for sequences of these lengths."""
     keys = sum(len(_keys_seen(spec, length)) for length in lengths)
     return keys * spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype_bits // 8
 
@@ -134,12 +134,12 @@ def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def paged_flops(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """Count as `decode_flops` does for sequences of these numbers of new tokens and of keys."""
+    """Count as `decode_flops` does, for sequences given as (new tokens, keys)."""
     return sum(decode_flops(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
 
 
 def paged_bytes(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """Count as `decode_bytes` does for sequences of these numbers of new tokens and of keys.
+    """Count as `decode_bytes` does, for sequences given as (new tokens, keys).
 
     The offsets of the sequences are operands as well.
     """
@@ -148,7 +148,7 @@ def paged_bytes(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
 
 
 def _keys_seen(spec: DecodeSpec, length: int) -> range:
-    """Return the keys that some new token of a sequence sees: windows of neighbours overlap."""
+    """Return the keys that some new token of a sequence sees: neighbours' windows overlap."""
     seen = [keys for token in range(spec.tokens) if (keys := spec.visible_keys(token, length))]
     return range(seen[0].start, seen[-1].stop) if seen else range(0)
 

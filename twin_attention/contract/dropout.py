@@ -1,10 +1,10 @@
 """Dropout: which probabilities are dropped, bit by bit the same wherever they are computed.
 
-A generator without a state, Philox 4x32 of 7 rounds, takes the seed as its key and counts batch
-elements, query heads, and blocks of queries and keys. A call gives four words of 32 bits: 16 bits
-for each of 8 pairs, queries i and i + 8 with keys j, j + 8, j + 16 and j + 24. A tensor core leaves
-these pairs to one thread, whether queries or keys are the rows of a tile, so that it draws once for
-all of them.
+A stateless generator, Philox 4x32 with 7 rounds, takes the seed as its key; its counter is made of
+batch element, query head, and blocks of queries and keys. A call gives four 32-bit words: 16 bits
+for each of 8 pairs, queries i and i + 8 with keys j, j + 8, j + 16 and j + 24. In a tensor core's
+layout one thread holds these pairs, whether queries or keys are the rows of a tile, so it draws
+once for all of them.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2: 7 rounds are the
 fewest that pass BigCrush.
@@ -28,8 +28,8 @@ class DropoutRule(NamedTuple):
     """Say which probabilities are dropped, and what the others are multiplied by.
 
     Attributes:
-        threshold: of the 16 bits of a pair, below which it is dropped, from 1 to 65535.
-        scale: factor of what is kept, one by the share that is.
+        threshold: a pair is dropped if its 16 bits are below this, from 1 to 65535.
+        scale: factor of the kept probabilities, one over the share that is kept.
     """
 
     threshold: int
@@ -49,7 +49,7 @@ def dropout_weights(
     rule: DropoutRule,
     dtype: Any,
 ) -> Array:
-    """Return what probabilities are multiplied by: 0 where they are dropped, or the scale.
+    """Return the factors of probabilities: 0 where they are dropped, else the scale.
 
     Args:
         xp: array namespace.
@@ -78,10 +78,10 @@ def philox(
     key: tuple[Array, Array],
     rounds: int = ROUNDS,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the four words of Philox 4x32 for each counter and key, words of 32 bits.
+    """Return the four 32-bit words of Philox 4x32 for each counter and key.
 
-    Products are put together from pieces of 16 bits: not every array library has 64 bits, or
-    unsigned numbers.
+    Products are assembled from 16-bit pieces: not every array library has 64-bit or unsigned
+    numbers.
     """
     word = _word(xp, counter[3])
     low = xp.asarray(0xFFFF, dtype=word, device=device(counter[3]))
@@ -98,12 +98,12 @@ def philox(
 
 
 def _word(xp: Any, x: Array) -> Any:
-    """Return a dtype that holds 32 bits without a sign: torch computes with no such dtype."""
+    """Return a dtype that holds 32 unsigned bits: torch has no such dtype to compute with."""
     return xp.uint32 if is_jax_array(x) else xp.int64
 
 
 def _unsigned(xp: Any, x: Array, word: Any) -> Array:
-    """Return the bits of a number of 32 bits as a word."""
+    """Return the bits of a 32-bit number as a word."""
     low = xp.asarray(0xFFFF, dtype=word, device=device(x))
     x = xp.astype(x, word)
     return (x >> 16 & low) << 16 | (x & low)

@@ -1,6 +1,6 @@
 """Decide how ranks exchange keys: which way, in which steps, and which rows go where.
 
-All of it follows from a plan and a window, on the host, and every rank finds the same.
+All of it follows from a plan and a window, on the host, and every rank gets the same answer.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from twin_attention.contract.context import ContextPlan, Intervals, Runs, interv
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
 
 EXCHANGES = ("ring", "gather", "heads")
-_BLOCK = 128  # rows that travel together: a tile of the kernels
-_RUNS_MAX = 4  # of one rank's rows in a step; with more, what is between them travels too
-_PIECES_MAX = 2  # of a run, and a few beside; with more, keys are put in order after they came
+_BLOCK = 128  # rows that travel together: a kernel tile
+_RUNS_MAX = 4  # of one rank's rows in a step; with more, the rows between runs travel too
+_PIECES_MAX = 2  # per run, plus a few; with more, keys are put in order after they arrive
 _PIECES_BESIDE = 8
-# What `exchange=None` counts with, of an H200 with NVLink and NCCL.
+# The numbers that `exchange=None` uses, for an H200 with NVLink and NCCL.
 _FLOPS = 650e12  # a second, of the kernels
 _MEMORY = 3e12  # bytes a second
 _LINK = 240e9  # bytes a second that one rank receives
-# Seconds of the host: for the launches of a step, to begin an exchange, and for keys and values of
-# a run of rows that is sent, received or put in its place.
+# Host seconds: for the launches of a step, to begin an exchange, and for the keys and values of a
+# run of rows that is sent, received or put in its place.
 _STEP, _EXCHANGE, _RUN = 30e-6, 100e-6, 20e-6
 _RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 
@@ -34,10 +34,10 @@ class Rows(NamedTuple):
     """Rows of tensors that one rank sends to another.
 
     Attributes:
-        rank: the other one, which receives or sends them.
+        rank: the other rank, which receives or sends them.
         start, end: which rows of the sender's tensors.
-        token: the first of them, among the tokens of the rank that holds the keys.
-        place: the first of them, among the rows that their receiver receives.
+        token: the first row's index among the tokens of the rank that holds the keys.
+        place: the first row's index among the rows that the receiver receives.
     """
 
     rank: int
@@ -51,13 +51,13 @@ class Step(NamedTuple):
     """The keys that a rank reads at a time, and what it exchanges for them.
 
     Attributes:
-        received: whose keys come, in the order in which they stand; own ones among them.
-        order: [rows] int64, the row of each key among those received; None where they come in the
+        received: the keys that arrive, in the order in which they are stored, own keys included.
+        order: [rows] int64, the row of each key among the received ones; None if they arrive in the
             order of the sequence.
         intervals: which of the keys each query sees.
         sent: own keys that go to other ranks in this step.
         returned: rows of the step's gradients that go back to other ranks.
-        gathered: rows of the gradients of the other ranks' steps that are those of own keys.
+        gathered: rows of the gradients in other ranks' steps that belong to own keys.
     """
 
     received: tuple[Rows, ...]
@@ -74,18 +74,18 @@ class Step(NamedTuple):
 
 
 class Hop(NamedTuple):
-    """The keys that each rank reads at a time, of one other rank: equally many for all ranks.
+    """The keys that each rank reads at a time from one other rank; all ranks read the same number.
 
     Attributes:
         distance: rank r reads keys of rank ``(r - distance) % size``.
         routes: the ranks that send keys, and to whom.
-        sent: [size, rows] int32, the rows that each rank sends, `local_len` past the last; None for
-            all of its own.
-        places: [size, local_len] int32, where among them each of a rank's rows is, `rows` for those
-            that are not; None for all.
-        positions: [size, rows] int32, of the keys that each rank reads, `seq_len` past the last;
-            None for all of the other rank's.
-        runs: the same, without those past the last.
+        sent: [size, rows] int32, the rows that each rank sends, `local_len` past the last; None if
+            it sends all of its own.
+        places: [size, local_len] int32, the place of each of a rank's rows among `sent`, `rows` if
+            it is not sent; None if all are sent.
+        positions: [size, rows] int32, positions of the keys that each rank reads, `seq_len` past
+            the last; None if it reads all of the other rank's.
+        runs: the same positions, without the entries past the last.
     """
 
     distance: int
@@ -110,9 +110,9 @@ class _Keys(NamedTuple):
 
 @lru_cache(maxsize=256)
 def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) -> tuple[Step, ...]:
-    """Return the steps in which a rank reads all keys that its queries see, own keys first.
+    """Return the steps in which a rank reads all keys that its queries see, its own first.
 
-    All ranks have equally many steps.
+    All ranks have the same number of steps.
 
     Args:
         plan: who holds which tokens.
@@ -133,9 +133,9 @@ def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) 
 
 @lru_cache(maxsize=256)
 def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
-    """Return the hops of a ring whose ranks send equally many keys, own keys first.
+    """Return the hops of a ring whose ranks all send the same number of keys, own keys first.
 
-    Programs that are the same on all ranks need them: keys that one rank sees count for all.
+    Programs that are the same on all ranks need such hops: what one rank must send, all send.
 
     Args:
         plan: who holds which tokens.
@@ -171,7 +171,7 @@ def _step(
     """Return a step of a rank.
 
     Args:
-        holders: whose keys this rank reads, and the ranks that read keys of this one.
+        holders: the ranks whose keys this rank reads, and the ranks that read its keys.
     """
     keys = {q: _keys_of(plan, window, q, ranks) for q, ranks in holders.items()}
     sent = [rows._replace(rank=q) for q in keys if q != rank for rows in keys[q].of(rank)]
@@ -200,7 +200,7 @@ def _gathered(keys: dict[int, _Keys], holder: int) -> Iterable[Rows]:
 
 
 def _placed(received: Iterable[Rows]) -> Iterable[Rows]:
-    """Yield rows that stand one after the other where they are received."""
+    """Yield rows placed one after the other at their receiver."""
     place = 0
     for rows in received:
         yield rows._replace(place=place)
@@ -209,7 +209,7 @@ def _placed(received: Iterable[Rows]) -> Iterable[Rows]:
 
 @lru_cache(maxsize=1024)
 def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, ...]) -> _Keys:
-    """Return the keys of some ranks that the queries of one see, in the order of the sequence."""
+    """Return the keys of some ranks that one rank's queries see, in the order of the sequence."""
     begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
     held = [rows for holder in holders for rows in _needed(plan, window, rank, holder)]
     holder_of = np.concatenate(
@@ -239,7 +239,7 @@ def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def _needed(plan: ContextPlan, window: Window, rank: int, holder: int) -> tuple[Rows, ...]:
-    """Return the rows of a holder's keys that go to a rank: the ones that its queries see."""
+    """Return the rows of a holder's keys that go to a rank: the keys that its queries see."""
     runs = [(0, plan.local_len)]  # all of its own, so that each has a gradient
     if holder != rank:
         runs = _runs(_seen(plan, window, rank)[plan.positions_by_rank[holder]])
@@ -255,14 +255,14 @@ def _seen(plan: ContextPlan, window: Window, rank: int) -> np.ndarray:
 
 
 def _runs(seen: np.ndarray) -> list[tuple[int, int]]:
-    """Return rows that hold all that are seen, as few runs of whole blocks."""
+    """Return the rows that cover all seen tokens, as a few runs of whole blocks."""
     size = len(seen)
     blocks = np.add.reduceat(seen, np.arange(0, size, _BLOCK)) > 0 if size else seen
     edges = np.flatnonzero(np.diff(np.concatenate([[False], blocks, [False]]).astype(np.int8)))
     runs = [(int(a) * _BLOCK, min(int(b) * _BLOCK, size)) for a, b in edges.reshape(-1, 2)]
     if len(runs) > _RUNS_MAX:
         runs = [(runs[0][0], runs[-1][1])]
-    # No run is shorter than a block, if there is one.
+    # No run is shorter than a block, if there are that many rows.
     return [(max(0, min(start, end - _BLOCK)), end) for start, end in runs]
 
 
@@ -292,12 +292,12 @@ def choose_exchange(
     """Return how ranks exchange keys, and why.
 
     Args:
-        exchange: what the caller asked for; None takes "ring" or "gather", whichever is estimated
-            to take less time forward.
+        exchange: what the caller asked for; None takes "ring" or "gather", whichever forward is
+            estimated to be faster.
         plan: of the sequence.
         window: `causal` included.
         spec: of a rank's queries and its own keys.
-        one_program: all ranks run the same, and None takes "ring".
+        one_program: all ranks run the same program, and None takes "ring".
     """
     if exchange is not None:
         return exchange, "it was asked for"
@@ -310,7 +310,7 @@ def choose_exchange(
 
 
 class _Sizes(NamedTuple):
-    """Hold what a pair of tokens and a row of tokens cost.
+    """Hold the cost of a pair of tokens and of a row.
 
     Attributes:
         flops: of a pair, forward.
@@ -356,12 +356,12 @@ def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) ->
         }
         rows = max(sum(x.end - x.start for x in of_rank) for of_rank in runs.values())
         host += _STEP
-        if rows:  # as much is sent
+        if rows:  # the same number is sent
             host += _EXCHANGE + 2 * _RUN * max(map(len, runs.values()))
-        # Out is read and written in float32, where a query sees some key, but first and last.
+        # Out is read and written in float32 where a query sees some key, except first and last.
         memory = (2.0 - (distance == 0) - 0.5 * (distance == distances[-1])) * sizes.out
         memory *= min(plan.local_len, seen)
-        if gathers and rows:  # keys are put together
+        if gathers and rows:  # keys are joined
             memory += 2 * (plan.local_len + rows) * sizes.keys
             host += 2 * _RUN * size  # there may be twice as many runs in the order of the sequence
         computing.append(seen * sizes.flops / _FLOPS + memory / _MEMORY)
@@ -378,7 +378,7 @@ def describe_exchange(
     spec: AttentionSpec,
     one_program: bool = False,
 ) -> str:
-    """Return how ranks exchange keys and why, in how many steps, in a line for `explain`."""
+    """Return a line for `explain`: how ranks exchange keys, why, and in how many steps."""
     chosen, reason = choose_exchange(exchange, plan, window, spec, one_program)
     if chosen != "ring":
         return f"{chosen}: {reason}"
@@ -389,10 +389,10 @@ def describe_exchange(
 def problem_of_rank(
     exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
 ) -> AttentionSpec:
-    """Return the problem that a rank's kernels have.
+    """Return the problem that a rank's kernels solve.
 
     Args:
-        exchange: the one that was chosen.
+        exchange: the chosen exchange.
         spec: of a rank's queries and keys, a `PartialSpec`.
         plan, options: of the call.
     """

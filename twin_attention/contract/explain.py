@@ -1,4 +1,4 @@
-"""The answer of `explain` on both sides: which implementation a call would run, where and why."""
+"""The answer of `explain` on both sides: which implementation a call would run, where, and why."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Explanation:
         device: the device's name, such as "cpu" or "NVIDIA H200".
         target: "sm80" or "sm90" for compiled kernels, else None.
         reason: one sentence on why.
-        configs: the configuration of each kernel that would run. One that does not fit the device's
-            shared memory runs with fewer stages (docs/targets.md).
+        configs: the configuration of each kernel that would run. A kernel that does not fit the
+            device's shared memory runs with fewer stages (docs/targets.md).
         num_splits: parts that a paged decode divides each sequence's keys into; None elsewhere.
         passed_over: a line for each faster family that does not run the call, with the reason.
-        by_name: families of the other side that a caller may ask for by name; whether they support
-            the problem is said when one is.
-        foreign: the package that the kernels are of, such as "torch_attn", where the other side
-            launches them; None for a side's own.
-        backward: what a backward would run, or why it would be refused, where the forward's family
+        by_name: families of the other side that a caller may request by name; whether one supports
+            the problem is said only then.
+        foreign: the kernels' package, such as "torch_attn", if the other side launches them; None
+            for a side's own.
+        backward: what a backward would run, or why it would be refused, if the forward's family
             does not run it; else None.
-        exchange: how ranks exchange keys, why and in how many steps; None where there are none.
+        exchange: how ranks exchange keys, why, and in how many steps; None without ranks.
     """
 
     implementation: str

@@ -1,7 +1,7 @@
 """The operands of each operation, as one tuple in the order that every function takes them.
 
 A tuple holds tensors of either framework, or what is known of them: `Operand` for the argument
-checks, a layout for a launch. What may be left out has a default, None, and comes last.
+checks, a layout for a launch. Optional operands default to None and come last.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class FlashOperands(NamedTuple, Generic[X]):
         q: [B, Sq, Hq, D].
         k: [B, Skv, Hkv, D].
         v: [B, Skv, Hkv, Dv].
-        sinks: [Hq] float32, one logit a head in the denominator, or None.
+        sinks: [Hq] float32, one logit per head in the denominator, or None.
         q_segment_ids, kv_segment_ids: [B, Sq] and [B, Skv] int32, the segment of each token,
-            negative for padding; or None, both of them.
+            negative for padding; or both None.
         kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key; or None.
         q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions;
-            or None, both of them.
-        bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype, what is added to each
-            score; or None.
-        relative_bias: [Hq, 2R + 1] float32 or q's dtype, what is added to a score by the key's
-            distance from the query, -R .. R and clipped to it; or None.
-        alibi_slopes: [Hq] or [B, Hq] float32, what is subtracted for each position between query
-            and key; or None. They are constants, without a gradient.
-        dropout_seed: [2] int32 or uint32, the key of the generator that says which probabilities
+            or both None.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype, added to each score; or
+            None.
+        relative_bias: [Hq, 2R + 1] float32 or q's dtype, added to a score by the key's distance
+            from the query, clipped to -R .. R; or None.
+        alibi_slopes: [Hq] or [B, Hq] float32, subtracted once for each position between query and
+            key; or None. Slopes are constants, without a gradient.
+        dropout_seed: [2] int32 or uint32, the key of the generator that decides which probabilities
             are dropped; or None.
     """
 
@@ -62,9 +62,9 @@ class VarlenOperands(NamedTuple, Generic[X]):
         q: [Tq, Hq, D], the queries of all sequences one after the other.
         k: [Tkv, Hkv, D].
         v: [Tkv, Hkv, Dv].
-        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, the offset of each sequence's first token, and
-            after them where the last one ends; tokens from there on are padding.
-        sinks: [Hq] float32, one logit a head in the denominator, or None.
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, the offset of each sequence's first token, then
+            the end of the last sequence; tokens from there on are padding.
+        sinks: [Hq] float32, one logit per head in the denominator, or None.
         kv_ends: [Tkv] int32, as in `FlashOperands`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `FlashOperands`.
         relative_bias: [Hq, 2R + 1], as in `FlashOperands`.
@@ -93,7 +93,7 @@ class BlockSparseOperands(NamedTuple, Generic[X]):
         q, k, v: as in `FlashOperands`.
         kv_counts, kv_tiles, q_counts, q_tiles: the lists of
             `twin_attention.contract.block_mask.BlockMask`.
-        sinks: [Hq] float32, one logit a head in the denominator, or None.
+        sinks: [Hq] float32, one logit per head in the denominator, or None.
     """
 
     q: X
@@ -107,14 +107,14 @@ class BlockSparseOperands(NamedTuple, Generic[X]):
 
 
 class PartialOperands(NamedTuple, Generic[X]):
-    """Operands of an attention over some of the keys, whose result joins that over others.
+    """Operands of an attention over some of the keys, whose result is merged with that over others.
 
     Attributes:
         q, k, v: as in `FlashOperands`.
-        key_begins, key_ends, query_begins, query_ends: who sees whom, the
+        key_begins, key_ends, query_begins, query_ends: which rows see which, as
             `twin_attention.contract.context.Intervals`.
-        sinks: [Hq] float32, one logit a head in the denominator, or None. The first call gets them,
-            whose result over other keys is empty.
+        sinks: [Hq] float32, one logit per head in the denominator, or None. Only the first call,
+            which has no result over other keys yet, gets them.
     """
 
     q: X
@@ -128,11 +128,11 @@ class PartialOperands(NamedTuple, Generic[X]):
 
 
 class GradientCarry(NamedTuple, Generic[X]):
-    """Hold what gradients through some of the keys leave for gradients through others.
+    """Hold what the gradients through some keys pass on to the gradients through others.
 
     Attributes:
         dq: [B, Sq, Hq, D] float32, the gradient of q so far.
-        lse2, delta: what a family's backward makes of the rows of the forward.
+        lse2, delta: what a family's backward computes from the forward's rows.
     """
 
     dq: X
@@ -153,9 +153,9 @@ class DecodeOperands(NamedTuple, Generic[X]):
         q: [B, T, Hq, D], or [B, Hq, D] where the public function takes it.
         k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
         block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
-        seq_lens: [B] int32, the new tokens counted in.
-        sinks: [Hq] float32, one logit a head in the denominator, or None.
-        k_scale, v_scale: [] or [Hkv] float32, factors of what the pool holds, or None.
+        seq_lens: [B] int32, including the new tokens.
+        sinks: [Hq] float32, one logit per head in the denominator, or None.
+        k_scale, v_scale: [] or [Hkv] float32, factors of the pool's numbers, or None.
         tree_ends: [B, T] int32, the end of the range of new tokens that see each one, or None.
     """
 
@@ -176,8 +176,8 @@ class PagedOperands(NamedTuple, Generic[X]):
     Attributes:
         q: [Tq, Hq, D], the new tokens of all sequences one after the other.
         k_pages, v_pages, block_tables, seq_lens: as in `DecodeOperands`.
-        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, and after them
-            where the last one's end; tokens from there on are padding.
+        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, then the end of
+            the last sequence's; tokens from there on are padding.
         sinks, k_scale, v_scale: as in `DecodeOperands`.
         tree_ends: [Tq] int32, as in `DecodeOperands`, counted from the sequence's first new token.
     """
@@ -221,7 +221,7 @@ class AppendOperands(NamedTuple, Generic[X]):
 
 
 def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:
-    """Return the operands as `operand` describes each by name; one that is left out stays None."""
+    """Return the operands as `operand` describes each by name; an omitted one stays None."""
     optional = operands._field_defaults
     return operands._make(
         None if x is None and name in optional else operand(name, x)

@@ -1,4 +1,4 @@
-"""Descriptions of problems over a cache in pages: decode, chunks of prompts, and appends."""
+"""Descriptions of problems over a paged cache: decode, chunks of prompts, and appends."""
 
 from __future__ import annotations
 
@@ -91,15 +91,13 @@ class AppendSpec:
     Token ``t`` of a sequence of length ``n`` goes to position ``n - tokens + t``.
 
     Attributes:
-        batch, tokens: sequences, and new tokens of each; if `packed`, of all of them.
+        batch, tokens: sequences, and new tokens of each, or if `packed` of all of them.
         cache: where keys and values go.
         dtype: of the new tokens.
         heads_q: query heads that are rotated as well.
-        packed: the new tokens lie one after the other. How many a sequence has is data on the
-            device.
+        packed: the new tokens are packed. How many each sequence has is data on the device.
         rotary_dim: leading dimensions of a key and of a query that are rotated; 0 is none.
-        interleaved: a pair that is rotated is dimensions 2i and 2i + 1, not i and
-            i + rotary_dim / 2.
+        interleaved: a rotated pair is dimensions 2i and 2i + 1, not i and i + rotary_dim / 2.
     """
 
     batch: int
@@ -164,9 +162,9 @@ class DecodeSpec:
         window_left: keys seen to the left of the position; None is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
-        has_tree: the new tokens are a tree. Which of them see which is data on the device.
-        cascade: pages that sequences have in common at their beginning are read once. Which ones
-            have is data on the device.
+        has_tree: the new tokens are a tree. Which token sees which is data on the device.
+        cascade: pages that several sequences begin with are read once. Which these are is data on
+            the device.
     """
 
     batch: int
@@ -246,7 +244,7 @@ class DecodeSpec:
 
     @property
     def scores(self) -> ScoreRule:
-        """The way from q·k to the exponent; a quantised cache's scale varies from head to head."""
+        """The way from q·k to the exponent; a quantised cache's scale varies by head."""
         return ScoreRule.of(self.scale, self.softcap, scale_first=self.cache.is_quantized)
 
     @property
@@ -269,10 +267,10 @@ class DecodeSpec:
 
 @dataclass(frozen=True)
 class PagedSpec(DecodeSpec):
-    """A paged decode of any number of new tokens a sequence, which is data on the device.
+    """A paged decode of any number of new tokens per sequence; the numbers are data on the device.
 
-    `tokens` counts those of all sequences, one after the other. Positions and visible keys
-    are those of each `sequence`.
+    `tokens` counts the packed new tokens of all sequences. Positions and visible keys are defined
+    for each `sequence`.
 
     Attributes:
         rows_aligned: as in `AttentionSpec`.

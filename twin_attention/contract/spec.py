@@ -21,13 +21,13 @@ from twin_attention.contract.operands import (
 )
 
 DTYPES = ("float16", "bfloat16", "float32")
-Precision = Literal["ieee", "tf32"]  # of the products of float32 operands
+Precision = Literal["ieee", "tf32"]  # of products of float32 operands
 PRECISIONS = get_args(Precision)
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
-DEPTH_MAX = 2**30 - 1  # of a query and of a key; a window of depths is no wider
-# Of an element, those of a pool among them.
+DEPTH_MAX = 2**30 - 1  # of queries and keys; a window of depths is no wider
+# Bits of an element, including a pool's.
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
 
 
@@ -74,32 +74,32 @@ class FlashOptions(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return them as the arguments that all functions of flash attention take."""
+        """Return them as the arguments that all flash attention functions take."""
         names = ("scale", "softcap", "deterministic", "precision")
         return {"window_size": (self.window_left, self.window_right)} | {
             name: getattr(self, name) for name in names
         }
 
 
-# Exponentials of scores up to here, and sums of them, are far from what float32 holds: 2 to the
-# power of 79.
+# Exponentials of scores up to this, and their sums, are far below float32's limit: 2 to the power
+# of 79.
 SMALL_CAP = 55.0
 _MAX_CAP_SCALE = 2.0**120
 
 
 class ScoreRule(NamedTuple):
-    """The way from q·k to the exponent of the softmax, as every kernel goes it.
+    """The way from q·k to the softmax's exponent, the same in every kernel.
 
     Attributes:
         scale: factor of q·k.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        scale_first: multiply q·k by the scale before anything else, as where something is added to
-            the score. Otherwise `exp2_scale` contains
-            the scale, so that it costs no instruction of its own.
+        scale_first: multiply q·k by the scale before anything else, as when something is added to
+            the score. Otherwise `exp2_scale` contains the scale, which then costs no instruction of
+            its own.
         exp2_scale: factor that takes a score to base 2: ``exp(score) = exp2(exp2_scale * score)``.
         precision: how float32 operands multiply, a `Precision`, in every product.
         cap_scale: factor of q·k in the softcap's tanh, ``scale / softcap``; None without a softcap.
-        small_cap: there is a softcap of at most `SMALL_CAP`, so that exponentials of scores need no
+        small_cap: there is a softcap of at most `SMALL_CAP`, so exponentials of scores need no
             maximum subtracted.
     """
 
@@ -121,16 +121,16 @@ class ScoreRule(NamedTuple):
     ) -> ScoreRule:
         """Return the rule of a problem.
 
-        The exponent takes the scale over only where no softcap stands between, and the scale is
-        positive, because the running maximum is one of unscaled scores. Its product with log2(e)
-        must be a normal float32 as well: a masked score is -inf, and -inf times a product that
+        The scale is folded into the exponent only if there is no softcap in between and the scale
+        is positive, because the running maximum is of unscaled scores. Its product with log2(e)
+        must also be a normal float32: a masked score is -inf, and -inf times a product that
         vanished would be NaN.
         """
         scale_first = scale_first or softcap is not None or not 2.0**-126 <= scale < 2.0**127
         exp2_scale = math.log2(math.e) * (1.0 if scale_first else scale)
         if softcap is None:
             return cls(scale, softcap, scale_first, exp2_scale, precision)
-        # Products with it are finite, and tanh is 1 long before.
+        # Products with it are finite, and tanh is 1 long before that.
         cap_scale = max(-_MAX_CAP_SCALE, min(scale / softcap, _MAX_CAP_SCALE))
         small_cap = softcap <= SMALL_CAP
         return cls(scale, softcap, scale_first, exp2_scale, precision, cap_scale, small_cap)
@@ -150,19 +150,19 @@ class AttentionSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
         precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
-        rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA wants it.
-        compact: q, k and v lie in memory as arrays of JAX do: each fills one block, in the order of
-            its axes, from a multiple of 256 bytes on.
+        rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA needs.
+        compact: q, k and v lie in memory as JAX arrays do: each fills one block in the order of its
+            axes, beginning at a multiple of 256 bytes.
         segmented: there are segment ids. Which keys they hide is data on the device.
-        tree: keys have ends. Where these are is data on the device.
+        tree: keys have ends. The ends are data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
             positions.
-        terms: names of the operands that are added to the scores, of `TERMS`.
-        wide_bias: there is a bias in float32 that has rows and keys.
+        terms: names, from `TERMS`, of the operands that are added to the scores.
+        wide_bias: there is a float32 bias with rows and keys.
         row_max: the forward returns each row's largest score as well.
-        dropout_rate: the share of the probabilities that are dropped. Which ones follows from a
-            seed, which is data on the device.
-        function: the public function, as messages name it.
+        dropout_rate: the share of probabilities that are dropped. A seed, which is data on the
+            device, decides which.
+        function: the public function's name, for messages.
     """
 
     function: ClassVar[str] = "flash_attention"
@@ -249,12 +249,12 @@ class AttentionSpec:
 
     @property
     def dropout(self) -> DropoutRule | None:
-        """Return how probabilities are dropped; None where none is."""
+        """Return how probabilities are dropped; None if none is."""
         return DropoutRule.of(self.dropout_rate)
 
     @property
     def position_window(self) -> Window:
-        """Return the window of positions: without a left side that counts depths."""
+        """Return the window of positions: one without a left side that counts depths."""
         return Window(None, self.window.right) if self.depths else self.window
 
     @property
@@ -267,11 +267,11 @@ class AttentionSpec:
 
     @property
     def depth_window(self) -> int | None:
-        """Return by how much a query may be deeper than a key that it sees; None is unlimited."""
+        """Return how much deeper a query may be than a key that it sees; None is unlimited."""
         return self.window.left if self.depths else None
 
     def visible_keys(self, query: int) -> range:
-        """Return the keys that one query sees by their positions, of all segments and branches."""
+        """Return the keys that one query sees by position, in all segments and branches."""
         position, window = query + self.diagonal, self.position_window
         begin, end = 0, self.seq_kv
         if window.left is not None:
@@ -282,7 +282,7 @@ class AttentionSpec:
 
 
 def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptions) -> bool:
-    """Return True if a window counts depths; without a window they change nothing."""
+    """Return True if a window counts depths; without a window depths have no effect."""
     return operands.q_depths is not None and options.window_left is not None
 
 
@@ -292,7 +292,7 @@ def _terms_of(operands: FlashOperands | VarlenOperands) -> tuple[str, ...]:
 
 
 def _has_wide_bias(operands: FlashOperands) -> bool:
-    """Return True for a bias in float32 that has rows and keys."""
+    """Return True for a float32 bias with rows and keys."""
     bias = getattr(operands, "bias", None)
     return bias is not None and bias.dtype == "float32" and 1 not in bias.shape[2:]
 
@@ -301,11 +301,11 @@ def _has_wide_bias(operands: FlashOperands) -> bool:
 class VarlenSpec(AttentionSpec):
     """A batch of packed sequences, whose lengths are data on the device.
 
-    It is described as one sequence, a batch of 1 with `seq_q` and `seq_kv` tokens in all. Positions
-    and visible keys are those of each `sequence`.
+    It is described as one sequence: a batch of 1 with `seq_q` and `seq_kv` tokens in all. Positions
+    and visible keys are defined for each `sequence`.
 
     Attributes:
-        num_sequences: how many share the axis of tokens.
+        num_sequences: how many sequences share the token axis.
     """
 
     function: ClassVar[str] = "flash_attention_varlen"
@@ -351,9 +351,9 @@ class VarlenSpec(AttentionSpec):
 
 
 def tile_size(length: int, tiles: int) -> int | None:
-    """Return the size of a block mask's tiles, from a length and their number; None if none fits.
+    """Return a block mask's tile size from a length and the number of tiles; None if none fits.
 
-    Where several sizes fit there is one tile, whose size does not matter.
+    If several sizes fit, there is one tile, and its size does not matter.
     """
     return next((size for size in TILE_SIZES if tiles == -(-length // size)), None)
 
@@ -364,8 +364,8 @@ class BlockSparseSpec(AttentionSpec):
 
     Attributes:
         tile_q, tile_kv: queries and keys of a tile, each one of `TILE_SIZES`.
-        mask_batch, mask_heads: how many sequences and heads have a mask of their own: all of them,
-            or 1 for one mask of all.
+        mask_batch, mask_heads: how many sequences and heads have their own mask: all of them, or 1
+            for one shared mask.
     """
 
     function: ClassVar[str] = "block_sparse_attention"
@@ -396,12 +396,12 @@ class BlockSparseSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class PartialSpec(AttentionSpec):
-    """An attention over some of the keys, which joins a result over others.
+    """An attention over some of the keys, merged with a result over others.
 
-    Which keys a query sees is data on the device, so that the spec has no window.
+    Which keys a query sees is data on the device, so the spec has no window.
 
     Attributes:
-        first: there is no result over others yet, and none is read.
+        first: there is no result over other keys yet, and none is read.
         last: the result is over all keys, and is rounded to q's dtype.
     """
 
@@ -429,7 +429,7 @@ class Dilation(NamedTuple):
 
     Attributes:
         segment_length: tokens of a segment.
-        rate: of that many tokens one is kept.
+        rate: one in this many tokens is kept.
     """
 
     segment_length: int
@@ -442,9 +442,9 @@ class Dilation(NamedTuple):
 
 
 def dilated_calls(dilations: tuple[Dilation, ...]) -> tuple[tuple[Dilation, ...], ...]:
-    """Group the pairs that keep equally many tokens of a segment, for one call of the kernels each.
+    """Group pairs that keep the same number of tokens per segment, for one kernel call each.
 
-    Its order does not depend on that of the pairs.
+    The order of groups does not depend on the order of the pairs.
     """
     dilations = tuple(sorted(dilations))
     lengths = dict.fromkeys(x.kept for x in dilations)
@@ -476,7 +476,7 @@ class DilatedSpec(AttentionSpec):
 
     @property
     def longest_call(self) -> AttentionSpec:
-        """The problem of that one of its `dilated_calls` whose segments keep the most tokens."""
+        """The problem of the one of its `dilated_calls` whose segments keep the most tokens."""
         call = max(dilated_calls(self.dilations), key=lambda call: call[0].kept)
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
         same["batch"] *= sum(self.seq_q // x.segment_length for x in call)

@@ -1,7 +1,8 @@
-"""Compute what is added to scores, and its gradients, plainly over any array-API library.
+"""Compute the terms added to scores, and their gradients, plainly over any array-API library.
 
-A term is an operand: `TERMS` of `twin_attention.contract.operands` has their names. The position of
-a query is the key position that it stands at, [Sq]; a distance is a key's position less a query's.
+A term is an operand: `TERMS` of `twin_attention.contract.operands` has their names. A query's
+position is the key position that it stands at, [Sq]; a distance is a key's position minus a
+query's.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def gradients_of_terms(
     Args:
         xp, operands, position: as `added_scores` takes them.
         ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
-        summed: likewise, for gradients that sum it over keys.
+        summed: the same, for gradients that sum it over keys.
     """
     found = {}
     if isinstance(operands, FlashOperands) and operands.bias is not None:

@@ -1,9 +1,9 @@
-"""The error budget: how wrong a result may be. No other module says so.
+"""The error budget: how wrong a result may be. Only this module defines it.
 
-`ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in
-the inputs' dtype (see `reference`), its products in TF32 where that was asked for. A result may be
-a small multiple worse than `lp`, in its largest error and in its root mean square. It is NaN or
-infinite where `ref` is, and nowhere else.
+`ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in the
+inputs' dtype (see `reference`), with products in TF32 if that was asked for. A result's largest
+error and root mean square error may be a small multiple of `lp`'s. It must be NaN or infinite where
+`ref` is, and nowhere else.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from array_api_compat import array_namespace
 
 Array = Any
 
-# Largest error, in multiples of lp's; and root mean square, likewise.
+# Limits of the largest error and of the root mean square error, in multiples of lp's.
 MAX_ERROR_FACTOR = {"output": 2.0, "gradient": 3.0}
 RMSE_FACTOR = {"output": 1.25, "gradient": 1.5}
-# The root mean square of fewer errors is chance: of 4 and 4 errors of one distribution it is 1.5
-# times as large every fifth time. These are checked by the largest error alone. The elements of a
-# row count once: what is wrong with a p or a ds is wrong in all of them. A row of zeros, as of a
-# key that no query sees, has no error.
+# With fewer errors, the root mean square is chance: for two sets of 4 errors from one distribution,
+# one is 1.5 times the other every fifth time. Such results are checked only by their largest error.
+# A row's elements count once: an error in a p or a ds appears in all of them. A row of zeros, such
+# as that of a key that no query sees, has no error.
 FEWEST_FOR_RMSE = 16
 MAX_ERROR_ULPS = 2
 LSE_TOLERANCE = 1e-5
-# An output of attention is rounded, at random: its errors have a root mean square of 0.42 half
-# ulps. So is p before it multiplies v, by up to half an ulp, and alike in all rows that see alike
-# keys. lp rounds another p, and may be lucky with it.
+# An attention output is rounded, at random: its errors have a root mean square of 0.42 half ulps. p
+# is rounded too before it multiplies v, by up to half an ulp, and the same way in all rows that see
+# similar keys. lp rounds a different p, and may be lucky.
 ROUNDINGS = 1.09  # half ulps: sqrt(1 + 0.42^2)
 # Accumulation is float32 whatever the inputs are, so an error of this class (relative to the
-# largest value, absolute under 1) is never a defect. It is the whole budget where lp happens to
-# be exact, as in a row with one key, whose p is 1 and whose ds cancels to 0: there the kernels
+# largest value, absolute under 1) is never a defect. It is the whole budget if lp happens to be
+# exact, as in a row with one key, whose p is 1 and whose ds cancels to 0. There the kernels
 # recompute p from an lse that is rounded to float32, by half an ulp (2.4e-7 for lse from 4 to 8),
-# and again in base 2, and ds inherits that times dp, which is several units large.
+# and again in base 2. ds inherits that error times dp, which is several units large.
 FLOAT32_CLASS = 4e-6
 # That grows with the scores: p = exp(s - lse) has the absolute errors of s and of lse as a relative
 # one. These are half an ulp each, and half an ulp each again in base 2: four times 2^-24 of |lse|,
 # since no key counts whose s is far below lse. It is more than 4e-6 where |lse| is above 17.
 EXPONENT_ERROR = 2.0**-22
-# A ds that cancels keeps the errors of dp and delta, which are sums in float32, in other orders, of
-# products. Their error is up to an ulp of |dout| |v|: more than 4e-6 where q or k are large.
+# A ds that cancels keeps the errors of dp and delta, which are float32 sums of products in
+# different orders. Their error is up to an ulp of |dout| |v|: more than 4e-6 if q or k are large.
 SUM_ERROR = 2.0**-23
 
 # "tf32" is the format of products with `precision` "tf32", whatever the results' dtype.
@@ -51,12 +51,12 @@ MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "tf32": -126, "float32": -126}
 
 @dataclass(frozen=True)
 class Agreement:
-    """Distance of a result from what it is compared with, beside the budget for it.
+    """Distance of a result from what it is compared with, and the budget for it.
 
     Attributes:
         max_error, max_budget: largest absolute error.
         rmse, rmse_budget: root mean square error.
-        finite: False when an unexpected NaN or infinity was found, or an expected one is missing.
+        finite: False if there is an unexpected NaN or infinity, or an expected one is missing.
     """
 
     max_error: float
@@ -104,7 +104,7 @@ def compare_to_reference(
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
-        cancelled: by `cancelled_gradient` for what comes from ds, or `cancelled_sum`.
+        cancelled: from `cancelled_gradient` for what is computed from ds, or from `cancelled_sum`.
     """
     largest = _max_abs(ref)
     exponent = 0.0 if lse is None else _max_abs(lse)
@@ -149,8 +149,8 @@ def compare_lse(
 def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
     """Return the tolerance of a log-sum-exp.
 
-    Products of 16-bit numbers are exact in float32, so that scores have an error of that class.
-    Those of TF32 have one of their own: there lp's largest error counts as an output's does.
+    Products of 16-bit numbers are exact in float32, so scores have a float32 error. TF32 products
+    have a larger error: there lp's largest error counts as it does for an output.
 
     Args:
         ref, lp: as `compare_to_reference` takes them.
@@ -164,8 +164,8 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
 def lse_unit(ref: Array) -> float:
     """Return the smallest |lse| to which errors are relative; above 1 if some exceeds 42.
 
-    A score is a sum in float32. It may cancel to a small number, but the error stays that of its
-    terms, which are as large as those of the largest score.
+    A score is a float32 sum. It may cancel to a small number but keeps the error of its terms,
+    which are as large as those of the largest score.
 
     Args:
         ref: float64 oracle's log-sum-exp.
@@ -174,13 +174,13 @@ def lse_unit(ref: Array) -> float:
 
 
 def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: float) -> float:
-    """Return how large dq or dk is if no ds cancels: ``scale · |dout| |v| · |k|``, or |q|.
+    """Return how large dq (or dk) is if no ds cancels: ``scale · |dout| |v| · |k|`` (or |q|).
 
     Args:
         scale: factor of q·k; 1 for what is added to scores.
         dout, v: float64, [..., Dv].
         other: k for dq, q for dk, ones for what is added to scores, float64.
-        rows: how many rows of ds a row of the gradient sums whose p is near 1, at least 1. Their
+        rows: how many rows of ds with a p near 1 a row of the gradient sums, at least 1. Their
             errors are independent.
     """
     if not min(math.prod(x.shape) for x in (dout, v, other)):
@@ -191,7 +191,7 @@ def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: 
 
 
 def cancelled_sum(terms: Array) -> float:
-    """Return how large sums over the last axis are if nothing cancels, which their errors follow.
+    """Return how large sums over the last axis are if nothing cancels; their errors scale with it.
 
     Args:
         terms: float64, [..., n]: independent, each with an error of the float32 class.
@@ -251,7 +251,7 @@ def _max_abs(x: Array) -> float:
 
 
 def _rms(x: Array) -> float:
-    """Return the root mean square, of numbers that are not finite as if they were 0."""
+    """Return the root mean square; numbers that are not finite count as 0."""
     xp = array_namespace(x)
     finite = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
     return math.sqrt(float(xp.mean(finite * finite))) if math.prod(x.shape) else 0.0

@@ -1,9 +1,9 @@
-"""Trees of tokens: which tokens are ancestors of which, as one number a token.
+"""Trees of tokens: which tokens are ancestors of which, as one number per token.
 
-The tokens of a tree stand in depth-first order, so that a token and its descendants are one range
-of tokens. Its end says who sees the token: a query at p sees key j if ``j <= p < ends[j]``, that
-is, if j is an ancestor of p or p itself (FlashMask's causal form, Wang et al. 2024, arXiv
-2410.01359). Several roots are several trees, such as packed documents.
+A tree's tokens are in depth-first order, so a token and its descendants are one range of tokens.
+The range's end says who sees the token: a query at p sees key j if ``j <= p < ends[j]``, that is,
+if j is an ancestor of p or p itself (FlashMask's causal form, Wang et al. 2024, arXiv 2410.01359).
+Several roots are several trees, such as packed documents.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from twin_attention.contract.validate.offsets import check_offset_values
 
 
 class Tree(NamedTuple):
-    """Hold what attention and training take of a tree: NumPy arrays [T], or [B, T] of a batch.
+    """Hold what attention and training need of a tree: NumPy arrays [T], or [B, T] for a batch.
 
-    Padding, behind the tokens of a shorter tree, is seen by no token and predicted by none.
+    Padding, after the tokens of a shorter tree, is seen by no token and predicted by none.
 
     Args:
-        ends: int32, the end of the range of each token's descendants; of padding its own position.
-        depths: int32, tokens on the way from the root to each token, 0 for a root: the token's
+        ends: int32, the end of the range of each token's descendants; for padding, its own
+            position.
+        depths: int32, tokens on the path from the root to each token, 0 for a root: the token's
             position in its own path, as a rotary embedding takes it. 0 for padding.
-        parents: int32, the token whose logits predict each token; 0 where there is none, so that
-            it always is an index.
-        is_predicted: bool, False for a root and for padding: where a training loss is summed.
+        parents: int32, the token whose logits predict each token; 0 if there is none, so that it is
+            always an index.
+        is_predicted: bool, False for a root and for padding. It marks where a training loss is
+            summed.
 
     Example::
 
@@ -55,26 +57,26 @@ class Tree(NamedTuple):
 
 
 def tree_of(parents: Any, lengths: Any = None, *, size: int | None = None) -> Tree:
-    """Return the tree of nodes whose parents are known, token by token.
+    """Return the tree, token by token, of nodes given by their parents.
 
-    A node is one token, or with `lengths` a segment of tokens that follow each other, such as a
-    prompt that several continuations share. A tree is a sequence of integers; a batch is
-    a sequence of trees, which may have different sizes.
+    A node is one token, or with `lengths` a segment of consecutive tokens, such as a prompt that
+    several continuations share. A tree is a sequence of integers; a batch is a sequence of trees,
+    which may have different sizes.
 
     Args:
-        parents: [N] integers, the parent of each node, -1 for a root. The nodes stand in
-            depth-first order. A list or a NumPy array; of a batch, one for each tree.
-        lengths: [N] integers, tokens of each node, from 0 on, structured as `parents`. None is one
-            token each.
-        size: tokens of a tree with its padding. None is those of the longest one.
+        parents: [N] integers, the parent of each node, -1 for a root. The nodes are in depth-first
+            order. A list or a NumPy array; for a batch, one per tree.
+        lengths: [N] integers, the number of tokens of each node, at least 0, structured as
+            `parents`. None is one token each.
+        size: tokens of a tree with its padding. None is the size of the longest tree.
 
     Returns:
-        A `Tree` of [size] arrays, or [B, size] of a batch.
+        A `Tree` of [size] arrays, or [B, size] for a batch.
 
     Raises:
         TypeError: what is no integer.
         ValueError: a parent that is not on the path to the node before its child; a negative
-            length, or another number of them; a size less than the tokens of a tree.
+            length, or a wrong number of lengths; a size less than the tokens of a tree.
 
     Source: Wang et al. 2024 (FlashMask).
 
@@ -104,18 +106,18 @@ def tree_of(parents: Any, lengths: Any = None, *, size: int | None = None) -> Tr
 
 
 def check_tree(ends: Any, depths: Any = None, cu_seqlens: Any = None) -> None:
-    """Check the ends of a tree, which attention takes as data, unchecked.
+    """Check the ends of a tree, which attention itself does not check.
 
-    Waits for the device and reads values, so it is for debugging and not for a CUDA graph.
+    It waits for the device and reads values: use it for debugging, not in a CUDA graph.
 
     Args:
-        ends: [T], or [B, T] of a batch, integers: the end of the range of each token's
-            descendants; a token's own position says that it is padding. A tensor of either
-            framework or of NumPy, as the other arguments.
-        depths: integers of the same shape, the depth of each token; None checks none.
-        cu_seqlens: [N + 1] integers, where trees that are packed one after the other in `ends` [T]
-            begin, and after them where the last one ends. Ends count from the tree's first token.
-            What follows the last offset is not checked. None is one tree.
+        ends: [T], or [B, T] for a batch, integers: the end of the range of each token's
+            descendants; a token's own position marks padding. Like the other arguments, an array of
+            NumPy or of either framework.
+        depths: integers of the same shape, the depth of each token; None checks no depths.
+        cu_seqlens: [N + 1] integers, the offsets of trees packed in `ends` [T], then the end of the
+            last tree. Ends count from the tree's first token. What follows the last offset is not
+            checked. None is one tree.
 
     Raises:
         TypeError: what is no integer.
@@ -174,14 +176,14 @@ def _tokens_of(parents: Any, lengths: Any, where: str) -> Tree:
         fail(ValueError, f"lengths[{where}{i}]", "a length from 0 on", counts[i])
     _check_order(parents, where)
     starts = np.cumsum(counts) - counts
-    # Of each node: tokens of its ancestors; the token that its first one follows.
+    # For each node: the tokens of its ancestors; the token that its first token follows.
     above, before = np.zeros_like(counts), np.full_like(counts, -1)
     for i, parent in enumerate(parents.tolist()):
         if parent >= 0:
             has_tokens = counts[parent] > 0
             above[i] = above[parent] + counts[parent]
             before[i] = starts[parent] + counts[parent] - 1 if has_tokens else before[parent]
-    below = counts.copy()  # and its own: tokens of its descendants and itself
+    below = counts.copy()  # tokens of a node and its descendants
     for i, parent in reversed([*enumerate(parents.tolist())]):
         if parent >= 0:
             below[parent] += below[i]
@@ -223,7 +225,7 @@ def _padded(tree: Tree, size: int | None) -> Tree:
 
 
 def _check_values(ends: np.ndarray, depths: np.ndarray | None, where: tuple[int, ...]) -> None:
-    """Check one tree, whose first token stands at `where` of the axes of `ends`."""
+    """Check one tree, whose first token is at index `where` of `ends`."""
     *batch, first = where
 
     def at(name: str, i: int) -> str:

@@ -1,8 +1,8 @@
 """Bands of distances: how the gradient of a table of distances is divided over programs.
 
-A tile of queries starts at a multiple of block_q, and band n has the keys from n · block_kv behind
-the position of its first query on. Its pairs have the distances n · block_kv - (block_q - 1) ..
-n · block_kv + block_kv - 1, the same in every tile of queries.
+A tile of queries starts at a multiple of block_q. Its band n has the keys from n · block_kv past
+the position of the tile's first query on. The band's pairs have the distances n · block_kv -
+(block_q - 1) .. n · block_kv + block_kv - 1, the same in every tile of queries.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ class Bands(NamedTuple):
     Attributes:
         first: number of the first band.
         count: how many there are.
-        near: how many come before the near ones, whose pairs may have distances below `reach`.
-        num_near: how many are near.
-        reach: distances from here on, and no lower ones, share an entry of the table on each side.
+        near: how many bands come before the near ones, whose pairs may have distances below
+            `reach`.
+        num_near: how many bands are near.
+        reach: distances of at least this share one entry of the table on each side.
         radius: of the table, R.
     """
 
@@ -34,7 +35,7 @@ class Bands(NamedTuple):
 
 def bands_of(spec: AttentionSpec, radius: int, block_q: int, block_kv: int) -> Bands:
     """Return the bands of a problem and a table of 2 · radius + 1 distances."""
-    # No distance is as great as a length, so that of a larger table the ends stay 0.
+    # No distance reaches the length, so the ends of a larger table stay 0.
     reach = min(radius, max(spec.seq_q, spec.seq_kv, 1))
     near_first = -(-(reach - 1) // block_kv) if reach else 0
     near_last = (reach + block_q - 2) // block_kv

@@ -1,7 +1,7 @@
-"""Pause Python's collector of reference cycles where many objects are made that stay.
+"""Pause Python's cycle collector while making many objects that stay.
 
-An import of PyTorch and the trace of a kernel make hundreds of thousands of objects. Again and
-again the collector then walks over all objects of the process, in search of cycles, and finds few.
+Importing PyTorch and tracing a kernel make hundreds of thousands of objects. Again and again the
+collector then walks over all objects of the process in search of cycles, and finds few.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let no collection begin by itself in the block, or until that of another thread ends."""
+    """Let no collection start by itself in the block, or until another thread's block ends."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

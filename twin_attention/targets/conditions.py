@@ -51,7 +51,7 @@ def _has_terms(spec: Spec) -> bool:
 
 
 def _has_wide_bias(spec: Spec) -> bool:
-    """Return True for a flash attention with a bias of pairs in float32, of large tiles."""
+    """Return True for a flash attention with a float32 bias of pairs, whose tiles are large."""
     return isinstance(spec, AttentionSpec) and spec.wide_bias
 
 
@@ -80,7 +80,7 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
 
     def has_keys(spec: Spec) -> bool:
         sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
-        # Results go from one kernel to the next, so that all parts have the same.
+        # Results go from one kernel to the next, so all parts must count the same.
         keys = "seq_q" if isinstance(spec, PartialSpec) else "seq_kv"
         return isinstance(spec, AttentionSpec) and 2 * getattr(spec, keys) >= count * (
             sequences + 1
@@ -106,7 +106,7 @@ def _has_many_rows(spec: Spec) -> bool:
 
 
 def _has_few_keys(spec: Spec) -> bool:
-    """Return True for a decode so short that it is not split, of few programs.
+    """Return True for a decode with few programs and so short that it is not split.
 
     That is: at most 32 query rows and at most 256 keys by the shapes, `num_splits` not given, and
     batch × kv heads no more than the SMs of an A100, so that each program has an SM to itself.
@@ -122,8 +122,8 @@ def _has_many_programs(spec: Spec) -> bool:
     """Return True for a decode that should trade pipeline depth for occupancy.
 
     That is: at most 32 query rows, `num_splits` not given, and a number of programs (batch × kv
-    heads) whose last wave, with the plain row, would leave most SMs of an H200 idle. The
-    limits were measured there:
+    heads) whose last wave, with the plain row, would leave most SMs of an H200 idle. The limits
+    were measured on one:
 
     - 16-bit cache, D up to 128: more than 384 programs, and at most 640 if a program has at most 16
       rows; D above 128: 385 to 528 programs of at most 16 rows;
@@ -148,7 +148,7 @@ def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
     return isinstance(spec, DecodeSpec) and not _has_many_rows(spec) and spec.num_splits is None
 
 
-# What the column `when` of the tables may say.
+# What the tables' column `when` may say.
 CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "softcap": _has_softcap,
     "tf32": _multiplies_in_tf32,

@@ -10,14 +10,14 @@ A file holds for each kernel its columns and its rows::
       [16, 128,        "", 128, 64, 8, 3],
     ]
 
-A problem takes the first row that serves it. The columns `KEYS` say which problems a row serves;
-without one of these columns the rows serve all of its values:
+A problem takes the first row that serves it. The columns `KEYS` say which problems a row serves; if
+a column is missing, the rows serve all its values:
 
 - ``dtype_bits``: bits of an element of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for
   a quantised cache.
 - ``head_dim``: the largest head dimension.
-- ``when``: conditions of `twin_attention.targets.conditions` that all hold, joined by " and ";
-  one after "not " is not to hold; "" always holds.
+- ``when``: conditions of `twin_attention.targets.conditions`, joined by " and ", which must all
+  hold; a condition after "not " must not hold; "" always holds.
 
 The other columns are the fields of the kernel's configuration (`twin_attention.targets.kernels`).
 Kernels read the tables; nothing is tuned at run time. To run with other numbers::
@@ -69,7 +69,7 @@ class Row:
     """One row of a kernel's table.
 
     Attributes:
-        key: its values in the columns `KEYS`, as far as the table has these.
+        key: its values in those of the columns `KEYS` that the table has.
         config: the configuration made of the other columns.
     """
 
@@ -131,7 +131,7 @@ def load_table(path: Path, folder: str = "portable") -> dict[str, tuple[Row, ...
 
 
 def table_path(package: str, target: str, folder: str = "portable") -> Path:
-    """Return the file of a family's configurations for a target.
+    """Return the file with a family's configurations for a target.
 
     Args:
         package: one of `PACKAGES`.
@@ -153,7 +153,7 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
         folder: the table's family.
 
     Raises:
-        LookupError: no row of a kernel that every problem needs serves the problem.
+        LookupError: no row serves the problem, for a kernel that every problem needs.
     """
     kernels = FAMILY_KERNELS[folder]
     rows = {
@@ -161,7 +161,7 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
         for kernel, rows in load_table(path, folder).items()
         if isinstance(spec, kernels[kernel].spec)
     }
-    # Without a row for a backward that need not be deterministic, it runs as one that is.
+    # A nondeterministic backward without a row of its own runs as a deterministic one.
     any_order = {kernel for kernel in rows if kernels[kernel].deterministic is False}
     in_order = {kernel for kernel in rows if kernels[kernel].deterministic is True}
     runs_in_order = isinstance(spec, AttentionSpec) and (
@@ -193,9 +193,9 @@ _read: tuple[set[str], ...] = ()
 def current_configs(
     package: str, target: str, spec: Spec, folder: str = "portable"
 ) -> Mapping[str, Any]:
-    """Return the configuration of each of a problem's kernels, with the changes of `use_configs`.
+    """Return the configuration of each of a problem's kernels, as changed by `use_configs`.
 
-    No tile is larger than one of a block mask, which is walked in whole kernel tiles.
+    No tile is larger than a block mask's, because a mask is walked in whole kernel tiles.
 
     Args:
         package: one of `PACKAGES`.
@@ -218,7 +218,7 @@ def current_configs(
 
 
 def _within_tiles(config: KernelConfig, spec: Spec) -> KernelConfig:
-    """Return the configuration with no larger tiles than a block mask has."""
+    """Return the configuration with tiles no larger than a block mask's."""
     if not (isinstance(spec, BlockSparseSpec) and isinstance(config, FlashConfig)):
         return config
     return replace(
@@ -236,10 +236,10 @@ def _shipped(package: str, target: str, spec: Spec, folder: str) -> Mapping[str,
 def smaller_configs(
     package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
 ) -> tuple[KernelConfig, ...]:
-    """Return what a kernel may be configured with where its own configuration does not fit.
+    """Return the configurations to try if a kernel's own does not fit.
 
-    These are the rows that serve the problem after its own row. A configuration that is not the
-    table's, since `use_configs` changed it, has none.
+    These are the rows that serve the problem after its own row. A configuration that `use_configs`
+    changed has none.
 
     Args:
         package, target, spec, folder: as `current_configs` takes them.
@@ -254,10 +254,10 @@ def smaller_configs(
 def config_of_smaller_cards(
     package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
 ) -> KernelConfig:
-    """Return what a kernel is configured with on a card with less shared memory.
+    """Return a kernel's configuration on a card with less shared memory.
 
-    It is the last of the rows with the key of the problem's own row. It is known before anything
-    is compiled, so that it may decide tiles that are traced. `smaller_configs` has the arguments.
+    It is the last row with the key of the problem's own row. It is known before anything is
+    compiled, so it can decide the tiles to trace. The arguments are those of `smaller_configs`.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own = next(row for row in rows if row.serves(spec))
@@ -270,17 +270,17 @@ def config_of_smaller_cards(
 def use_configs(
     configs: Mapping[str, Mapping[str, int]], package: str | None = None
 ) -> Iterator[set[str]]:
-    """Run kernels with other numbers than the tables' inside the block.
+    """Run kernels with numbers other than the tables' inside the block.
 
-    Blocks nest: the inner one goes first. The switch is process-wide, so that autograd's worker
-    threads see it. A call of `pallas_attn` outside ``jax.jit`` follows it; a function that the
-    caller jitted keeps the configurations under which it was traced. Nothing checks that the
-    numbers suit the problem: a tile may be too large for the GPU.
+    Blocks nest, and the inner one wins. The switch is process-wide, so that autograd's worker
+    threads see it. A call of `pallas_attn` outside ``jax.jit`` follows it; a jitted function keeps
+    the configurations under which it was traced. The numbers are not checked against the problem: a
+    tile may be too large for the GPU.
 
     Args:
         configs: for each kernel the fields to change, such as ``{"flash_fwd": {"block_q": 64}}``. A
-            family whose kernel of this name lacks one of the fields keeps its own numbers.
-        package: "torch_attn" or "pallas_attn" to change one side alone.
+            family whose kernel lacks one of the fields keeps its own numbers.
+        package: "torch_attn" or "pallas_attn" to change only one side.
 
     Yields:
         A set that fills with the names of the kernels whose configurations are looked up.
@@ -316,7 +316,7 @@ def requested_configs() -> tuple[Change, ...]:
 def repeat_configs(changes: tuple[Change, ...]) -> Iterator[None]:
     """Apply exactly the changes that `requested_configs` returned, in place of the present ones.
 
-    Code that is traced later than its caller ran, such as a backward, uses it.
+    It is for code that is traced after its caller ran, such as a backward.
     """
     global _changes
     before, _changes = _changes, changes
@@ -340,17 +340,17 @@ def compile_to_fit(
     limit: float,
     smaller: Callable[[], Iterable[Any]] = tuple,
 ) -> tuple[Any, Any]:
-    """Compile a kernel, with fewer stages of its pipeline where shared memory is too small.
+    """Compile a kernel, with fewer pipeline stages if shared memory is too small.
 
-    How much a configuration takes depends on more than its table knows. Where a compiler sees that
-    a loop has one step, the tiles of that step have buffers of their own, beside the pipeline of
-    the loop that follows.
+    How much a configuration takes depends on more than its table knows. If a compiler sees that a
+    loop has one step, that step's tiles get their own buffers, besides the pipeline of the loop
+    that follows.
 
     Args:
-        kernel: its name, for the error message.
+        kernel: the kernel's name, for the error message.
         compile: compiles it with a configuration; the result has Triton's ``metadata.shared``.
         config: the configuration to start from.
-        target: instruction set that it is compiled for, for the error message.
+        target: instruction set to compile for, for the error message.
         limit: bytes of shared memory that a block may have.
         smaller: returns the configurations to try after this one, in order (`smaller_configs`).
 

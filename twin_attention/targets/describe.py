@@ -69,7 +69,7 @@ def describe(
         backend, passed_over: the choice.
         spec: the problem.
         device: the device's name.
-        num_sms: SMs of the device, which the splits of a decode follow.
+        num_sms: SMs of the device, which a decode's splits depend on.
     """
     if spec.is_empty:
         reason, backend = "an empty problem runs no kernel", backend._replace(target=None)

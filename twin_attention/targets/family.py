@@ -1,10 +1,10 @@
-"""Kernel families: the languages that each side has kernels in, and which of them runs a problem.
+"""Kernel families: the languages in which each side has kernels, and which one runs a problem.
 
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
-first one that supports the problem on the device, unless one behind it is known to be faster. It
-takes a family of the other side where that is known to be faster, or where no kernel of its own
-runs. A name is a request: no family of another name replaces it. One language may have kernels for
-several targets, or operations, each a family of its own.
+first one that supports the problem on the device, unless a later one is known to be faster. It
+takes a family of the other side if that is known to be faster, or if none of its own kernels runs.
+A name is a request: no family of another name replaces it. One language may have kernels for
+several targets or operations, each a separate family.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _every_problem(operation: str, spec: Spec, target: str | None) -> str | None
 
 
 def _never_slower(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Leave no supported problem to the families behind."""
+    """Leave no supported problem to later families."""
     return None
 
 
@@ -51,20 +51,21 @@ class Family:
     """One language for kernels on one framework, or the framework's own operations.
 
     Attributes:
-        name: how a caller asks for it, as `implementation`.
+        name: the name by which a caller requests it, as `implementation`.
         package: the side that it belongs to, "torch_attn" or "pallas_attn".
         folder: where its kernels are, in the side's ``kernels``, and its tables, in ``configs``.
             None for the reference, which has no kernels: its functions are in
             ``kernels/reference.py``.
-        has_interpreter: its kernels run on a CPU when asked for by name.
-        supports: None for an operation, a problem and a target that it has kernels for, else the
-            reason why it has none. The operation is the name of a function, such as "flash_fwd";
-            the target is "sm80", "sm90", or None in the interpreter.
-        slower: why None leaves a problem that it supports to the families behind it, such as one
-            that is faster; else None.
-        is_foreign: the other side launches its kernels too, and this is how that side knows it.
-        faster: True for a problem that it is faster for than the families of the side that
-            launches it; a foreign family's alone.
+        has_interpreter: whether its kernels run on a CPU if requested by name.
+        supports: returns None for an operation, a problem and a target that it has kernels for,
+            else the reason why it has none. The operation is the name of a function, such as
+            "flash_fwd"; the target is "sm80", "sm90", or None in the interpreter.
+        slower: returns why implementation None leaves a supported problem to later families, such
+            as a faster one; else None.
+        is_foreign: whether this describes the family as the other side sees it, which launches its
+            kernels too.
+        faster: returns True for a problem on which it is faster than the families of the side that
+            launches it; only for a foreign family.
     """
 
     name: str
@@ -123,7 +124,7 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
 def _jax_runs(
     supports: Callable[[str, Spec, str | None], str | None],
 ) -> Callable[[str, Spec, str | None], str | None]:
-    """Return what a family of `torch_attn` supports where JAX launches its kernels."""
+    """Return what a family of `torch_attn` supports if JAX launches its kernels."""
 
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         for package in ("triton", "torch"):
@@ -147,7 +148,7 @@ def _jax_runs(
 def _torch_runs(
     supports: Callable[[str, Spec, str | None], str | None],
 ) -> Callable[[str, Spec, str | None], str | None]:
-    """Return what a family of `pallas_attn` supports where PyTorch launches its kernels."""
+    """Return what a family of `pallas_attn` supports if PyTorch launches its kernels."""
 
     def supported(operation: str, spec: Spec, target: str | None) -> str | None:
         attends = isinstance(spec, AttentionSpec | DecodeSpec)
@@ -171,7 +172,7 @@ def _torch_runs(
 
 
 def _no_plugin() -> str | None:
-    """Return what JAX lacks for kernels to be compiled, None for nothing."""
+    """Return what JAX lacks to compile kernels, None for nothing."""
     if import_module("pallas_attn.ahead").plugin() is None:
         return "JAX's CUDA plugin, which compiles its kernels, is not installed"
     return None
@@ -197,7 +198,7 @@ def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str
     """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
 
     `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is detected
-    by its version; with a newer one the import is that which tracing needs anyway.
+    by its version; with a newer one, tracing needs this import anyway.
     """
     return (
         sm80.supports(operation, spec, target)
@@ -277,7 +278,7 @@ FAMILIES = {
     ),
 }
 
-# Families of the other side that a side launches too.
+# Families of the other side that a side also launches.
 FOREIGN = {
     "torch_attn": tuple(
         Family("mosaic", "pallas_attn", folder, supports=_torch_runs(supports), is_foreign=True)
@@ -318,7 +319,7 @@ class Backend(NamedTuple):
 
     Attributes:
         family: whose function runs.
-        target: whose code its kernels are compiled to, "sm80" or "sm90"; None if nothing is.
+        target: what its kernels are compiled for, "sm80" or "sm90"; None if nothing is compiled.
         interpreted: its kernels run in their framework's interpreter.
     """
 
@@ -341,7 +342,7 @@ class Backend(NamedTuple):
     def smaller_configs(
         self, spec: Spec, kernel: str, config: KernelConfig
     ) -> tuple[KernelConfig, ...]:
-        """Return what to compile a kernel with where its configuration does not fit the card."""
+        """Return what to compile a kernel with if its configuration does not fit the card."""
         assert self.family.folder is not None
         assert self.target is not None
         return smaller_configs(
@@ -378,18 +379,18 @@ def choose(
 
     Args:
         package: the side, "torch_attn" or "pallas_attn".
-        implementation: the name of the family that was asked for, or None for the best.
-        operation: the function that is to run, such as "flash_fwd".
+        implementation: the name of the requested family, or None for the best.
+        operation: the function to run, such as "flash_fwd".
         spec: the problem.
         target: whose code the device runs, "sm80" or "sm90"; None for a device without kernels.
-        interpretable: the device's tensors can go through an interpreter.
-        foreign: None may take a family of the other side, whose framework is imported then.
+        interpretable: whether an interpreter can take the device's tensors.
+        foreign: whether None may take a family of the other side, whose framework is then imported.
 
     Returns:
         The backend, and a line for each family that was passed over, with the reason.
 
     Raises:
-        NotImplementedError: the family that was asked for does not support the problem.
+        NotImplementedError: the requested family does not support the problem.
     """
     passed_over = []
     if implementation is not None:
@@ -413,7 +414,7 @@ def choose(
         if reason is None:
             return Backend(family, target, interpreted), tuple(passed_over)
         line = f"{family.name}: {reason}"
-        if line not in passed_over:  # families of one name may have one reason
+        if line not in passed_over:  # families of the same name may have the same reason
             passed_over.append(line)
     expected = "None, or the name of one that supports the problem on this device"
     reasons = "; ".join(line.partition(": ")[2] for line in passed_over)

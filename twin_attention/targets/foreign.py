@@ -4,8 +4,8 @@ The records are ``bench/results/h200-packed-sm90.md``: Gluon's kernels in PyTorc
 and the portable ones in JAX. On an H100 JAX took 1.03 times as long as PyTorch for Gluon's packed
 backwards, and 0.83 and 0.81 of what its own took at head dimensions 128 and 64.
 
-Of dense backwards ``bench/results/h100-sm90-peers.md`` has TFLOP/s of Gluon's in JAX over those of
-Mosaic's, without a mask and with a causal one:
+For dense backwards, ``bench/results/h100-sm90-peers.md`` gives TFLOP/s of Gluon's kernels in JAX
+over Mosaic's, without a mask and with a causal one:
 
 | tokens | 64 | 128 | 256 |
 |---|---|---|---|
@@ -67,7 +67,8 @@ from twin_attention.contract.spec import (
 from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
 
-# Of the host, for a launch in JAX: 6 us were measured on an H100, and its own take 2 to 3 us.
+# Host time of a launch in JAX: 6 us were measured on an H100, and JAX's own launches take 2 to 3
+# us.
 _SECONDS_OF_LAUNCH = 1e-5
 _LAUNCHES = {"flash_fwd": 1, "flash_bwd": 3, "partial_fwd": 1, "partial_bwd": 3}
 _FLOPS_OF_SECOND = 4e14
@@ -79,11 +80,11 @@ _SHORT_FORWARD = 512
 def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True where Gluon's SM90 kernels are faster than those of `pallas_attn`.
 
-    A dense or packed backward that is to be deterministic was not timed, nor a dense one with a
-    window or a softcap.
+    Deterministic dense or packed backwards were not timed, nor dense ones with a window or a
+    softcap.
 
     Args:
-        operation: the function that is to run, such as "flash_fwd".
+        operation: the function to run, such as "flash_fwd".
         spec: the problem.
         target: "sm80", "sm90", or None in an interpreter.
     """
@@ -121,7 +122,7 @@ def _backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
 
 
 def _is_plain(spec: AttentionSpec) -> bool:
-    """Return True for a dense problem with a causal mask or none, and no other option."""
+    """Return True for a dense problem with a causal mask or no mask, and no other option."""
     return (
         type(spec) is AttentionSpec
         and spec.softcap is None
@@ -134,9 +135,9 @@ def _longest(spec: AttentionSpec) -> int:
 
 
 def _flops(operation: str, spec: AttentionSpec) -> int:
-    """Count the operations of the pairs that the window shows.
+    """Count the operations over the pairs that the window shows.
 
-    Which of them ids and ends hide is data on the device. Packed sequences count as of one length.
+    Which pairs ids and ends hide is data on the device. Packed sequences count as equally long.
     """
     count = forward_flops if operation.endswith("fwd") else backward_flops
     if not isinstance(spec, VarlenSpec):

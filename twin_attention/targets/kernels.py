@@ -1,7 +1,7 @@
 """The table of kernels: the problem that each solves and the fields that configure it.
 
 Both sides have these kernels under the same names. The configuration tables, the static checks and
-the search go by this table, so that a new kernel is one more entry here.
+the search use this table, so a new kernel is one more entry here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Spec = AttentionSpec | DecodeSpec | MergeSpec | AppendSpec
 class KernelConfig:
     """Base of all configurations: tile sizes, warps per program and depth of the load pipeline.
 
-    A subclass is a frozen dataclass with one field per tunable number, so that a configuration is
+    A subclass is a frozen dataclass with one field per tunable number, so a configuration is
     hashable and ``dataclasses.replace`` gives another one.
     """
 
@@ -70,9 +70,8 @@ class SpecializedConfig(FlashConfig):
         block_q, block_kv: rows of a tile of q and of a tile of k and v.
         num_warps: warps per program: 4 for each 64 rows that stay, and the producer's 4.
         num_stages: tiles of k, and of v, in shared memory.
-        ping_pong: 0: the consumer warpgroups issue their products in any order; 1: one
-            after the other; 2: as 1, and only the first waits for keys and values, since the others
-            follow it.
+        ping_pong: 0: the consumer warpgroups issue their products in any order; 1: they take turns;
+            2: as 1, and only the first waits for keys and values, since the others follow it.
     """
 
     ping_pong: int
@@ -95,7 +94,7 @@ class PreprocessConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class ListsConfig(KernelConfig):
-    """Configure `tile_lists`, whose tiles are those of the kernel that it lists them for.
+    """Configure `tile_lists`, whose tiles are those of the kernel that uses the lists.
 
     Attributes:
         scan_rows: rows that are read at a time.
@@ -131,10 +130,10 @@ class WarpDecodeConfig(DecodeConfig):
     """Configure `paged_decode` of the Mosaic GPU kernels.
 
     Attributes:
-        max_rows, num_warps: as the portable kernel has them.
+        max_rows, num_warps: as in the portable kernel.
         block_kv: keys of a tile; each warp has its share of them.
         num_stages: tiles of k, and of v, in shared memory; with one, nothing is fetched ahead.
-        num_programs: how many programs an SM runs at a time, which the number of splits goes by.
+        num_programs: how many programs an SM runs at a time; the number of splits depends on it.
     """
 
     num_programs: int
@@ -178,14 +177,14 @@ class Kernel:
         spec: the kind of problem that it solves.
         config: the class of its configurations.
         function: the function of its family that launches it, alone or with others.
-        products: the matrix products of one tile, each by its size beside block_q and block_kv:
-            "d" is the head dimension of q and k, "dv" that of v.
+        products: the matrix products of one tile, each by its third size, besides block_q and
+            block_kv: "d" is the head dimension of q and k, "dv" that of v.
         accumulators: the float32 accumulators of a program, each by its number of columns.
-        stationary: the field that counts the rows which a program keeps while it loops over the
+        stationary: the field with the number of rows that a program keeps while it loops over the
             others.
-        deterministic: True for deterministic backwards alone, False for the others alone, None
-            for both.
-        optional: it runs for the problems alone that have a row.
+        deterministic: True for deterministic backwards only, False for the others only, None for
+            both.
+        optional: it runs only for problems that have a row.
     """
 
     spec: type[Spec]
@@ -223,7 +222,7 @@ KERNELS = {
         products=("d", "dv"), accumulators=("dv",),  # s, p·v
         stationary="max_rows",
     ),
-    # Of batches with more tokens than sequences; others run with the numbers of paged_decode.
+    # For batches with more tokens than sequences; others use the numbers of paged_decode.
     "paged_attention": Kernel(
         PagedSpec, DecodeConfig, "paged_attention",
         products=("d", "dv"), accumulators=("dv",),  # s, p·v
@@ -233,7 +232,7 @@ KERNELS = {
     "append_kv": Kernel(AppendSpec, AppendConfig, "append_kv"),
 }  # fmt: skip
 
-# Of the explicit families, before each kernel that multiplies.
+# In the explicit families, runs before each kernel that multiplies.
 _TILE_LISTS = Kernel(AttentionSpec, ListsConfig, "flash_fwd", optional=True)
 
 # The kernels of each family, by its folder in ``kernels`` and ``configs``.
@@ -281,11 +280,11 @@ FAMILY_KERNELS = {
 
 
 def find_kernel(name: str, config: type[KernelConfig] = KernelConfig) -> Kernel:
-    """Return the kernel of this name in the first family that has one: they do the same work.
+    """Return the kernel of this name in the first family that has it; all do the same work.
 
     Args:
         name: the kernel's.
-        config: a class of configurations, which the family's kernel has.
+        config: a configuration class that the family's kernel must have.
     """
     found = (kernels[name] for kernels in FAMILY_KERNELS.values() if name in kernels)
     return next(kernel for kernel in found if issubclass(kernel.config, config))

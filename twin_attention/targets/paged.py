@@ -1,4 +1,4 @@
-"""Say which problems `pallas_attn`'s Mosaic GPU kernels of paged caches take, on SM80 and SM90."""
+"""Say which paged-cache problems `pallas_attn`'s Mosaic GPU kernels take, on SM80 and SM90."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import Spec
 
-# Up to how many query rows of a kv head these kernels were faster where they were timed.
+# The most query rows per kv head for which these kernels were faster where timed.
 _ROWS_MAX = {
     ("sm90", "8 bits"): 16, ("sm90", "16 bits"): 8,
     ("sm80", "8 bits"): 16, ("sm80", "16 bits"): 64,
@@ -35,8 +35,8 @@ def supports(spec: Spec) -> str | None:
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why the portable kernels are faster for a problem that these cover, or None.
 
-    A program computes 16 query rows of a kv head, so that several read each key of a problem with
-    more. The portable kernels have up to 64, on SM90 with wgmma.
+    A program computes 16 query rows of a kv head, so with more rows several programs read each key.
+    The portable kernels have up to 64 rows, on SM90 with wgmma.
     """
     if operation != "paged_decode" or not isinstance(spec, DecodeSpec):
         return "the portable kernels are as fast"

@@ -1,4 +1,4 @@
-"""PTX that both sides' kernels share, for what neither Triton nor Pallas expresses."""
+"""PTX that both sides' kernels share, for what neither Triton nor Pallas can express."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def choose_upcast(cache_dtype: str, target: str | None) -> Upcast | None:
 def cap_scores(count: int, *, exact: bool, close: bool = False, exponential: bool = False) -> str:
     """Return PTX that turns a thread's products q·k, s, into ``b · tanh(a · s)``.
 
-    The operands are `count` results, and as many s, a and b; a and b are the same for all. Where
-    all s of a warp are near 0, the tanh is a short polynomial, of five instructions. A branch leads
-    to another formula where one is not.
+    The operands are `count` results, and the same number of s, a and b; a and b are the same for
+    all. If all s of a warp are near 0, the tanh is a short polynomial of five instructions. If one
+    is not, a branch leads to another formula.
 
     Args:
-        exact: that is the rational function of `tanh`; otherwise ``1 - 2 / (exp(2x) + 1)``, whose
-            error is a few times 1e-7 of b, not of the result.
-        close: the polynomial is that of `tanh.CLOSE`, as it is with `exact`; otherwise `tanh.NEAR`.
+        exact: the other formula is the rational function of `tanh`; otherwise
+            ``1 - 2 / (exp(2x) + 1)``, whose error is a few times 1e-7 of b, not of the result.
+        close: the polynomial is `tanh.CLOSE`, as it is with `exact`; otherwise `tanh.NEAR`.
         exponential: the results are 2 to the power of ``b · tanh(a · s)``.
     """
     s = [f"${count + i}" for i in range(count)]
@@ -141,12 +141,14 @@ def capped_exponentials(count: int) -> str:
     """Return PTX that turns a thread's products q·k, s, into exponentials, packed, and their sums.
 
     Exponentials are ``2 ** (b · tanh(a · s))``, a pair a result, as bfloat16. The operands are
-    `count` results, 32 at most; as many sums, each of the result's row; as many s that are first in
-    a pair, that are second, a and b. a and b are the same for all. Two rows take turns.
+    `count` results, at most 32; the same number of sums, each of the result's row; and the same
+    number each of s that come first in a pair, of s that come second, of a and of b. a and b are
+    the same for all. Two rows take turns.
 
-    Nothing stands before the exponentials: they are computed as if all scores were near 0, and
-    their sums show whether that was right, see `tanh.SUM_BITS`. Where they leave doubt in a warp,
-    its largest score decides, as in `cap_scores`, and they are computed again if one is far.
+    Nothing delays the exponentials: they are computed as if all scores were near 0, and their sums
+    show whether that was right (see `tanh.SUM_BITS`). If a warp's sums leave doubt, its largest
+    score decides, as in `cap_scores`, and the exponentials are computed again if a score is far
+    from 0.
     """
     first, second = ([f"${n * count + i}" for i in range(count)] for n in (2, 3))
     a, b = f"${4 * count}", f"${5 * count}"
@@ -198,9 +200,9 @@ def exponentials_constraints(count: int) -> str:
 
 
 def any_of_warp(count: int) -> str:
-    """Return PTX that says of a thread's factors whether one of the warp's is not 1.
+    """Return PTX that says, from a thread's factors, whether one of the warp's is not 1.
 
-    The operands are `count` results, all 0 or all 1, and as many factors.
+    The operands are `count` results, all 0 or all 1, and the same number of factors.
     """
     lines = ["{ .reg .pred changes;", f"setp.neu.f32 changes, ${count}, {_float(1.0)};"]
     for i in range(1, count):
@@ -217,8 +219,8 @@ def any_of_warp_constraints(count: int) -> str:
 def rescale(count: int) -> str:
     """Return PTX that multiplies a thread's numbers, or branches past it.
 
-    The operands are `count` results, and as many numbers, factors and flags. The flags are what
-    `any_of_warp` says; where they are 0 the results are the numbers.
+    The operands are `count` results, and the same number of numbers, factors and flags. The flags
+    come from `any_of_warp`; where they are 0 the results are the numbers.
     """
     lines = ["{ .reg .pred changes;", f"setp.ne.u32 changes, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]

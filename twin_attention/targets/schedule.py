@@ -1,4 +1,4 @@
-"""Choose the order in which programs that a GPU starts one after the other take tiles."""
+"""Choose the order in which programs take tiles, as the GPU starts them one after the other."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ CACHED_SUMS = 40 * 2**20
 
 
 def programs_of_sm(block: int, *sizes: int) -> int:
-    """Estimate how many programs of a portable kernel an SM holds at a time, 1 to 4.
+    """Estimate how many programs of a portable kernel fit on an SM at a time, 1 to 4.
 
-    Their sums take half of its registers.
+    Their accumulators take half of its registers.
 
     Args:
         block: rows of a program's tile.
-        sizes: columns of each of its sums.
+        sizes: columns of each of its accumulators.
     """
     sums = block * sum(map(padded_head_dim, sizes))
     return max(1, min(4, REGISTERS // 2 // sums))
@@ -29,20 +29,20 @@ def heads_together(
 ) -> int:
     """Return how many of the last heads are interleaved, their longest tiles first.
 
-    Under a causal mask a head's last tile of queries takes longest, or its first of keys. With one
-    head after the other, the last programs to start are a whole head's, and most SMs idle while its
-    long tiles end. So the tiles of the last heads are sorted as one list: twice as many tiles as
-    programs run at a time. The other heads follow each other, so that programs have tiles of all
-    lengths at a time, and few heads' keys and values are read at once.
+    Under a causal mask a head's last tile of queries, or its first tile of keys, takes longest.
+    With one head after the other, the last programs to start are a whole head's, and most SMs idle
+    while its long tiles end. So the tiles of the last heads are sorted as one list: twice as many
+    tiles as programs run at a time. The other heads follow each other, so that tiles of all lengths
+    run at a time, and few heads' keys and values are read at once.
 
     Packed sequences follow each other, each with tiles of any length, and all heads are
     interleaved: the grid ends with the shortest tiles of some sequence in all heads, and few of the
     sequences are read at a time.
 
-    Where programs add to sums of dq, all heads are interleaved if the last ones would be half of
-    them or more, and their sums more than the L2 cache holds. The last heads' tiles start when
-    others end, each at another time, and need all of these sums. Tiles that start together add to
-    the same rows at about the same time.
+    If programs add to sums of dq, all heads are interleaved if the last heads would be half of them
+    or more and their sums exceed the L2 cache. The last heads' tiles start when others end, each at
+    a different time, and need all these sums. Tiles that start together add to the same rows at
+    about the same time.
 
     Args:
         spec: the problem.
@@ -55,7 +55,7 @@ def heads_together(
         return heads
     window = spec.position_window
     if window.right is None or window.left is not None:
-        return 1  # tiles are about as long as each other
+        return 1  # all tiles are about equally long
     together = max(1, min(2 * programs // max(num_tiles, 1), heads))
     if summed_heads is not None and 2 * together >= summed_heads:
         rows = together * heads // summed_heads * spec.seq_q

@@ -8,7 +8,7 @@ from __future__ import annotations
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.targets.kernels import Spec
 
-# Pairs of a query and a key, of all batch elements, whose tiles are listed for ids and ends.
+# The most query-key pairs, over all batch elements, whose tiles are listed for ids and ends.
 MOST_LISTED = 2**36
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
 
@@ -17,7 +17,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
     Args:
-        operation: the function that is to run, such as "flash_fwd".
+        operation: the function to run, such as "flash_fwd".
         spec: the problem.
         target: "sm80", "sm90", or None in an interpreter.
     """
@@ -39,7 +39,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
-    """Return what kernels lack that take no terms, for a problem that needs it, or None."""
+    """Return what kernels without terms lack for this problem, or None."""
     if spec.terms:
         return f"its kernels take no {spec.terms[0]}"
     if spec.dropout is not None:
@@ -50,7 +50,7 @@ def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
 
 
 def unlisted(spec: AttentionSpec) -> str | None:
-    """Return why no list tells the tiles that segment ids, ends and depths show, or None."""
+    """Return why the tiles that segment ids, ends and depths show cannot be listed, or None."""
     if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
         return f"with segment ids or kv_ends it takes at most {MOST_LISTED} pairs of tokens"
     return None
@@ -71,10 +71,10 @@ def mosaic_leaves(spec: Spec) -> str | None:
 
 
 def column_pieces(size: int) -> tuple[int, ...]:
-    """Return the widths of the column pieces that the rows of a head are stored in.
+    """Return the widths of the column pieces in which a head's rows are stored.
 
-    A piece is a power of two and at least 16 wide, so a head dimension such as 96 takes a large and
-    a small piece, (64, 32), where one piece would be a third too wide.
+    A piece is a power of two and at least 16 wide. So a head dimension such as 96 takes a large and
+    a small piece, (64, 32); one piece would be a third too wide.
     """
     whole = max(16, 1 << (size - 1).bit_length())
     half = whole // 2

@@ -1,4 +1,4 @@
-"""Say which problems the explicit SM90 kernels take, and which products of the others use wgmma.
+"""Say which problems the explicit SM90 kernels take, and which portable kernels use wgmma.
 
 A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgmma.
 """
@@ -12,9 +12,9 @@ from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import NUM_SMS
 
-# What takes terms of scores, dropout and row maxima.
+# The operations that take score terms, dropout and row maxima.
 _WITH_TERMS = frozenset({"flash_fwd", "flash_bwd"})
-# Query rows of a kv head's program in paged attention; with fewer on average, most are padding.
+# Query rows of a program in paged attention; with fewer on average, most are padding.
 LEAST_ROWS = 128
 
 
@@ -79,12 +79,11 @@ def slower(operation: str, spec: Spec, target: str | None) -> str | None:
 def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
     """Return False where a portable kernel multiplies with SM80's mma.sync on SM90 too.
 
-    Triton copies some tiles to wgmma through registers: of rows that are not aligned, and of TF32,
-    whose operands are rounded there. They share one buffer of shared memory. ptxas of CUDA
-    12.8, which Triton 3.6 has, then computes wgmma's descriptor of the second of two tiles of
-    unlike widths from an address that is not the tile's: outputs are wrong, or an access is
-    illegal. mma.sync has no descriptors, and takes operands from registers. A forward in TF32 is
-    faster with it.
+    Triton copies some tiles to wgmma through registers: tiles with unaligned rows, and TF32 tiles,
+    which are rounded there. They share one buffer of shared memory. For two tiles of different
+    widths, ptxas of CUDA 12.8, which Triton 3.6 ships, then computes the second tile's wgmma
+    descriptor from a wrong address: outputs are wrong, or an access is illegal. mma.sync has no
+    descriptors, and takes operands from registers. A TF32 forward is faster with it.
     """
     if not isinstance(spec, AttentionSpec | PagedSpec):
         return True
@@ -137,7 +136,7 @@ def _supports_backward(spec: AttentionSpec) -> str | None:
 
 
 def has_large_heads(spec: Spec) -> bool:
-    """Return True for head dimensions above 128, whose dk and dv need a kernel each."""
+    """Return True for head dimensions above 128, whose dk and dv need separate kernels."""
     return isinstance(spec, AttentionSpec) and max(spec.head_dim, spec.head_dim_v) > 128
 
 
@@ -166,7 +165,7 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
 
 
 def column_pieces(size: int) -> tuple[int, ...]:
-    """Return the widths of the column pieces that a tile of a head is stored and multiplied in.
+    """Return the widths of the column pieces in which a head's tile is stored and multiplied.
 
     A piece is a power of two and at least 16 wide. At most three pieces, with the
     fewest columns: (64, 32, 16) for 112, (128, 64) for 192, and (256,) for 240.

@@ -10,16 +10,16 @@ from twin_attention.targets.conditions import KEYS_OF_ONE_SPLIT
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import DecodeConfig, WarpDecodeConfig
 
-# Of a cascade: the most sequences of a batch, the most of them in a tile, and its most query rows.
+# A cascade's limits: sequences in a batch, sequences in a tile, and query rows in a tile.
 CASCADE_BATCH, CASCADE_MEMBERS, CASCADE_ROWS = 1024, 16, 64
-ROWS_OF_CHUNKS = 64  # the least that a program has where a sequence may have many new tokens
+ROWS_OF_CHUNKS = 64  # the fewest per program if a sequence may have many new tokens
 
 
 def decode_kernel(spec: DecodeSpec) -> str:
-    """Return whose configuration a paged decode runs with: paged_decode or paged_attention.
+    """Return which configuration a paged decode uses: paged_decode's or paged_attention's.
 
-    Only the number of tokens of all sequences is known. With more than one a sequence on average,
-    some may have very many, and small tiles would read their keys too often.
+    Only the total number of tokens is known. With more than one per sequence on average, some
+    sequences may have very many, and small tiles would read their keys too often.
     """
     has_chunks = isinstance(spec, PagedSpec) and spec.tokens > spec.batch
     return "paged_attention" if has_chunks else "paged_decode"
@@ -32,10 +32,10 @@ def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
 
 
 def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
-    """Return the decode that a cascade makes over shared pages; None where it has nothing to gain.
+    """Return the decode that a cascade runs over shared pages; None if it has nothing to gain.
 
     Each of its sequences has the tokens of a tile of sequences, a power of two of them. There are
-    as many as full tiles would be; which tiles there are is data on the device.
+    as many as there would be full tiles; which tiles there are is data on the device.
     """
     bounded = spec.window_left is not None
     if not spec.cascade or bounded or not 2 <= spec.batch <= CASCADE_BATCH:
@@ -55,7 +55,7 @@ class CascadeTiles(NamedTuple):
         num_states: splits of shared keys, a running softmax each.
         members: sequences of a full tile.
         block_kv: keys of a tile of shared keys.
-        block_keys: what a prefix has a multiple of, in keys.
+        block_keys: a prefix has a multiple of this many keys.
         block_batch: a power of two, at least the batch.
     """
 
@@ -72,9 +72,9 @@ def cascade_tiles(
     """Return the numbers of a cascade's tiles.
 
     Args:
-        tile: the problem of a tile, of `cascade_tile`.
+        tile: the problem of a tile, from `cascade_tile`.
         config: how its kernel is configured.
-        block_kv: keys of a tile of the decode over the other keys.
+        block_kv: keys per tile in the decode over the other keys.
         num_sms: of the device.
     """
     return CascadeTiles(
@@ -87,7 +87,7 @@ def cascade_tiles(
 
 
 def num_row_tiles(spec: PagedSpec, rows: int) -> int:
-    """Return the tiles of `rows` query rows that the sequences of a kv head own: at least theirs.
+    """Return an upper bound of the tiles of `rows` query rows that a kv head's sequences need.
 
     The lengths are on the device.
     """
@@ -97,8 +97,8 @@ def num_row_tiles(spec: PagedSpec, rows: int) -> int:
 def skips_masks(spec: PagedSpec) -> bool:
     """Return True if tiles of keys that all rows of a program see get no mask.
 
-    That is a second loop, which costs a program of few rows more than the masks: it waits for its
-    keys, and a loop fills its pipeline before it waits for less.
+    That takes a second loop, which costs a program with few rows more than the masks do: it waits
+    for its keys, and each loop has to fill its pipeline first.
     """
     return decode_kernel(spec) == "paged_attention"
 
@@ -114,9 +114,10 @@ def tiles_ahead(config: DecodeConfig) -> int:
 def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
     """Return how many programs per SM saturate memory bandwidth, or tensor cores.
 
-    A program of a small head dimension has fewer bytes in flight, so more programs are needed. One
-    of a larger size with many query rows is the fastest alone: two hardly fit shared memory, and on
-    an A100 they do not. More than 64 rows are those of chunks: one program has an SM's registers.
+    A program with a small head dimension has fewer bytes in flight, so more programs are needed.
+    With a larger head dimension and many query rows, one program is fastest: two hardly fit in
+    shared memory, and on an A100 they do not fit. With more than 64 rows, as for chunks, one
+    program takes all of an SM's registers.
     """
     if isinstance(config, WarpDecodeConfig):
         return config.num_programs
@@ -135,8 +136,8 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
 def choose_splits(spec: DecodeSpec, config: DecodeConfig, num_sms: int) -> int:
     """Return the number of splits: what the caller asked for, or enough to give every SM work.
 
-    It follows from shapes alone. Each split takes its share of a sequence's real length, so more
-    splits than a short sequence needs cost little. There are fewer where the capacity of the block
+    It depends only on shapes. Each split takes its share of a sequence's real length, so more
+    splits than a short sequence needs cost little. There are fewer if the capacity of the block
     table would leave some splits without a tile.
     """
     if spec.num_splits is not None:

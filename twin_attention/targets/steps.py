@@ -12,8 +12,8 @@ from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
 # Programs share a tile that takes longer than this multiple of an SM's mean work.
 MOST_OF_MEAN = 1.25
-# With as many query heads of a kv head, and head dimensions above 64, the queries that programs
-# read at a time do not fit the L2 cache, unless all tiles of keys see the same queries.
+# With this many query heads per kv head, and head dimensions above 64, the queries that programs
+# read at a time do not fit in the L2 cache, unless all tiles of keys see the same queries.
 LARGE_GROUP = 8
 
 
@@ -21,7 +21,7 @@ LARGE_GROUP = 8
 def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """Return how many tiles of keys each tile of queries visits, the last tile first.
 
-    Tiles of packed sequences count as equally long: their lengths are data on the device.
+    Packed sequences count as equally long: their lengths are data on the device.
     """
     if isinstance(spec, VarlenSpec):
         return (1,) * (spec.seq_q // block_q + spec.num_sequences + 1)
@@ -40,7 +40,7 @@ def steps_of_keys(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int
 
 
 def exchange_sides(spec: AttentionSpec) -> AttentionSpec:
-    """Return the problem in which keys see queries as queries see keys, of as many heads."""
+    """Return the problem with queries and keys exchanged, with the same number of heads."""
     window = Window(spec.window.right, spec.window.left)
     return replace(spec, seq_q=spec.seq_kv, seq_kv=spec.seq_q, window=window)
 
@@ -70,16 +70,16 @@ def splits_group(
 ) -> bool:
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 
-    They add up dk and dv then. One program for all of them takes dk and dv to memory once, but
-    where kv heads are few, most SMs would wait for those with the longest tiles. Programs with all
-    heads of a large group, which are at different heads at a time, read queries from memory again
-    and again. The sums have no rows for packed sequences.
+    If so, they add up dk and dv. One program for all query heads writes dk and dv to memory once,
+    but with few kv heads most SMs would wait for those with the longest tiles. Programs with all
+    heads of a large group are at different heads at a time, and read queries from memory again and
+    again. The sums have no rows for packed sequences.
 
     Args:
         spec: the problem of a backward that sums dq.
         block_q, block_kv: rows of a tile of q, and of k and v.
         num_sms: SMs of the card.
-        most_of_mean: what the longest tile may take, as a multiple of an SM's mean work.
+        most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
     """
     if isinstance(spec, VarlenSpec) or spec.group_size == 1:
         return False
@@ -91,7 +91,7 @@ def splits_group(
 
 
 def is_uneven(spec: AttentionSpec) -> bool:
-    """Return True where some tiles of keys are seen by other queries than others."""
+    """Return True if not all tiles of keys are seen by the same queries."""
     return spec.window != Window()
 
 

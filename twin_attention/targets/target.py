@@ -1,17 +1,16 @@
 """The code that a GPU runs: its own generation's, or SM80 code on a Hopper card.
 
-A Hopper card can run SM80 (Ampere) kernels, so that they can be tested and timed where no
-Ampere card is at hand. Set the environment variable ``TWIN_ATTENTION_TARGET=sm80`` before this
-module is imported, or::
+A Hopper card can run SM80 (Ampere) kernels, so they can be tested and timed without an Ampere card.
+Set the environment variable ``TWIN_ATTENTION_TARGET=sm80`` before this module is imported, or::
 
     from twin_attention.targets.target import use_target
 
     with use_target("sm80"):
         out = torch_attn.flash_attention(q, k, v)
 
-A result made so is SM80 code on that card, never an A100's. The switch is process-wide, so
-that autograd's worker threads see it; JAX reads it while tracing, so that a jitted function
-keeps the target under which it was traced.
+Such a result is that of SM80 code on that card, never an A100's. The switch is process-wide, so
+that autograd's worker threads see it; JAX reads it while tracing, so that a jitted function keeps
+the target under which it was traced.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.options import check_choice
 
 TARGETS = ("sm80", "sm90")
-# Bytes of shared memory a block: an A100's, and an H100's or H200's.
+# Bytes of shared memory per block: an A100's, and an H100's or H200's.
 SHARED_MEMORY_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024}
 SHARED_MEMORY_OF_SMALLER_CARDS = 99 * 1024  # compute capability 8.6, 8.9 and 12.0
 NUM_SMS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
@@ -48,7 +47,7 @@ def requested_target() -> str | None:
 
 @contextmanager
 def use_target(target: str | None) -> Iterator[None]:
-    """Run the code of `target` ("sm80" or "sm90") inside the block; None leaves things as they are.
+    """Run the code of `target` ("sm80" or "sm90") inside the block; None changes nothing.
 
     Raises:
         ValueError: no such target.

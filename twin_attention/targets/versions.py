@@ -1,4 +1,4 @@
-"""Which of the installed packages are newer than private names were checked with."""
+"""Which installed packages are newer than the versions that private names were checked with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def newer_versions(tested: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return which packages are newer than the newest that were tested, or None.
+    """Return which packages are newer than the newest tested versions, or None.
 
     Args:
         tested: the first two numbers of a version, by the package's name.

@@ -4,12 +4,12 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def if_traced(num_rows):
-    """Return a number of rows as the scalars that a function of MLIR takes: a traced one alone."""
+    """Return a number of rows as scalar arguments of an MLIR function, none unless it is traced."""
     return () if num_rows is None or isinstance(num_rows, int) else (num_rows,)
 
 
 def as_scalar(num_rows):
-    """Return a number, or the scalar of a traced one, in MLIR."""
+    """Return a number, or the scalar of a traced one, as an MLIR value."""
     if isinstance(num_rows, int):
         return mgpu.c(num_rows, ir.IntegerType.get_signless(32))
     return num_rows.registers.item()
@@ -21,7 +21,7 @@ def pointer_to(array, *indices):
 
 
 def linear_index(indices, strides):
-    """Return Σ index · stride; the strides are numbers."""
+    """Return Σ index · stride; the strides are Python ints."""
     total = None
     for index, stride in zip(indices, strides, strict=True):
         product = arith.muli(index, mgpu.c(stride, index.type))
@@ -30,7 +30,7 @@ def linear_index(indices, strides):
 
 
 def pointer_at(array, indices):
-    """Return the address, in 64 bits, at some (axis, index) of an array; the others are 0."""
+    """Return the 64-bit address at some (axis, index) of an array; other indices are 0."""
     i64 = ir.IntegerType.get_signless(64)
     array_type = ir.MemRefType(array.type)
     strides, _ = array_type.get_strides_and_offset()
@@ -39,6 +39,6 @@ def pointer_at(array, indices):
     )
     pointer = llvm.addrspacecast(llvm.PointerType.get(1), mgpu_utils.memref_ptr(array))
     element = array_type.element_type
-    if mgpu.bitwidth(element) == 8:  # LLVM has no such floats
+    if mgpu.bitwidth(element) == 8:  # LLVM has no 8-bit floats
         element = ir.IntegerType.get_signless(8)
     return mgpu_utils.getelementptr(pointer, [offset], element)

@@ -1,4 +1,4 @@
-"""Arrays whose memory a kernel's outputs take."""
+"""Arrays whose memory a kernel's outputs reuse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from jax import Array
 
 
 def zeros_of_batch(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Callable[..., Array]:
-    """Return a function that gives zeros; under `vmap` a batch of them, not one for all."""
+    """Return a function that returns zeros; under `vmap`, zeros for each element of the batch."""
 
     @jax.custom_batching.custom_vmap
     def zeros(*_):

@@ -1,7 +1,7 @@
 """Barriers of a warpgroup, of a program, and between warpgroups.
 
 Barrier 0 is the compiler's, 1 + w that of warpgroup w; the next ones are free. These can go when
-plgpu has barriers of a warpgroup, and of all warpgroups, on SM80, and named ones.
+plgpu has named barriers, and barriers of one and of all warpgroups on SM80.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
 
 
 def synchronize(text: str, operands: Sequence[Any] = ()) -> None:
-    """Issue an instruction that no access to memory may pass: PTX with 32-bit operands.
+    """Issue an instruction that no memory access may cross: PTX with 32-bit operands.
 
-    Without the clobber LLVM sinks a load below the instruction, to the branch where it is used, and
-    what it loads may have been overwritten by then.
+    Without the clobber LLVM sinks a load below the instruction, into the branch that uses it, and
+    the data may have been overwritten by then.
     """
     constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
     void = ir.Type.parse("!llvm.void")
@@ -34,15 +34,15 @@ def synchronize_warpgroup() -> None:
 
 @plgpu.inline_mgpu()
 def warpgroup_barrier(_):
-    """Wait for the other threads of this warpgroup; their stores to shared memory are seen then."""
+    """Wait for this warpgroup's threads; their stores to shared memory are then visible."""
     synchronize_warpgroup()
 
 
 def program_barrier(warpgroups: int) -> None:
     """Wait for the other threads of this program.
 
-    Barrier 0 is the compiler's, 1 + w that of warpgroup w, and the next one this one's. Two thread
-    counts on one barrier are an illegal instruction.
+    Barrier 0 is the compiler's, 1 + w that of warpgroup w, and the next one this one's. Two
+    different thread counts on one barrier are an illegal instruction.
     """
     if warpgroups == 1:
         warpgroup_barrier()
@@ -56,7 +56,7 @@ def program_barrier(warpgroups: int) -> None:
 
 
 def take_turn(warpgroup: int, warpgroups: int) -> None:
-    """Wait until the warpgroup before passed the turn."""
+    """Wait until the previous warpgroup has passed the turn."""
     named_barrier("sync", warpgroups + 2 + warpgroup, 256)
 
 
@@ -66,7 +66,7 @@ def pass_turn(warpgroup: int, warpgroups: int) -> None:
 
 
 def named_barrier(operation: str, number: Any, threads: int) -> None:
-    """Arrive at a named barrier of `threads` threads, and with "sync", not "arrive", wait there."""
+    """Arrive at a named barrier of `threads` threads; with "sync", not "arrive", wait there too."""
     text = f"bar.{operation} $0, {threads};"
 
     @plgpu.inline_mgpu(arg_types=(SCALAR,))
@@ -77,7 +77,7 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
 
 
 def exchange_barrier(warpgroups: int) -> None:
-    """Wait for the other consumer warpgroups; what they stored to shared memory is seen then."""
+    """Wait for the other consumer warpgroups; their stores to shared memory are then visible."""
     named_barrier("sync", 2 * warpgroups + 2, 128 * warpgroups)
 
 

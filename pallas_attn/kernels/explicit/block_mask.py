@@ -1,7 +1,7 @@
-"""Block masks: as `pallas_attn.kernels.library.block_mask`, of scalars.
+"""Block masks: as `pallas_attn.kernels.library.block_mask`, with scalars.
 
-The producer and the consumers walk the same list, each for itself. A binary search finds the tiles
-that the window leaves: it takes no layout, and no warp waits for another.
+The producer and the consumers each walk the same list. A binary search finds the tiles that the
+window leaves: it needs no layout, and no warp waits for another.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,9 @@ class List(NamedTuple):
     """A list of tiles.
 
     Attributes:
-        tiles_ref, place: where it is.
-        count: how many it has.
-        rows: of each.
+        tiles_ref, place: the array, and where the list begins in it.
+        count: how many tiles it has.
+        rows: rows of a tile.
     """
 
     tiles_ref: Any
@@ -40,13 +40,13 @@ def find_list(lists, batch, head, tile, rows):
 
 
 def kept_tiles(kept, visible, window, block):
-    """Narrow what `visible_tiles` returned to the tiles of a list: as the library's `kept_tiles`.
+    """Narrow the result of `visible_tiles` to the tiles of a list, as the library's `kept_tiles`.
 
     Args:
         kept: the list.
         visible: the tiles that the window leaves.
         window: see `twin_attention.contract.spec.Window`.
-        block: keys of a kernel's tile, which divide those of the list.
+        block: keys of a kernel's tile, a divisor of those of the list's tiles.
     """
     begin, before, full, after = visible
     tile, count, width = kept.rows, kept.count, kept.tiles_ref.shape[3]
@@ -83,7 +83,7 @@ def kept_tiles(kept, visible, window, block):
 
 
 def kept_row(kept, row, size_other):
-    """Return the row of the other axis that is `row` of the listed tiles, and the axis' end.
+    """Return the other axis' row for row `row` of the listed tiles, and the axis' end.
 
     The row is within the axis. For the one step of an empty list the end is 0, which hides all.
     """

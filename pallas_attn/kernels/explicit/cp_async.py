@@ -1,8 +1,8 @@
-"""Tiles in shared memory that cp.async fills, and what is stored from them.
+"""Tiles in shared memory that cp.async fills, and stores from them.
 
 A tile holds rows of one head, its columns padded with zeros to a multiple of 16. It is stored in
-blocks of 8 rows and at most 64 columns, whose 16-byte units are permuted with the row's number, so
-that cp.async writes and ldmatrix reads eight rows without a bank conflict.
+blocks of 8 rows and at most 64 columns. The 16-byte units of a row are swizzled by the row's
+number, so that cp.async writes and ldmatrix reads eight rows without a bank conflict.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Head(NamedTuple):
     Attributes:
         matrix: reference, [B, S, H, D].
         batch, head: which one.
-        num_rows: those from this one on do not exist.
+        num_rows: rows from this one on do not exist.
     """
 
     matrix: object
@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 def fills_tiles(num_rows, block: int) -> bool:
-    """Return True where the last tile has all of its rows; the rows of a sequence are not known."""
+    """Return True if the last tile is known to have all rows; lengths of sequences are unknown."""
     return isinstance(num_rows, int) and num_rows % block == 0
 
 
@@ -47,9 +47,9 @@ def block_columns(size: int) -> int:
 
 
 def tile_transforms(size: int, block: int | None = None):
-    """Return how a tile of 16-bit rows of `size` elements lies in shared memory.
+    """Return the layout in shared memory of a tile of 16-bit rows of `size` elements.
 
-    block: the columns of its blocks, `block_columns(size)` if None. Reads begin at blocks.
+    block: the columns of its blocks, `block_columns(size)` if None. Reads begin at a block.
     """
     columns = block or block_columns(size)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
@@ -83,7 +83,7 @@ def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=F
 def wait(pending, warpgroups=1):
     """Wait for all but the last `pending` groups of copies, and for all threads of the program.
 
-    `plgpu.wait_gmem_to_smem` has a barrier of its own for each warpgroup.
+    `plgpu.wait_gmem_to_smem` uses a separate barrier for each warpgroup.
     """
 
     @plgpu.inline_mgpu()
@@ -103,8 +103,8 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
         tile: [rows, width] in shared memory, width at least D; its columns from D on become 0.
         transforms: the tile's.
         batch, head, start: int32 scalars.
-        num_rows: rows from this one on become 0, a number or an int32 scalar; None where all of the
-            tile's rows exist.
+        num_rows: rows from this one on become 0, a Python int or an int32 scalar; None if all rows
+            of the tile exist.
     """
     scalars = batch, head, start, *if_traced(num_rows)
 
@@ -128,7 +128,7 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
 
 @plgpu.inline_mgpu()
 def commit(_):
-    """Close the group of copies that `wait_gmem_to_smem` counts."""
+    """Close a group of copies, as `wait_gmem_to_smem` counts them."""
     nvvm.cp_async_commit_group()
 
 
@@ -156,10 +156,10 @@ def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
 
 
 def _units(matrix, tile, transforms, batch, head, start, num_rows):
-    """Yield what each transfer of this thread is.
+    """Yield each transfer of this thread.
 
-    That is (exists, pointer to global memory, pointer to shared memory, bytes); exists is None
-    where it always does.
+    A transfer is (exists, pointer to global memory, pointer to shared memory, bytes); exists is
+    None where it always does.
     """
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     swizzle = transforms[1].swizzle
@@ -185,7 +185,7 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
         arith.muli(arith.extui(i64, row), mgpu.c(stride, i64)), arith.extui(i64, column)
     )
     base = mgpu_utils.getelementptr(pointer_to(matrix, batch, start, head), [offset], element)
-    # Rows from this thread's first on that exist.
+    # How many rows exist from this thread's first on.
     left = None
     if num_rows is not None:
         left = arith.subi(arith.subi(as_scalar(num_rows), start.registers.item()), row)

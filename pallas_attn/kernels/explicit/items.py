@@ -1,7 +1,7 @@
 """Packed sequences: programs take tiles from a counter in global memory, so that they end together.
 
-Lengths of sequences are data on the device: the host cannot deal tiles out. A program's producer
-takes an item, finds the sequence of its tile, and hands its place to the other warps.
+Lengths of sequences are data on the device, so the host cannot deal out the tiles. A program's
+producer takes an item, finds the sequence of its tile, and hands its place to the other warps.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
-# Heads of packed sequences that share the L2 cache at a time, at most.
+# How many heads of packed sequences share the L2 cache at a time, at most.
 PACKED_HEADS = 8
 
 
@@ -28,7 +28,7 @@ class Items(NamedTuple):
     Attributes:
         cu_seqlens_ref, cu_seqlens_other_ref: offsets of the tiles' axis and of the other one.
         num_rows, num_rows_other: lengths of the axes.
-        heads: how many.
+        heads: how many there are.
         block: rows of a tile.
         last_first: the last tile of a sequence is its longest.
     """
@@ -47,9 +47,9 @@ class Place(NamedTuple):
 
     Attributes:
         head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
-        start, end: its first row, and the end of its sequence's.
+        start, end: its first row, and the end of its sequence's rows.
         first_other, size_other: the sequence's first row on the other axis, and how many it has.
-        sequence: the one that owns the tile.
+        sequence: the sequence that owns the tile.
     """
 
     head: Any
@@ -62,12 +62,13 @@ class Place(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """The tiles that a program works on.
+    """The tiles of a program.
 
     Attributes:
         program: its number.
-        schedule: those of each program, see `make_schedule`; None for packed sequences.
-        counter, items, hand_over: where the next tile of packed sequences comes from, and goes.
+        schedule: each program's tiles, see `make_schedule`; None for packed sequences.
+        counter, items, hand_over: for packed sequences: where the next tile comes from, the tiles,
+            and where its place goes.
     """
 
     program: Any
@@ -77,9 +78,9 @@ class Queue(NamedTuple):
     hand_over: Any
 
     def give(self, body):
-        """Call body(item, steps before) for each tile: in the producer, which takes them.
+        """Call body(item, steps before) for each tile, in the producer, which takes them.
 
-        body returns its steps and those before. Returns all steps.
+        body returns its steps plus those before. Returns all steps.
         """
         return self._for_each(body, lambda: next_item(self.counter, self.items, self.hand_over))
 
@@ -94,7 +95,7 @@ class Queue(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """A place in shared memory, and barriers for when it is there, and read."""
+    """A place in shared memory, with mbarriers for when it is there, and when it is read."""
 
     place: Any
     written: Any
@@ -107,7 +108,7 @@ def item_counter() -> jax.ShapeDtypeStruct:
 
 
 def allocate_hand_over(readers: int) -> HandOver:
-    """Return the types of what a program has in shared memory for a place.
+    """Return the types of the shared memory that hands over a place.
 
     readers: warpgroups and warps that read it; each arrives at `read` before its first item.
     """
@@ -116,7 +117,7 @@ def allocate_hand_over(readers: int) -> HandOver:
 
 
 def next_item(counter_ref, items: Items, hand_over: HandOver) -> Place:
-    """Take the next tile that has rows, and hand it over: in the producer's warp."""
+    """Take the next tile that has rows, and hand it over; runs in the producer warp."""
     place = lax.while_loop(
         lambda place: (place.head >= 0) & (place.start == place.end),
         lambda _: take_place(counter_ref, items),
@@ -130,7 +131,7 @@ def next_item(counter_ref, items: Items, hand_over: HandOver) -> Place:
 
 
 def own_item(hand_over: HandOver) -> Place:
-    """Return what `next_item` gave the producer: in the other warps."""
+    """Return what `next_item` gave the producer; runs in the other warps."""
     plgpu.barrier_wait(hand_over.written)
     place = Place(*(hand_over.place[i] for i in range(len(Place._fields))))
     plgpu.barrier_arrive(hand_over.read)
@@ -138,7 +139,7 @@ def own_item(hand_over: HandOver) -> Place:
 
 
 def for_each_place(next_place, body):
-    """Call body(place, steps before), which returns its steps and those before, for all places.
+    """Call body(place, steps before) for all places; it returns its steps plus those before.
 
     next_place: returns a `Place`. Returns all steps.
     """
@@ -158,7 +159,7 @@ def take_place(counter_ref, items):
     num_sequences = items.cu_seqlens_ref.shape[0] - 1
     num_tiles = count_sequence_tiles(items.num_rows, num_sequences, items.block)
     item = take_item(counter_ref)
-    # There may be none left: then the rows are those of the last one.
+    # There may be no item left: then the rows are those of the last item.
     exists = item < num_tiles * items.heads
     item = jnp.minimum(item, num_tiles * items.heads - 1)
     head, tile = head_and_tile(item, items.heads, num_tiles)
@@ -173,7 +174,7 @@ def take_place(counter_ref, items):
 # Can go when plgpu has atomic operations.
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
 def take_item(_, counter):
-    """Return how many items all programs have taken so far, and take one: in one warp."""
+    """Return how many items all programs have taken so far, and take one; runs in one warp."""
     i32 = ir.IntegerType.get_signless(32)
     lane = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
     text = (
@@ -194,8 +195,8 @@ def take_item(_, counter):
 def head_and_tile(item: Any, heads: int, num_tiles: int) -> tuple[Any, Any]:
     """Return the head of an item of packed sequences, and which of the head's tiles it is.
 
-    Items are in order of at most PACKED_HEADS heads at a time, of these the first tile of each head
-    first.
+    Items are in order of at most PACKED_HEADS heads at a time; among these, the first tile of each
+    head comes first.
     """
     together = -(-heads // -(-heads // PACKED_HEADS))
     first = item // (together * num_tiles) * together

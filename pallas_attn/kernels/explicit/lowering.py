@@ -1,4 +1,4 @@
-"""Lower a kernel for SM80 on any device, and let its outputs take the memory of inputs.
+"""Lower a kernel for SM80 on any device, and let its outputs reuse the memory of inputs.
 
 It can go when a kernel can name its architecture, and `plgpu.kernel` has aliases.
 """
@@ -22,10 +22,10 @@ _arch_of_device = mgpu_utils._infer_arch
 
 @dataclass(frozen=True, kw_only=True)
 class AliasingParams(plgpu.CompilerParams):
-    """Compiler parameters of a kernel whose outputs may take the memory of inputs.
+    """Compiler parameters of a kernel whose outputs may reuse the memory of inputs.
 
     Attributes:
-        num_aliased: the last inputs, whose memory the last outputs take.
+        num_aliased: how many of the last inputs give their memory to the last outputs.
     """
 
     num_aliased: int = 0
@@ -33,7 +33,7 @@ class AliasingParams(plgpu.CompilerParams):
 
 @dataclass(frozen=True, kw_only=True)
 class SM80Params(AliasingParams):
-    """Compiler parameters of a kernel that is lowered for SM80, whatever the device is."""
+    """Compiler parameters of a kernel that is lowered for SM80 on any device."""
 
 
 def compiler_params(kind: type[AliasingParams], num_aliased: int = 0) -> AliasingParams:

@@ -1,4 +1,4 @@
-"""Products of mma.sync, of tiles in shared memory and in registers."""
+"""Products of mma.sync, from tiles in shared memory and in registers."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +10,13 @@ from pallas_attn.kernels.explicit.cp_async import block_columns, padded_columns
 from pallas_attn.kernels.explicit.registers import Layout
 from pallas_attn.private import mgpu
 
-CHUNK = 16  # rows of v that a product takes at a time: more of them take registers from the sums
+CHUNK = 16  # rows of v that a product takes at a time: more would take the sums' registers
 
 
 def zeros(rows, columns, dtype, m_warps=4):
-    """Return a sum of products of `dtype` operands that is 0.
+    """Return an accumulator of products of `dtype` operands that is 0.
 
-    m_warps: of a warpgroup's warps, those with rows of their own; the others share their rows.
+    m_warps: how many of a warpgroup's warps have rows of their own; the others share these rows.
     """
     zero = jnp.zeros((rows, columns), jnp.float32)
     return plgpu.layout_cast(zero, plgpu.Layout.MMA_ACC(dtype, m_warps=m_warps))
@@ -33,7 +33,7 @@ def load_right(tile, m_warps=4):
 
 
 def product_scores(a, b, size, m_warps=4):
-    """Compute a · bᵀ from shared memory, `block_columns(size)` columns at a time; see `zeros`.
+    """Return a · bᵀ from shared memory, `block_columns(size)` columns at a time; see `zeros`.
 
     `a` may be in registers, as a left operand of all of the columns.
     """
@@ -48,7 +48,7 @@ def product_scores(a, b, size, m_warps=4):
 
 
 def add_product(acc, p, b):
-    """Compute acc + p · b, p in registers, as a sum is, and b in shared memory."""
+    """Return acc + p · b, with p in registers as an accumulator, and b in shared memory."""
     p = p.astype(b.dtype)
     for start in range(0, b.shape[0], CHUNK):
         left = as_left_operand(p[:, start : start + CHUNK])
@@ -57,7 +57,7 @@ def add_product(acc, p, b):
 
 
 def add_product_shared(acc, a, b):
-    """Compute acc + a · b from shared memory, a in blocks of CHUNK; two warps share rows of acc."""
+    """Return acc + a · b from shared memory, a in blocks of CHUNK; two warps share rows of acc."""
     return add_chunks(acc, (load_left(x, 2) for x in chunks(a)), b)
 
 
@@ -67,7 +67,7 @@ def chunks(a):
 
 
 def add_chunks(acc, left, b):
-    """Compute acc + a · b, `left` the `chunks` of a as left operands and b in shared memory."""
+    """Return acc + a · b, where `left` is the `chunks` of a in registers; b is in shared memory."""
     for i, chunk in enumerate(left):
         acc = plgpu.mma(acc, chunk, load_right(b.at[pl.ds(i * CHUNK, CHUNK)], 2))
     return acc
@@ -75,9 +75,9 @@ def add_chunks(acc, left, b):
 
 # Can go when `layout_cast` takes MMA_ACC to MMA_LHS.
 def as_left_operand(p):
-    """Return p [rows, k], in the layout of a sum, in that of a left operand.
+    """Convert p [rows, k] from the layout of an accumulator to that of a left operand.
 
-    A thread holds the same elements in both, so that no instruction is needed.
+    A thread holds the same elements in both, so no instruction is needed.
     """
     dtype = p.dtype
     left = Layout.MMA_LHS(dtype)

@@ -37,16 +37,16 @@ def launch(
     Args:
         name: the kernel's name in the configuration tables.
         kernel: the function over references to the operands, the outputs and the tiles.
-        programs: how many to launch, from the configuration. Its warps, 4 or a multiple, make
+        programs: how many to launch, from the configuration. Its warps, a multiple of 4, form
             warpgroups of four.
-        operands: inputs, which may be tuples of them; for None, here and below, the kernel gets
-            None.
+        operands: inputs, which may be tuples; for None, here and below, the kernel gets None.
         out_shape: the outputs.
-        tiles: what a program has in shared memory, from the configuration.
+        tiles: a program's shared memory, from the configuration.
         spec: the problem, which chooses the configuration.
         backend: the target to compile for.
-        problem: the kernel's keyword arguments but the configuration; None for flash attention's.
-        aliased: arrays whose memory the last outputs take.
+        problem: the kernel's keyword arguments except the configuration; None for those of flash
+            attention.
+        aliased: arrays whose memory the last outputs reuse.
 
     Returns:
         The outputs.
@@ -106,7 +106,7 @@ def fitting_config(
 
 
 def _size(tile: Any) -> int:
-    """Return the bytes of a tile, or of the largest that shares memory with it."""
+    """Return the bytes of a tile, or of the largest tile in its memory."""
     if isinstance(tile, plgpu.RefUnion):
         return max(map(_size, tile.refs))
     return math.prod(tile.shape) * jnp.dtype(tile.dtype).itemsize

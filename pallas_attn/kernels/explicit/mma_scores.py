@@ -1,4 +1,4 @@
-"""Scores: the way from a product of mma.sync to what the softmax takes."""
+"""Scores: from a product of mma.sync to the input of the softmax."""
 
 import functools
 
@@ -13,16 +13,16 @@ from twin_attention.targets.tanh import LIMIT, P, Q
 
 
 def visible_scores(s, position, key, end, rule, window, masked, layout):
-    """Compute scores from q · kᵀ: scaled where the exponent cannot do it, capped and masked.
+    """Compute scores from q · kᵀ: scaled unless the exponent scales, capped and masked.
 
     Args:
         s: products, in `layout`.
-        position, key: as `s`; the key position of each query, and each key.
+        position, key: in the shape of `s`; the key position of each query, and each key.
         end, rule, window, masked: see
             `pallas_attn.kernels.library.scores.visible_scores`.
 
     Returns:
-        (s, dcap): the scores; and the derivative of the cap, 1 without one.
+        (s, dcap): the scores; and the derivative of the cap, or 1.
     """
     if rule.scale_first:
         s = s * rule.scale

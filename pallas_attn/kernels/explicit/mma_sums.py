@@ -14,15 +14,15 @@ PRODUCT = Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2)
 def add_to_sums(x, sums, batch, head, start, first_column=0):
     """Add rows start .. of a product, two warps sharing rows, to float32 sums of one head.
 
-    The sums lie in blocks of 16 rows and 8 columns, a block in the order in which a product's
-    registers hold it (row half, column parity, 8 rows, 4 column pairs), so that the lanes of a warp
-    add to 32 neighbours.
+    The sums are stored in blocks of 16 rows and 8 columns. A block has the order in which a
+    product's registers hold it (row half, column parity, 8 rows, 4 column pairs), so that the lanes
+    of a warp add to 32 neighbours.
 
     Args:
         x: [rows, some columns] float32.
         sums: [B, H, S, columns] in global memory.
         batch, head, start: int32 scalars; start is a multiple of 16.
-        first_column: of those of x, a multiple of 16.
+        first_column: where the columns of x begin, a multiple of 16.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT, *[SCALAR] * 3))
@@ -66,9 +66,9 @@ def read_sums(sums, batch, head, start, shape):
 
 
 def _places(sums, shape, batch, head, first, first_column):
-    """Return where a thread's first number lies, and how far from there the pairs of registers do.
+    """Return where a thread's first number is, and the distances from there to its register pairs.
 
-    The second number of a pair lies 32 behind the first.
+    The second number of a pair is 32 after the first.
     """
     columns = ir.MemRefType(sums.type).shape[3]
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()

@@ -1,7 +1,7 @@
-"""The passes over rows before and behind the kernels of a backward, of SM80 and of SM90.
+"""The passes over rows before and after the kernels of a backward, for SM80 and SM90.
 
-They are the preprocess and the postprocess of FlashAttention-2: the first computes delta (Dao 2023,
-algorithm 2) and clears the float32 sums of dq, and the second makes gradients of sums.
+They are the preprocess and the postprocess of FlashAttention-2. The first computes delta (Dao 2023,
+algorithm 2) and clears the float32 sums of dq; the second turns sums into gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pallas_attn.kernels.library.softmax import lse_in_base_2
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
-ROWS = 64  # of a program, which is one warpgroup
+ROWS = 64  # rows of a program, which is one warpgroup
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
@@ -46,8 +46,8 @@ class Sums(NamedTuple):
     """Describe how a family adds up gradients.
 
     Attributes:
-        params: parameters of its kernels for the compiler.
-        columns: returns the columns that sums have, from those of a gradient.
+        params: compiler parameters of its kernels.
+        columns: returns the columns of the sums from those of a gradient.
         read: reads rows of sums in the order in which the family's kernels added them.
     """
 
@@ -60,11 +60,11 @@ class Rows(NamedTuple):
     """Locate the rows of a program.
 
     Attributes:
-        batch, head: whose they are.
-        padded: the first of them in lse2, delta and sums, in which each sequence begins a tile of
+        batch, head: where the rows are.
+        padded: the first row in lse2, delta and the sums, where each sequence begins a tile of
             ROW_PADDING rows.
-        start, end: the first of them in q, and where its sequence ends.
-        is_token: the sequence is no padding.
+        start, end: the first row in q, and where its sequence ends.
+        is_token: the sequence is not padding.
     """
 
     batch: Any
@@ -76,19 +76,19 @@ class Rows(NamedTuple):
 
 
 def locate_rows(cu_seqlens_ref, num_rows, heads):
-    """Return the rows of this program. Heads of the same rows come one after the other.
+    """Return the rows of this program. The heads of the same rows follow each other.
 
     Args:
         cu_seqlens_ref: [N + 1] offsets of packed sequences, or None.
-        num_rows: of the sequences' axis.
-        heads: how many.
+        num_rows: length of the sequences' axis.
+        heads: how many there are.
     """
     program = lax.axis_index("program")
     head, tile = program % heads, program // heads
     num_tiles = count_tiles(cu_seqlens_ref, num_rows)
     batch, tile = tile // num_tiles, tile % num_tiles
     padded = tile * ROWS
-    # With the same rows for the other axis, that of padding is empty.
+    # With the same rows as the other axis, the sequence of padding is empty.
     _sequence, _first, start, end, _first_other, size = locate_tile(
         cu_seqlens_ref, cu_seqlens_ref, padded // ROW_PADDING, num_rows, num_rows, ROW_PADDING
     )
@@ -106,10 +106,10 @@ def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq
     """One program prepares ROWS rows of a head for the kernels that compute gradients.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
-    or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw no
-    key, and dout in padding. Operands: `Sources`; lse2 and delta [B, Hq, rows] float32, rows as in
-    `Rows`; dq_sum [B, Hq, rows, columns] float32, which becomes 0, or None. Grid: (rows · batch ·
-    heads). Packed sequences: cu_seqlens [N + 1], or None.
+    or does not exist, so that ``exp2(s - lse2)`` is 0 there. In a row that saw no key dlse counts
+    as 0; in padding dout does. Operands: `Sources`; lse2 and delta [B, Hq, rows] float32, rows as
+    in `Rows`; dq_sum [B, Hq, rows, columns] float32, which becomes 0, or None. Grid: (rows · batch
+    · heads). Packed sequences: cu_seqlens [N + 1], or None.
     """
     seq, heads = sources.dout.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
@@ -145,7 +145,7 @@ def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq
 
 
 def clear_sums(sums, batch, head, start):
-    """Set ROWS rows of float32 sums of one head to 0; they lie one after the other."""
+    """Set ROWS rows of float32 sums of one head to 0; the rows are contiguous."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 3))
     def clear(_, sums, batch, head, start):
@@ -164,8 +164,8 @@ def clear_sums(sums, batch, head, start):
 def flash_bwd_postprocess_kernel(sums_ref, cu_seqlens_ref, gradient_ref, tile, *, read, scale):
     """One program scales ROWS rows of a head's float32 sums, and stores them as a gradient.
 
-    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D]; in shared
-    memory a tile of its rows. Grid and cu_seqlens as in `flash_bwd_preprocess_kernel`.
+    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D]. Shared
+    memory holds a tile of its rows. Grid and cu_seqlens as in `flash_bwd_preprocess_kernel`.
     """
     seq, heads = gradient_ref.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
@@ -187,7 +187,7 @@ def flash_bwd_postprocess_kernel(sums_ref, cu_seqlens_ref, gradient_ref, tile, *
 def preprocess(
     rows: Sources, cu_seqlens: Array | None, sums: Sums, has_sums: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Call `flash_bwd_preprocess_kernel`; returns lse2, delta, and the sums of dq or None."""
+    """Call `flash_bwd_preprocess_kernel`; return lse2, delta, and the sums of dq or None."""
     batch, seq, heads, _ = rows.dout.shape
     num_tiles = count_tiles(cu_seqlens, seq)
     shape = batch, heads, num_tiles * ROWS
@@ -210,7 +210,7 @@ def postprocess(
     scale: float = 1.0,
     cu_seqlens: Array | None = None,
 ) -> Array:
-    """Call `flash_bwd_postprocess_kernel`; returns the gradient of an operand `like`."""
+    """Call `flash_bwd_postprocess_kernel`; return the gradient of an operand `like`."""
     batch, seq, heads, head_dim = like.shape
     num_tiles = count_tiles(cu_seqlens, seq)
     (gradient,) = _launch(
@@ -226,7 +226,7 @@ def postprocess(
 
 
 def _launch(name, kernel, programs, operands, outputs, tile, params):
-    """Call a kernel of one warpgroup a program, with a tile in shared memory or None."""
+    """Call a kernel with one warpgroup a program, and a tile in shared memory or None."""
     inputs, places = jax.tree.flatten(operands)
 
     def body(*refs):

@@ -1,4 +1,4 @@
-"""Divide a program's work: what each warpgroup does, tile after tile."""
+"""Divide a program's work: the role of each warpgroup, tile after tile."""
 
 import functools
 
@@ -7,15 +7,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
+# Registers a thread has in a consumer and in the producer, by the number of consumer warpgroups.
 REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 
 
 def run_warpgroups(warpgroups, consume, *parts, alike=False):
     """Run consume(w) in each consumer warpgroup, and each of `parts` in a warp of the last one.
 
-    alike: the consumers have one code, which gets w as a value; else each has its own, which gets a
-        number.
+    alike: all consumers share one code, which gets w as a traced value; otherwise each has its own,
+        which gets a Python int.
     """
     warpgroup = lax.axis_index("warpgroup")
     for_consumer, for_producer = REGISTERS[warpgroups]
@@ -41,9 +41,9 @@ def run_warpgroups(warpgroups, consume, *parts, alike=False):
 
 
 def for_each_tile(schedule_ref, program, body):
-    """Call body(tile, steps before) for each tile of this program; return how many steps it has.
+    """Call body(tile, steps before) for each tile of this program; return its number of steps.
 
-    body returns its steps and those before.
+    body returns its steps plus those before.
     """
 
     def visit(i, step):

@@ -1,4 +1,4 @@
-"""Numbers and tiles in registers: their layouts, and what a thread holds of them.
+"""Numbers and tiles in registers: their layouts, and what each thread holds of them.
 
 Numbers may differ among threads, though JAX takes them for scalars.
 """
@@ -96,14 +96,14 @@ def place_of(row, total, group_size, head):
 
 
 def of_registers(like, registers):
-    """Return an array of floats of other registers in the layout and shape of an array."""
+    """Return other float registers as an array of the layout and shape of `like`."""
     shaped = np.empty(like.registers.shape, object)
     shaped.flat = registers
     return mgpu.FragmentedArray(_registers=shaped, _layout=like.layout, _is_signed=None)
 
 
 def scalar(register):
-    """Return the one number of a register."""
+    """Return the single number in a register."""
     if isinstance(register.type, ir.VectorType):
         return llvm.extractelement(register, mgpu.c(0, ir.IntegerType.get_signless(32)))
     return register
@@ -129,10 +129,10 @@ def iota(shape, axis, layout):
 
 
 def as_rows(x, like):
-    """Return x [rows] as an array of the shape [rows, n] of `like`."""
+    """Broadcast x [rows] to the shape [rows, n] of `like`."""
     return lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def as_columns(x, like, layout):
-    """Return x [n] as an array of the shape [rows, n] of `like`, which is in `layout`."""
+    """Broadcast x [n] to the shape [rows, n] of `like`, which is in `layout`."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [1]), layout)

@@ -1,6 +1,6 @@
-"""Rows in global memory, of which some may not exist.
+"""Rows in global memory, some of which may not exist.
 
-Loads and stores by hand can go when plgpu's take a mask.
+The loads and stores here can go when plgpu's take a mask.
 """
 
 import functools
@@ -22,17 +22,17 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, vector
 
 
 def load_vector(ref, layout):
-    """Load numbers of rows or of columns from global memory."""
+    """Load numbers of rows or columns from global memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def load_row_values(vector, batch, head, start, num_rows, other):
-    """Load a number of each row of a product; for rows from `num_rows` on it is `other`.
+    """Load one number for each row of a product; rows from `num_rows` on give `other`.
 
     Args:
         vector: [B, H, S] float32 in global memory.
         batch, head, start: int32 scalars.
-        num_rows: a number or an int32 scalar; None where all of the rows exist. One of them does.
+        num_rows: a Python int or an int32 scalar; None if all rows exist. At least one exists.
         other: a number.
 
     Returns:
@@ -56,7 +56,7 @@ def load_row_values(vector, batch, head, start, num_rows, other):
                 return llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
             left = arith.subi(as_scalar(end), start.registers.item())
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
-            # Rows that do not exist read the last one, which does.
+            # Rows that do not exist read the last row, which exists.
             row = arith.minsi(row, arith.subi(left, mgpu.c(1, i32)))
             x = llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
             return arith.select(exists, x, value)
@@ -68,15 +68,15 @@ def load_row_values(vector, batch, head, start, num_rows, other):
 
 
 def dot_loaded_rows(a, b, batch, head, start, num_rows):
-    """Multiply rows start .. of two matrices, element by element, and add up a row.
+    """Multiply rows start .. of two matrices element by element, and sum each row.
 
     The four threads that share a row of a product read 16 bytes each at a time.
 
     Args:
         a, b: [B, S, H, D] in global memory, D a multiple of 8.
         batch, head, start: int32 scalars.
-        num_rows: a number or an int32 scalar; rows from this one on give 0. None where all of the
-            rows exist. One of them does.
+        num_rows: a Python int or an int32 scalar; rows from this one on give 0. None if all rows
+            exist. At least one exists.
 
     Returns:
         [64] float32.
@@ -107,7 +107,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
             if end is not None:
                 left = arith.subi(as_scalar(end), start)
                 exists = arith.cmpi(less, place, left)
-                # Rows that do not exist read the last one, which does.
+                # Rows that do not exist read the last row, which exists.
                 place = arith.minsi(place, arith.subi(left, mgpu.c(1, i32)))
             place = [(0, batch), (1, arith.addi(start, place)), (2, head)]
             sums = none
@@ -141,14 +141,14 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):
-    """Store a number a row, those of rows before `num_rows` alone.
+    """Store one number for each row before `num_rows`.
 
     Args:
         x: [rows] float32, in `layout`.
         vector: [B, H, S] in global memory.
         batch, head, start: int32 scalars.
         num_rows: see `copy_rows`.
-        layout: such as that of a sum's rows.
+        layout: that of x, such as the layout of an accumulator's rows.
     """
     scalars = batch, head, start, *if_traced(num_rows)
 
@@ -177,7 +177,7 @@ def store_row_values(x, vector, batch, head, start, num_rows, layout):
 
 
 def store_rows_of_tile(x, tile, matrix, batch, head, start, num_rows):
-    """Store x to rows start .. of one head, those before `num_rows`, through `tile`.
+    """Store x through `tile` to rows start .. of one head, as far as `num_rows`.
 
     tile: `cp_async.allocate_tile`, which no thread reads any more.
     """
@@ -187,7 +187,7 @@ def store_rows_of_tile(x, tile, matrix, batch, head, start, num_rows):
 
 
 def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
-    """Store x to rows start .. of one head, those before `num_rows`, through `tile`.
+    """Store x through `tile` to rows start .. of one head, as far as `num_rows`.
 
     tile: `Tiles` of one tile, in pieces, which no thread reads any more.
     """

@@ -11,15 +11,15 @@ import numpy as np
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.steps import steps_of_queries
 
-# What tiles of heads that are worked on at the same time visit fits the L2 cache.
+# What the tiles of heads that are worked on at the same time visit fits in the L2 cache.
 L2_BYTES = 32 * 2**20
-# Heads of a section give each program a tile; of long heads there is one for as many programs.
+# A section has about a tile for each program, and a head for every PROGRAMS_OF_HEAD programs.
 PROGRAMS_OF_HEAD = 8
 # Time that a tile of queries takes beside its steps, in steps.
 TILE_OVERHEAD = 1.5
 
 
-# Of the calls traced last: 4 bytes a tile, which is megabytes for the longest problems.
+# Keep the last calls only: 4 bytes a tile are megabytes for the longest problems.
 @lru_cache(maxsize=16)
 def make_schedule(
     spec: AttentionSpec,
@@ -30,20 +30,21 @@ def make_schedule(
 ) -> np.ndarray:
     """Return which tiles of queries each program works on, in order.
 
-    A tile goes to the program that is free first, the longest tiles first, of a section of heads at
-    a time. The keys and values of a section fit the L2 cache. The long tiles are the first to read
-    them from memory. Where each program had a long tile of another head, all would wait for memory
-    at the same time, and for the products later: so a section is no larger than it has to be.
+    The tiles of one section of heads are dealt out at a time. The longest tiles go first, each to
+    the program that is free first. The keys and values of a section fit in the L2 cache. Its long
+    tiles are the first to read them from memory. If each program had a long tile of another head,
+    all would wait for memory at the same time, and for the products later. So a section is no
+    larger than needed.
 
     Args:
         spec: the problem.
         block_q, block_kv: rows of a tile of q, and of k and v.
-        most: programs at most.
-        members: heads of what a tile visits, one after the other.
+        most: the most programs.
+        members: how many heads a tile visits, one after the other.
 
     Returns:
-        int32 [programs, 1 + most tiles]: the number of tiles, and their numbers; tile t of head h
-        of batch element b has the number (b · heads + h) · tiles + t.
+        int32 [programs, 1 + most tiles]: the number of tiles, then the tiles' numbers; tile t of
+        head h of batch element b has the number (b · heads + h) · tiles + t.
     """
     costs = [x + TILE_OVERHEAD for x in reversed(steps_of_queries(spec, block_q, block_kv))]
     num_tiles = len(costs)
@@ -76,10 +77,10 @@ def make_schedule(
 
 
 def divide(heads: int, together: int) -> list[int]:
-    """Return the bounds of sections of about as many heads each, `together` at most.
+    """Return the bounds of sections of about equal numbers of heads, at most `together`.
 
-    A short one at the end would have too few tiles for all programs: those with its longest ones
-    would end last.
+    A short section at the end would have too few tiles for all programs, and the programs with its
+    longest tiles would end last.
     """
     sections = -(-heads // together)
     return [heads * section // sections for section in range(sections + 1)]

@@ -1,6 +1,6 @@
-"""Packed sequences: as `pallas_attn.kernels.library.sequences`, with a search of scalars.
+"""Packed sequences: as `pallas_attn.kernels.library.sequences`, with a scalar search.
 
-It takes no layout, and no warp waits for another.
+It needs no layout, and no warp waits for another.
 """
 
 import functools
@@ -14,7 +14,7 @@ from pallas_attn.kernels.library.sequences import first_tile
 
 
 def find_sequence(cu_seqlens_ref, tile, block, rows=None):
-    """Return the last sequence whose tiles do not begin behind `tile`: as the library's."""
+    """Return the last sequence whose tiles do not begin after `tile`, as the library's."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
 
     def halve(_, range_):

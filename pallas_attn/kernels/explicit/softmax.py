@@ -10,7 +10,7 @@ RESCALE_ABOVE = 8.0  # in base 2
 
 
 def add_columns(x):
-    """Add up the columns that each thread has: [rows, n] gives 8 sums a row."""
+    """Add up the columns that each thread has: [rows, n] becomes 8 sums a row."""
     parts = [x[:, start : start + 8] for start in range(0, x.shape[1], 8)]
     while len(parts) > 1:
         odd = parts[len(parts) // 2 * 2 :]
@@ -24,8 +24,8 @@ def rescale(acc, l_i, alpha, layout):
 
     Args:
         acc, l_i: [rows, columns] and [rows, 8], float32, in `layout`.
-        alpha: [rows, 8], each row one number.
-        layout: that of a sum: MMA_ACC or WGMMA.
+        alpha: [rows, 8], constant along a row.
+        layout: that of the accumulator: MMA_ACC or WGMMA.
     """
 
     @plgpu.inline_mgpu(

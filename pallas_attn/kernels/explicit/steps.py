@@ -7,7 +7,7 @@ from pallas_attn.kernels.library.tiles import maximum
 
 
 def count_steps(visible):
-    """Return the number of masked steps, and of all: one, which hides all, where none is seen."""
+    """Return the number of masked steps, and of all; where no tile is seen, one masked step."""
     _begin, before, full, after = visible
     masked, steps = before + after, jnp.maximum(before + full + after, 1)
     is_static = isinstance(masked, int)
@@ -15,7 +15,7 @@ def count_steps(visible):
 
 
 def step_ranges(masked_steps, steps, first=0):
-    """Return (masked, lower, upper) of the steps at edges, and of the others, from `first` on."""
+    """Return (masked, lower, upper) of the edge steps, and of the others, from `first` on."""
     if isinstance(masked_steps, int) and masked_steps == 0:
         return ((False, first, steps),)
     end_masked = maximum(masked_steps, first)
@@ -31,7 +31,7 @@ def step_start(step, visible, block):
 
 
 def tile_start(step, visible, block, last_start):
-    """Return what `step_start` does, of a program that visits one tile if it sees none.
+    """Return the same as `step_start`, in a program that visits one tile even if it sees none.
 
     last_start: the first row of the last tile.
     """

@@ -1,7 +1,7 @@
 """Tiles in shared memory that TMA loads, wgmma multiplies, and TMA stores.
 
 A tile holds rows of one head in pieces of 64, 32 or 16 columns, the last padded with zeros. A row
-of a piece is as long as its swizzle, which permutes 16-byte units with the row's number, so that
+of a piece is as long as its swizzle, which permutes 16-byte units by the row's number, so that
 wgmma reads eight rows without a bank conflict.
 """
 
@@ -33,17 +33,17 @@ class Tiles(NamedTuple):
 
     @property
     def columns(self) -> tuple[slice, ...]:
-        """The columns that each piece holds that wgmma sees."""
+        """Return the columns of each piece that wgmma sees."""
         widths = [piece.shape[-1] for piece in self.multiplied]
         return tuple(slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths)))
 
     @property
     def block_rows(self) -> int:
-        """The rows of a block: 8, or those of `value_views`."""
+        """Return the rows of a block: 8, or those of `value_views`."""
         return 8 if len(self.copied[0].shape) == 2 else BLOCK
 
     def boxes(self):
-        """Yield what TMA copies of a tile at a time, its first row in the tile and its columns."""
+        """Yield each box that TMA copies of a tile, its first row in the tile and its columns."""
         if self.block_rows == 8:
             yield from zip(self.copied, (0,) * len(self.copied), self.columns, strict=True)
             return
@@ -60,7 +60,7 @@ class Tiles(NamedTuple):
         return self.tile(pl.ds(start, count))
 
     def cut(self, columns: tuple[slice, ...]) -> "Tiles":
-        """Return a tile as wgmma sees it in pieces of these columns, where it is whole."""
+        """Return a tile cut into pieces of these columns for wgmma, if it is whole."""
         if len(self.multiplied) == len(columns):
             return self
         (whole,) = self.multiplied
@@ -81,7 +81,7 @@ def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
 def is_whole(size: int, *lengths: int) -> bool:
     """Return True if tiles of rows of `size` elements need no pieces: TMA can tile the matrix.
 
-    lengths: of the sequences that are read or written.
+    lengths: lengths of the sequences that are read or written.
     """
     return size > 64 and size % 64 == 0 and all(length % 8 == 0 for length in lengths)
 
@@ -112,10 +112,10 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
 
 
 def value_views(dtype, count, rows, size):
-    """Return what `tile_views` does for values that begin at any row, in blocks of 64 by 64.
+    """Return the same as `tile_views` for values that begin at any row, in blocks of 64 by 64.
 
-    TMA copies a block at a time, and one product takes all columns. In pieces they are products of
-    64 columns each, which the assembler runs one after the other with a head size of 256.
+    TMA copies a block at a time, and one product takes all columns. With pieces, each product has
+    64 columns, and at head size 256 the assembler runs these one after the other.
     """
     if size % BLOCK or size == BLOCK:
         return tile_views(dtype, (count, rows), size, False)
@@ -127,7 +127,7 @@ def value_views(dtype, count, rows, size):
 
 
 def count_boxes(views) -> int:
-    """Return how many copies fill a tile, of types of tiles."""
+    """Return how many copies fill a tile, given the types of tiles."""
     copied, _ = views
     return sum(math.prod(x.shape[1:-2]) for x in copied)
 
@@ -139,7 +139,7 @@ def load_tile(matrix, tile, batch, head, start, barrier):
         matrix: [B, S, H, D] in global memory.
         tile: `Tiles` of one tile.
         batch, head, start: int32 scalars.
-        barrier: completes when all pieces arrived.
+        barrier: completes when all pieces have arrived.
     """
     for box, row, columns in tile.boxes():
         first = start + row if row else start
@@ -160,7 +160,7 @@ def store_tile(x, tile, matrix, batch, head, start):
 
 
 def _rows_of(matrix, piece, columns, batch, head, start):
-    """Return where a piece lies in global memory; what passes the matrix's end does not exist."""
+    """Return a piece's place in global memory; what is past the matrix's end does not exist."""
     rows, width = piece.shape
     first = columns.start + 0 * start  # traced: JAX refuses a static slice past the end
     return matrix.at[batch, pl.ds(start, rows), head, pl.ds(first, width)]
@@ -168,21 +168,21 @@ def _rows_of(matrix, piece, columns, batch, head, start):
 
 @plgpu.inline_mgpu()
 def await_copies(_):
-    """Wait until this thread's copies from shared memory are done."""
+    """Wait until this thread's copies from shared memory have completed."""
     synchronize("cp.async.bulk.wait_group 0;")
 
 
 @plgpu.inline_mgpu()
 def await_reads(_):
-    """Wait until this thread's copies from shared memory have read it."""
+    """Wait until this thread's copies from shared memory have read their source."""
     synchronize("cp.async.bulk.wait_group.read 0;")
 
 
 def clear_values(tile, count):
-    """Set what follows the first `count` values of a tile to 0.
+    """Set the rows after the first `count` values of a tile to 0.
 
-    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
-    reads meanwhile changes to 0, or not at all.
+    They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
+    another consumer reads meanwhile either becomes 0 or does not change.
     """
 
     @pl.when(count < tile.multiplied[0].shape[0])
@@ -194,7 +194,7 @@ def clear_values(tile, count):
 
 # Can go when stores take a mask.
 def clear_rows(piece, count, block_rows):
-    """Set rows `count` .. of a piece of a tile to 0, a row a thread.
+    """Set rows `count` .. of a piece of a tile to 0, one row a thread.
 
     Args:
         piece: [rows, width] in shared memory, as wgmma sees it.

@@ -14,13 +14,13 @@ WGMMA_ROWS = 64  # rows of a product of one warpgroup
 
 
 def add_scores(s, q, k):
-    """Start s += q kᵀ, the products of one group a piece; s is an accumulator."""
+    """Start s += q kᵀ, one group of products a piece; s is an accumulator."""
     for q_piece, k_piece in zip(q.multiplied, k.multiplied, strict=True):
         plgpu.wgmma(s, q_piece, k_piece.T)
 
 
 def add_values(acc, p, v):
-    """Start acc += p v, p in registers, one group a piece; acc is an accumulator."""
+    """Start acc += p v, with p in registers, one group a piece; acc is an accumulator."""
     for piece, columns in zip(v.multiplied, v.columns, strict=True):
         part = acc if len(v.multiplied) == 1 else acc.at[:, columns]
         plgpu.wgmma(part, p, piece)
@@ -44,20 +44,20 @@ def columns_of(ref, lower, upper):
 
 
 def wait_for(ref, wait_n, *read):
-    """Return an accumulator's sum when all but the last wait_n products are done.
+    """Return an accumulator's value once all but the last wait_n products are done.
 
-    read: operands in registers of products that are done then, which keep them until here.
+    read: register operands of the products that are then done; they stay alive until here.
     """
     x = plgpu.wgmma_accumulator_load(ref, wait_n=wait_n)
     return lax.optimization_barrier((x, *read))[0]
 
 
-# Can go when ptxas does not move wgmma's waits up.
+# Can go when ptxas does not hoist wgmma's waits.
 def finish_before_wait(sums):
-    """Keep a wait for products that follows behind what leads to `sums`.
+    """Keep the next wait for products after the code that computes `sums`.
 
-    ptxas moves the wait above independent work, which then no longer runs under the products, but
-    not over a branch: this one depends on `sums`, and is never taken.
+    ptxas hoists the wait above independent work, which then no longer overlaps the products, but
+    not above a branch. This branch depends on `sums`, and is never taken.
 
     Args:
         sums: [64, 8] float32, none -inf.

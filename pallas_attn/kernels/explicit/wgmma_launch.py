@@ -21,14 +21,14 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 class Problem(NamedTuple):
-    """Numbers of a flash attention problem that all tiles have in common.
+    """Numbers of a flash attention problem that all its tiles share.
 
     Attributes:
-        seq_q, seq_kv: lengths of the axes. Query i of a sequence stands at key position i + its
-            keys - its queries.
+        seq_q, seq_kv: lengths of the axes. Query i of a sequence is at key position i + its
+            number of keys - its number of queries.
         window, rule: see `twin_attention.contract.spec`.
         packed: the operands are packed sequences.
-        block_q, block_kv: rows of a tile of queries, and of one of keys.
+        block_q, block_kv: rows of a tile of queries, and of a tile of keys.
     """
 
     seq_q: int
@@ -60,17 +60,17 @@ def launch(
         name: the kernel's name in the configuration tables.
         kernel: the function over references to the operands, the schedule and the outputs, and
             keyword arguments.
-        operands: inputs, which may be tuples of them, as outputs may; for None, here and below, the
-            kernel gets None.
-        schedule: the tiles of each program, see `make_schedule`; or how many programs to launch,
-            for a kernel that finds their tiles itself and gets None.
+        operands: inputs, which may be tuples, as may outputs; for None, here and below, the kernel
+            gets None.
+        schedule: the tiles of each program, see `make_schedule`; or the number of programs to
+            launch, for a kernel that finds its tiles itself and gets None.
         out_shape: the outputs.
-        memory: what a program has in shared memory.
+        memory: a program's shared memory.
         spec: the problem.
         config: the kernel's configuration.
-        num_sums: the last outputs, sums and counters, that are 0 when the kernel starts.
-        aliased: arrays whose memory the outputs before these take.
-        kernel_name: the kernel's name in the code, where it is another one.
+        num_sums: how many of the last outputs, sums and counters, are 0 when the kernel starts.
+        aliased: arrays whose memory the outputs before these reuse.
+        kernel_name: the kernel's name in the code, if it differs.
         arguments: keyword arguments of the kernel beside memory and the `Problem`.
 
     Returns:
@@ -105,7 +105,7 @@ def launch_programs(
     kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """Call a kernel: `launch`, of any problem.
+    """Call a kernel for any problem, as `launch`.
 
     Args:
         programs: how many to launch.
@@ -139,11 +139,11 @@ def launch_programs(
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:
-    """Refuse what does not fit a program's shared memory.
+    """Raise if a program's shared memory is too large.
 
     Args:
         name: the kernel's.
-        memory: types of what a program has there.
+        memory: types of a program's shared memory.
         config: the kernel's configuration.
 
     Raises:
@@ -156,7 +156,7 @@ def check_memory(name: str, memory: Any, config: KernelConfig) -> None:
 
 
 def size_of(memory: Any) -> int:
-    """Return the bytes of what a program has in shared memory, without its barriers."""
+    """Return the bytes of a program's shared memory, without its mbarriers."""
     leaves = jax.tree.leaves(memory)
     return sum(
         np.prod(x.shape) * jnp.dtype(x.dtype).itemsize

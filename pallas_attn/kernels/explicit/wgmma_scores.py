@@ -1,4 +1,4 @@
-"""Scores: the way from a product of wgmma to what the softmax takes."""
+"""Scores: from a product of wgmma to the input of the softmax."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from twin_attention.targets import ptx
 
 
 def scaled_scores(s, rule):
-    """Scale products q·k, in registers, where the exponent cannot do it, and cap them."""
+    """Scale products q·k in registers unless the exponent scales, and cap them."""
     if rule.softcap is not None:
         s = cap_products(s, rule, rule.softcap)
     elif rule.scale_first:
@@ -23,10 +23,10 @@ def scaled_scores(s, rule):
 
 
 def visible_scores(s, position, key, end, rule, window, masked):
-    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
+    """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
 
-    Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
-    them to base 2; and the derivative of the cap, 1 without one.
+    Returns (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
+    takes them to base 2; and the derivative of the cap, or 1.
     """
     exp2_scale = rule.exp2_scale
     dcap = 1.0
@@ -49,14 +49,14 @@ def cap_products(s, rule, b, exponential=False):
 def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
-    The window's end and the last key are one bound.
+    The window's end and the last key make one bound.
 
     Args:
         s: [64, keys], of the keys from `start_kv` on.
         position: the key position of the first query.
         end: keys from this one on do not exist; None where all do.
         window: see `twin_attention.contract.spec.Window`.
-        rows_of_query: how many rows a query has, one after the other.
+        rows_of_query: how many consecutive rows a query has.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
     if rows_of_query > 1:
@@ -75,11 +75,11 @@ def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
 
 
 def hide_queries(s, first_key, start_q, end, window, end_q=None):
-    """Set the scores of queries that do not see a key to -inf: `hide_keys`, of transposed scores.
+    """Set the scores of queries that do not see a key to -inf: `hide_keys`, transposed.
 
     Args:
         s: [64, queries], of the queries from `start_q` on.
-        first_key: the first key, counted as queries are.
+        first_key: the first key, in query coordinates.
         end: keys from this one on do not exist; None where all do.
         window: see `twin_attention.contract.spec.Window`.
         end_q: queries from this one on do not exist; None where all do.
@@ -100,12 +100,12 @@ def hide_queries(s, first_key, start_q, end, window, end_q=None):
 
 # Can go when LLVM no longer packs the predicates of a select into words.
 def hide(s, upper, lower):
-    """Set numbers to -inf: those of columns above `upper` or below `lower`.
+    """Set numbers to -inf in columns above `upper` or below `lower`.
 
     Args:
         s: [64, columns] float32.
-        upper, lower: [64, 8] int32, or None for no bound: of each row, minus a column's place among
-            eight, so that a thread compares them with the same constants in each tile.
+        upper, lower: [64, 8] int32, or None for no bound: each row's bound minus a column's place
+            among eight, so that a thread compares with the same constants in each tile.
     """
     bounds = [x for x in (upper, lower) if x is not None]
     layout = plgpu.Layout.WGMMA
@@ -144,7 +144,7 @@ def cap(s, a, b, *, exact, exponential):
 
     Args:
         s: [64, columns] float32.
-        a, b, exact, exponential: as there; a and b are numbers.
+        a, b, exact, exponential: as there; a and b are Python numbers.
     """
     layout = plgpu.Layout.WGMMA
 
@@ -172,10 +172,10 @@ def cap(s, a, b, *, exact, exponential):
 
 
 def softmax_update(s, m_i, rule, masked, bounded):
-    """Return p, the new maximum, and the factor of what refers to the old one.
+    """Return p, the new maximum, and the factor that rescales acc and l_i.
 
     s: scores if masked, otherwise products q·k.
-    bounded: a cap bounds the exponentials, so that m_i stays as it is, and there is no factor.
+    bounded: a cap bounds the exponentials, so m_i stays as it is, and there is no factor.
     """
     if bounded:
         if masked:
@@ -193,13 +193,13 @@ def softmax_update(s, m_i, rule, masked, bounded):
 
 
 def rounding_of_one_key(l_i, position, seq_kv, window, dtype):
-    """Return what out of a row that sees one key is multiplied with, 1 in other rows.
+    """Return the factor of out in a row that sees one key, 1 in other rows.
 
-    Without a maximum p of that key is not 1, and p·v has it rounded. So out becomes v exactly, and
-    the row's ds is 0.
+    Without a maximum, p of that key is not 1, and p·v uses its rounded value. With the factor, out
+    is exactly v, and the row's ds is 0.
 
     Args:
-        l_i: row sums [64], here p itself.
+        l_i: row sums [64], which for such a row are p itself.
         position: the key position of the first row.
     """
     row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position

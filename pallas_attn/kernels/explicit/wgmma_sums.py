@@ -14,9 +14,9 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 def add_to_sums(x, sums, batch, head, start):
     """Add a product of 64 rows to float32 sums of one head.
 
-    The sums lie in blocks of 64 rows and 8 columns, a block in the order in which a product's
-    registers hold it (warp, row, column pair, row half, column), so that a thread adds 16 bytes,
-    and the lanes of a warp add to neighbours.
+    The sums are stored in blocks of 64 rows and 8 columns. A block has the order in which a
+    product's registers hold it (warp, row, column pair, row half, column), so that a thread adds 16
+    bytes, and the lanes of a warp add to neighbours.
 
     Args:
         x: [64, columns] float32.
@@ -38,7 +38,7 @@ def read_sums(sums, batch, head, start, shape):
 
     Args:
         sums, batch, head, start: as there.
-        shape: 64 rows, and how many columns.
+        shape: 64 rows, and the number of columns.
     """
     layout = plgpu.Layout.WGMMA
 
@@ -78,7 +78,7 @@ def write_dq(dq, buffer):
 
 
 def _for_each_block(x, pointer, instruction):
-    """Take x to memory in blocks of 64 rows and 8 columns: four floats of a thread each.
+    """Move x to memory in blocks of 64 rows and 8 columns, four floats a thread.
 
     Args:
         x: [64, columns] float32, in registers.
@@ -91,7 +91,7 @@ def _for_each_block(x, pointer, instruction):
     base = mgpu_utils.getelementptr(pointer, [offset], f32)
     kind = "l"
     if "shared" in instruction:
-        kind, base = "r", llvm.ptrtoint(i32, base)  # an address of 32 bits
+        kind, base = "r", llvm.ptrtoint(i32, base)  # a 32-bit address
     for i, halves in enumerate(x.registers.reshape(-1, 2)):
         values = [
             llvm.extractelement(pair, mgpu.c(column, i32)) for pair in halves for column in (0, 1)
@@ -104,13 +104,14 @@ def _for_each_block(x, pointer, instruction):
 
 
 def add_dq(buffer, columns, sums, batch, head, start):
-    """Start to add what `write_dq` wrote to float32 sums of one head: in one warp, after a barrier.
+    """Start to add what `write_dq` wrote to one head's float32 sums; runs in one warp.
 
-    Its thread that copies makes the stores of all visible to the copy: the others need not wait.
+    A barrier comes before. The thread that copies makes the stores of all threads visible to the
+    copy, so the others need not wait.
 
     Args:
         buffer: float32 numbers in shared memory.
-        columns: those of 64 rows that are added, a slice, by one copy of one thread.
+        columns: a slice, the columns of 64 rows that one thread adds by one copy.
         sums, batch, head, start: as in `add_to_sums`.
     """
     first, size = 64 * columns.start, 64 * (columns.stop - columns.start)

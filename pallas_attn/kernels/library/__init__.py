@@ -1,5 +1,5 @@
 """Building blocks of the kernels of every family: tiles, scores, softmax, sequences, masks, pages.
 
-There is no kernel in it. Every family imports it; it imports none of them, and nothing of
+This package has no kernels. Every family imports it; it imports no family, and nothing from
 `pallas_attn.kernels.explicit`.
 """

@@ -1,4 +1,4 @@
-"""Arguments of the kernels of paged caches that follow from a problem."""
+"""Kernel arguments for paged caches that follow from a problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from twin_attention.targets.config import padded_head_dim
 def decode_arguments(
     spec: DecodeSpec, k_pages: Any, v_pages: Any, target: str | None
 ) -> dict[str, Any]:
-    """Return the arguments that describe a paged decode, but for its tokens and its splits."""
+    """Return the arguments that describe a paged decode, except its tokens and its splits."""
     return cache_arguments(k_pages, v_pages) | {
         "rule": spec.scores,
         "window_left": spec.bounded_window.left,

@@ -1,12 +1,12 @@
-"""Block masks: the tiles that a list keeps, among the tiles that some rows see.
+"""Block masks: the tiles that a list keeps, out of those visible to some rows.
 
 `twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
-other axis that it keeps, in increasing order. Tiles that the window hides are at both ends of it,
-and tiles that it shows whole lie together. So a program walks a part of its list as dense rows are
-walked, a tile that needs a mask or one that needs none at a time: the rows of the kept tiles, one
-after the other, take the place of the other axis.
+other axis that it keeps, in increasing order. Tiles that the window hides are at the two ends of a
+list, and tiles that it shows in full are adjacent. So a program walks a part of its list like dense
+rows: the concatenated rows of the kept tiles replace the other axis. It visits one tile at a time,
+with or without a mask.
 
-Lists are data that nobody checked. Counts are clamped to the lists, and tiles to the tensors.
+Lists are unchecked data. Counts are clamped to the lists, and tiles to the tensors.
 """
 
 from typing import Any, NamedTuple
@@ -20,17 +20,17 @@ from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
-# Tiles of a list that a step of the search reads at a time.
+# Tiles of a list that one step of the search reads.
 LIST_SCAN_WIDTH = 256
-# A tile behind all others.
+# A tile after all others.
 NO_TILE = 2**31 - 1
 
 
 class Lists(NamedTuple):
-    """Lists of the tiles that each tile of an axis keeps; None without a mask.
+    """Hold lists of the tiles that each tile of an axis keeps; None without a mask.
 
     Attributes:
-        counts: [..., tiles] int32, how many each list has.
+        counts: [..., tiles] int32, how many tiles each list has.
         tiles: [..., tiles, width] int32.
     """
 
@@ -39,11 +39,11 @@ class Lists(NamedTuple):
 
 
 class List(NamedTuple):
-    """A list of tiles: ``tiles_ref[head, tile]``.
+    """Hold a list of tiles: ``tiles_ref[head, tile]``.
 
     Attributes:
-        count: how many it has, at most its width.
-        rows: of each.
+        count: how many tiles it has, at most its width.
+        rows: rows of each tile.
     """
 
     tiles_ref: Any
@@ -60,21 +60,21 @@ def find_list(lists, head, tile, rows):
 
 
 def kept_tiles(tiles, visible, block):
-    """Narrow what `visible_tiles` returned to the tiles of a list.
+    """Narrow the result of `visible_tiles` to the tiles of a list.
 
-    block: rows of a kernel's tile of the other axis, which divide those of the list.
+    block: rows of a kernel's tile of the other axis; they divide the rows of a listed tile.
 
-    Returns the `Visible` rows of the listed tiles, one after the other; `kept_row` finds them.
+    Returns the `Visible` concatenated rows of the listed tiles; `kept_row` finds them.
     """
     begin, before, full, after = visible
     tile, count = tiles.rows, tiles.count
-    # The tiles of the mask that are seen, of which those from `whole` on are seen whole.
+    # Find the visible tiles of the mask; tiles from `whole` to `whole_end` are visible in full.
     first = begin // tile
     whole = cdiv(begin + before * block, tile)
     whole_end = jnp.maximum((begin + (before + full) * block) // tile, whole)
     end = cdiv(begin + (before + full + after) * block, tile)
 
-    # How many of the list are before each.
+    # Count the listed tiles before each of these bounds.
     def scan(step, carry):
         n_first, n_whole, n_whole_end, n_end = carry
         i = lax.convert_element_type(step, jnp.int32) * LIST_SCAN_WIDTH + arange(LIST_SCAN_WIDTH)
@@ -101,9 +101,9 @@ def kept_tiles(tiles, visible, block):
 
 
 def kept_row(tiles, row, size_other, masked):
-    """Return the row of the other axis that is `row` of the listed tiles, one after the other.
+    """Return the row of the other axis that is `row` of the listed tiles' concatenated rows.
 
-    It is within the axis, and without `masked` in a tile that exists whole.
+    It is within the axis and, without `masked`, in a tile that lies fully within the axis.
     """
     tile = tiles.rows
     num_tiles = cdiv(size_other, tile) if masked else size_other // tile
@@ -133,6 +133,6 @@ def list_arguments(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def num_lists_of_group(spec: AttentionSpec) -> int:
-    """Return how many masks the query heads of one kv head have: one each, or one of all."""
+    """Return how many masks the query heads of one kv head have: one each, or one for all."""
     has_own = isinstance(spec, BlockSparseSpec) and spec.mask_heads > 1
     return spec.group_size if has_own else 1

@@ -1,6 +1,6 @@
-"""Dropout: what probabilities are multiplied by, from a counter-based generator.
+"""Dropout: the weights that multiply probabilities, from a counter-based generator.
 
-`twin_attention.contract.dropout` says which pair of query and key has which bits.
+`twin_attention.contract.dropout` defines the bits of each pair of query and key.
 """
 
 import jax
@@ -23,19 +23,18 @@ def dropout_weights(
     transposed=False,
     any_start=False,
 ):
-    """Return the weights of a tile's probabilities, [block_q, block_kv] float32; None for no
-    dropout.
+    """Return a tile's dropout weights, [block_q, block_kv] float32; None without dropout.
 
-    The eight pairs of a block are drawn once where a thread has them: the compiler finds that they
-    are drawn from the same numbers.
+    If one thread has all eight pairs of a block, they are drawn once: the compiler sees that they
+    come from the same numbers.
 
     Args:
         terms: `pallas_attn.kernels.library.terms.Terms`.
         rule: `twin_attention.contract.dropout.DropoutRule`, or None.
-        element: of the batch, or the packed sequence.
+        element: the batch element, or the packed sequence.
         head: the query head.
         start_q, start_kv: the tile's first query and key, counted from the sequence's first;
-            multiples of block_q and block_kv, but for a start_kv with any_start.
+            multiples of block_q and block_kv, except start_kv with any_start.
         transposed: the tile has keys down and queries across.
     """
     if rule is None:
@@ -61,7 +60,7 @@ def dropout_weights(
     lower = jnp.where(key // 8 % 2 == 0, w0, w1)
     upper = jnp.where(key // 8 % 2 == 0, w2, w3)
     bits = jnp.where(query // 8 % 2 == 0, lower, upper)
-    # The upper half of what is compared counts.
+    # Only the upper half matters to the comparison below.
     bits = jnp.where(key // 16 % 2 == 0, bits << 16, bits)
     kept = bits >= jnp.uint32(rule.threshold << 16)
     scale = jnp.full(kept.shape, rule.scale, jnp.float32)
@@ -82,7 +81,7 @@ def philox(counter, key):
 def _product(x, multiplier):
     """Return the upper and the lower 32 bits of a product: one instruction gives both.
 
-    The kernel has numbers of 64 bits where JAX has none.
+    The kernel uses 64-bit integers even if JAX has them disabled.
     """
     with jax.enable_x64(True):
         product = lax.convert_element_type(x, jnp.uint64) * jnp.uint64(multiplier)

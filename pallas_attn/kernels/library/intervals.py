@@ -1,7 +1,7 @@
-"""Intervals: a part of a sequence whose rows see an interval of another part's rows each.
+"""Intervals: each row of one part of a sequence sees an interval of another part's rows.
 
-The bounds are data on the device and never decrease from one row to the next, so that the tiles
-which a program visits follow from those of its first and last row.
+The bounds are data on the device. They never decrease from one row to the next, so a program finds
+the tiles to visit from the bounds of its first and last rows.
 """
 
 from typing import Any, NamedTuple
@@ -11,21 +11,21 @@ import jax.numpy as jnp
 from pallas_attn.kernels.library.tiles import load_rows, tiles_between
 from twin_attention.contract.operands import AttentionOperands, PartialOperands
 
-# Where the interval of a row that does not exist begins.
+# Where the interval of a nonexistent row begins.
 LARGEST_ROW = 2**31 - 1
 
 
 class RowIntervals(NamedTuple):
-    """Bounds of what each row that stays sees of the other axis, [S] int32; None without them."""
+    """Hold the bounds of what each resident row sees of the other axis, [S] int32, or None."""
 
     begins: Any = None
     ends: Any = None
 
 
 def load_intervals(intervals, start, num_rows, block):
-    """Load the bounds of rows start .. start + block: nothing for those past `num_rows`.
+    """Load the bounds of rows start .. start + block; rows past `num_rows` see nothing.
 
-    Returns them as (begins, ends); None for both without intervals.
+    Returns (begins, ends); None for both without intervals.
     """
     if intervals.begins is None:
         return None, None
@@ -35,7 +35,7 @@ def load_intervals(intervals, start, num_rows, block):
 
 
 def tiles_of_intervals(begins, ends, block_other):
-    """Return the `Visible` tiles of the other axis of rows with these bounds."""
+    """Return the `Visible` tiles of the other axis for rows with these bounds."""
     exists = begins < LARGEST_ROW
     begin, end = jnp.min(begins), jnp.max(ends)
     full_begin = jnp.max(jnp.where(exists, begins, 0))
@@ -46,19 +46,19 @@ def tiles_of_intervals(begins, ends, block_other):
 
 
 def in_interval(begins, ends, rows):
-    """Return which rows of the other axis each row that stays sees, [block, block_other]."""
+    """Return which rows of the other axis each resident row sees, [block, block_other]."""
     return (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Any]) -> RowIntervals:
-    """Return what each query sees of the keys; nothing where a window says so."""
+    """Return each query's interval of keys; no intervals if a window says what it sees."""
     if not isinstance(operands, PartialOperands):
         return RowIntervals()
     return RowIntervals(operands.key_begins, operands.key_ends)
 
 
 def intervals_of_queries(operands: AttentionOperands[Any]) -> RowIntervals:
-    """Return which queries see each key; nothing where a window says so."""
+    """Return each key's interval of queries; no intervals if a window says what sees it."""
     if not isinstance(operands, PartialOperands):
         return RowIntervals()
     return RowIntervals(operands.query_begins, operands.query_ends)

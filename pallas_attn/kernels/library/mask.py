@@ -1,9 +1,9 @@
-"""Mask: which keys a query sees, as the operands that say so and the tiles that a program visits.
+"""Masks: the operands that say which keys a query sees, and the tiles that a program visits.
 
-Each kind of mask is a tuple of operands, whose fields are None where a problem has none: `Offsets`
-of packed sequences, `Segments`, `Lists` of a block mask, `Tree`, `Depths`, `RowIntervals`. The
-window is a number of the problem. What is hidden within a tile is
-`pallas_attn.kernels.library.scores.visible_scores`.
+Each kind of mask is a tuple of operands, whose fields are None if a problem lacks it: `Offsets` of
+packed sequences, `Segments`, `Lists` of a block mask, `Tree`, `Depths`, `RowIntervals`. The window
+is a parameter of the problem. `pallas_attn.kernels.library.scores.visible_scores` hides scores
+within a tile.
 """
 
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
-    """Operands of a kernel that say which keys a query sees."""
+    """Hold the operands of a kernel that say which keys a query sees."""
 
     offsets: Offsets
     segments: Segments
@@ -45,14 +45,14 @@ class Mask(NamedTuple):
 
 
 def mask_of_keys(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel whose programs have tiles of queries, and visit keys."""
+    """Return the mask of a kernel whose programs own tiles of queries and visit keys."""
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     intervals = intervals_of_keys(operands)
     return Mask(offsets_of(operands), _segments(operands, 1), lists, *tree, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel whose programs have tiles of keys, and visit queries."""
+    """Return the mask of a kernel whose programs own tiles of keys and visit queries."""
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
     intervals = intervals_of_queries(operands)
     return Mask(offsets_of(operands), _segments(operands, 0), lists, *tree, intervals)
@@ -66,14 +66,14 @@ def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:
 
 
 class Visits(NamedTuple):
-    """The tiles of the other axis that a program visits.
+    """Hold the tiles of the other axis that a program visits.
 
     Attributes:
-        visible: how many, and which need a mask.
-        block: rows of each.
-        size: of the other axis.
-        kept: the list that they are taken from, or None.
-        runs: those of a tree that take the place of `visible`, or None.
+        visible: how many tiles there are, and which need a mask.
+        block: rows of each tile.
+        size: length of the other axis.
+        kept: the list that the tiles are taken from, or None.
+        runs: the runs of a tree, which replace `visible`, or None.
     """
 
     visible: Visible
@@ -83,12 +83,12 @@ class Visits(NamedTuple):
     runs: Runs | None = None
 
     def keep(self, lists, head, tile, rows):
-        """Return what a list of tiles has; see `find_list`."""
+        """Return the visits narrowed to a list of tiles; see `find_list`."""
         kept = find_list(lists, head, tile, rows)
         return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
 
     def count(self, masked):
-        """Return the number of tiles of one kind: those at the edges, or the full ones."""
+        """Return the number of tiles of one kind: at the edges if masked, otherwise full."""
         return count_tiles(self.visible, masked)
 
     def start(self, index, masked):
@@ -119,11 +119,11 @@ def find_visits(
     begins,
     ends,
 ):
-    """Return the `Visits` of the rows start .. start + block, of all lists.
+    """Return the `Visits` of the rows start .. start + block, before a list narrows them.
 
     Args:
         start, size, size_other, diagonal, left, right, block, block_other: see `visible_tiles`.
-        ids, segments: segments of the rows, or None, and the kernel's operands.
+        ids, segments: the segments of the rows, or None, and the kernel's segment operands.
         begins, ends: bounds of the rows' intervals, or None.
     """
     if begins is not None:

@@ -1,4 +1,4 @@
-"""Trees of new tokens: which keys of a sequence's new tokens a query sees beside the older keys."""
+"""Trees of new tokens: which new tokens' keys a query sees in addition to the older keys."""
 
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
@@ -7,18 +7,18 @@ from pallas_attn.kernels.library.tiles import arange
 
 
 def tree_mask(s, ends_ref, first, token, new, exists):
-    """Set the scores of keys that a token of a tree does not see to -inf.
+    """Set to -inf the scores of keys that a tree's token does not see.
 
-    It sees the keys before the new tokens, and of these u if ``u <= token < ends[u]``: its
-    ancestors and itself. A key that does not exist comes after all tokens.
+    A token sees the keys before the new tokens, and new token u if ``u <= token < ends[u]``: its
+    ancestors and itself. A nonexistent key comes after all tokens.
 
     Args:
         s: scores of rows of q and rows of k.
-        ends_ref: the ends of new tokens, int32: token u is seen by those from u to before its end.
+        ends_ref: the ends of new tokens, int32: tokens from u to before its end see token u.
         first: the sequence's first new token in `ends_ref`.
         token: which new token each row of q is.
-        new: which new token each key is, negative for a key before them.
-        exists: which keys do.
+        new: which new token each key is, negative for an older key.
+        exists: which keys exist.
     """
     end = plt.load(ends_ref.at[first + new], mask=exists & (new >= 0), other=2**31 - 1)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
@@ -26,9 +26,9 @@ def tree_mask(s, ends_ref, first, token, new, exists):
 
 
 def tree_words(ends_ref, token, tokens):
-    """Return which new tokens the rows' tokens see, as bits: the first 32, and the others.
+    """Return which new tokens each row's token sees, as bits: the first 32, and the others.
 
-    A tile of keys then takes no load, whose buffers would leave a program less shared memory.
+    A tile of keys then needs no load of ends, whose buffers would take shared memory.
 
     Args:
         ends_ref: the ends of a sequence's new tokens, as `tree_mask` takes them.
@@ -47,10 +47,10 @@ def tree_words(ends_ref, token, tokens):
 
 
 def tree_mask_of_words(s, words, new, tokens):
-    """Set the scores of keys that a token of a tree does not see to -inf, by its `tree_words`.
+    """Set to -inf the scores of keys that a tree's token does not see, by its `tree_words`.
 
     Args:
-        s, new: as `tree_mask` takes them. A key that does not exist comes after all tokens.
+        s, new: as `tree_mask` takes them. A nonexistent key comes after all tokens.
         words: what `tree_words` returned.
         tokens: how many new tokens there are.
     """

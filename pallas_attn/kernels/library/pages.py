@@ -18,7 +18,7 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
 def keys_of_tokens(length, tokens, first, last, window_left):
     """Return the range begin .. end of keys that tokens first .. last of a sequence see.
 
-    It is empty where `first` is no token. Token t of `tokens` stands at length - tokens + t.
+    The range is empty if `first` is not a token. Token t is at position length - tokens + t.
     """
     diagonal = length - tokens
     end = jnp.where(first < tokens, jnp.maximum(diagonal + last + 1, 0), 0)
@@ -29,10 +29,10 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 
 
 def tiles_at_edges(position, last_position, first, count, window_left, block):
-    """Return which of tiles first .. first + count need a mask, as `Visible` from the first on.
+    """Return which of the tiles first .. first + count need a mask, as a `Visible` from `first` on.
 
-    They are those of queries that stand at position .. last_position: `before` of them at the
-    window's edge, then `full` that all of these see whole, then `after` at the diagonal.
+    The queries are at position .. last_position: `before` tiles are at the window's edge, then all
+    queries see `full` tiles in full, then `after` tiles are at the diagonal.
     """
     before = 0
     if window_left is not None:
@@ -46,8 +46,8 @@ def tiles_at_edges(position, last_position, first, count, window_left, block):
 def share_of_tiles(begin, end, split, num_splits, block):
     """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
 
-    Splits get equal shares, the last ones less or none: `count` tiles from tile `first` on, of
-    `total` tiles of all splits.
+    Splits get equal shares, the last ones less or none. A share is `count` tiles from tile `first`
+    on; all splits together have `total` tiles.
     """
     first = begin // block
     total = cdiv(end, block) - first
@@ -63,12 +63,12 @@ def splits_with_keys(begin, end, num_splits, block):
 
 
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequence=None):
-    """Return page and slot of keys start .. start + block_kv of a sequence.
+    """Return the page and the slot of keys start .. start + block_kv of a sequence.
 
-    The table is the sequence's, or that of all if `sequence` is given.
+    `table_ref` is the sequence's table, or all sequences' tables if `sequence` is given.
 
-    Table entries past the sequence's last page are not read. A page id out of range, which is
-    the caller's mistake, becomes one within the pool.
+    Table entries past the sequence's last page are not read. A page id out of range, which is the
+    caller's mistake, is clamped to the pool.
     """
     row = () if sequence is None else (sequence,)
     offset = arange(block_kv)
@@ -84,16 +84,16 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequen
 
 
 def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
-    """Load rows ``[*index]`` of the tensor at `ref`; a row that is none gives 0.
+    """Load rows ``[*index]`` of the tensor at `ref`; rows where `is_row` is False give 0.
 
-    The columns are first, first + step, ..., `size` of them, padded with zeros to block_size.
+    The `size` columns are first, first + step, ..., padded with zeros to block_size.
     """
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     return plt.load(tile, mask=mask, other=0)
 
 
 def store_rows_at(ref, x, index, is_row, size, block_size, first=0, step=1):
-    """Store what `load_rows_at` loads; a row that is none is not written."""
+    """Store what `load_rows_at` loads; rows where `is_row` is False are not written."""
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     plt.store(tile, x.astype(ref.dtype), mask=mask)
 

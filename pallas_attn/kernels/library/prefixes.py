@@ -1,7 +1,7 @@
-"""Prefixes: which sequences of a batch begin with the same pages, and with how many.
+"""Prefixes: which sequences of a batch begin with the same pages, and how many they share.
 
-Sequences whose first page is the same make tiles, in their order. A tile's prefix is the pages that
-all of its sequences begin with, before any new token.
+Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all of
+its sequences begin with, before any new token.
 """
 
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ _NO_PAGE = 2**31 - 1
 
 
 def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
-    """Find the first sequences of tiles among sequences first .. first + members.
+    """Find which of the sequences first .. first + members are the first of a tile.
 
     Args:
-        tiles: `twin_attention.targets.splits.CascadeTiles`, as in the functions after.
+        tiles: `twin_attention.targets.splits.CascadeTiles`, as in the functions below.
 
     Returns:
-        The sequences; which of them are the first of a tile of several; and which are alone. All
-        are [members].
+        The sequences; which of them are the first of a tile of several; and which are alone in a
+        tile. Each is [members].
     """
     own, other = first + arange(tiles.members), arange(tiles.block_batch)
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)
@@ -38,9 +38,9 @@ def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
 
 
 def find_members(table_ref, len_ref, tiles, leader, page_size, tokens):
-    """Return the sequences of a tile by its first one, [members], and how many keys they share.
+    """Return the sequences of the tile that `leader` begins, and how many keys they share.
 
-    Behind the last sequence stands -1.
+    The sequences are [members], with -1 after the last one.
     """
     other, max_pages = arange(tiles.block_batch), table_ref.shape[1]
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)
@@ -51,7 +51,7 @@ def find_members(table_ref, len_ref, tiles, leader, page_size, tokens):
     member = jnp.max(jnp.where(is_placed, other[None, :], -1), 1)
     common = jnp.min(jnp.min(jnp.where(is_placed, pages[None, :], max_pages), 1), 0)
 
-    # The first page that not all of them have.
+    # Find the first page that not all of them share.
     is_member, shape = member >= 0, (tiles.members, _BLOCK_PAGES)
     rows = jnp.broadcast_to(jnp.maximum(member, 0)[:, None], shape)
 
@@ -73,7 +73,7 @@ def find_members(table_ref, len_ref, tiles, leader, page_size, tokens):
 
 
 def _begin(table_ref, len_ref, sequence, page_size, tokens):
-    """Return the first pages of sequences, and how many pages all their new tokens see whole."""
+    """Return the first pages of sequences, and how many pages all their new tokens see in full."""
     batch_size, max_pages = table_ref.shape
     exists = sequence < batch_size
     length = plt.load(len_ref.at[sequence], mask=exists, other=0)

@@ -1,9 +1,9 @@
-"""Caches in 8 bits: int8, and float8_e4m3fn.
+"""8-bit caches: int8, and float8_e4m3fn.
 
-A decode reads an 8-bit cache as packed pairs, an int16 of two columns each. Upcast to float16, the
-even and the odd columns are two tiles, and so are those of q and of the output that they meet. The
-decode's helpers here take and give such tiles as a list, which has one tile where the cache is in
-16 bits. upcast is a `twin_attention.targets.ptx.Upcast`, or None for a cache of 16 bits.
+A decode reads an 8-bit cache as packed pairs: each int16 holds two columns. Upcast to float16, the
+even and the odd columns form two tiles; q and the output are split the same way. The decode's
+helpers here take and return such tiles as a list, which has one tile for a 16-bit cache. upcast is
+a `twin_attention.targets.ptx.Upcast`, or None for a 16-bit cache.
 """
 
 import jax
@@ -17,21 +17,22 @@ from twin_attention.targets import ptx
 
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 # 1.5 * 2^23 + 2: adding it rounds away the fraction. If the last byte of its bits were 0, the
-# compiler would store an int8 as that of the float sum, which ptxas 12.8 and 12.9 convert instead.
+# compiler would take an int8 from the last byte of the float sum, but ptxas 12.8 and 12.9 convert
+# the sum instead.
 ROUND_TO_INTEGER = 12582914.0
 ROUND_TO_INTEGER_BITS = 0x4B400002
 
 
 def as_packed(pages):
-    """Return an 8-bit pool as packed pairs of columns, int16. XLA copies nothing for it."""
+    """Return an 8-bit pool as packed pairs of columns, int16; XLA makes no copy."""
     *rows, size = pages.shape
     return lax.bitcast_convert_type(pages.reshape(*rows, size // 2, 2), jnp.int16)
 
 
 def load_q(ref, index, is_row, scale, size, block_size, upcast):
-    """Load the tiles of q, and return them with the scale of their rows' scores.
+    """Load the tiles of q, and return them with the scale of each row's scores.
 
-    size and block_size are the columns of a tile.
+    size and block_size are a tile's columns, without and with padding.
     """
     if upcast is None:
         q = [load_rows_at(ref, index, is_row, size, block_size)]
@@ -45,7 +46,7 @@ def load_q(ref, index, is_row, scale, size, block_size, upcast):
 
 
 def unpack(x, upcast):
-    """Return the tiles of keys or values that were loaded, not yet times the cache's scale."""
+    """Return loaded keys or values as tiles, not yet multiplied by the cache's scale."""
     if upcast is None:
         tiles = [x]
     elif upcast.low is None:
@@ -73,7 +74,7 @@ def add_pv(acc, p, v):
 
 
 def store_out(ref, out, index, is_row, size, block_size):
-    """Store rows of the output; the inverse of what `load_q` loads."""
+    """Store rows of the output, whose tiles are split as `load_q` splits q."""
     for half in range(len(out)):
         store_rows_at(ref, out[half], index, is_row, size, block_size, half, len(out))
 
@@ -90,7 +91,7 @@ def add_stored(out, ref, index, is_row, factor, size, block_size):
 def upcast_bytes(x, float8):
     """Return int8, or the bits of a float8_e4m3fn, as float16.
 
-    The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
+    A float8's bits below the sign, shifted to their place in a float16, give the number times 2^-8.
     """
     if float8:
         magnitude = x.astype(jnp.int16) & 0x7F
@@ -101,10 +102,11 @@ def upcast_bytes(x, float8):
 
 
 def to_float16(x, y):
-    """Return two tiles of the same rows as float16, and the factor that each row lost by it.
+    """Return two tiles of the same rows as float16, and the factor that each row was divided by.
 
     A row of bfloat16 may exceed float16's range, so it is divided by the power of two that brings
-    its largest element to 2^13 .. 2^14. That is exact but for elements below 2^-31 of the largest.
+    its largest element to 2^13 .. 2^14. That is exact except for elements below 2^-31 of the
+    largest.
     """
     factor = jnp.ones(x.shape[0], jnp.float32)
     if x.dtype == jnp.bfloat16:
@@ -121,7 +123,8 @@ def to_float16(x, y):
 def round_to_integer(x):
     """Round float32 below 2^22 to int32, to nearest, ties to even.
 
-    The sum's last bits are the integer. Subtracting the constant again would do, but XLA folds it.
+    The sum's last bits are the integer. Subtracting the constant again would also work, but XLA
+    folds it away.
     """
     bits = lax.bitcast_convert_type(x + ROUND_TO_INTEGER, jnp.int32)
     return bits - ROUND_TO_INTEGER_BITS
@@ -146,9 +149,9 @@ def round_to(x, dtype):
     sign = (x < 0).astype(jnp.int32) << 7
     magnitude = jnp.minimum(jnp.abs(x), FLOAT8_MAX)
     bits = lax.bitcast_convert_type(magnitude, jnp.int32)
-    # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
+    # A normal number: round off 20 of 23 bits, then change the exponent's bias from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    # Below 2^-6, a multiple of 2^-9.
+    # Below 2^-6: round to a multiple of 2^-9.
     tiny = round_to_integer(magnitude * 512.0)
     y = sign | jnp.where(magnitude < 0.015625, tiny, normal)
     return lax.bitcast_convert_type(jnp.where(x == x, y, 0x7F).astype(jnp.uint8), dtype)
@@ -162,7 +165,7 @@ def divide(x, y, compiled):
 
 
 def elementwise(code, constraints, pack, dtype, *args):
-    """Run inline PTX that has one output elementwise."""
+    """Run inline PTX with one output, element by element."""
     result = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = plt.elementwise_inline_asm(
         code, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[result]

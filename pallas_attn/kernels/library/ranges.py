@@ -1,4 +1,4 @@
-"""Ranges of what tokens have, for every BLOCK_TOKENS of them: which tiles a program may skip."""
+"""Ranges of values, for every BLOCK_TOKENS tokens, that tell a program which tiles to skip."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,23 +6,23 @@ from jax import Array, lax
 
 from pallas_attn.kernels.library.tiles import arange, cdiv, maximum
 
-# Tokens of a block, which has one range of ids, or of ends.
+# Tokens of a block; a block has one range of ids, or of ends.
 BLOCK_TOKENS = 64
-# Blocks, or tiles, that a step of a search reads at a time: 32768 tokens in blocks.
+# Blocks, or tiles, that one step of a search reads: 32768 tokens in the case of blocks.
 SCAN_WIDTH = 512
-# Behind all values: where the range of a block without a value begins.
+# Greater than all values: where the range of a block without a value begins.
 LARGEST = 2**31 - 1
 
 
 def scan(start, end, visit, carry):
-    """Call `visit` with the numbers start .. end, SCAN_WIDTH at a time, and what it returned."""
+    """Call `visit` with the numbers start .. end, SCAN_WIDTH at a time, and its last result."""
     steps = cdiv(maximum(end - start, 0), SCAN_WIDTH)
     numbers = lambda step: start + step * SCAN_WIDTH + arange(SCAN_WIDTH)  # noqa: E731
     return lax.fori_loop(np.int32(0), steps, lambda step, x: visit(numbers(step), x), carry)
 
 
 def in_blocks(x: Array, padding: int) -> Array:
-    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS]; what the last block lacks is `padding`."""
+    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS], with the last block filled by `padding`."""
     batch, size = x.shape
     blocks = cdiv(size, BLOCK_TOKENS)
     widths = ((0, 0), (0, blocks * BLOCK_TOKENS - size))

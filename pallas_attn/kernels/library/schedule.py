@@ -9,9 +9,9 @@ from twin_attention.targets.schedule import heads_together, programs_of_sm
 def longest_first(program, num_tiles, num_heads, together):
     """Return the head and the tile of a program, for heads whose later tiles take longer.
 
-    A GPU starts programs in order, each when another ends. One head follows the other, the last
-    tile first, but for the last `together` heads: of these the last tiles of all come first, so
-    that the grid ends with the shortest tiles, see `heads_together`.
+    A GPU starts programs in order, each when another ends. One head follows another, each with its
+    last tile first. The last `together` heads are interleaved: the last tiles of all of them come
+    first, so that the grid ends with the shortest tiles; see `heads_together`.
     """
     place = num_tiles * num_heads - 1 - program  # counted from the end
     together = min(together, num_heads)
@@ -22,9 +22,9 @@ def longest_first(program, num_tiles, num_heads, together):
 
 
 def last_heads(spec, backend, programs, summed_heads=None):
-    """Return the `together` of `longest_first`, as a function of a head's tiles.
+    """Return `together` for `longest_first`, as a function of a head's number of tiles.
 
-    programs: how many an SM has at a time.
+    programs: how many programs an SM holds at a time.
     summed_heads: as `heads_together` takes it.
     """
     at_a_time = programs * num_sms(backend.target)
@@ -32,12 +32,12 @@ def last_heads(spec, backend, programs, summed_heads=None):
 
 
 def order_programs(spec, backend, block, *sizes):
-    """Return the `order` that `pallas_attn.launch.launch` takes: that of `longest_first`.
+    """Return the order of `longest_first`, as `pallas_attn.launch.launch` takes it.
 
     Args:
         spec, backend: problem and target.
-        block: rows of a program's tile, by its name in the configuration.
-        sizes: columns of each of a program's sums.
+        block: the configuration's name for the rows of a program's tile.
+        sizes: columns of each of a program's accumulators.
     """
 
     def order(grid, config):

@@ -1,11 +1,11 @@
-"""Segment ids: which tiles may hold keys of a query's segment, and who belongs to it.
+"""Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
 
-Ids come in any order. For every BLOCK_TOKENS tokens the host computes a range of their ids, and a
-program visits the tiles of the other axis from the first block whose range meets its own tokens' to
-the last one. All of these tiles are masked by their ids. Those before the first block with padding
-are loaded without a mask, so that their loads do not wait for ids.
+Ids come in any order. For every BLOCK_TOKENS tokens the host computes the range of their ids. A
+program visits the tiles of the other axis from the first to the last block whose range overlaps
+that of its own tokens. All of these tiles are masked by their ids. Tiles before the first block
+with padding are loaded without a mask, so that their loads do not wait for ids.
 
-Padding has negative ids and may hold NaN: it is loaded as 0.
+Padding has negative ids and may hold NaN, so it is loaded as 0.
 """
 
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from jax.experimental.pallas import triton as plt
 from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
 from pallas_attn.kernels.library.tiles import Visible, cdiv, load_rows, minimum
 
-# Ids of padding in the tokens that stay and in the visited tokens: they are not equal.
+# Ids of padding among the resident tokens and among the visited tokens: they never match.
 STAYS, VISITED = -2, -1
 
 
 class Segments(NamedTuple):
-    """Segment ids of a batch element; None without them.
+    """Hold the segment ids of a batch element; None without them.
 
     Attributes:
         q_ids, kv_ids: [Sq] and [Skv] int32.
@@ -35,10 +35,10 @@ class Segments(NamedTuple):
 
 
 def load_segments(ids_ref, start, num_rows, block, padding):
-    """Load the ids of rows start .. start + block, `padding` for padding and past `num_rows`.
+    """Load the ids of rows start .. start + block; `padding` for padding and past `num_rows`.
 
     Returns:
-        (ids, exists): [block] each, or None, None without ids. exists: a row is no padding.
+        (ids, exists): [block] each, or None, None without ids. exists: a row is not padding.
     """
     if ids_ref is None:
         return None, None
@@ -48,17 +48,17 @@ def load_segments(ids_ref, start, num_rows, block, padding):
 
 
 def meeting_tiles(ids, ranges_ref, size_other, visible, block):
-    """Narrow what `visible_tiles` returned to the tiles that may hold tokens of some segments.
+    """Narrow the result of `visible_tiles` to the tiles that may hold tokens of some segments.
 
     Args:
-        ids: segments of the rows that stay, negative for padding.
+        ids: segments of the resident rows, negative for padding.
         ranges_ref: [3, blocks] int32, what `segment_ranges` computed for the other axis.
-        size_other: its length.
-        visible: what `visible_tiles` returned.
+        size_other: length of the other axis.
+        visible: the result of `visible_tiles`.
         block: rows of a tile of the other axis.
 
-    Returns the `Visible` tiles, but that every tile needs its scores masked. The full ones need no
-    mask for their loads: their rows exist and none is padding.
+    Returns the `Visible` tiles, except that every tile needs its scores masked. The full ones need
+    no mask for their loads: their rows exist, and none is padding.
     """
     begin, before, full, after = visible
     least = jnp.min(jnp.where(ids < 0, LARGEST, ids))
@@ -66,7 +66,7 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
     num_blocks = cdiv(size_other, BLOCK_TOKENS)
     end = minimum(cdiv(begin + (before + full + after) * block, BLOCK_TOKENS), num_blocks)
 
-    # The first and the last block that may hold their tokens.
+    # Find the first and the last block that may hold tokens of these segments.
     def find(i, carry):
         first, stop = carry
         low = plt.load(ranges_ref.at[0, i], mask=i < end, other=LARGEST)
@@ -82,7 +82,7 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
     end = jnp.max(stop)
     count = cdiv(jnp.maximum(end * BLOCK_TOKENS - begin, 0), block)
 
-    # The first block from there on that has padding.
+    # Find the first block from there on that has padding.
     def find_padding(i, padded):
         any_id = plt.load(ranges_ref.at[2, i], mask=i < end, other=0)
         return jnp.minimum(padded, jnp.where(any_id < 0, i, end))
@@ -94,16 +94,15 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
 
 def segment_ranges(ids: Array | None) -> Array | None:
-    """Compute the range of ids of every BLOCK_TOKENS tokens.
+    """Compute the range of ids for every BLOCK_TOKENS tokens.
 
     Args:
         ids: [B, S] int32, or None.
 
     Returns:
-        None without ids, otherwise
-        [B, 3, blocks] int32: the least id that is not negative, LARGEST if there is none; the
-        greatest; and the least of all, which is negative in a block with padding. What the last
-        block lacks counts as padding.
+        None without ids, otherwise [B, 3, blocks] int32: the least id that is not negative, LARGEST
+        if there is none; the greatest; and the least of all, which is negative in a block with
+        padding. The last block is filled by padding.
     """
     if ids is None:
         return None

@@ -1,12 +1,12 @@
-"""Packed sequences: to which of them a tile belongs, and where its rows are.
+"""Packed sequences: which sequence a tile belongs to, and where its rows are.
 
 Rows of N sequences lie one after the other; sequence n begins at ``cu_seqlens[n]``. A tile never
-holds two of them, so that each gives the bits that it gives alone. The host knows no lengths, so
+holds two sequences, so each gives the same bits as alone. The host does not know the lengths, so
 sequence n owns the tiles from ``cu_seqlens[n] // block + n`` on, which are at least as many as it
-has. What follows the last offset is padding, and counts as sequence N, whose other axis is empty.
+needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
 
-Offsets are data that nobody checked. Any numbers are clamped to the tensors, and the search ends.
-The first offset counts as 0, so that no row comes before all sequences.
+Offsets are unchecked data. Any values are clamped to the tensors, and the search always ends. The
+first offset counts as 0, so that no row comes before all sequences.
 """
 
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ from pallas_attn.kernels.library.tiles import arange, cdiv
 from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
-# Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
+# Offsets that one step of the search reads: one step finds one of 127 sequences.
 SEARCH_WIDTH = 128
 
 
 class Offsets(NamedTuple):
-    """Offsets of packed sequences, [N + 1] int32 each; None for a dense batch."""
+    """Hold the offsets of packed sequences, [N + 1] int32 each; None for a dense batch."""
 
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
@@ -36,12 +36,13 @@ class Offsets(NamedTuple):
 
 
 class TileRows(NamedTuple):
-    """Locate the rows of a tile, counted from the first of all sequences.
+    """Hold the rows of a tile, counted from the first row of all sequences.
 
     Attributes:
         sequence, first: the sequence that owns the tile, and its first row.
-        start, end: the tile's first row, and the end of its sequence's.
-        first_other, size_other: the sequence's first row on the other axis, and how many it has.
+        start, end: the tile's first row, and the end of its sequence's rows.
+        first_other, size_other: the sequence's first row on the other axis, and how many rows it
+            has there.
     """
 
     sequence: Any
@@ -53,7 +54,7 @@ class TileRows(NamedTuple):
 
 
 def count_sequence_tiles(num_rows, num_sequences, block):
-    """Return how many tiles the sequences of an axis own, or a dense one's if that is None."""
+    """Return how many tiles an axis has; `num_sequences` is None for a dense axis."""
     if num_sequences is None:
         return cdiv(num_rows, block)
     return num_rows // block + num_sequences + 1
@@ -64,13 +65,13 @@ def locate_tile(
 ):
     """Return the `TileRows` of a tile, all within the axes.
 
-    A tile behind the last one of its sequence is that of an empty sequence: start and end are
-    first, and size_other is 0.
+    A tile after the last one of its sequence belongs to an empty sequence: start and end are first,
+    and size_other is 0.
 
     Args:
         cu_seqlens_ref, cu_seqlens_other_ref: [N + 1] offsets of the tile's axis and of the other;
             None for a dense batch, which is one sequence.
-        tile: of all sequences' tiles.
+        tile: number among all sequences' tiles.
         num_rows, num_rows_other: lengths of the axes.
         block: rows of a tile.
         find: the search to use, `find_sequence` if None.
@@ -89,24 +90,24 @@ def locate_tile(
 
 
 def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
-    """Find the sequence that owns a tile, where each token has `rows` rows, one after the other.
+    """Find the sequence that owns a tile, where each token has `rows` consecutive rows.
 
     The first tiles of all sequences come before the others, so that in a batch of single tokens the
-    first programs have all the work. Of the others sequence n owns those from ``cu_seqlens[n] *
-    rows // block`` on, which are again at least as many as it has.
+    first programs have all the work. Among the others, sequence n owns the tiles from
+    ``cu_seqlens[n] * rows // block`` on, which are again at least as many as it needs.
 
     Args:
         cu_seqlens_ref: [N + 1] offsets, in tokens.
-        tile: of all sequences' tiles.
-        num_tokens: of the axis.
-        rows: of a token.
+        tile: number among all sequences' tiles.
+        num_tokens: tokens of the axis.
+        rows: rows of a token.
         block: rows of a tile.
         find: the search to use, `find_sequence` if None.
 
     Returns:
         (sequence, first, tokens, start): the sequence's first token and how many it has, within the
-        axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
-        sequence starts behind its last row.
+        axis; the tile's first row, counted from the sequence's first. A tile after the last one of
+        its sequence starts after the sequence's last row.
     """
     owner = (find or find_sequence)(cu_seqlens_ref, tile - cu_seqlens_ref.shape[0], block, rows)
     num_sequences = cu_seqlens_ref.shape[0] - 1
@@ -124,9 +125,9 @@ def first_tile(first, sequence, block):
 
 
 def find_sequence(cu_seqlens_ref, tile, block, rows=None):
-    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N.
+    """Return the last sequence whose tiles begin at or before `tile`, 0 .. N.
 
-    With `rows`, tiles are those behind the sequences' first ones, as in `locate_tokens`.
+    With `rows`, tiles are the ones after the sequences' first tiles, as in `locate_tokens`.
     """
     first = np.int32(0)
     count = cu_seqlens_ref.shape[0]
@@ -147,7 +148,7 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=None):
 
 
 def rows_of_sequence(cu_seqlens_ref, sequence, num_rows, end_of_padding):
-    """Return the first row of a sequence and how many it has, within an axis of `num_rows`."""
+    """Return the first row of a sequence and how many rows it has, within an axis of `num_rows`."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
     first = jnp.where(sequence > 0, cu_seqlens_ref[sequence], 0)
     end = cu_seqlens_ref[jnp.minimum(sequence + 1, num_sequences)]

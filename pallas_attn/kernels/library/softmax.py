@@ -1,7 +1,7 @@
 """The running softmax.
 
-Scores live in the exponent's base-2 domain: ``exp(x) = exp2(x * log2(e))``, so that one hardware
-instruction gives p. `exp2_scale` takes a score there and contains the scale where it can
+Scores are kept in base 2: ``exp(x) = exp2(x * log2(e))``, so that one hardware instruction gives p.
+`exp2_scale` converts a score to base 2 and includes the scale where it can
 (`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction.
 """
 
@@ -30,7 +30,7 @@ def online_softmax_update(s, m_i, l_i, exp2_scale):
 
 
 def add_sink(sink, m_i, l_i):
-    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023).
+    """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
 
     Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
     l_i.
@@ -44,9 +44,10 @@ def add_sink(sink, m_i, l_i):
 
 
 def row_statistics(m_i, l_i, in_base_2=True):
-    """Return what a row's sums are divided by, and its log-sum-exp.
+    """Return the divisor of a row's sums, and its log-sum-exp.
 
-    A row without a key or a sink is divided by 1, and has lse -inf.
+    A row without a key or a sink has divisor 1 and lse -inf.
+
     in_base_2: m_i is in base 2, otherwise a natural logarithm.
     """
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
@@ -60,7 +61,7 @@ def lse_in_base_2(lse):
 
 
 def add_sink_to_states(sink, m_i, l_i):
-    """Do what `add_sink` does where the maximum is a natural logarithm."""
+    """Do what `add_sink` does, for a maximum that is a natural logarithm."""
     m_new = jnp.maximum(m_i, sink)
     m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
     alpha = jnp.exp2((m_i - m_safe) * LOG2E)

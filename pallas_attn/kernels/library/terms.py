@@ -1,7 +1,7 @@
-"""Terms: what is added to scaled scores, before the softcap and the masks, and dropout.
+"""Terms: what is added to the scaled scores before the softcap and the masks; and dropout.
 
-With d the distance of a key from a query, its position less the query's: ``relative_bias[h, clip(d,
--R, R) + R]`` (Raffel et al. 2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
+With d the key's position less the query's: ``relative_bias[h, clip(d, -R, R) + R]`` (Raffel et al.
+2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
 """
 
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from twin_attention.contract.spec import AttentionSpec
 
 
 class Terms(NamedTuple):
-    """Operands that are added to scores, and those of dropout; None for what a problem lacks.
+    """Hold the operands that are added to scores, and dropout's; None for what a problem lacks.
 
     Attributes:
         relative: [Hq, 2R + 1].
-        slopes: [Hq] or [B, Hq] float32; of packed sequences [Hq] or [N, Hq].
-        seed: of dropout, [2] int32 or uint32.
+        slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
+        seed: seed of dropout, [2] int32 or uint32.
         bias: [B, Hq, Sq, Skv], or 1 in place of any.
     """
 
@@ -49,16 +49,16 @@ def added_scores(
     member=None,
     transposed=False,
 ):
-    """Return what is added to the scores of a tile, [block_q, block_kv] float32; None for nothing.
+    """Return what is added to a tile's scores, [block_q, block_kv] float32; None for nothing.
 
     Args:
-        terms: `Terms` of a head, relative [2R + 1], slopes [] or, of packed sequences, [N], and
-            bias [Sq or 1, Skv or 1]; or of all heads of a group, which come first, or of 1 for all.
-            A bias of all batch elements has them first.
-        element: the packed sequence, which may be that of padding; any number of a dense batch.
+        terms: `Terms` of a head: relative [2R + 1], slopes [] or, for packed sequences, [N], and
+            bias [Sq or 1, Skv or 1]. `Terms` of all heads of a group have the heads, or 1 for all,
+            as first axis. A bias of all batch elements has the batch axis before that.
+        element: the packed sequence, which may be that of padding; any number for a dense batch.
         offset: distance of the tile's first key from its first query.
         start_q, start_kv: the tile's first query and key.
-        seq_q, seq_kv: how many there are.
+        seq_q, seq_kv: how many queries and keys there are.
         block_q, block_kv: sizes of the tile.
         masked: the tile has keys that do not exist.
         member: the head of a group; None for terms of one head.
@@ -92,7 +92,7 @@ def added_scores(
             heads = tuple(jnp.broadcast_to(x, place.shape) for x in head)
             return before + plt.load(terms.relative.at[(*heads, place)]).astype(jnp.float32)
 
-        # Most tiles are so far off that all of their distances share an entry.
+        # Most tiles are so far off the diagonal that all their distances share an entry.
         is_far = (offset - block_q + 1 >= radius) | (offset + block_kv - 1 <= -radius)
         added = lax.cond(is_far, load_one, load_all)
     if terms.slopes is not None:
@@ -107,7 +107,7 @@ def added_scores(
 def _bias_scores(
     bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked, transposed
 ):
-    """Return a tile of a bias. Queries that do not exist have the last one's values."""
+    """Return a tile of a bias. Nonexistent queries have the last query's values."""
     *axes, rows, keys = bias.shape
     of_axes = (member,) if member is not None else (element,)
     of_axes = (element, member) if len(axes) == 2 else of_axes
@@ -131,7 +131,7 @@ def _bias_scores(
 
 
 def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv, block_q, block_kv):
-    """Store a tile of the gradient of a bias, which has all queries and keys."""
+    """Store a tile of the gradient of a bias that has all queries and keys."""
     query, key = start_q + arange(block_q), start_kv + arange(block_kv)
     exists = (query < seq_q)[:, None] & (key < seq_kv)[None, :]
     place = ref.at[pl.ds(start_q, block_q), pl.ds(start_kv, block_kv)]
@@ -139,7 +139,7 @@ def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv, block_q, block_kv):
 
 
 def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
-    """Return True if several pairs share a value of a bias, or there is one query, or one key."""
+    """Return True if several pairs share a value of a bias, or there is only one query or key."""
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
     return tuple(shape) != whole or 1 in whole[2:]
 

@@ -1,6 +1,6 @@
-"""Tiles: which of them a row sees, and how rows and columns of a head are read and written.
+"""Tiles: which tiles a row sees, and how rows and columns of a head are read and written.
 
-Without packed sequences shapes are static in JAX, so loops over no tile at all are not traced.
+Without packed sequences, shapes are static in JAX, so loops over zero tiles are not traced.
 """
 
 from typing import Any, NamedTuple
@@ -19,11 +19,11 @@ ROW_PADDING = 128
 
 
 class Visible(NamedTuple):
-    """Tiles of the other axis that some rows see. Every other tile is skipped.
+    """Hold the tiles of the other axis that some rows see. Every other tile is skipped.
 
     Attributes:
-        begin: the first row of the first of them.
-        before, full, after: how many need a mask, then need none, then need one again.
+        begin: the first row of the first tile.
+        before, full, after: how many tiles need a mask, then need none, then need one again.
     """
 
     begin: Any
@@ -32,14 +32,14 @@ class Visible(NamedTuple):
     after: Any
 
     def mask_all(self, condition):
-        """Return them, all masked where the condition holds."""
+        """Return the tiles, all masked where the condition holds."""
         begin, before, full, after = self
         before = jnp.where(condition, before + full + after, before)
         return Visible(begin, before, *(jnp.where(condition, 0, x) for x in (full, after)))
 
 
 def visible_tiles(start, size, size_other, diagonal, left, right, block, block_other):
-    """Return the `Visible` tiles of the other axis of the rows start .. start + block.
+    """Return the `Visible` tiles of the other axis for the rows start .. start + block.
 
     Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
     p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
@@ -61,12 +61,12 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
 
 
 def tiles_between(begin, full_begin, full_end, end, block):
-    """Return the `Visible` tiles from bounds of the rows that are seen.
+    """Return the `Visible` tiles, from bounds of the visible rows.
 
     Args:
-        begin, end: the first row of the first tile that one of some rows sees, and after the last
-            row.
-        full_begin, full_end: the first that all of them see, and after the last.
+        begin, end: the first row of the first tile that any row sees, and the end of the rows that
+            any row sees.
+        full_begin, full_end: the first row that all rows see, and the end of the rows that all see.
         block: rows of a tile.
     """
     visible = cdiv(maximum(end - begin, 0), block)
@@ -106,9 +106,9 @@ def maximum(a, b):
 
 
 def split_step(step, count, group_size):
-    """Return head of the group and index of the tile at one step over `count` tiles per head.
+    """Return the head of the group and the tile's index at one step over `count` tiles per head.
 
-    A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
+    A compiler may hoist this out of a loop that makes no step, so `count` may be 0 here.
     """
     if group_size == 1:
         return np.int32(0), step
@@ -118,22 +118,22 @@ def split_step(step, count, group_size):
 
 
 class Rows(NamedTuple):
-    """The rows of a reference from `first` on: what the functions below take in its place."""
+    """Hold a reference's rows from `first` on; the functions below take it like a reference."""
 
     ref: Any
     first: Any
 
 
 def rows_from(ref, first):
-    """Return the rows of a reference from `first` on: itself where that is always 0."""
+    """Return a reference's rows from `first` on: the reference itself if `first` is always 0."""
     return ref if isinstance(first, int) and first == 0 else Rows(ref, first)
 
 
 def locate_rows(ref, start):
-    """Return the reference that row `start` is in, and its number there."""
+    """Return the reference that holds row `start`, and the row's index in it."""
     if not isinstance(ref, Rows):
         return ref, start
-    # This takes no bit away. It tells the compiler that the sum does not overflow, so that the rows
+    # The mask clears no bit. It tells the compiler that the sum does not overflow, so that the rows
     # of a tile share an address: the forward of head size 64 on SM90 then has 128 registers instead
     # of 136 (Triton 3.6), and four programs share an SM.
     bits = max(ref.ref.shape).bit_length()
@@ -143,8 +143,8 @@ def locate_rows(ref, start):
 def load_tile(ref, start, num_rows, block_rows, size, mask_rows, exists=None, head=None):
     """Load rows start .. start + block_rows of a [num_rows, size] matrix.
 
-    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows` give 0, and
-    with `exists` [block_rows] those where it is False. head: the matrix is ``ref[:, head, :]``.
+    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows` give 0, and so
+    do rows where `exists` [block_rows] is False. head: the matrix is ``ref[:, head, :]``.
     """
     block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
@@ -169,7 +169,7 @@ def store_tile(ref, x, start, num_rows, block_rows, size):
 
 
 def tile_of(ref, start, block_rows, block_size, head=None):
-    """Return a view of rows start .. start + block_rows, by int32 even under jax_enable_x64."""
+    """Return a view of rows start .. start + block_rows, in int32 even under jax_enable_x64."""
     ref, start = locate_rows(ref, start)
     rows, cols = pl.ds(start, block_rows), pl.ds(np.int32(0), block_size)
     return ref.at[rows, cols] if head is None else ref.at[rows, head, cols]
@@ -183,7 +183,7 @@ def load_rows(ref, start, num_rows, block_rows, other):
 
 
 def load_padded_rows(ref, start, block_rows, head=None):
-    """Load what `load_rows` does from a vector that is padded to ROW_PADDING: all of them exist.
+    """Load what `load_rows` does from a vector that is padded to ROW_PADDING: all rows exist.
 
     head: the vector is ``ref[head, :]``.
     """

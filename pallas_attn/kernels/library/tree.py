@@ -1,16 +1,16 @@
 """Trees: keys that have an end, and windows of depths.
 
-Key j is seen by queries at positions before ``ends[j]`` that `causal` leaves. For every
-BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped where
-no end is behind the first query, and needs no mask where all are behind the last one. What is left
-of the tiles that the window shows is runs: in depth-first order one for each stretch of the path
-from the root. A program walks one run after the other, each as dense rows are walked. The queries
-of a tile of keys are one run.
+Key j is seen by the queries at positions before ``ends[j]`` that `causal` allows. For every
+BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped if no
+end is after the first query, and needs no mask if all ends are after the last query. The remaining
+tiles of the window form runs: in depth-first order, one for each stretch of the path from the root.
+A program walks one run after the other, each like dense rows. The queries of a tile of keys are one
+run.
 
-A window of depths is one more end: ``reach[j]`` is the greatest depth of a query that sees key j.
+A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
 
-Ends and depths are data that nobody checked. Whatever they are, a program visits only tiles that
-the window shows.
+Ends and depths are unchecked data. Whatever their values, a program visits only tiles that the
+window shows.
 """
 
 from typing import Any, NamedTuple
@@ -26,10 +26,10 @@ from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
 
 class Tree(NamedTuple):
-    """Ends of the keys of a batch element; None without them.
+    """Hold the ends of a batch element's keys; None without them.
 
     Attributes:
-        ends: [Skv] int32, or [Tkv] of packed sequences.
+        ends: [Skv] int32, or [Tkv] for packed sequences.
         ranges: `tree_ranges`, which kernels that visit keys read.
     """
 
@@ -38,11 +38,11 @@ class Tree(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """Depths that a window counts, of a batch element; None without them.
+    """Hold the depths that a window counts, for a batch element; None without them.
 
     Attributes:
-        q: of the queries, [Sq] int32, or [Tq] of packed sequences.
-        reach: of the keys, as `Tree.ends`: the greatest depth that sees each.
+        q: depths of the queries, [Sq] int32, or [Tq] for packed sequences.
+        reach: the greatest depth that sees each key, shaped as `Tree.ends`.
     """
 
     q: Any = None
@@ -50,14 +50,14 @@ class Depths(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Hold what tells which tiles of keys some queries see.
+    """Hold the numbers that tell which tiles of keys some queries see.
 
     Attributes:
-        ranges: of the batch element's keys.
-        row, last_row: row of the first tile, and the last row of the sequence, as `ranges` count.
-        visible: tiles that the window shows, of which the full ones need no mask for it.
+        ranges: ranges of the batch element's keys.
+        row, last_row: first row of the first tile, and last row of the sequence, as `ranges` count.
+        visible: tiles that the window shows; the full ones need no mask for it.
         first, last: positions of the first and of the last query.
-        least, greatest: depths of the queries, None without.
+        least, greatest: least and greatest depth of the queries, None without depths.
         block: rows of a tile of keys.
     """
 
@@ -78,14 +78,14 @@ class Runs(NamedTuple):
 
 
 def in_branch(tree, depths, row_q, query, size_q, row_kv, key, size_kv, position):
-    """Return which keys have their end, and their reach, behind which queries; None without a tree.
+    """Return which keys end after each query, and reach its depth; None without a tree.
 
     Args:
         tree, depths: `Tree` and `Depths`.
         row_q, row_kv: rows of the sequence's first query and key.
         query, key: rows counted from these, broadcast against each other.
-        size_q, size_kv: how many there are.
-        position: of the queries, counted as keys.
+        size_q, size_kv: how many queries and keys there are.
+        position: positions of the queries, counted as keys.
     """
     if tree.ends is None:
         return None
@@ -106,11 +106,11 @@ def find_runs(
     Args:
         tree, depths: as `in_branch` takes them.
         row_q, row_kv: as `in_branch` takes them.
-        start, size: the queries' first row, and the end of the sequence's.
+        start, size: the queries' first row, and the end of the sequence's queries.
         size_kv: how many keys the sequence has.
         diagonal: position of query 0.
-        visible: what `visible_tiles` returned.
-        block, block_kv: rows of the tile, and of a tile of keys.
+        visible: the result of `visible_tiles`.
+        block, block_kv: rows of the tile of queries, and of a tile of keys.
     """
     if tree.ends is None:
         return None
@@ -147,7 +147,7 @@ def next_run(runs, tile, masked):
 
     def visit(i, carry):
         first, end = carry
-        # All are behind `tile`. Triton 3.6 drops a number that only the bounds of loops depend on.
+        # None is before `tile`, but Triton 3.6 drops a number that only loop bounds depend on.
         is_kind = _is_kind(runs, i, masked) & (i >= tile)
         is_last = is_kind & ~_is_kind(runs, i + 1, masked)
         first = jnp.minimum(first, jnp.where(is_kind, i, count))
@@ -159,15 +159,15 @@ def next_run(runs, tile, masked):
 
 
 def walk_runs(runs, masked, visit, carry):
-    """Call `visit` for the tiles of one kind, run after run; returns what the last call did.
+    """Call `visit` for the tiles of one kind, run after run; return the last call's result.
 
-    visit: as `lax.fori_loop` takes it, of a tile's number.
+    visit: takes a tile's number and the carry, as for `lax.fori_loop`.
     """
 
     def walk(_run, state):
         end, carry = state
         first, end = next_run(runs, end, masked)
-        # From 0 on: from another number Triton 3.9 does not always pipeline the loads.
+        # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
         steps = end - first
         carry = lax.fori_loop(
             jnp.int32(0), steps, lambda step, carry: visit(first + step, carry), carry
@@ -179,7 +179,7 @@ def walk_runs(runs, masked, visit, carry):
 
 
 def _is_kind(runs, tile, masked):
-    """Return which tiles are visited, of the ones with a mask or of the ones without."""
+    """Return which tiles are visited with a mask, or which without one."""
     before, full, block = runs.visible.before, runs.visible.full, runs.block
     exists = (tile >= 0) & (tile < runs.count)
     row = runs.row + tile * block
@@ -203,12 +203,12 @@ def _is_kind(runs, tile, masked):
 
 
 def ending_tiles(tree, depths, row_kv, key, size_kv, diagonal, visible, block):
-    """Narrow what `visible_tiles` returned to the tiles of queries before the end of some keys.
+    """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys.
 
     Args:
         tree, depths, row_kv, key, size_kv: as `in_branch` takes them.
         diagonal: position of query 0.
-        visible: what `visible_tiles` returned.
+        visible: the result of `visible_tiles`.
         block: rows of a tile of queries.
 
     Returns the `Visible` tiles.
@@ -231,15 +231,15 @@ def ending_tiles(tree, depths, row_kv, key, size_kv, diagonal, visible, block):
 
 
 def tree_ranges(ends: Array, reach: Array | None) -> Array:
-    """Compute the ranges of ends, and of reaches, of every BLOCK_TOKENS keys.
+    """Compute the ranges of ends, and of reaches, for every BLOCK_TOKENS keys.
 
     Args:
         ends: [B, Skv] int32.
         reach: as `ends`, or None.
 
     Returns:
-        [B, blocks, 2] int32: the greatest and the least end, and with `reach` the same of it, 4 in
-        all. What the last block lacks counts as 0.
+        [B, blocks, 2] int32: the greatest and the least end; with `reach`, its greatest and least
+        follow, 4 in all. The last block is filled by 0.
     """
     values = (in_blocks(x, 0) for x in (ends, reach) if x is not None)
     return jnp.stack([extreme for x in values for extreme in (x.max(2), x.min(2))], 2)

@@ -1,4 +1,4 @@
 """Kernels of paged caches in Pallas's Mosaic GPU, for SM80 and SM90.
 
-They copy with cp.async and multiply with mma.sync, which both have.
+They use cp.async and mma.sync, which both targets have.
 """

@@ -17,13 +17,13 @@ from twin_attention.targets.family import Backend
 def append_kv_kernel(
     k_new_ref, v_new_ref, table_ref, len_ref, k_scale_ref, v_scale_ref, k_ref, v_ref, *, block_heads
 ):
-    """One program writes one token of one sequence, block_heads heads of it.
+    """One program writes block_heads heads of one token of one sequence.
 
     Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv]; table [B, max_pages] and len [B], int32;
     scales [1] or [Hkv], float32, or None; the pools k [P, page_size, Hkv, D] and v [P, page_size,
-    Hkv, Dv], which hold what they held. Grid: (head tiles · tokens · batch). Token t goes to
-    position ``len - tokens + t``; a position outside the table, or a page outside the pool, is not
-    written.
+    Hkv, Dv], which keep all else that they hold. Grid: (head tiles · tokens · batch). Token t goes
+    to position ``len - tokens + t``; a position outside the table, or a page outside the pool, is
+    not written.
     """
     # Locate the token's slot.
     _, tokens, heads, _ = k_new_ref.shape
@@ -41,7 +41,7 @@ def append_kv_kernel(
     thread = thread_index()
     first_head = tile * block_heads
 
-    # Load the key and the value, and quantise them where the cache is.
+    # Load the key and the value, and quantise them if the cache is quantised.
     def load(new, pool, scale):
         size = pool.shape[3]
         units = []
@@ -75,7 +75,7 @@ def append_kv(
     """Call `append_kv_kernel`.
 
     Returns:
-        k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it.
+        k_pages and v_pages with the new tokens, in the memory of the given pools if XLA allows it.
     """
     k_new, v_new = operands.k_new, operands.v_new
     batch, tokens, heads, _ = k_new.shape

@@ -1,7 +1,7 @@
 """Merge attention over disjoint sets of keys into attention over their union.
 
 The mathematics is that of `pallas_attn.kernels.portable.combine`. Here each warp merges some of the
-parts, a lane the columns 32 apart, and then the warps merge.
+parts, each lane in every 32nd column. Then the warps merge.
 """
 
 import jax
@@ -41,13 +41,13 @@ def combine_kernel(
     """One program merges one row.
 
     Operands: outs [N · B, T, H, Dv], lses [N · B, H, T] (float32, natural log); sinks [H] float32
-    or None; out [B, T, H, Dv] and lse [B, H, T]. In shared memory a row and two numbers of each
+    or None; out [B, T, H, Dv] and lse [B, H, T]. Shared memory holds a row and two numbers for each
     warp. Grid: (heads · tokens · batch). A part whose lse is -inf has no keys: its output does not
     count, and may hold anything. Accumulation: float32, block_states parts of a warp at a time.
 
     block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
-    and len [B] are the lengths, int32. Only splits with keys are read, and where there is at most
-    one the result is there already, in out and lse. None: any states; len is None.
+    and len [B] are the lengths, int32. Only splits with keys are read. With at most one of these,
+    out and lse already hold the result. None: any states; len is None.
     """
     # Locate the row.
     batches, num_tokens, heads, size = out_ref.shape
@@ -64,7 +64,7 @@ def combine_kernel(
         num_states = splits_with_keys(begin, end, num_states, block_keys)
 
     def merge(m_i, l_i, acc, lses, rows):
-        """Count parts, each its lse and its row, into a running softmax."""
+        """Add parts, each given by its lse and its row, to a running softmax."""
         m_new = m_i
         for s in lses:
             m_new = jnp.maximum(m_new, s)
@@ -88,7 +88,7 @@ def combine_kernel(
                 place = jnp.minimum(part, num_states - 1) * batches + batch
                 s = lses_ref[place, head, token]
                 lses.append(jnp.where(exists, s, float("-inf")))
-                # Loaded without waiting for the lse, which says whether it counts.
+                # Load without waiting for the lse, which says whether the part counts.
                 rows.append([outs_ref[place, token, head, x].astype(jnp.float32) for x in columns])
             return merge(*carry, lses, rows)
 
@@ -98,7 +98,7 @@ def combine_kernel(
         steps = pl.cdiv(num_states, WARPS * block_states)
         m_i, l_i, acc = lax.fori_loop(0, steps, visit, (nothing, zero, acc))
 
-        # Merge what the warps have.
+        # Merge the warps' results.
         store_number(m_i, numbers, warp, 0)
         store_number(l_i, numbers, warp, 1)
         for x, column in zip(acc, columns, strict=True):
@@ -154,12 +154,12 @@ def merge_splits(
     block_kv: int,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
+    """Call `combine_kernel` on the splits of a paged decode; it updates out and lse in place.
 
     Args:
         outs, lses: [splits · B, T, Hq, Dv] and [splits · B, Hq, T].
-        out, lse: results of the sequences that have one split with keys.
-        operands: those of the decode.
+        out, lse: hold the results of the sequences that have one split with keys.
+        operands: the decode's.
         block_kv: keys of a tile of the decode.
 
     Returns:
@@ -181,7 +181,7 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> tuple[Array, Array]:
-    """Call the kernel; what is optional is given where the states are splits."""
+    """Call the kernel; optional arguments are given where the states are splits."""
     return launch(
         "combine",
         combine_kernel,

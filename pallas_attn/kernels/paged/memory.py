@@ -1,9 +1,9 @@
-"""Load, copy and store what paged attention needs.
+"""Load, copy and store the data of paged attention.
 
-Here each warp of a program has keys of its own, and all of them have the same query rows. An array
-of the kernel has 16 rows a warp, as a product of four warps has them, so that one array holds what
-the four warps know of the same rows. It can go when cp.async takes indices and a size to fetch to
-L2, and a kernel can be written for a warp.
+Here each warp of a program has its own keys, and all warps have the same query rows. An array of
+the kernel has 16 rows a warp, as in a product of four warps, so one array holds what the four warps
+know of the same rows. It can go when cp.async takes indices and a size to fetch to L2, and a kernel
+can be written for a warp.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pallas_attn.kernels.explicit.registers import (
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
 
 UNIT = 8  # numbers that a thread loads or stores at a time
-# L2 fetches 128 bytes: half of them are for another program, or the next key, where rows have 64.
-# Those take 0.73 to 0.82 of the time so, longer ones the same. NVVM's cp.async has no such option.
+# L2 fetches 128 bytes. Where rows have 64, half of these are for another program, or the next key.
+# Such rows take 0.73 to 0.82 of the time with it, longer ones the same. NVVM lacks the option.
 _COPY = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
 
 
@@ -48,7 +48,7 @@ def store_number(x, array, *index):
 
 
 def load_unit(array, index):
-    """Return a list of `UNIT` numbers, those from ``array[*index]`` on in global memory."""
+    """Return a list of the `UNIT` numbers from ``array[*index]`` on in global memory."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), (SCALAR,) * len(index)),
@@ -64,10 +64,10 @@ def load_unit(array, index):
 
 
 def store_unit(numbers, array, index):
-    """Store `UNIT` numbers at ``array[*index]`` and what follows, in global memory.
+    """Store `UNIT` numbers from ``array[*index]`` on in global memory.
 
-    A store of single bytes would not do: ptxas 13 compiles that of the low byte of an int8 that
-    `round_to` rounds to a conversion of the float that it rounds by.
+    A store of single bytes would be wrong: for the low byte of an int8 that `round_to` rounds,
+    ptxas 13 emits a conversion of the float that it rounds by.
     """
 
     @plgpu.inline_mgpu(
@@ -94,8 +94,8 @@ def copy_keys(pool, tile, transforms, head, places):
         tile: [keys, width] in shared memory, width at least D; its columns from D on become 0.
         transforms: the tile's.
         head: int32.
-        places: int32, lane i's is the place of key i among those of the pool; below 0 for a key
-            that does not exist, whose row becomes 0.
+        places: int32; lane i holds the place of key i in the pool, below 0 for a key that does not
+            exist, whose row becomes 0.
     """
 
     @plgpu.inline_mgpu(
@@ -162,7 +162,7 @@ def _copy_16_bytes(target, source, size):
 
 
 def wait_of_warp(pending):
-    """Wait for all but the last `pending` groups of copies of this warp."""
+    """Wait for all but the last `pending` groups of this warp's copies."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -173,7 +173,7 @@ def wait_of_warp(pending):
 
 
 def load_queries(q, batch, head, rows, total, group_size, width):
-    """Load rows of the query heads of a kv head as a left operand.
+    """Load rows of the query heads of a GQA group as a left operand.
 
     Args:
         q: [B, T, Hq, D] in global memory.
@@ -201,9 +201,9 @@ def load_queries(q, batch, head, rows, total, group_size, width):
 
 
 def load_split_queries(q, batch, head, rows, total, group_size, width):
-    """Load rows as `load_queries` does, in float16: (even columns, odd columns, factor).
+    """Load rows like `load_queries`, in float16: (even columns, odd columns, factor).
 
-    A row of bfloat16 may exceed float16's range: it is divided by the factor, a power of two that
+    A row of bfloat16 may exceed float16's range. It is divided by the factor, a power of two that
     brings its largest element to 2^13 .. 2^14 (`pallas_attn.kernels.library.quantized`).
 
     Args:

@@ -1,4 +1,4 @@
-"""Merge what the warps of a program have; `memory.py` says when this can go."""
+"""Merge the results of a program's warps; `memory.py` says when this can go."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def merge_rows(x, scratch, add):
-    """Return the largest, or the sum, of the numbers that the warps have of each row.
+    """Return the maximum, or the sum, over the warps of their numbers for each row.
 
     Args:
         x: [16 · WARPS · n] float32, in `ROWS`.
@@ -87,7 +87,7 @@ def share_sums(arrays, scratch):
 
 
 def store_merged(scratch, factor, out, index, rows, total, group_size, columns, parts):
-    """Store the sum of what the warps have shared, each warp some of the columns.
+    """Store the sum of what the warps have shared; each warp stores some of the columns.
 
     Args:
         scratch: what `share_sums` wrote.
@@ -154,7 +154,7 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
 
 
 def store_rows_of_heads(x, out, index, rows, total, group_size):
-    """Store a number a row, which all warps have.
+    """Store one number for each row, which all warps have.
 
     Args:
         x: float32, in `ROWS`.

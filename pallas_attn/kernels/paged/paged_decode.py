@@ -1,8 +1,8 @@
 """Paged decode: attention of a few new tokens over a cache in pages, split over the keys.
 
-The mathematics is that of `pallas_attn.kernels.portable.paged_decode`. Here each warp has keys of
-its own, which it copies from their pages to shared memory some tiles ahead, and waits for nobody:
-the warps meet once, at the end, to merge what they have.
+The mathematics is that of `pallas_attn.kernels.portable.paged_decode`. Here each warp has its own
+keys, copies them from their pages to shared memory some tiles ahead, and waits for no other warp.
+The warps meet once, at the end, to merge their results.
 """
 
 import jax
@@ -85,13 +85,14 @@ def paged_decode_kernel(
     [B, max_pages] and len [B], int32; sinks [Hq] and scales [1] or [Hkv], float32, or None; out
     [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log). Where more than one split has keys,
     each of them writes its outs [splits · B, T, Hq, Dv] and lses [splits · B, Hq, T] instead,
-    float32; with a single split both are None. In shared memory: num_stages tiles of k and of v,
+    float32; with a single split both are None. Shared memory holds num_stages tiles of k and of v,
     block_kv / WARPS keys for each warp, and room to merge. Grid: (row tiles · kv heads · batch ·
-    splits). Accumulation and loop invariant: `pallas_attn.kernels.sm80.flash_fwd`, for each warp. A
-    row that sees no key gives 0, and -inf or its sink. block_rows is 16 or a multiple.
+    splits). Accumulation and loop invariant: `pallas_attn.kernels.sm80.flash_fwd`, for each warp.
+    For a row that sees no key, out is 0 and lse is -inf or the sink. block_rows is a multiple of
+    16.
 
-    upcast: the pools are in 8 bits, given as packed pairs of columns, int16, and the products in
-    float16. q, k, v and acc are lists of tiles, of one tile where upcast is None (see
+    upcast: the pools are in 8 bits, given as packed pairs of columns, int16; the products are in
+    float16. q, k, v and acc are lists of tiles, with one tile where upcast is None (see
     `pallas_attn.kernels.library.quantized`).
     """
     # Locate the rows and the split's share of the keys.
@@ -115,7 +116,7 @@ def paged_decode_kernel(
     end_fetch = jnp.minimum(end, (first + count) * block_kv)
 
     def locate(step):
-        """Return the place in the pool of this lane's key of a step, -1 if there is none."""
+        """Return the place in the pool of this lane's key in a step, or -1 if there is none."""
         key = start_warp + step * block_kv + lane
         last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
         page = table_ref[batch, jnp.minimum(lax.div(key, page_size), last_page)]
@@ -134,7 +135,7 @@ def paged_decode_kernel(
         fetch(step, locate(step))
     places = locate(ahead)
 
-    # Load the queries; they stay.
+    # Load the queries, which stay in registers.
     dtype = jnp.dtype(q_ref.dtype if upcast is None else "float16")
     layout = plgpu.Layout.MMA_ACC(dtype)
     of_warps = iota((WARPS * block_rows,), 0, ROWS)
@@ -153,7 +154,7 @@ def paged_decode_kernel(
     # Visit the split's tiles of keys.
     def visit(step, carry):
         places, m_i, l_i, acc = carry
-        # Wait for the keys and values of this step; fetch those of a later one.
+        # Wait for this step's keys and values; fetch a later step's.
         wait_of_warp(max(ahead - 1, 0))
         slot = lax.rem(step, num_stages)
         fetch(lax.rem(step + ahead, num_stages), places)
@@ -193,8 +194,8 @@ def paged_decode_kernel(
     wait_of_warp(0)
     warpgroup_barrier()
 
-    # Merge what the warps have.
-    # A split with all tiles gives the result, else each gives a part that `combine` merges.
+    # Merge the warps' results.
+    # A split with all tiles gives the result; otherwise each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
     m_all = merge_rows(m_i, numbers.at[0], add=False)
     if sinks_ref is not None:
@@ -237,19 +238,19 @@ def paged_decode_kernel(
 
 
 def of_head(scale_ref, head):
-    """Load the scale of a head, from one of all heads or one of each."""
+    """Load the scale of a head, from one scale for all heads or one for each."""
     return scale_ref[head if scale_ref.shape[0] > 1 else 0]
 
 
 def unpack(x, upcast):
-    """Return the tiles of keys or values that were loaded, not yet times the cache's scale."""
+    """Return loaded tiles of keys or values, not yet times the cache's scale."""
     if upcast is None:
         return [x]
     return [upcast_pairs(x, code) for code in (upcast.low, upcast.high)]
 
 
 def add_pv(acc, p, v, upcast):
-    """Compute acc + p · v, p in registers, as a sum is, and v in shared memory."""
+    """Return acc + p · v, with p in registers as an accumulator, and v in shared memory."""
     for start in range(0, v.shape[0], CHUNK):
         left = as_left_operand(p[:, start : start + CHUNK])
         right = unpack(load_right(v.at[pl.ds(start, CHUNK)]), upcast)

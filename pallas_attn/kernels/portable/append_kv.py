@@ -47,13 +47,13 @@ def append_kv_kernel(
     compiled,
     block_heads,
 ):
-    """One program writes one token of one sequence, block_heads heads of it.
+    """One program writes block_heads heads of one token of one sequence.
 
-    Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; the pools k
-    [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv], inputs that the outputs stand in for;
-    table [max_pages] and len [], int32; scales [] or [Hkv], float32, or None. Grid: (head tiles,
-    tokens, batch). Token t goes to position ``len - tokens + t``; a position outside the table, or
-    a page outside the pool, is not written.
+    Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; the pools k [P,
+    page_size, Hkv, D] and v [P, page_size, Hkv, Dv], inputs whose memory the outputs reuse; table
+    [max_pages] and len [], int32; scales [] or [Hkv], float32, or None. Grid: (head tiles, tokens,
+    batch). Token t goes to position ``len - tokens + t``; a position outside the table, or a page
+    outside the pool, is not written.
 
     Packed tokens: all of k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv], tables [B, max_pages], lens [B]
     and cu_seqlens [B + 1], otherwise None. Grid: (tiles of one row of `locate_tokens`, head tiles),
@@ -61,7 +61,7 @@ def append_kv_kernel(
 
     Rotation: cos and sin [positions, pairs], otherwise None. Keys are rotated in float32 by the
     angles of their positions, and so are queries q of the same tokens, or None; q_out is 0 in the
-    padding. Tiles of heads are those of q, of which keys and values have no more.
+    padding. Tiles of heads cover q's heads, or those of keys and values without q.
     """
     # Locate the token and its slot.
     num_pages, page_size, heads_kv, _ = k_ref.shape
@@ -92,7 +92,7 @@ def append_kv_kernel(
     slot = jnp.maximum(position, 0) % page_size
     writes = (head < heads_kv) & exists
 
-    # Copy the key and the value, rotated if asked for, and quantised where the cache is.
+    # Copy the key and the value, rotated if asked for, and quantised if the cache is.
     cos = sin = None
     if cos_ref is not None:
         cos, sin = load_rotation(cos_ref, sin_ref, position, pairs, block_pairs)
@@ -138,8 +138,8 @@ def copy_rows(
 ):
     """Copy rows of one tensor to another, rotated with cos and sin, quantised with a scale.
 
-    `reads` and `writes` say which rows are; one that is not read is 0. The first `pairs` pairs of
-    columns are rotated.
+    `reads` and `writes` say which rows are read and written; a row that is not read is 0. The first
+    `pairs` pairs of columns are rotated.
     """
 
     def load(*columns):
@@ -165,7 +165,7 @@ def copy_rows(
 
 
 def load_scale(ref, head, writes):
-    """Load the scale of each head, from one of all heads or one of each."""
+    """Load the scale of each head, from one scale for all heads or one for each."""
     if not ref.shape:
         return jnp.broadcast_to(ref[...], head.shape)
     return plt.load(ref.at[head], mask=writes, other=1.0)
@@ -177,8 +177,8 @@ def append_kv(
     """Call `append_kv_kernel`.
 
     Returns:
-        k_pages and v_pages with the new tokens, in the memory of those given where XLA allows it;
-        and the rotated queries, if there are any.
+        k_pages and v_pages with the new tokens, in the memory of the given pools where XLA allows
+        it; and the rotated queries, if there are any.
     """
     cache, q, cos = spec.cache, operands.q, operands.rotary_cos
     pairs = spec.rotary_dim // 2

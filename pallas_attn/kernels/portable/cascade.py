@@ -1,8 +1,8 @@
-"""Cascades: pages that sequences of a batch begin with are read once for a tile of sequences.
+"""Cascades: pages that several sequences begin with are read once for a tile of sequences.
 
-The rows of a tile's sequences see the shared pages as those of one sequence, which gives each a
-running softmax. `paged_decode` visits a sequence's other keys and goes on with it. Ye et al. 2024
-(cascade inference); Juravsky et al. 2024 (Hydragen).
+The rows of a tile's sequences see the shared pages like rows of one sequence, and each gets a
+running softmax. `paged_decode` continues it over a sequence's other keys. Ye et al. 2024 (cascade
+inference); Juravsky et al. 2024 (Hydragen).
 """
 
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ class Cascade(NamedTuple):
     """Hold running softmaxes over keys that sequences share.
 
     Attributes:
-        prefixes: how many keys of each sequence, [B] int32.
+        prefixes: how many shared keys each sequence begins with, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
         maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
     """
@@ -78,14 +78,14 @@ def shared_pages_kernel(
     block_rows,
     block_kv,
 ):
-    """One program computes block_rows rows of one kv head of tiles over a split of their prefixes.
+    """One program computes block_rows rows of one kv head of tiles, over a split of their prefixes.
 
-    Row r is that of `paged_decode_kernel` of the tile's sequence ``r // (tokens * group_size)``.
+    Row r is a row of `paged_decode_kernel`, of the tile's sequence ``r // (tokens * group_size)``.
     Operands, of this program's kv head: q [B, T, group, D], the pools and k's scale as there;
-    tables [B, max_pages] and lens [B]; of a `Cascade` its prefixes, and of the split its accs [B,
-    T, group, Dv], maxima and sums [B, group, T]. Grid: (row tiles, kv heads, sequences by
-    tiles.members, splits). A program takes the tiles whose first sequence is one of its `members`:
-    one where all sequences share. All rows see all keys. Loop invariant: `online_softmax_update`.
+    tables [B, max_pages] and lens [B]; a `Cascade`'s prefixes, and the split's accs [B, T, group,
+    Dv], maxima and sums [B, group, T]. Grid: (row tiles, kv heads, sequences by tiles.members,
+    splits). A program takes the tiles whose first sequence is one of its `members`: a single tile
+    if all sequences share pages. All rows see all keys. Loop invariant: `online_softmax_update`.
     Accumulation: float32, exponents in base 2, p cast to the products' dtype.
 
     tiles: `CascadeTiles`.
@@ -159,15 +159,15 @@ def shared_pages_kernel(
 
 
 def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, block_size):
-    """Join a running softmax with those over the keys of a prefix.
+    """Merge a running softmax with the ones over the keys of a prefix.
 
     Args:
-        cascade: of this program's sequence and kv head.
+        cascade: the `Cascade` of this program's sequence and kv head.
         block_kv: keys of a tile of shared keys.
-        keys: of the prefix.
-        token, head: of each row, the head of the group.
+        keys: how many keys the prefix has.
+        token, head: token of each row, and its head within the group.
         softmax: m_i, l_i and acc.
-        size, block_size: columns of a tile of acc, and these padded.
+        size, block_size: columns of a tile of acc, without and with padding.
 
     Returns:
         m_i, l_i and acc.
@@ -193,10 +193,10 @@ def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, blo
 def attend_to_shared_pages(
     operands: DecodeOperands[Array], spec: DecodeSpec, block_kv: int, backend: Backend
 ) -> tuple[Cascade, int] | None:
-    """Call `shared_pages_kernel`; None where the shapes leave a cascade nothing to gain.
+    """Call `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
 
     Args:
-        operands: those of the decode; an 8-bit pool is packed.
+        operands: operands of the decode; an 8-bit pool is packed.
         block_kv: keys of a tile of the decode over the other keys.
 
     Returns:

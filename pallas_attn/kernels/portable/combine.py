@@ -44,14 +44,13 @@ def combine_kernel(
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
     [] float32 or None; out [Dv] and lse []. Grid: (heads and tokens, batch), heads fastest; only
     the first axis can have more than 65535 programs. A part whose lse is -inf has no keys: its
-    output does not count, and may hold anything. Accumulation: float32, block_states
-    parts at a time. Of log-sum-exps the maximum is subtracted before the base becomes 2: equal
-    ones, however large, give weights of 1.
+    output does not count, and may hold anything. Accumulation: float32, block_states parts at a
+    time. The maximum log-sum-exp is subtracted before the conversion to base 2: equal ones, however
+    large, give weights of 1.
 
     block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
-    and len [] is the length, int32. Only splits with keys are read, and where there is at most one
-    the result is there already, in out and lse, which are inputs as well. None: any states; len is
-    None.
+    and len [] is the length, int32. Only splits with keys are read. If there is at most one, the
+    result is already in out and lse, which are inputs as well. None: any states; len is None.
     """
     # Locate the row.
     if block_keys is not None:
@@ -115,9 +114,9 @@ def merge_splits(
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
     Args:
-        operands: those of the decode.
-        block_kv: keys of a tile of the decode; None if every split has written its part, one
-            without keys too. Then nothing is in out and lse, which are None.
+        operands: operands of the decode.
+        block_kv: keys of a tile of the decode; None if every split has written its part, even
+            without keys. Then out and lse are None.
 
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
@@ -139,7 +138,7 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> tuple[Array, Array]:
-    """Call the kernel; what is optional is given where the states are splits."""
+    """Call the kernel; optional arguments are given if the states are splits."""
     rows = (spec.batch, spec.tokens, spec.heads)
     results = (
         jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype)),

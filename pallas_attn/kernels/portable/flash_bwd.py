@@ -2,10 +2,10 @@
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
-With dropout dp, and p of dv, are multiplied by `dropout_weights`.
-Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
-additions: the result is the same bits every time.
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0. With
+dropout, dp and the p of dv are multiplied by `dropout_weights`.
+Dao 2023, FlashAttention-2, algorithm 2, with a separate kernel for dq instead of atomic additions:
+the result has the same bits every time.
 """
 
 import jax
@@ -72,24 +72,24 @@ def flash_bwd_preprocess_kernel(
     precision,
     block_q,
 ):
-    """Prepare the rows for the other kernels; one program has block_q rows of a head.
+    """Prepare the rows for the other kernels; one program takes block_q rows of a head.
 
-    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no
-    key or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw
-    no key, and dout as products of the precision take it, so that ds cancels where a row sees one
-    key. Operands, of this program's batch and head: dout and out [Sq, Dv], lse and dlse [Sq] (dlse
-    is None for zero); lse2 and delta [Sq rounded up to ROW_PADDING], all float32. Grid: (query
-    tiles, heads, batch).
+    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
+    or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw no
+    key. dout is rounded as products of the precision take it, so that ds cancels in a row that sees
+    one key. Operands, of this program's batch and head: dout and out [Sq, Dv], lse and dlse [Sq]
+    (dlse is None for zero); lse2 and delta [Sq rounded up to ROW_PADDING], all float32. Grid:
+    (query tiles, heads, batch).
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, and in that
-    of segment ids q_segment_ids [Sq] int32, or None.
+    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, including
+    the padding of segment ids q_segment_ids [Sq] int32, or None.
     """
     # Locate the rows.
     padded = pl.program_id(0) * block_q
     start_q, seq_dout = padded, seq_q
     if cu_seqlens_q_ref is not None:
-        # With the queries for the other axis as well, that of padding is empty.
+        # The other axis is the queries as well, where the padding's sequence is empty.
         _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
             cu_seqlens_q_ref, cu_seqlens_q_ref, padded // ROW_PADDING, seq_q, seq_q, ROW_PADDING
         )
@@ -141,14 +141,14 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes block_q rows of dq of one query head.
 
-    Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv],
-    dout [Sq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
+    Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv], dout [Sq,
+    Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
     `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
     exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences, segment ids, block mask, tree, terms: as in `flash_fwd_kernel`; lse2 and delta as
-    `flash_bwd_preprocess_kernel` has them. carry [Sq, D] float32: the gradient through other keys,
-    to which that through these is added; or None. dbias [Sq, Skv], the gradient of a bias that no
-    two pairs share, is ds; it comes in at 0, in the memory of the result, or is None.
+    sequences, segment ids, block mask, tree, terms: as in `flash_fwd_kernel`; lse2 and delta as in
+    `flash_bwd_preprocess_kernel`. carry [Sq, D] float32: the gradient through other keys, to which
+    the gradient through these keys is added; or None. dbias [Sq, Skv]: the gradient of a bias that
+    no two pairs share, which is ds. It is 0 at first, in the memory of the result, or None.
     """
     offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of queries.
@@ -162,7 +162,7 @@ def flash_bwd_dq_kernel(
     moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
     lse2_ref, delta_ref = rows_from(lse2_ref, moved), rows_from(delta_ref, moved)
 
-    # Load the queries and what belongs to their rows; they stay.
+    # Load the queries and their per-row values; they stay.
     segment_q, is_query = load_segments(segments.q_ids, start_q, seq_q, block_q, STAYS)
     q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
     do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True, is_query)
@@ -269,13 +269,13 @@ def flash_bwd_dkdv_kernel(
     Operands, of this program's batch and kv head: q [Sq, group, D], k and dk [Skv, D], v and dv
     [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]. Grid: (key tiles · kv heads
     · batch), and place, as in `flash_fwd_kernel`. Tiles of s, p, dp, ds are transposed (keys down,
-    queries across), so that they are left operands as they are. Loop invariant: dk is Σ dsᵀ q and
+    queries across), so that they can be left operands directly. Loop invariant: dk is Σ dsᵀ q and
     dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
     base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
     Packed sequences, segment ids, tree: as in `flash_bwd_dq_kernel`, with tiles of keys, and the
-    ranges of the queries' ids. Terms: as there, of all heads of the group. Block mask: as there,
+    ranges of the queries' ids. Terms: likewise, of all heads of the group. Block mask: likewise,
     with the `lists_of_queries`, counts [group_lists, tiles] and tiles [group_lists, tiles, width];
-    group_lists is how many the query heads of a kv head have, group_size or 1.
+    group_lists is how many lists the query heads of a kv head have, group_size or 1.
     """
     offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of keys.
@@ -380,7 +380,7 @@ def flash_bwd_dkdv_kernel(
             carry = lax.fori_loop(0, count * (group_size // group_lists), visit, carry)
         return carry
 
-    # With lists of each head one head after the other, otherwise all of the group together.
+    # If each head has lists, visit one head after the other, otherwise the whole group together.
     if group_lists == 1:
         dk, dv = walk(0, (dk, dv))
     else:
@@ -409,7 +409,7 @@ def launch_preprocess(sources, spec, backend, mask):
         {
             "seq_q": spec.seq_q,
             "head_dim_v": spec.head_dim_v,
-            # Products in the interpreter are IEEE's.
+            # The interpreter's products are in IEEE float32.
             "precision": "ieee" if backend.interpreted else spec.precision,
         },
         spec,
@@ -421,8 +421,8 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
     """Call `flash_bwd_dq_kernel`.
 
     Returns:
-        dq, in the memory and dtype of a `carry`; of a bias that no two pairs share the gradient as
-        well.
+        dq, in the memory and dtype of a `carry`; and the gradient of a bias that no two pairs
+        share.
     """
     q, k, v, *of_rows = inputs
     before = (*inputs, terms, mask)

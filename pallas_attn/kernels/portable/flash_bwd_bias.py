@@ -1,9 +1,9 @@
 """Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
 
 Where a bias has 1 in place of the batch, heads, queries or keys, its gradient is a sum over them.
-Of a bias of all queries and keys a program adds up one tile over batch elements and heads, in
-order: the result is the same bits every time, and no memory but the gradient's own grows with the
-square of a length. Otherwise it adds up the tiles of a row of tiles, or of a column, of one head.
+If the bias has all queries and keys, a program adds up one tile over batch elements and heads, in
+order: the result has the same bits every time, and only the gradient's own memory grows with the
+square of a length. Otherwise a program adds up a row or a column of tiles of one head.
 """
 
 from typing import Any
@@ -64,19 +64,19 @@ def flash_bwd_bias_kernel(
 
     Operands, of all batch elements and heads: q [B · Sq, Hq, D], k [B · Skv, Hkv, D], v [B · Skv,
     Hkv, Dv], dout [B · Sq, Hq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`, [B · Hq,
-    padded Sq]. kind "pairs": sums [Sq, Skv] are the gradient itself, in its dtype, and a program
-    adds up one tile over `shared` heads and batch elements, shared_heads of each; the grid has
-    (tiles, heads, batch elements) of the gradient. "rows" or "keys": sums are [Sq] or [Skv]
-    float32, and a program of the grid (tiles of that axis, heads, batch elements) adds up all tiles
-    of the other axis. Terms, segment ids and trees: as in `flash_bwd_relative_kernel`, of all
-    heads. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    padded Sq]. kind "pairs": sums [Sq, Skv] are the gradient itself, in its dtype. A program adds
+    up one tile over `shared` heads and batch elements, shared_heads of each; the grid has (tiles,
+    heads, batch elements) of the gradient. "rows" or "keys": sums are [Sq] or [Skv] float32. A
+    program of the grid (tiles of that axis, heads, batch elements) adds up all tiles of the other
+    axis. Terms, segment ids and trees: as in `flash_bwd_relative_kernel`, of all heads. Loop
+    invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     tile, head, element = (pl.program_id(i) for i in range(3))
     start_q, start_kv, diagonal = tile * block_q, tile * block_kv, seq_kv - seq_q
     if kind == "pairs":
         tiles_kv = cdiv(seq_kv, block_kv)
         start_q, start_kv = tile // tiles_kv * block_q, tile % tiles_kv * block_kv
-    # Tiles that a row or a column of tiles sees.
+    # Find the tiles that a row or a column of tiles sees.
     if kind == "keys":
         first, *counts = visible_tiles(
             start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q
@@ -125,7 +125,7 @@ def bias_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradient of a bias that pairs share, by name; nothing without one.
+    """Compute the gradient of a bias that pairs share, by name; empty without one.
 
     Args:
         operands, inputs, mask, spec, backend: as `relative_gradient` takes them.

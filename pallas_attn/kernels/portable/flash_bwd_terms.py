@@ -1,9 +1,9 @@
-"""Flash attention, backward of what is added to the scores: sums of ds, recomputed tile by tile.
+"""Flash attention, backward of the terms added to the scores: sums of ds, recomputed by tile.
 
 The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles of queries and of
-keys that start equally far apart have the same distances in the same places: a band. A program adds
-up the tiles of one band, so that only its sum is left to be split by distances: the result is the
-same bits every time, and no memory grows with the square of a length.
+keys that start equally far apart have the same distances in the same places: they form a band. A
+program adds up the tiles of one band, so that only its sum has to be split by distances. The result
+has the same bits every time, and no memory grows with the square of a length.
 """
 
 from typing import Any
@@ -77,18 +77,18 @@ def score_gradients(
     """Compute ds [block_q, block_kv] of one tile, in float32: the gradient of scaled scores.
 
     Args:
-        refs: q, k, v, dout, lse2 and delta of the head: the first four have the rows of all
-            sequences one after the other, lse2 and delta [rows, padded].
+        refs: q, k, v, dout, lse2 and delta of the head. The first four have the rows of all
+            sequences one after the other; lse2 and delta are [rows, padded].
         terms, segments, tree, depths, rule, window: as in `flash_bwd_dq_kernel`, of all sequences.
-        first_q, seq_q, first_kv, seq_kv: the first row of the sequence's queries, and of its keys,
-            and how many it has.
-        first_row, row: of lse2 and delta, where the sequence's begin, and in which row.
-        element, head: of the batch, or the packed sequence; and the query head.
-        start_q, start_kv: first rows of the tile in the sequence. Keys before the first do not
-            exist: start_kv may be negative.
+        first_q, seq_q, first_kv, seq_kv: the first row and the number of the sequence's queries,
+            and of its keys.
+        first_row, row: where the sequence begins in lse2 and delta, and in which of their rows.
+        element, head: the batch element, or the packed sequence; and the query head.
+        start_q, start_kv: first rows of the tile in the sequence. start_kv may be negative: keys
+            before the first do not exist.
         diagonal: position of query 0.
-        group_size: query heads of a kv head, where refs and terms are those of all heads, in the
-            axis before the last of q, k, v and dout; None where they are those of one.
+        group_size: query heads of a kv head, if refs and terms have all heads (the axis before the
+            last of q, k, v and dout); None if they have one.
     """
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref = refs
     member = None if group_size is None else head
@@ -186,14 +186,15 @@ def flash_bwd_relative_kernel(
 
     Operands, of this program's head: q [B · Sq, D], k [B · Skv, D], v [B · Skv, Dv], dout [B · Sq,
     Dv], lse2 and delta of `flash_bwd_preprocess_kernel`, [B, padded Sq]; tiles [near, block_q,
-    block_kv] float32, the sums of the near bands; sums [bands] float32, those of all pairs of the
-    others. Grid: (bands, heads, 1). bands: `twin_attention.targets.bands.Bands`; elements: of the
-    batch, or packed sequences; seq_q and seq_kv are those of one, or of all packed. Terms: slopes
-    [], or [elements]. Offsets, segment ids and trees, of all elements one after the other. Loop
-    invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    block_kv] float32, the sums of the near bands; sums [bands] float32, the sums over all pairs of
+    the other bands. Grid: (bands, heads, 1). bands: `twin_attention.targets.bands.Bands`; elements:
+    how many batch elements, or packed sequences; seq_q and seq_kv are lengths of one element, or of
+    all packed sequences. Terms: slopes [], or [elements]. Offsets, segment ids and trees have all
+    elements one after the other. Loop invariant: acc is Σ ds over the tiles so far. Accumulation:
+    float32.
     """
     band, head = pl.program_id(0), pl.program_id(1)
-    # How far behind its queries' positions a band's keys start.
+    # How far after its queries' positions a band's keys start.
     offset = (bands.first + band) * block_kv
     is_visible = band >= 0
     if window.left is not None:
@@ -211,7 +212,7 @@ def flash_bwd_relative_kernel(
             first_kv, size_kv = rows_of_sequence(offsets.cu_seqlens_kv, element, seq_kv, 0)
             row, first_row = 0, first_tile(first_q, element, ROW_PADDING) * ROW_PADDING
         diagonal = size_kv - size_q
-        # Tiles of queries from the first to the last whose keys of the band exist.
+        # Visit tiles of queries, from the first to the last whose keys in the band exist.
         before = offset + diagonal
         begin = maximum(-(before + block_kv - 1), 0) // block_q
         end = minimum(cdiv(maximum(size_kv - before, 0), block_q), cdiv(size_q, block_q))
@@ -230,7 +231,7 @@ def flash_bwd_relative_kernel(
     acc = jnp.zeros((block_q, block_kv), jnp.float32)
     acc = lax.fori_loop(0, elements, add_element, acc)
 
-    # Store the band: its tile where its distances count apart, otherwise its sum.
+    # Store the band: its tile if its distances have entries of their own, otherwise its sum.
     near = band - bands.near
     is_near = (near >= 0) & (near < bands.num_near)
     shape = (block_q, block_kv)
@@ -247,10 +248,10 @@ def relative_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradient of `relative_bias`, by name; nothing without it.
+    """Compute the gradient of `relative_bias`, by name; empty without it.
 
     Args:
-        operands: of the call.
+        operands: operands of the call.
         inputs: `pallas_attn.kernels.gradients.Inputs`.
         mask: as the kernel of dq takes it.
         spec, backend: the problem, and what runs.
@@ -315,7 +316,7 @@ def relative_gradient(
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
-    """Return the warps and stages that take the place of those of dq's kernel.
+    """Return the warps and stages that replace those of the dq kernel.
 
     Four tiles are loaded in each step, and no accumulator is as wide as a head.
     """
@@ -324,14 +325,14 @@ def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
 
 
 def sums_of_distances(tiles: Array, sums: Array, bands: Bands) -> Array:
-    """Return the sums over each clipped distance [Hq, 2R + 1] from those of the bands."""
+    """Return the sums over each clipped distance [Hq, 2R + 1] from the sums of the bands."""
     heads, near, block_q, block_kv = tiles.shape
-    # Row i of a tile, of the last query first, moves i columns to the right.
+    # Row i of a tile, counted from the last query, moves i columns to the right.
     skewed = jnp.pad(tiles[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, block_q)))
     skewed = skewed.reshape(heads, near, -1)[..., :-block_q]
     width = block_q + block_kv - 1
     of_bands = skewed.reshape(heads, near, block_q, width).sum(2)
-    # A band begins block_kv distances behind the one before it: every n-th do not overlap.
+    # A band begins block_kv distances after the previous one: bands `every` apart do not overlap.
     every = -(-width // block_kv)
     found = jnp.zeros((heads, (near + every) * block_kv), jnp.float32)
     for n in range(every):

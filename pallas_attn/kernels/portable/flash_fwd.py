@@ -84,29 +84,30 @@ def flash_fwd_kernel(
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
     [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log), row_max [Sq] float32, each
-    row's largest score, or None. Query i stands at key
-    position i + Skv - Sq; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
-    heads · batch), in the order of `longest_first`; place: a program's tile, head and batch
-    element, from its number. Loop invariant: `online_softmax_update`. Accumulation: float32,
-    exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
-    its sink. block_q and block_kv are powers of two, at least 16.
+    row's largest score, or None. Query i stands at key position i + Skv - Sq; rule:
+    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
+    `longest_first`; place: returns a program's tile, head and batch element, from its number. Loop
+    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's
+    dtype for p·v. A row that sees no key gives 0, and -inf or its sink. block_q and block_kv are
+    powers of two, at least 16.
 
     Terms that are added to the scores, of this program's head: `Terms`. dropout: `DropoutRule` or
     None.
 
-    carry: out in float32 and lse of a result over other keys, which the keys join; or None.
+    carry: out in float32 and lse of a result over other keys, to which these keys are added; or
+    None.
 
-    Packed sequences: `Offsets`. Sq and Skv are the numbers of all tokens, and the grid has
+    Packed sequences: `Offsets`. Sq and Skv count all tokens, and the grid has
     `count_sequence_tiles` of queries. Segment ids, of this program's batch: `Segments`, with the
-    ranges of the keys'. Block mask, of this program's batch and head: the `lists_of_keys`, counts
-    [1, tiles] and tiles [1, tiles, width], and a tile of tile_q by tile_kv, multiples of block_q
-    and block_kv. Ends of keys, of this batch element: `Tree` and `Depths`. What a problem does not
-    have is None.
+    ranges of the keys' ids. Block mask, of this program's batch and head: the `lists_of_keys`,
+    counts [1, tiles] and tiles [1, tiles, width], and a tile of tile_q by tile_kv, multiples of
+    block_q and block_kv. Ends of keys, of this batch element: `Tree` and `Depths`. Operands that a
+    problem lacks are None.
     """
     offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of queries.
     tile, head, batch = place(pl.program_id(0))
-    # Queries are counted from the first of all, keys from the sequence's first.
+    # Queries are counted from the first of all sequences, keys from the sequence's first.
     sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
         *offsets, tile, seq_q, seq_kv, block_q
     )
@@ -124,7 +125,8 @@ def flash_fwd_kernel(
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_q,), jnp.float32)
     if sink_ref is not None and row_max_ref is None:
-        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        # Include the sink in the maximum from the start, so that acc is not rescaled for it at the
+        # end.
         m_i = jnp.maximum(m_i, sink_ref[...] * LOG2E)
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
     if carry is not None:
@@ -205,8 +207,8 @@ def flash_fwd(
     """Call `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, where the problem asks for
-        it, each row's largest score, as lse; without B for packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, if the problem asks for it,
+        each row's largest score, shaped as lse; without B for packed sequences.
     """
     return without_batch(spec, *launch_forward(operands, None, spec, backend))
 
@@ -219,7 +221,7 @@ def launch_forward(
 ) -> tuple[Array, ...]:
     """Call `flash_fwd_kernel`; its results have a batch axis.
 
-    With a carry out and lse take its memory, and out is float32.
+    With a carry, out and lse reuse its memory, and out is float32.
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     sinks, group = operands.sinks, spec.group_size

@@ -1,7 +1,7 @@
-"""Paged attention: any number of new tokens a sequence over a cache in pages, split over the keys.
+"""Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys.
 
-The new tokens of all sequences lie one after the other (`sequences`). Otherwise it is a paged
-decode: each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
+The new tokens of all sequences are packed (`sequences`). Otherwise it works like a paged decode:
+each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
 FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
 (Kwon et al. 2023).
 """
@@ -82,16 +82,16 @@ def paged_attention_kernel(
     group, so that the keys and values are read once for all of them. Operands, of this program's kv
     head: q [Tq, group, D], pools k [P, page_size, D] and v [P, page_size, Dv]; tables [B,
     max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group] and scales [], float32, or
-    None; tree [Tq], int32, or None, the ends of `tree_mask`; of its split out [Tq, group, Dv] and
-    lse [group, Tq] (float32, natural log): the result of one split, a part of several, to which
-    sinks are not given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
+    None; tree [Tq], int32, or None, the ends of `tree_mask`; out [Tq, group, Dv] and lse [group,
+    Tq] (float32, natural log) of its split: the result if there is one split, otherwise a part, and
+    then sinks are None. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
     fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
     in base 2, p cast to the products' dtype. A row that sees no key, such as padding, gives 0, and
     -inf or its sink. block_rows and block_kv are powers of two, at least 16.
 
     upcast: as in `paged_decode_kernel`. q, k, v, acc and out are lists of tiles.
 
-    skips_masks: tiles of keys that all rows see have a loop of their own, without a mask.
+    skips_masks: tiles of keys that all rows see have a separate loop, without a mask.
     """
     # Locate the rows and the split's share of the keys that they see.
     (num_pages, page_size, _), scale, split = k_ref.shape, rule.scale, pl.program_id(1)
@@ -127,7 +127,7 @@ def paged_attention_kernel(
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     visible = Visible(0, count, 0, 0)
     if skips_masks:
-        # Of the new tokens' keys a tree hides some from tokens behind them.
+        # A tree hides some of the new tokens' keys from later tokens.
         least = diagonal + first if tree_ref is None else diagonal - 1
         visible = tiles_at_edges(least, diagonal + last, first_tile, count, window_left, block_kv)
     for masked in (False, True)[0 if skips_masks else 1 :]:

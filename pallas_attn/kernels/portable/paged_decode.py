@@ -1,4 +1,4 @@
-"""Paged decode: attention of a few new tokens over a cache in pages, split over the keys.
+"""Paged decode: attention of a few new tokens over a paged KV cache, split over the keys.
 
 Each split of a sequence's keys gives a partial output and its log-sum-exp; `combine` merges them.
 Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
@@ -76,19 +76,19 @@ def paged_decode_kernel(
     keys and values are read once for all of them. Operands, of this program's batch and kv head: q
     [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len [],
     int32; sinks [group] and scales [], float32, or None; tree [T], int32, or None, the ends of
-    `tree_mask`; out [T, group, Dv] and lse [group, T] (float32, natural log). Where more than one
-    split has keys, each of them writes its outs [T, group, Dv] and lses [group, T] instead,
-    float32; with a single split both are None. In a cascade all splits do so. Grid: (row tiles, kv
+    `tree_mask`; out [T, group, Dv] and lse [group, T] (float32, natural log). If more than one
+    split has keys, each of these splits writes its outs [T, group, Dv] and lses [group, T] instead,
+    float32; with a single split both are None. In a cascade, all splits do so. Grid: (row tiles, kv
     heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
     in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
     block_rows and block_kv are powers of two, at least 16.
 
     cascade: the `Cascade` of this sequence, with its prefix [], accs [N, T, group, Dv], maxima and
-    sums [N, group, T]; or None. The keys of the prefix are passed over; the first split, which has
-    keys in any case, goes on with the running softmaxes over them. block_shared: keys of a tile of
-    shared keys.
+    sums [N, group, T]; or None. The keys of the prefix are skipped; the first split, which always
+    has keys, continues the running softmaxes over them. block_shared: keys of a tile of shared
+    keys.
 
-    upcast: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
+    upcast: the pools are 8-bit, given as packed pairs of columns, and the products are in float16;
     head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
     upcast is None (see `quantized`).
     """
@@ -100,7 +100,7 @@ def paged_decode_kernel(
     if cascade is not None:
         begin = cascade.prefixes[...]
     first, count, total = share_of_tiles(begin, length, split, num_splits, block_kv)
-    # A split with all tiles gives the result, else each gives a part that `combine` merges.
+    # A split with all tiles gives the result; otherwise each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
     if cascade is not None and outs_ref is not None:
         is_result = False
@@ -118,7 +118,7 @@ def paged_decode_kernel(
     l_i = jnp.zeros((block_rows,), jnp.float32)
     acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
 
-    # Visit the tiles of keys; of a tree those of older keys alone have a loop without a mask.
+    # Visit the tiles of keys; with a tree, tiles of older keys alone have a loop without a mask.
     full = 0
     if tree_ref is not None:
         words = tree_words(tree_ref, token, tokens)

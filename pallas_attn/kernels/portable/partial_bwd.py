@@ -1,4 +1,4 @@
-"""Gradients through some of the keys: the backward kernels, with dq added to that through others.
+"""Gradients through some of the keys: the backward kernels, adding to the dq through other keys.
 
 Liu et al. 2023 (Ring Attention), appendix A.
 """
@@ -28,10 +28,10 @@ def partial_bwd(
     """Compute the gradients of q, k and v through the keys of the operands.
 
     Args:
-        dout, dlse, out, lse: as `flash_bwd` takes them, of the result over all keys.
+        dout, dlse, out, lse: as `flash_bwd` takes them, for the result over all keys.
         operands, spec: the problem.
-        carry: what the call for other keys returned, whose dq's memory the new one takes where it
-            can; None for the first.
+        carry: the carry that the call for other keys returned; the new dq reuses its memory where
+            possible. None for the first call.
         backend: what runs.
 
     Returns:
@@ -40,7 +40,7 @@ def partial_bwd(
     q, k, v, mask = *operands[:3], mask_of_keys(operands, spec)
     if carry is None:
         rows = launch_preprocess(Sources(q, k, v, dout, out, lse, dlse), spec, backend, mask)
-        # In the shape that every family's has, so that a program may hold several families.
+        # Every family uses this shape, so that a program may mix families.
         rows = (x[..., : spec.seq_q] for x in rows)
         carry = GradientCarry(jnp.zeros(q.shape, jnp.float32), *rows)
     padding = ((0, 0), (0, 0), (0, -spec.seq_q % ROW_PADDING))

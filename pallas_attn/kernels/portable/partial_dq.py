@@ -1,4 +1,4 @@
-"""dq of what the gradients through all keys left."""
+"""Return dq once the gradients through all keys are computed."""
 
 from jax import Array
 
@@ -10,11 +10,11 @@ from twin_attention.targets.family import Backend
 def partial_dq(
     like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
 ) -> Array:
-    """Return dq of the carry.
+    """Return the carry's dq.
 
     Args:
         like: an array of dq's shape and dtype.
-        carry: what `partial_bwd` returned of the last keys.
-        spec, backend: as `partial_bwd` had them.
+        carry: the carry that `partial_bwd` returned for the last keys.
+        spec, backend: as `partial_bwd` took them.
     """
     return carry.dq.astype(like.dtype)

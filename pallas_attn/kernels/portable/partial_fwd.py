@@ -1,7 +1,7 @@
 """Attention over some of the keys, added to a result over others: the forward kernel with a carry.
 
-Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax goes from one set of keys to the
-next, in float32.
+Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax is carried from one set of keys
+to the next, in float32.
 """
 
 from jax import Array
@@ -25,7 +25,7 @@ def partial_fwd(
     Args:
         operands, spec: the problem.
         carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, whose
-            memory the new one takes where it can; None where the spec says that there is none.
+            memory the new result reuses where possible; None if the spec says that there is none.
         backend: what runs.
 
     Returns:

@@ -2,10 +2,10 @@
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
-Dao 2023, FlashAttention-2, algorithm 2. There are two ways to dq: a kernel of its own, which makes
-the same bits every time, with seven products in all; or float32 additions from the kernel of dk and
-dv, in any order, with five.
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0.
+Dao 2023, FlashAttention-2, algorithm 2. dq is computed in one of two ways. Its own kernel makes
+the same bits every time, with seven products in all. Or the kernel of dk and dv adds it up in
+float32, in any order, with five.
 """
 
 import functools
@@ -91,11 +91,11 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
-    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32, lse2 in base 2 and +inf where
-    a row saw no key or does not exist; in shared memory a tile of q and of dout, and num_stages of
-    k and of v (1: the next arrive at the end of a step; 2: under the whole step). Grid, rule,
-    together: as in `flash_fwd_kernel`. Packed sequences: as there, and lse2 and delta are
-    those of `preprocess`. Loop invariant: dq is Σ ds k over the keys so far.
+    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32. lse2 is in base 2, and +inf
+    where a row saw no key or does not exist. Shared memory holds a tile of q and of dout, and
+    num_stages tiles of k and of v (1: the next tiles are fetched at the end of a step; 2: during
+    the whole step). Grid, rule, together: as in `flash_fwd_kernel`. Packed sequences: as there,
+    with lse2 and delta of `preprocess`. Loop invariant: dq is Σ ds k over the keys so far.
     Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
     key gives 0.
     """
@@ -129,7 +129,7 @@ def flash_bwd_dq_kernel(
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
 
     def fetch(step, slot):
-        """Fetch the keys and values of a step; a program without steps fetches some tile."""
+        """Fetch the keys and values of a step; a program without steps fetches any tile."""
         start = step_start(step, visible, block_kv)
         if offsets.num_sequences is None and window != Window():
             start = jnp.clip(start, 0, last_start)
@@ -138,11 +138,11 @@ def flash_bwd_dq_kernel(
             fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot):
-        """Fetch the keys and values of the step that follows, if there is one."""
+        """Fetch the keys and values of the next step, if there is one."""
         pl.when(step + 1 < steps)(lambda: fetch(step + 1, slot))
         commit()
 
-    # Start to fetch the queries, what belongs to their rows, and the first keys and values.
+    # Start to fetch q, dout, lse2, delta, and the first keys and values.
     q_tile, dout_tile = q_tile.at[warpgroup], dout_tile.at[warpgroup]
     fetch_tile(q, q_tile, start_row, rows, all_exist=fills_q)
     fetch_tile(dout, dout_tile, start_row, rows, all_exist=fills_q)
@@ -201,8 +201,8 @@ class Tiles(NamedTuple):
     """Tiles of `flash_bwd_dkdv_kernel` in shared memory.
 
     Attributes:
-        k, v: a warpgroup's.
-        q, dout: of each stage.
+        k, v: one tile for each warpgroup.
+        q, dout: one tile for each stage.
         p, ds: each warpgroup's parts of pᵀ and of dsᵀ; None where they stay in registers.
     """
 
@@ -242,19 +242,20 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands and packed sequences as in `flash_bwd_dq_kernel`, dk and dv like k and v; dq_sum is
-    None, or dq's float32 sums in the order of `add_to_sums`, 0 at first, with the rows of lse2, to
-    which the program adds ds k; the order of these additions is not fixed. In shared memory a tile
-    of k and of v, num_stages of q and of dout (1: the next dout arrives after dv, and the next q
-    after dk; 2: both under the whole step), and what p and ds need. Grid: (key tiles · kv heads ·
-    batch), in the order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys down,
-    queries across). Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and
-    queries so far. Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype
-    for their products. A key that no query sees gives 0.
+    Operands and packed sequences as in `flash_bwd_dq_kernel`, dk and dv like k and v. dq_sum is
+    None, or dq's float32 sums in the order of `add_to_sums`, 0 at first, with the rows of lse2. The
+    program adds ds k to them; the order of these additions is not fixed. Shared memory holds a tile
+    of k and of v, num_stages tiles of q and of dout (1: the next dout is fetched after dv, and the
+    next q after dk; 2: both during the whole step), and what p and ds need. Grid: (key tiles · kv
+    heads · batch), in the order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys
+    down, queries across). Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads
+    and queries so far. Accumulation: float32, exponents in base 2, p and ds cast to the inputs'
+    dtype for their products. A key that no query sees gives 0.
 
-    A warp that can have 32 rows of its own has them whole, so that p and ds are left operands where
-    they were computed. Otherwise two warps share 32 rows, each with half of the columns, which
-    reads less shared memory than 16 whole rows a warp; p and ds go through shared memory.
+    Where each warp can have 32 rows, it has them whole, so p and ds are left operands in the
+    registers where they were computed. Otherwise two warps share 32 rows, each with half of the
+    columns, and p and ds go through shared memory. This reads less shared memory than 16 whole rows
+    a warp.
     """
     k_tiles, v_tiles, q_tiles, dout_tiles, p_tiles, ds_tiles = tiles
     # Locate the tile of keys.
@@ -265,7 +266,7 @@ def flash_bwd_dkdv_kernel(
     num_tiles = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv)
     num_heads = q_ref.shape[0] * heads_kv
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    tile = num_tiles - 1 - tile  # the first keys are seen by most queries
+    tile = num_tiles - 1 - tile  # the first keys have the most queries
     sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
         *reversed(offsets), tile, seq_kv, seq_q, block_kv
     )
@@ -285,7 +286,7 @@ def flash_bwd_dkdv_kernel(
     )
     end = None
     if dq_sum_ref is not None and not fills_kv:
-        # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+        # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
         end = seq_kv - diagonal
         visible = visible.mask_all(start_kv + block_kv > seq_kv)
     _begin, before, full, after = visible
@@ -295,7 +296,7 @@ def flash_bwd_dkdv_kernel(
     of_q, of_dout = (q_ref, q_tiles), (dout_ref, dout_tiles)
 
     def fetch(operands, member, step, slot):
-        """Fetch a step's rows of q, dout or both; a program without steps fetches some tile."""
+        """Fetch a step's rows of q, dout or both; a program without steps fetches any tile."""
         head = head_kv * group_size + member
         start = step_start(step, visible, block_q)
         if offsets.num_sequences is None and window != Window():
@@ -306,7 +307,7 @@ def flash_bwd_dkdv_kernel(
             fetch_tile(source, tiles.at[slot], start, block_q, warpgroup, warpgroups, fills_q)
 
     def fetch_next(operands, member, step, slot):
-        """Fetch rows of the step that follows, if there is one."""
+        """Fetch the rows of the next step, if there is one."""
         is_last = step + 1 == steps
         next_member = jnp.where(is_last, member + 1, member)
         next_step = jnp.where(is_last, 0, step + 1)
@@ -314,13 +315,13 @@ def flash_bwd_dkdv_kernel(
         commit()
 
     def store(x, tiles):
-        """Store this warpgroup's rows of pᵀ or dsᵀ, a tile for each warpgroup's columns."""
+        """Store this warpgroup's rows of pᵀ or dsᵀ, split by the warpgroups' columns."""
         for w in range(warpgroups):
             part = x[:, w * columns : (w + 1) * columns]
             tiles[warpgroup * warpgroups + w] = part.astype(tiles.dtype)
 
     def add_stored(acc, tiles, b):
-        """Compute acc + x · b, x what this warpgroup stored."""
+        """Return acc + x · b, where x is what this warpgroup stored."""
         for w in range(warpgroups):
             part = b.at[pl.ds(w * columns, columns)]
             acc = add_product_shared(acc, tiles.at[warpgroup * warpgroups + w], part)
@@ -355,7 +356,7 @@ def flash_bwd_dkdv_kernel(
         position = key = None
         if masked:
             position = iota(s.shape, 1, layout) + start_q
-            key = iota(s.shape, 0, layout) + (start_row - diagonal)  # counted as queries are
+            key = iota(s.shape, 0, layout) + (start_row - diagonal)  # in query coordinates
         s, dcap = visible_scores(s, position, key, end, rule, window, masked, layout)
         # pᵀ = exp(sᵀ - lse)
         p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s, layout))
@@ -420,26 +421,26 @@ def flash_bwd_dkdv_kernel(
 
 
 def dq_columns(size, window):
-    """Return how many columns of dq are multiplied at a time, of `size`.
+    """Return how many of dq's `size` columns to multiply at a time.
 
-    All are where parts were not faster, or were not timed: `docs/history/sm80.md`.
+    That is all of them where parts were not faster or were not timed: `docs/history/sm80.md`.
     """
     has_parts = size > 128 or (size > 96 and window != Window())
     return 64 if has_parts else padded_columns(size)
 
 
 def add_dq(ds_tiles, k_tiles, width, sums_ref, *place):
-    """Add ds k to the sums of dq: some columns are added while others are multiplied.
+    """Add ds k to the sums of dq, adding some columns while multiplying others.
 
     Args:
-        ds_tiles: those of the keys of each tile of k, with queries down.
+        ds_tiles: tiles of dsᵀ with queries down, one for the keys of each tile of k.
         k_tiles: [tiles, keys, columns].
-        width: columns that are multiplied at a time.
+        width: how many columns to multiply at a time.
         sums_ref, *place: see `add_to_sums`.
     """
     columns = k_tiles.shape[2]
     parts = [(load_left(x, 2) for x in chunks(tile)) for tile in ds_tiles]
-    if width < columns:  # each multiplies several
+    if width < columns:  # each is used several times
         parts = [[*part] for part in parts]
     for first in range(0, columns, width):
         count = min(width, columns - first)
@@ -450,7 +451,7 @@ def add_dq(ds_tiles, k_tiles, width, sums_ref, *place):
 
 
 def launch_dq(inputs, spec, backend, mask):
-    """Call `flash_bwd_dq_kernel`; returns dq."""
+    """Call `flash_bwd_dq_kernel`; return dq."""
     q, sizes = inputs.q, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):
@@ -485,7 +486,7 @@ def launch_preprocess(sources, _spec, _backend, mask):
 
 
 def launch_fused(sources, spec, backend, mask):
-    """Call `flash_bwd_dkdv_kernel` with sums for dq; returns dq, dk, dv, lse2 and delta."""
+    """Call `flash_bwd_dkdv_kernel` with sums for dq; return dq, dk, dv, lse2 and delta."""
     q, k, v, dout, *_ = sources
     cu_seqlens_q = mask.offsets.cu_seqlens_q
     lse2, delta, dq_sum = preprocess(sources, cu_seqlens_q, SUMS, has_sums=True)
@@ -496,7 +497,7 @@ def launch_fused(sources, spec, backend, mask):
 
 
 def launch_dkdv(inputs, spec, backend, mask, name="flash_bwd_dkdv", dq_sum=None):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, and the sums of dq where they are given."""
+    """Call `flash_bwd_dkdv_kernel`; return dk and dv, and the sums of dq if they are given."""
     dtype, sizes = inputs.q.dtype, (spec.head_dim, spec.head_dim_v)
 
     def tiles(config):

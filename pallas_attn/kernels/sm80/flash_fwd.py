@@ -5,11 +5,11 @@ Dao 2023, FlashAttention-2, algorithm 1. The mathematics is that of
 `pallas_attn.kernels.portable.flash_fwd`; here the copies, their waits and the operands of the
 products are placed by hand.
 
-The running maximum of a row, which p and the sums refer to, stays until a score is more than
-2^RESCALE_ABOVE above it (Zadouri et al. 2026, FlashAttention-4, conditional rescaling). p is then
-at most 2^RESCALE_ABOVE instead of 1, which bfloat16 and float16 hold as precisely. l_i and acc
-refer to the same maximum as p, so that out and lse are the same. Most steps thus would multiply acc
-by 1, which a warp skips where all of its rows do.
+The running maximum of a row, the reference of p and of the sums, is updated only when a score is
+more than 2^RESCALE_ABOVE above it (Zadouri et al. 2026, FlashAttention-4, conditional rescaling). p
+is then at most 2^RESCALE_ABOVE instead of 1, which bfloat16 and float16 represent with the same
+relative precision. l_i and acc refer to the same maximum as p, so out and lse do not change. In
+most steps acc would be multiplied by 1; a warp skips this where it holds for all of its rows.
 """
 
 import functools
@@ -84,16 +84,16 @@ def flash_fwd_kernel(
     """One program computes block_q rows of one query head; its warps share the tiles of keys.
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
-    out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log); in shared memory a tile of q, and
-    num_stages tiles of k and of v. Query i stands at key position i + Skv - Sq; rule:
+    out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log). Shared memory holds a tile of q,
+    and num_stages tiles of k and of v. Query i is at key position i + Skv - Sq; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
-    `longest_first`; together: what that takes, as a function of a head's tiles. Packed sequences:
-    as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant: m_i is at most
+    `longest_first`; together: its argument of that name, as a function of a head's tiles. Packed
+    sequences: as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant: m_i is at most
     RESCALE_ABOVE below the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i),
     l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
-    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
-    gives 0, and -inf or its sink. Each four warps have block_q · 4 / num_warps rows, a multiple of
-    64.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. For a row that sees no
+    key, out is 0 and lse is -inf or the sink. Each group of four warps has
+    block_q · 4 / num_warps rows, a multiple of 64.
     """
     # Locate the tile of queries.
     warpgroups = num_warps // 4
@@ -104,7 +104,7 @@ def flash_fwd_kernel(
     num_heads = q_ref.shape[0] * heads_q
     index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
     batch, head = index // heads_q, index % heads_q
-    # Queries are counted from the first of all, keys from the sequence's first.
+    # Query indices start at the first query of all; key indices, at this sequence's first key.
     _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
         *offsets, tile, seq_q, seq_kv, block_q
     )
@@ -124,7 +124,7 @@ def flash_fwd_kernel(
     last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
 
     def fetch(source, tiles, step, slot):
-        """Fetch the tile of a step; a program without steps fetches some tile."""
+        """Fetch the tile of a step; a program without steps fetches any tile."""
         start = step_start(step, visible, block_kv)
         if offsets.num_sequences is None and window != Window():
             start = jnp.clip(start, 0, last_start)
@@ -194,7 +194,7 @@ def flash_fwd_kernel(
 
     m_i = jnp.full((rows,), float("-inf"), jnp.float32)
     if sink_ref is not None:
-        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        # Start the maximum at the sink, so that acc is not rescaled for it at the end.
         sink = sink_ref[head] * LOG2E
         m_i = jnp.maximum(m_i, sink)
     m_i = plgpu.layout_cast(m_i, layout.reduce(1))
@@ -207,7 +207,7 @@ def flash_fwd_kernel(
     m_i, l_i, acc = carry
     wait(0, warpgroups)
 
-    # Add the row sums of each quad.
+    # Reduce the row sums over each quad.
     l_i = l_i.sum(axis=1)
 
     # Normalise and store.

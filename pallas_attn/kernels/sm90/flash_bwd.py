@@ -2,18 +2,18 @@
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
-Dao 2023, FlashAttention-2, algorithm 2. There are two ways to dq: a kernel of its own, which
-prepares the rows as well and makes the same bits every time, with seven products in all; or float32
-additions from the kernel of dk and dv, in any order, with five.
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0.
+Dao 2023, FlashAttention-2, algorithm 2. dq is computed in one of two ways. Its own kernel, which
+also prepares the rows, makes the same bits every time, with seven products in all. Or the kernel of
+dk and dv adds it up in float32, in any order, with five.
 
-Of heads above 128 the sums of one gradient fill the registers, so that dq, dk and dv each have a
-kernel, with eight products in all.
+For head sizes above 128 the accumulator of one gradient fills the registers. dq, dk and dv then
+each have a kernel, with eight products in all.
 
-Placed by hand, as in the forward: a producer warp loads tiles by TMA; consumer warpgroups multiply,
-with p and ds from registers where they were computed. A step begins with the last products of the
-step before, so that they and the next scores are in flight together. Where dq is summed, the next
-scores are a step ahead.
+As in the forward, a producer warp loads tiles by TMA, and consumer warpgroups multiply, with p and
+ds from the registers where they were computed. A step begins with the last products of the previous
+step, so that these and the next scores are in flight together. Where dq is summed, the next scores
+are issued a step ahead.
 """
 
 from jax import Array

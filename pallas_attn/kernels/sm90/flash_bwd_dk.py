@@ -1,4 +1,4 @@
-"""dk alone, of heads above 128: `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
+"""dk alone, for head sizes above 128; `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
 
 import functools
 
@@ -24,18 +24,18 @@ from pallas_attn.kernels.sm90.gradient_tiles import block_tiles
 
 
 def visit(kernel, keys, masked, x, carry):
-    """Add what the tile of queries before gave to dk, and return this one's ds with it."""
+    """Add the previous tile's dsᵀ q to dk; return this tile's ds, and dk."""
     memory, queries, douts = kernel.memory, kernel.queries, kernel.douts
     now = keys.first_step + x
     slot_q, slot, previous = queries.slot(now), douts.slot(now), queries.slot(now - 1)
-    # w, which the compiler does not know: it would compute the descriptors of k and v before the
-    # loop, for which there are no registers.
+    # w, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
+    # loop, and there are no registers for them.
     own = keys.w + (now >> 30)
     k, v = kernel.k(own), kernel.v(own)
     scores_type = accumulator(WGMMA_ROWS, kernel.problem.block_q)
 
     def overlap(dk_ref=None):
-        # Start dk += dsᵀ q of the tile before, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+        # Start dk += dsᵀ q of the previous tile, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
         if dk_ref is not None:
             ds, dk = carry
             dk_ref[...] = dk
@@ -75,7 +75,7 @@ def visit(kernel, keys, masked, x, carry):
 
 
 def launch_dk(inputs, spec, backend):
-    """Call `flash_bwd_large_kernel`; returns dk."""
+    """Call `flash_bwd_large_kernel`; return dk."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     rows = warpgroups, WGMMA_ROWS

@@ -1,4 +1,4 @@
-"""The backward's kernel of dk and dv, of heads up to 128.
+"""The backward's kernel of dk and dv, for head sizes up to 128.
 
 `pallas_attn.kernels.sm90.flash_bwd` has the formulas.
 """
@@ -51,7 +51,7 @@ from twin_attention.targets.steps import exchange_sides
 
 
 class Outputs(NamedTuple):
-    """References to the outputs."""
+    """Hold the references of the outputs."""
 
     dk: Any
     dv: Any
@@ -61,16 +61,16 @@ def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory
     """One program computes tiles of block_kv rows of dk and dv of a kv head, one after the other.
 
     Operands: `Inputs`, dk and dv like k and v; schedule [programs, 1 + most
-    tiles] of tiles of keys. In shared memory a tile of 64 rows of k and of v for each consumer
+    tiles] of tiles of keys. Shared memory holds a tile of 64 rows of k and of v for each consumer
     warpgroup, num_stages tiles of q and of dout with lse2 and delta of their rows, and their
-    barriers (`Memory`). Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop
+    mbarriers (`Memory`). Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop
     invariant: dv is Σ pᵀ dout over the query heads and queries so far, dk is Σ dsᵀ q over those
-    before the last tile, and ds is that tile's. Accumulation: float32, exponents in base 2, p and
-    ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+    before the previous tile, and ds is that tile's. Accumulation: float32, exponents in base 2, p
+    and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
 
-    Packed sequences: as in `flash_bwd_dq_kernel`, with tiles of keys, the first ones first. Of
-    those without queries in their sequence all factors are loaded as 0; of q and dout rows are
-    cleared.
+    Packed sequences: as in `flash_bwd_dq_kernel`, with tiles of keys, the first ones first. For
+    keys whose sequence has no queries, all factors are loaded as 0. In q and dout, rows past the
+    sequence's end are cleared.
     """
     heads_q, heads_kv = inputs.q.shape[2], inputs.k.shape[2]
     size = heads_q // heads_kv
@@ -111,7 +111,7 @@ class Consumers(NamedTuple):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
     release_all(kernel.memory, w)
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
@@ -122,7 +122,7 @@ class Keys(NamedTuple):
 
     Attributes:
         w: the warpgroup's number.
-        work, first_step: what `locate` returns, and the steps before this tile's.
+        work, first_step: the result of `locate`, and the number of steps before this tile.
         start_row: the first row.
     """
 
@@ -156,7 +156,7 @@ def compute_tile(kernel, w, item, step):
     else:
         ds, dk, dv = visit_head(kernel.queue.program * 0, carry)
 
-    # dk += dsᵀ q of the last tile
+    # dk += dsᵀ q of the last tile.
     def last(dk_ref):
         dk_ref[...] = dk
         slot = (end - 1) % memory.lse2_rows.shape[0]
@@ -175,11 +175,11 @@ class Step(NamedTuple):
 
     Attributes:
         x: its number among the tiles that see the keys; masked ones come first.
-        masked: it may have hidden scores.
-        q_slot, previous, slot: the places of its q, of the q before, and of its dout.
-        fresh: 0, which the compiler does not know where it has no registers for the descriptors of
-            k and v: it would compute them before the loop.
-        multiplied: the q before, which ds multiplies; at first its own, as ds is 0 then.
+        masked: some of its scores may be hidden.
+        q_slot, previous, slot: the slots of its q, of the previous q, and of its dout.
+        fresh: 0, but unknown to the compiler where there are no registers for the descriptors of k
+            and v: otherwise it would hoist these out of the loop.
+        multiplied: the previous q, which ds multiplies; in the first step its own, as ds is 0 then.
     """
 
     x: Any
@@ -192,9 +192,9 @@ class Step(NamedTuple):
 
 
 def visit(kernel, keys, member, masked, x, carry):
-    """Add what a tile of queries gives to dk, without its own ds, and dv.
+    """Add a tile of queries to dv, and the previous tile's dsᵀ q to dk.
 
-    carry: ds of the tile before, dk and dv.
+    carry: ds of the previous tile, dk and dv.
     """
     memory, block_q = kernel.memory, kernel.problem.block_q
     q_stages, num_stages = memory.lse2_rows.shape[0], memory.delta_rows.shape[0]
@@ -206,8 +206,8 @@ def visit(kernel, keys, member, masked, x, carry):
     fresh = now >> 30 if kernel.problem.packed else 0
     multiplied = memory.q_tiles.values.tile(jnp.where(index == fresh, q_slot, previous))
     if kernel.problem.packed and masked:
-        # What is another sequence's, or padding, may be NaN. No product is in flight here: among
-        # products ptxas would wait for each.
+        # Rows of another sequence or of padding may be NaN. Clear them while no product is in
+        # flight: otherwise ptxas would wait for each product.
         plgpu.barrier_wait(memory.q_full.at[q_slot])
         plgpu.barrier_wait(memory.dout_full.at[slot])
         left = work.place.size_other - work.visited(x)
@@ -224,7 +224,7 @@ def visit(kernel, keys, member, masked, x, carry):
 
 
 def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
-    """Multiply dp under the exponentials, and dv under ds."""
+    """Compute dp during the exponentials, and dv during ds."""
     inputs, _outputs, memory, problem, *_ = kernel
     ds, dk, dv = carry
     dout = memory.dout_tiles.values.tile(step.slot)
@@ -232,7 +232,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     has_window = problem.window != Window()
     may_end = problem.packed and step.masked
 
-    # Start dk += dsᵀ q of the tile before, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+    # Start dk += dsᵀ q of the previous tile, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
     if not may_end:
         plgpu.barrier_wait(memory.q_full.at[step.q_slot])
     dk_ref[...] = dk
@@ -240,12 +240,11 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     k = memory.k_tiles.tile(keys.w + step.fresh)
     add_scores(s_ref, k, memory.q_tiles.factors.tile(step.q_slot))
     if problem.block_q > WGMMA_ROWS:
-        # The registers of ds are dp's.
+        # dp takes the registers of ds.
         dk_new = wait_for(dk_ref, len(k.multiplied), ds)
         plgpu.barrier_arrive(memory.q_empty.at[step.previous])
     if may_end:
-        # This is never so. Without a branch here ptxas finds too few registers, and waits for each
-        # product.
+        # Never true. Without a branch here ptxas runs out of registers and waits for each product.
         pl.when(now < 0)(lambda: plgpu.barrier_wait(memory.dout_full.at[step.slot]))
     else:
         plgpu.barrier_wait(memory.dout_full.at[step.slot])
@@ -261,13 +260,13 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     if step.masked and not problem.packed:
         position = iota(s.shape, 1, WGMMA) + work.visited(step.x)
         diagonal = problem.seq_kv - problem.seq_q
-        key = iota(s.shape, 0, WGMMA) + (start_row - diagonal)  # counted as queries are
+        key = iota(s.shape, 0, WGMMA) + (start_row - diagonal)  # in query coordinates
     s, exp2_scale, dcap = visible_scores(
         s, position, key, None, problem.rule, problem.window,
         step.masked and not problem.packed,
     )  # fmt: skip
     if may_end and has_window:
-        # Bounds that are data take fewer registers so.
+        # With bounds that are data, this form takes fewer registers.
         place = start_row - work.diagonal, work.visited(step.x), None
         s = hide_queries(s, *place, problem.window)
     lse2 = plgpu.load(memory.lse2_rows.at[step.q_slot], layout=WGMMA.reduce(0))
@@ -288,7 +287,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
 
 
 def store(kernel, keys, dk, dv):
-    """Scale dk, and store a warpgroup's rows of dk and dv by way of those of k and v."""
+    """Scale dk, and store a warpgroup's rows of dk and dv from where k and v were."""
     work, w = keys.work, keys.w
     k, v = kernel.memory.k_tiles.tile(w), kernel.memory.v_tiles.tile(w)
     dk = dk * kernel.problem.rule.scale
@@ -303,12 +302,12 @@ def store(kernel, keys, dk, dv):
 
 
 def launch_dkdv(inputs, spec, backend, mask):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv."""
+    """Call `flash_bwd_dkdv_kernel`; return dk and dv."""
     offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     name = "flash_bwd_dkdv"
     config = backend.configs(spec)[name]
     if is_packed and config.num_stages < 2:
-        # The next tile of queries is awaited, to be cleared, before the last one is released.
+        # The next tile of queries is awaited, to be cleared, before the previous one is released.
         fail(NotImplementedError, name, "num_stages=2 for packed sequences", config)
     programs = num_sms(backend.target)
     if is_packed:

@@ -51,11 +51,11 @@ class Memory(NamedTuple):
 
     Attributes:
         q_tiles, dout_tiles, out_tiles: a tile of 64 rows for each consumer. out_tiles is None where
-            there is no room for it: its rows are then read as they are.
+            there is no room for it: rows of out are then read from global memory.
         hand_over: where a program's warps find their next tile of packed sequences, else None.
-        k_tiles, v_tiles: num_stages tiles of keys; of values one less where out_tiles is None.
-        k_empty, k_full, v_empty, v_full: barriers of each of these: free, and loaded.
-        q_empty, q_full: likewise of each consumer's rows.
+        k_tiles, v_tiles: num_stages tiles of keys; one fewer of values where out_tiles is None.
+        k_empty, k_full, v_empty, v_full: mbarriers of each of these: free, and loaded.
+        q_empty, q_full: likewise for each consumer's rows.
     """
 
     dout_tiles: Any
@@ -73,7 +73,7 @@ class Memory(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """References to the outputs."""
+    """Hold the references of the outputs."""
 
     lse2: Any
     delta: Any
@@ -98,7 +98,7 @@ class Kernel(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Heads are large."""
+        """Return True for large heads."""
         return self.memory.out_tiles is None
 
 
@@ -108,17 +108,17 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
     Before the products of a tile it computes lse2 and delta of its rows, and stores them for the
     kernel of dk and dv. Operands: `Sources`; dq like q; lse2 and
     delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q] float32, lse2 in base 2 and +inf
-    where a row saw no key or does not exist; schedule as in `flash_fwd_kernel`; in shared memory a
-    tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k and
-    of v, and their barriers. Loop invariant: dq is Σ ds k over the keys before the last tile, and
-    ds is that tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A
-    row that sees no key gives 0. Large heads have code of its own for the first tile of keys. For
-    small ones that would be too much for the instruction cache, so that they multiply a ds of 0.
+    where a row saw no key or does not exist; schedule as in `flash_fwd_kernel`. Shared memory holds
+    a tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k
+    and of v, and their mbarriers. Loop invariant: dq is Σ ds k over the keys before the previous
+    tile, and ds is that tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype
+    for ds·k. A row that sees no key gives 0. Large heads have separate code for the first tile of
+    keys. For small heads that would overflow the instruction cache, so they multiply a ds of 0.
 
-    Packed sequences, of small heads: as in `flash_fwd_kernel`. Each sequence begins a tile of lse2
-    and delta; tiles without rows are not stored. Rows of a tile past its
-    sequence's end are the next one's, or padding. They are not stored, and those of k and v are
-    cleared in shared memory. Queries without a key are loaded as 0.
+    Packed sequences, for small heads: as in `flash_fwd_kernel`. Each sequence begins a tile of lse2
+    and delta; tiles without rows are not stored. Rows of a tile past its sequence's end belong to
+    the next one or to padding. They are not stored, and those of k and v are cleared in shared
+    memory. Queries without a key are loaded as 0.
     """
     k_tiles, scored_tiles = values_and_factors(memory.k_tiles)
     tiles = {
@@ -141,7 +141,7 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
 
 
 def locate(kernel, item):
-    """Return the work of a tile of queries: queries are counted from the first of all."""
+    """Return the work of a tile of queries; queries are counted from the first of all."""
     problem = kernel.problem
     work, visible, last_start = locate_queries(problem, kernel.sources.q.shape[2], item)
     masked_steps, steps = count_steps(visible)
@@ -153,7 +153,7 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load what the consumers work on, as soon as there is room: in the producer's warp."""
+    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     of_queries = (sources.q, memory.q_tiles), (sources.dout, memory.dout_tiles)
@@ -166,7 +166,7 @@ def produce(kernel):
         head, start_q = place.head, place.start
         head_kv = head // (sources.q.shape[2] // sources.k.shape[2])
         if problem.packed:
-            # Queries without a key may be padding, which may be NaN; past the last row are 0.
+            # Queries without a key may be padding, and NaN. Rows past the last are loaded as 0.
             start_q = jnp.where(place.size_other > 0, start_q, problem.seq_q)
         for w in range(memory.q_full.shape[0]):
             start, full = start_q + w * WGMMA_ROWS, memory.q_full.at[w]
@@ -193,11 +193,11 @@ def produce(kernel):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
     memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
 
-    # All tiles are free; for small heads the first step gives the last tile of keys back.
+    # All tiles are free. For small heads the first step releases the last tile of keys.
     plgpu.barrier_arrive(memory.q_empty.at[w])
     for slot in range(num_stages if kernel.large else num_stages - 1):
         plgpu.barrier_arrive(memory.k_empty.at[slot])
@@ -216,9 +216,9 @@ class Rows(NamedTuple):
 
     Attributes:
         w: the warpgroup's number.
-        work, first_step: what `locate` returns, and the steps before this tile's.
+        work, first_step: the result of `locate`, and the number of steps before this tile.
         start_row: the first row.
-        lse2, delta: their numbers.
+        lse2, delta: the rows' lse2 and delta.
     """
 
     w: int
@@ -241,7 +241,7 @@ def compute_tile(kernel, w, item, step):
 
     # Visit the tiles of keys that these queries see; only edges are masked.
     if kernel.large:
-        # The first tile of keys has no ds k to run under its exponentials.
+        # The first tile of keys has no ds k to overlap with its exponentials.
         ranges = step_ranges(masked_steps, steps, first=1)
         carry = visit(kernel, rows, ranges[0][0], kernel.queue.program * 0, None)
     else:
@@ -279,7 +279,7 @@ def compute_tile(kernel, w, item, step):
 
 
 def prepare_rows(kernel, w, work):
-    """Store lse2 and delta of a warpgroup's rows, and return both, when its tiles are there."""
+    """Wait for a warpgroup's tiles; store lse2 and delta of its rows, and return both."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     packed, of_row = problem.packed, WGMMA.reduce(1)
     place = work.batch, work.place.head, work.place.start + w * WGMMA_ROWS
@@ -289,7 +289,7 @@ def prepare_rows(kernel, w, work):
     if sources.dlse is not None:
         dlse = load_row_values(sources.dlse, *place, num_rows, 0.0)
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
-    # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf for rows without a key or not there
+    # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
     if kernel.large:
         delta = dot_loaded_rows(sources.dout, sources.out, *place, num_rows) - dlse
         plgpu.barrier_wait(memory.q_full.at[w])
@@ -315,11 +315,11 @@ class Step(NamedTuple):
 
     Attributes:
         x: its number among the tiles that the queries see; masked ones come first.
-        masked: it may have hidden scores.
+        masked: some of its scores may be hidden.
         now: its number among all tiles of keys of the program.
-        slot, previous, slot_v: the places of its k, of the k before, and of its v.
-        own: the warpgroup's number, which the compiler does not know where it has no registers for
-            descriptors of q and dout.
+        slot, previous, slot_v: the slots of its k, of the previous k, and of its v.
+        own: the warpgroup's number, but unknown to the compiler where there are no registers for
+            the descriptors of q and dout.
     """
 
     x: Any
@@ -332,17 +332,17 @@ class Step(NamedTuple):
 
 
 def visit(kernel, rows, masked, x, carry):
-    """Add what a tile of keys gives to dq, without its own ds.
+    """Add the previous tile's ds k to dq; return this tile's ds, and dq.
 
-    carry: ds of the tile before, and dq; None at the first tile of large heads.
+    carry: ds of the previous tile, and dq; None at the first tile of large heads.
     """
     memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     now = rows.first_step + x
     slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
     if packed and masked:
-        # What is another sequence's, or padding, may be NaN. No product is in flight here: among
-        # products ptxas would wait for each.
+        # Rows of another sequence or of padding may be NaN. Clear them while no product is in
+        # flight: otherwise ptxas would wait for each product.
         plgpu.barrier_wait(memory.k_full.at[slot])
         plgpu.barrier_wait(memory.v_full.at[slot_v])
         left = rows.work.place.size_other - rows.work.visited(x)
@@ -350,8 +350,8 @@ def visit(kernel, rows, masked, x, carry):
         clear_values(memory.v_tiles.tile(slot_v), left)
     own = rows.w
     if kernel.large or packed:
-        # w, which the compiler does not know: it would compute the descriptors of q and dout before
-        # the loop, for which there are no registers.
+        # w, but unknown to the compiler. Otherwise it would hoist the descriptors of q and dout out
+        # of the loop, and there are no registers for them.
         own = rows.w + (now >> 30)
     step = Step(x, masked, now, slot, previous, slot_v, own)
     run = functools.partial(overlap, kernel, rows, step, carry)
@@ -365,16 +365,16 @@ def visit(kernel, rows, masked, x, carry):
 
 
 def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
-    """Multiply ds k of the tile before and dp under the exponentials; return ds and dq.
+    """Compute ds k of the previous tile and dp during the exponentials; return ds and dq.
 
-    s_ref, dp_ref: sums of the scores, where they are there from the start.
+    s_ref, dp_ref: accumulators of the scores and of dp, where they are allocated from the start.
     """
     memory, problem = kernel.memory, kernel.problem
     may_end = problem.packed and step.masked
     slot, slot_v = step.slot, step.slot_v
     q, dout = memory.q_tiles.tile(step.own), memory.dout_tiles.tile(step.own)
 
-    # Start dq += ds k of the tile before, s = scale · q kᵀ, dp = dout vᵀ.
+    # Start dq += ds k of the previous tile, s = scale · q kᵀ, dp = dout vᵀ.
     if not kernel.large and not may_end:
         plgpu.barrier_wait(memory.k_full.at[slot])
     if dq_ref is not None:
@@ -388,7 +388,7 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
         plgpu.barrier_wait(memory.k_full.at[slot])
 
     def with_sums(ref, function):
-        """Call a function with sums of scores: those there, or else new ones."""
+        """Call a function with an accumulator of scores: the given one, or a new one."""
         if ref is not None:
             return function(ref)
         return pl.run_scoped(function, accumulator(WGMMA_ROWS, problem.block_kv))
@@ -400,8 +400,8 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
             dq = wait_for(dq_ref, len(q.multiplied), carry[0])
             plgpu.barrier_arrive(memory.k_empty.at[step.previous])
         if may_end:
-            # This is never so. Without a branch here ptxas finds too few registers, and waits for
-            # each product.
+            # Never true. Without a branch here ptxas runs out of registers and waits for each
+            # product.
             pl.when(step.now < 0)(lambda: plgpu.barrier_wait(memory.v_full.at[slot_v]))
         else:
             plgpu.barrier_wait(memory.v_full.at[slot_v])
@@ -435,7 +435,7 @@ def probabilities(kernel, rows, step, s):
     end = problem.seq_kv if problem.seq_kv % problem.block_kv else None
     s, exp2_scale, dcap = visible_scores(s, position, key, end, problem.rule, problem.window, hides)
     if kernel.problem.packed and step.masked:
-        # Bounds that are data take fewer registers so.
+        # With bounds that are data, this form takes fewer registers.
         place = rows.start_row + work.diagonal, start_kv(step.x), work.place.size_other
         s = hide_keys(s, *place, problem.window)
     return jnp.exp2(s * exp2_scale - as_rows(rows.lse2, s)) * dcap
@@ -451,7 +451,7 @@ def dot_rows(a, b):
 
 
 def launch_dq(sources, spec, backend, mask):
-    """Call `flash_bwd_dq_kernel`; returns dq, lse2 and delta."""
+    """Call `flash_bwd_dq_kernel`; return dq, lse2 and delta."""
     offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     config = backend.configs(spec)["flash_bwd_dq"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages

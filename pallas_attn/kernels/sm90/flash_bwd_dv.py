@@ -1,4 +1,4 @@
-"""dv alone, of heads above 128: `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
+"""dv alone, for head sizes above 128; `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +21,7 @@ from pallas_attn.kernels.sm90.gradient_tiles import block_tiles
 
 
 def visit(kernel, keys, masked, x, carry):
-    """Add what the tile of queries before gave to dv, and return this one's p with it."""
+    """Add the previous tile's pᵀ dout to dv; return this tile's p, and dv."""
     queries, douts = kernel.queries, kernel.douts
     k = kernel.k(keys.w)
     now = keys.first_step + x
@@ -29,7 +29,7 @@ def visit(kernel, keys, masked, x, carry):
     plgpu.barrier_wait(queries.full.at[slot])
 
     def overlap(s_ref, dv_ref=None):
-        # Start sᵀ = scale · k qᵀ, and dv += pᵀ dout of the tile before.
+        # Start sᵀ = scale · k qᵀ, and dv += pᵀ dout of the previous tile.
         add_scores(s_ref, k, queries.tiles.tile(slot))
         pending = 0
         if dv_ref is not None:
@@ -59,12 +59,12 @@ def visit(kernel, keys, masked, x, carry):
 
 
 def launch_dv(inputs, spec, backend):
-    """Call `flash_bwd_large_kernel`; returns dv."""
+    """Call `flash_bwd_large_kernel`; return dv."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     tiles, pieces = block_tiles(spec, k_tiles=(1, WGMMA_ROWS), dv_tiles=(1, WGMMA_ROWS))
     k, dv = (tiles[name].refs for name in ("k_tiles", "dv_tiles"))
-    # A tile of dv takes the memory of its keys, which nobody else reads.
+    # A tile of dv takes the place of its tile of k, which no other warpgroup reads.
     memory = {
         "k_and_dv_tiles": [plgpu.RefUnion(*k, *dv) for _ in range(warpgroups)],
         "k_full": plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=warpgroups),

@@ -1,4 +1,4 @@
-"""The backward's kernel of dk and dv that adds up dq as well, of heads up to 128.
+"""The backward's kernel of dk and dv that also adds up dq, for head sizes up to 128.
 
 `pallas_attn.kernels.sm90.flash_bwd` has the formulas.
 """
@@ -52,14 +52,14 @@ from twin_attention.contract.spec import Window
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
 
-# Named barriers beside those of `barriers`: for each consumer's part of dq, when it is written
-# and when free. Threads that meet there: a consumer's and those of the warp that adds.
+# Named barriers beside those of `barriers`: each consumer's part of dq is written, and is free.
+# The threads that meet there are a consumer's and those of the warp that adds.
 DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
 SUMS = Sums(AliasingParams, value_columns, read_sums)
 
 
 class Outputs(NamedTuple):
-    """References to the outputs: dk and dv, or their sums in place of them; and dq's sums.
+    """Hold the references of the outputs: dk and dv, or their sums instead; and dq's sums.
 
     dq_sum, dk_sum, dv_sum: float32, in the order of `add_to_sums`, 0 at first.
     """
@@ -78,18 +78,18 @@ def flash_bwd_fused_kernel(
 
     Operands, tiles, loop invariant, accumulation: as in `flash_bwd_dkdv_kernel`. dq_sum is dq's
     float32 sums in the order of `add_to_sums`, 0 at first; the order of the additions is not fixed.
-    members: how many query heads of a kv head's group a work item visits: all of them, or 1. Then
-    programs share a tile of keys, and add to such sums of dk and dv, dk_sum and dv_sum [B, Hkv, Skv
-    rounded up to ROW_PADDING, columns], in place of dk and dv, which are None; else the sums are.
-    In shared memory there are one more tile of q, two tiles of dsᵀ for each warpgroup, and its part
+    members: how many query heads of a GQA group a work item visits: all of them, or 1. With 1,
+    programs share a tile of keys, and add to the sums dk_sum and dv_sum [B, Hkv, Skv rounded up to
+    ROW_PADDING, columns], in the same order; dk and dv are None. Otherwise these sums are None.
+    Shared memory also holds one more tile of q, two tiles of dsᵀ for each warpgroup, and its part
     of a tile's dq, which a warp of the producer adds.
 
-    Products are issued so that some run under all arithmetic: dq and dk of the tile before, and dp,
-    under the exponentials; dv under ds; s of the next tile while ds is written. Heads that are
-    small have k and v in registers. With a softcap these have no room for them: dq is taken from
-    its registers before the exponentials, and s of the next tile is issued with dv.
+    Products are issued so that some overlap all arithmetic: dq and dk of the previous tile, and dp,
+    with the exponentials; dv with ds; s of the next tile with the stores of ds. Small heads hold k
+    and v in registers. With a softcap there is no room for these: dq is taken from its registers
+    before the exponentials, and s of the next tile is issued with dv.
 
-    Packed sequences: as in `flash_bwd_dkdv_kernel`; of k and v rows are cleared as well, and dq_sum
+    Packed sequences: as in `flash_bwd_dkdv_kernel`; rows of k and v are cleared as well, and dq_sum
     has the rows of lse2.
     """
     heads_q, warpgroups = inputs.q.shape[2], memory.kv_full.shape[0]
@@ -114,19 +114,19 @@ def flash_bwd_fused_kernel(
 
 
 class Plan(NamedTuple):
-    """Use of a consumer's registers.
+    """Say how a consumer's registers are used.
 
     Attributes:
         size, size_v: columns of dk and of dv, padded.
-        small: they have room for a consumer's rows of k and v beside all else.
-        capped: they would, but the cap's derivative takes it, of which products have copies.
-        s_before_ds: the next scores are issued with dv, as there is a third tile of q. Of two, the
-            next one takes the place of the one that dk frees after that.
+        small: the registers have room for a consumer's rows of k and v beside all else.
+        capped: they would, but for the cap's derivative, of which the products have copies.
+        s_before_ds: the next scores are issued with dv, as there is a third tile of q. With two,
+            the next tile takes the place of the one that dk frees after that.
         is_tight: with sums of all three, and a window or keys that do not exist, ptxas serializes
-            products unless one head is a loop too, and there is no room for what `locate` returns.
+            products unless one head is a loop too, and there is no room for the result of `locate`.
         loops_over_heads: the heads are a loop.
-        has_columns: a warpgroup's part of dq is some columns over all keys, and not all columns
-            over its own keys.
+        has_columns: a warpgroup's part of dq is some columns over all keys, not all columns over
+            its own keys.
         dq_columns: the columns of each warpgroup's part.
     """
 
@@ -142,7 +142,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, problem, members, head_dim, head_dim_v, q_stages, warpgroups, dk_sum_ref) -> "Plan":
-        """Return the plan of a problem."""
+        """Return the plan for a problem."""
         size, size_v = value_columns(head_dim), value_columns(head_dim_v)
         small = is_small(head_dim, head_dim_v)
         capped = small and problem.rule.softcap is not None
@@ -160,12 +160,12 @@ class Plan(NamedTuple):
 
     @property
     def holds_keys(self) -> bool:
-        """A consumer has its rows of k and v in registers."""
+        """Return True if a consumer has its rows of k and v in registers."""
         return self.small and not self.capped
 
     @property
     def writers(self) -> tuple[int, ...]:
-        """The warpgroups that have a part of dq."""
+        """Return the warpgroups that have a part of dq."""
         return tuple(w for w, x in enumerate(self.dq_columns) if x.start < x.stop)
 
 
@@ -188,7 +188,7 @@ class Consumers(NamedTuple):
 
 
 def add(kernel):
-    """Add what the consumers write of each tile of dq to its sums."""
+    """Add the tiles of dq that the consumers write to its sums."""
     plan, members = kernel.plan, kernel.group.members
     if kernel.problem.packed:
         plgpu.barrier_arrive(kernel.memory.hand_over.read)
@@ -217,7 +217,7 @@ def add(kernel):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
     release_all(kernel.memory, w)
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
@@ -228,8 +228,8 @@ class Keys(NamedTuple):
 
     Attributes:
         w: the warpgroup's number.
-        item, work, first_step: the tile's number, what `locate` returns, and the steps before it.
-        steps: how many tiles of queries see it, not known to the compiler.
+        item, work, first_step: the tile's number, the result of `locate`, and the steps before it.
+        steps: how many tiles of queries see it; unknown to the compiler.
         keys, values: its rows of k and v in registers, or None.
     """
 
@@ -253,7 +253,7 @@ def compute_tile(kernel, w, item, step):
     if kernel.problem.packed:
         for i, x in enumerate(item):
             memory.places[w, i] = x
-        # What is another sequence's, or padding, may be NaN.
+        # Rows of another sequence or of padding may be NaN.
         left = work.place.end - (work.place.start + w * WGMMA_ROWS)
         clear_values(memory.k_tiles.tile(w), left)
         clear_values(memory.v_tiles.tile(w), left)
@@ -264,12 +264,12 @@ def compute_tile(kernel, w, item, step):
             tuple(plgpu.load(x, layout=WGMMA) for x in tiles.tile(w).multiplied)
             for tiles in (memory.k_tiles, memory.v_tiles)
         )
-    # Not a constant, or the compiler would see that `fresh` is one in all steps. With a loop of
-    # heads not surely positive: with no way around ptxas serializes products.
+    # Not a constant, or the compiler would see that `fresh` is constant. In a loop over heads the
+    # compiler must not know that steps > 0 either: with no way around, ptxas serializes products.
     steps = work.steps + (step & -(2**30) if plan.loops_over_heads else step >> 30)
     own = Keys(w, item, work, step, steps, keys, values)
 
-    # sᵀ = scale · k qᵀ of the first tile, for which the tile of keys before waited.
+    # sᵀ = scale · k qᵀ of the first tile; the previous tile of keys waited for its q.
     def first(s_ref):
         q = memory.q_tiles.factors.tile(lax.rem(step, q_stages))
         start_scores(s_ref, keys, memory.k_tiles.tile(w), q)
@@ -287,7 +287,7 @@ def compute_tile(kernel, w, item, step):
         s, no_ds if plan.small else None, zeros(WGMMA_ROWS, plan.size),
         zeros(WGMMA_ROWS, plan.size_v),
     )  # fmt: skip
-    # In one loop: ptxas finds no registers for s of two.
+    # Masked and full tiles share one loop: ptxas has no registers for the s of two loops.
     masked = len(step_ranges(work.masked_steps, steps)) > 1
 
     def visit_head(member, carry):
@@ -310,14 +310,14 @@ class Step(NamedTuple):
 
     Attributes:
         x: its number among the tiles that see the keys; masked ones come first.
-        masked: it may have hidden scores.
+        masked: some of its scores may be hidden.
         now: its number among all tiles of queries of the program.
-        fresh: 0, which the compiler does not know: it would compute the descriptors of k and v
-            before the loop, for which there are no registers.
+        fresh: 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v
+            out of the loop, and there are no registers for them.
         is_first: it is the first that sees the keys.
-        q_slot, previous, following: the places of its q, and of those before and after.
-        slot: the place of its dout.
-        multiplied: the q before, which ds multiplies; at first its own, as ds is 0 then.
+        q_slot, previous, following: the slots of its q, of the previous q and of the next.
+        slot: the slot of its dout.
+        multiplied: the previous q, which ds multiplies; in the first step its own, as ds is 0 then.
     """
 
     x: Any
@@ -333,9 +333,9 @@ class Step(NamedTuple):
 
 
 def visit(kernel, own, member, masked, x, carry):
-    """Add what a tile of queries gives to dv, and what the one before gives to dk and dq.
+    """Add a tile of queries to dv, and the previous tile to dk and dq.
 
-    carry: s of this tile, ds of the tile before where it is in registers, dk and dv.
+    carry: s of this tile, ds of the previous tile where it is in registers, dk and dv.
     """
     memory, plan = kernel.memory, kernel.plan
     q_stages, num_stages = memory.lse2_rows.shape[0], memory.delta_rows.shape[0]
@@ -347,7 +347,7 @@ def visit(kernel, own, member, masked, x, carry):
     is_first = index == fresh
     multiplied = memory.q_tiles.values.tile(jnp.where(is_first, q_slot, previous))
     if kernel.problem.packed:
-        # No product is in flight here: among products ptxas would wait for each.
+        # Clear while no product is in flight: otherwise ptxas would wait for each product.
         @pl.when(x < own.work.masked_steps)
         def _():
             plgpu.barrier_wait(memory.dout_full.at[slot])
@@ -368,7 +368,7 @@ def visit(kernel, own, member, masked, x, carry):
 
 
 def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None):
-    """Multiply dq, dk, dp under the exponentials, dv under ds, s one tile ahead."""
+    """Overlap dq, dk and dp with the exponentials, dv with ds, and compute s one tile ahead."""
     inputs, _outputs, memory, problem, _group, _queue, plan = kernel
     w, slot, dtype = own.w, step.slot, inputs.k.dtype
     s, ds, dk, dv = carry
@@ -387,19 +387,19 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
             pl.when(jnp.logical_not(step.is_first))(lambda: write_part(kernel, w, dq))
 
     def start_next_scores():
-        # sᵀ = scale · k qᵀ of the next tile; behind the last one it is not used.
+        # sᵀ = scale · k qᵀ of the next tile; after the last one it is not used.
         plgpu.barrier_wait(memory.q_full.at[step.following])
         s_ref[...] = zeros(WGMMA_ROWS, problem.block_q)
         k = memory.k_tiles.tile(w + step.fresh)
         start_scores(s_ref, own.keys, k, memory.q_tiles.factors.tile(step.following))
 
-    # Start dq = ds k and dk += dsᵀ q of the tile before.
+    # Start dq = ds k and dk += dsᵀ q of the previous tile.
     stored = (step.now - 1) % 2
     if dq_ref is not None:
         start_dq(kernel, w, dq_ref, stored)
     dk_ref[...] = dk
     add_values(dk_ref, ds if plan.small else memory.ds_tiles.at[stored, w], multiplied)
-    # Before dq is stored: a look at a barrier would wait until the stores are done.
+    # Wait before dq is stored: testing a barrier later would wait until the stores are done.
     if problem.packed:
         not_awaited = step.x >= own.work.masked_steps
         pl.when(not_awaited)(lambda: plgpu.barrier_wait(memory.dout_full.at[slot]))
@@ -455,13 +455,13 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
 
 
 def hide_at_edges(kernel, own, step, s):
-    """Hide what the queries do not see, where the step is one at the edges."""
+    """Hide what the queries do not see, if the step is at an edge."""
     problem, group = kernel.problem, kernel.group
 
     def hide(s):
         work = locate_again(kernel, own, step.fresh)
         diagonal = work.diagonal if problem.packed else problem.seq_kv - problem.seq_q
-        # Keys are counted as queries are, so that both end at one number.
+        # Keys are in query coordinates, so both end at one number.
         end = work.place.size_other if problem.packed else problem.seq_kv - diagonal
         return hide_queries(
             s,
@@ -476,7 +476,7 @@ def hide_at_edges(kernel, own, step, s):
 
 
 def locate_again(kernel, own, fresh):
-    """Return the work of a tile of keys, anew where keeping it takes registers."""
+    """Return the work of a tile of keys; recompute it where keeping it takes registers."""
     if kernel.problem.packed:
         places = kernel.memory.places
         place = Place(*(places[own.w, i + fresh] for i in range(len(Place._fields))))
@@ -487,7 +487,7 @@ def locate_again(kernel, own, fresh):
 
 
 def finish(kernel, w, ds, dk, end):
-    """Return dk with dsᵀ q of the last tile, and give its dq to the warp that adds."""
+    """Add the last tile's dsᵀ q to dk and return it; hand its dq to the warp that adds."""
     memory, plan = kernel.memory, kernel.plan
     stored = (end - 1) % 2
 
@@ -529,7 +529,7 @@ def store(kernel, own, dk, dv):
 
 
 def start_dq(kernel, w, dq_ref, stored):
-    """Start dq = ds k of a warpgroup's part."""
+    """Start dq = ds k for a warpgroup's part."""
     memory, plan = kernel.memory, kernel.plan
     columns = plan.dq_columns[w]
     for x in range(len(plan.dq_columns)) if plan.has_columns else (w,):
@@ -546,7 +546,7 @@ def start_dq(kernel, w, dq_ref, stored):
 
 
 def accumulator_of_dq(plan, w):
-    """Return the type of a warpgroup's part of dq in registers."""
+    """Return the register type of a warpgroup's part of dq."""
     return accumulator(WGMMA_ROWS, plan.dq_columns[w].stop - plan.dq_columns[w].start)
 
 
@@ -558,25 +558,25 @@ def write_part(kernel, w, dq):
 
 
 def share_ds(kernel, w, ds, step):
-    """Write ds where all warpgroups read it."""
+    """Write ds to where all warpgroups read it."""
     kernel.memory.ds_tiles.at[step % 2, w][...] = ds
     fence_async()
     exchange_barrier(len(kernel.plan.dq_columns))
 
 
 def start_scores(s, rows, q, k):
-    """Start s += q kᵀ as `add_scores` does; rows: q in registers, or None."""
+    """Start s += q kᵀ as `add_scores` does; rows: q in registers, or None for shared memory."""
     for q_piece, k_piece in zip(rows or q.multiplied, k.multiplied, strict=True):
         plgpu.wgmma(s, q_piece, k_piece.T)
 
 
 def is_small(head_dim, head_dim_v):
-    """Return True if a consumer's registers have room for its rows of k and v beside all else."""
+    """Return True if a consumer's registers can also hold its rows of k and v."""
     return max(head_dim, head_dim_v) <= 64
 
 
 def launch_fused(sources, spec, backend, mask):
-    """Call `flash_bwd_fused_kernel`; returns dq, dk, dv, lse2 and delta."""
+    """Call `flash_bwd_fused_kernel`; return dq, dk, dv, lse2 and delta."""
     name = "flash_bwd_fused"
     config, programs = backend.configs(spec)[name], num_sms(backend.target)
     if config.block_q != WGMMA_ROWS:

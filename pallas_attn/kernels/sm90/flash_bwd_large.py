@@ -1,4 +1,4 @@
-"""The kernels of dk alone and of dv alone, of heads above 128: what both have in common.
+"""The common part of the kernels of dk and of dv, for head sizes above 128.
 
 `pallas_attn.kernels.sm90.flash_bwd` has the formulas.
 """
@@ -42,13 +42,13 @@ class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
     Attributes:
-        delta_rows, lse2_rows: numbers of the rows of each tile of dout and of q.
+        delta_rows, lse2_rows: delta of each tile of dout's rows, lse2 of each tile of q's.
         dout_tiles, q_tiles: tiles of queries.
-        k_and_dv_tiles: of each consumer a tile of k, whose memory its tile of dv takes; None for
+        k_and_dv_tiles: a tile of k for each consumer, whose memory its tile of dv takes; None for
             dk.
         k_tiles, v_tiles: a tile of 64 rows for each consumer; None for dv.
-        k_full, v_full, kv_empty: barriers of each consumer's k and v: loaded, and free.
-        dout_full, dout_empty, q_full, q_empty: likewise of each tile of dout and of q.
+        k_full, v_full, kv_empty: mbarriers of each consumer's k and v: loaded, and free.
+        dout_full, dout_empty, q_full, q_empty: likewise for each tile of dout and of q.
     """
 
     delta_rows: Any
@@ -68,13 +68,13 @@ class Memory(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tiles of queries in shared memory, with a number for each row and their barriers.
+    """Tiles of queries in shared memory, with a number for each row and their mbarriers.
 
     Attributes:
         matrix: q or dout, in global memory.
-        tiles, factors: its tiles, as ds or p multiplies them, and as scores do.
+        tiles, factors: its tiles, as the operand of ds or p, and as that of the scores.
         vector, rows: lse2 or delta, in global and in shared memory; or None.
-        full, empty: barriers of each tile.
+        full, empty: mbarriers of each tile.
     """
 
     matrix: object
@@ -86,11 +86,11 @@ class Rows(NamedTuple):
     empty: object
 
     def slot(self, step):
-        """Return the number of the tile of a step."""
+        """Return the slot of a step's tile."""
         return step % self.tiles.multiplied[0].shape[0]
 
     def load(self, step, batch, head, start):
-        """Start to load the tile of a step, as soon as there is room."""
+        """Start to load the tile of a step, as soon as its slot is free."""
         slot = self.slot(step)
         plgpu.barrier_wait(self.empty.at[slot])
         load_tile(self.matrix, self.tiles.tile(slot), batch, head, start, self.full.at[slot])
@@ -108,7 +108,7 @@ class Kernel(NamedTuple):
             common.
         schedule, program: the tiles of each program, and this one's number.
         k, v: functions that return a consumer's tiles; v is None for dv.
-        stored: likewise the tiles that the gradient is stored by, whose memory is that of k.
+        stored: likewise, the tiles from which the gradient is stored, in the memory of k.
         queries, douts: tiles of q and of dout.
         visit: adds a tile of queries to the gradient; see `compute_tile`.
     """
@@ -128,7 +128,7 @@ class Kernel(NamedTuple):
 
     @property
     def multiplied(self) -> Rows:
-        """Return the tiles that ds or p multiplies."""
+        """Return the tiles that are multiplied by ds or p."""
         return self.douts if self.v is None else self.queries
 
 
@@ -136,9 +136,9 @@ def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit
     """One program computes tiles of block_kv rows of dk or dv of a kv head, one after the other.
 
     Operands, loop invariant and accumulation: as in `flash_bwd_dkdv_kernel`; dv has no v and delta.
-    In shared memory a tile of 64 rows of k and of v for each consumer warpgroup, tiles of q with
-    lse2 of their rows, of dout with delta, one more of what ds or p multiplies, and their
-    barriers. The registers have room for one of the two gradients.
+    Shared memory holds a tile of 64 rows of k and of v for each consumer warpgroup, tiles of q with
+    lse2 of their rows, tiles of dout with delta, and their mbarriers. What ds or p multiplies has
+    one more tile. The registers have room for one of the two gradients.
     """
     q_tiles, dout_tiles = map(values_and_factors, (memory.q_tiles, memory.dout_tiles))
     if memory.v_tiles is None:
@@ -166,8 +166,8 @@ def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit
 def locate(kernel, item):
     """Return the work of a tile of keys: its steps are tiles of its group's queries.
 
-    `visited` returns the query head and the first row of a step. Queries up to ROW_PADDING exist
-    for this purpose: their p is 0 without a mask.
+    `visited` returns the query head and the first row of a step. Query rows that pad
+    the last tile count as existing here: their p is 0 without a mask.
     """
     problem, heads_kv = kernel.problem, kernel.inputs.k.shape[2]
     group_size, window = kernel.inputs.q.shape[2] // heads_kv, problem.window
@@ -184,7 +184,7 @@ def locate(kernel, item):
     masked_steps, steps = count_steps(visible)
 
     def visited(step):
-        # The tiles at the edges of all heads go first, then the full ones.
+        # Edge tiles of all heads go first, then the full ones.
         is_edge = step < masked_steps * group_size
         member, index = split_step(
             jnp.where(is_edge, step, step - masked_steps * group_size),
@@ -201,7 +201,7 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load what the consumers work on, as soon as there is room: in the producer's warp."""
+    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
     memory, inputs = kernel.memory, kernel.inputs
     keys = [(inputs.k, kernel.k, memory.k_full)]
     if kernel.v is not None:
@@ -215,7 +215,7 @@ def produce(kernel):
             head, start = work.visited(index)
             kernel.queries.load(step + index, batch, head, start)
 
-            @pl.when(index == 0)  # after q, which does not wait for the end of the tile before
+            @pl.when(index == 0)  # after q, which does not wait for the end of the previous tile
             def _():
                 for w in range(memory.kv_empty.shape[0]):
                     plgpu.barrier_wait(memory.kv_empty.at[w])
@@ -233,7 +233,7 @@ def produce(kernel):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
     plgpu.barrier_arrive(kernel.memory.kv_empty.at[w])
     for rows in (kernel.queries, kernel.douts):
         for slot in range(rows.empty.shape[0]):
@@ -247,7 +247,7 @@ class Keys(NamedTuple):
 
     Attributes:
         w: the warpgroup's number.
-        work, first_step: what `locate` returns, and the steps before this tile's.
+        work, first_step: the result of `locate`, and the number of steps before this tile.
         start_row: the first row.
     """
 
@@ -261,14 +261,14 @@ def compute_tile(kernel, w, item, step):
     """Compute a warpgroup's rows of the gradient of a tile of keys; return the steps so far.
 
     kernel.visit(kernel, keys, masked, x, carry) returns ds or p of step x, and the gradient without
-    it; carry is what it returned of the step before, None at first.
+    it; carry is its result for the previous step, None at first.
     """
     work, rows = locate(kernel, item), kernel.multiplied
     keys = Keys(w, work, step, work.place.start + w * WGMMA_ROWS)
     plgpu.barrier_wait(kernel.memory.k_full.at[w])
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked. The first
-    # one has no product to run under its exponentials.
+    # one has no product to overlap with its exponentials.
     ranges = step_ranges(work.masked_steps, work.steps, first=1)
     carry = kernel.visit(kernel, keys, ranges[0][0], kernel.program * 0, None)
     for masked, lower, upper in ranges:
@@ -290,7 +290,7 @@ def compute_tile(kernel, w, item, step):
     gradient = pl.run_scoped(last, accumulator(*gradient.shape))
     plgpu.barrier_arrive(rows.empty.at[previous])
 
-    # Scale dk; store the gradient where k was, whose rows nobody else reads.
+    # Scale dk; store the gradient where k was, which no other warpgroup reads.
     warpgroup_barrier()
     if kernel.v is not None:
         gradient = gradient * kernel.problem.rule.scale
@@ -307,7 +307,7 @@ def exponents(kernel, keys, s, lse2, x, masked):
     position = key = None
     if masked:
         position = iota(s.shape, 1, WGMMA) + keys.work.visited(x)[1]
-        key = iota(s.shape, 0, WGMMA) + (keys.start_row - keys.work.diagonal)  # as queries are
+        key = iota(s.shape, 0, WGMMA) + (keys.start_row - keys.work.diagonal)  # query coordinates
     s, exp2_scale, dcap = visible_scores(
         s, position, key, None, problem.rule, problem.window, masked
     )
@@ -322,9 +322,9 @@ def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, s
         visit: see `compute_tile`.
         inputs: operands; None for what the kernel does not read.
         gradient: the operand whose gradient it computes.
-        memory: types of what it has for its keys in shared memory.
+        memory: types of the shared memory for its keys.
         values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles".
-        stages: how many tiles of q and of dout it has there.
+        stages: the number of tiles of q and of dout in shared memory.
         spec, backend: problem and target.
 
     Returns:

@@ -1,11 +1,12 @@
 """Flash attention, forward.
 
 ``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
-Dao 2023, FlashAttention-2, algorithm 1; Shah et al. 2024, FlashAttention-3, for what is placed by
-hand here: a producer warp loads tiles by TMA; consumer warpgroups, to which the registers go, start
-q kᵀ of the next tile before the softmax of this one, take p from registers, and issue their
-products in turn, so that one's softmax runs under the other's products. A program works on one tile
-of queries after the other. m_i grows only where a score passes it by RESCALE_ABOVE, as on SM80.
+Dao 2023, FlashAttention-2, algorithm 1. What is placed by hand here follows Shah et al. 2024,
+FlashAttention-3. A producer warp loads tiles by TMA. Consumer warpgroups, which get most of the
+registers, start q kᵀ of the next tile before the softmax of this one and take p from registers.
+They issue their products in turn, so that one's softmax overlaps the other's products. A program
+computes one tile of queries after the other. m_i grows only where a score passes it by
+RESCALE_ABOVE, as on SM80.
 """
 
 import functools
@@ -79,19 +80,20 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# Larger heads visit the last tiles first. Level at 192.
+# Head sizes above this visit the last tiles first. At 192 neither order is faster.
 LARGE_HEAD = 224
-# Of larger heads all consumers have one code, which is compiled once and faster under a mask.
+# Above this head size all consumers share one code: compiled once, and faster under a mask.
 ONE_CODE_HEAD = 128
 
 
 class Inputs(NamedTuple):
-    """Operands; None for what a problem does not have.
+    """Operands; None for what a problem lacks.
 
     Attributes:
         q, k, v: [B, Sq, Hq, D], [B, Skv, Hkv, D] and [B, Skv, Hkv, Dv].
         sinks: [Hq] float32.
-        offsets, lists: of packed sequences, a batch of one, and of a block mask, `lists_of_keys`.
+        offsets, lists: `Offsets` of packed sequences (a batch of one); `lists_of_keys` of a block
+            mask.
     """
 
     q: Any
@@ -114,10 +116,10 @@ class Memory(NamedTuple):
 
     Attributes:
         hand_over: where a program's warps find their next tile of packed sequences, else None.
-        k_empty, k_full, v_empty, v_full: barriers of each tile of k and of v: free, and loaded.
+        k_empty, k_full, v_empty, v_full: mbarriers of each tile of k and of v: free, and loaded.
         k_tiles, v_tiles: num_stages tiles of keys and of values.
-        q_and_out: the tiles of q, and those of out, of each consumer.
-        q_empty, q_full: barriers of each consumer's q.
+        q_and_out: each consumer's tiles of q and of out.
+        q_empty, q_full: mbarriers of each consumer's q.
     """
 
     hand_over: Any
@@ -140,10 +142,10 @@ class Kernel(NamedTuple):
             have in common, and the program's tiles.
         q_tiles, out_tiles: each consumer's.
         list_tile: queries and keys of a tile of the block mask, or None.
-        last_first: visit the last tiles first, which only the later warpgroups see.
-        ping_pong: 0 where warpgroups take no turns; 1 where they take turns from the second tile
-            of keys on, and 2 from the first, and the first of them alone waits for tiles.
-        bounded: capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
+        last_first: visit the last tiles of keys first, which only the later warpgroups see.
+        ping_pong: 0: warpgroups take no turns; 1: they take turns from the second tile of keys on;
+            2: from the first, and only the first warpgroup waits for tiles.
+        bounded: m_i stays 0, as capped scores need no maximum in a dtype with float32's range.
         out_sizes: columns of out that are stored at a time.
     """
 
@@ -162,12 +164,12 @@ class Kernel(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        """Consumer warpgroups."""
+        """Return the number of consumer warpgroups."""
         return self.memory.q_full.shape[0]
 
     @property
     def num_stages(self) -> int:
-        """Tiles of keys in shared memory."""
+        """Return how many tiles of keys shared memory holds."""
         return self.memory.k_full.shape[0]
 
 
@@ -177,18 +179,18 @@ def flash_fwd_kernel(
     """One program computes tiles of block_q rows of a query head, one after the other.
 
     Operands: `Inputs` and `Outputs`; schedule [programs, 1 + most tiles] int32 (see
-    `make_schedule`); in shared memory a tile of 64 rows of q and of out for each
-    consumer warpgroup, and num_stages tiles of k and of v, each with a barrier that completes when
-    it is full and one when it is empty. out_sizes: how many columns of out are stored at a time, in
+    `make_schedule`). Shared memory holds a tile of 64 rows of q and of out for each consumer
+    warpgroup, and num_stages tiles of k and of v, each with one mbarrier that completes when it is
+    full and one when it is empty. out_sizes: how many columns of out each store takes, all through
     the same memory; one number where there is room for all of them. Loop invariant: m_i is
     at most RESCALE_ABOVE below the row maximum so far (base 2), and with
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
-    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. A row that sees no key
-    gives 0, and -inf or its sink.
+    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. For a row that sees no
+    key, out is 0 and lse is -inf or the sink.
 
     Packed sequences: as in the portable `flash_fwd_kernel`; schedule is None. Items are tiles of a
-    head, the last ones first, which see most keys. Programs take them from counter [1], which is 0
-    at first; for a dense batch it is None, and so is hand_over. Block mask: tile_q and tile_kv are
+    head, the last ones first, as they see most keys. Programs take them from counter [1], which is
+    0 at first; for a dense batch counter and hand_over are None. Block mask: tile_q and tile_kv are
     the sizes of its tiles, otherwise None.
     """
     q, _k, v, _sinks, offsets, lists = inputs
@@ -216,7 +218,7 @@ def flash_fwd_kernel(
 
 
 def locate(kernel, item):
-    """Return the work of an item; `visited` returns where keys end as well, None if after it."""
+    """Return the work of an item; `visited` also returns where keys end, or None past the tile."""
     inputs, problem = kernel.inputs, kernel.problem
     lists, block_kv = inputs.lists, problem.block_kv
     work, visible, last_start = locate_queries(problem, inputs.q.shape[2], item)
@@ -235,13 +237,13 @@ def locate(kernel, item):
         may_end = problem.packed or problem.seq_kv % block_kv
         return start, work.place.size_other if may_end else None
 
-    # One tile is visited where none is seen, and hides all.
+    # Where no tile is seen, visit one, fully masked.
     steps = jnp.maximum(before + full + after, 1)
     return work._replace(visited=visited, masked_steps=before + after, steps=steps)
 
 
 def produce(kernel):
-    """Load what the consumers work on, as soon as there is room: in the producer's warp."""
+    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
     inputs, memory = kernel.inputs, kernel.memory
     group_size = inputs.q.shape[2] // inputs.k.shape[2]
 
@@ -282,13 +284,13 @@ def produce(kernel):
 
 
 class Turns(NamedTuple):
-    """When a consumer warpgroup issues its products.
+    """Decide when a consumer warpgroup issues its products.
 
     Attributes:
         w, warpgroups: its number, and how many there are.
-        taken: warpgroups take turns.
-        waits: it waits for tiles. With turns from the first tile on, the first warpgroup does, and
-            the others wait for their turn.
+        taken: the warpgroups take turns.
+        waits: this one waits for tiles. With turns from the first tile on, only the first warpgroup
+            does; the others wait for their turn.
     """
 
     w: Any
@@ -297,14 +299,14 @@ class Turns(NamedTuple):
     waits: Any
 
     def begin(self, full, in_turn=True):
-        """Wait until products may be issued, and for their tile's barrier, unless it is None."""
+        """Wait until products may be issued, and for their tile's mbarrier if it is given."""
         if full is not None:
             self.wait(full)
         if self.taken and in_turn:
             take_turn(self.w, self.warpgroups)
 
     def wait(self, full):
-        """Wait for a tile's barrier, if this warpgroup does."""
+        """Wait for a tile's mbarrier, if this warpgroup is one that waits."""
         pl.when(self.waits)(lambda: plgpu.barrier_wait(full))
 
     def end(self, in_turn=True):
@@ -336,10 +338,10 @@ class Queries(NamedTuple):
     """A warpgroup's rows of a tile of queries.
 
     Attributes:
-        work, first_step: what `locate` returns, and the steps before this tile's.
+        work, first_step: the result of `locate`, and the number of steps before this tile.
         start_row: the first row.
-        sink: their head's, in base 2, or None.
-        end_masked: the first step that is not at an edge.
+        sink: the head's sink, in base 2, or None.
+        end_masked: the first step after the masked ones.
     """
 
     work: Any
@@ -360,7 +362,7 @@ def compute_tile(kernel, turns, item, step):
     sinks = kernel.inputs.sinks
     sink = None if sinks is None else sinks[work.place.head] * LOG2E
 
-    # Pass over the tiles behind what these rows see.
+    # Skip tiles of keys past the last key that these rows see.
     skipped = 0
     if kernel.last_first:
         last_key = start_row + WGMMA_ROWS - 1 + work.diagonal + problem.window.right
@@ -403,7 +405,7 @@ def compute_tile(kernel, turns, item, step):
     if kernel.last_first:
         pass_over(memory.v_full, memory.v_empty)
 
-    # Visit the other tiles of keys that these queries see; only edges are masked.
+    # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
     carry = p, m_i, l_i, acc
     second = end_masked = skipped + 1
     if has_masked:
@@ -434,7 +436,7 @@ def compute_tile(kernel, turns, item, step):
 
 
 def softmax(kernel, queries, s, x, m_i, masked):
-    """Return p, the new maximum, and the factor of what refers to the old one."""
+    """Return p, the new maximum, and the factor that rescales acc and l_i."""
     problem = kernel.problem
     if masked:
         position = queries.start_row + queries.work.diagonal
@@ -444,7 +446,7 @@ def softmax(kernel, queries, s, x, m_i, masked):
 
 
 def wait_for_edge(kernel, turns, queries, x):
-    """Wait for the values of a tile at an edge, which may pass those of a sequence."""
+    """Wait for the values of an edge tile and clear rows past the sequence's end."""
 
     @pl.when(turns.waits)
     def _():
@@ -455,7 +457,7 @@ def wait_for_edge(kernel, turns, queries, x):
 
 
 def wait_for_values(kernel, turns, queries, x, slot):
-    """Wait for the values of a tile, unless `wait_for_edge` has."""
+    """Wait for a tile of values, unless `wait_for_edge` did."""
     full = kernel.memory.v_full.at[slot]
     if kernel.problem.packed:
         pl.when(x >= queries.end_masked)(lambda: turns.wait(full))
@@ -464,7 +466,7 @@ def wait_for_values(kernel, turns, queries, x, slot):
 
 
 def visit(kernel, turns, queries, masked, x, carry):
-    """Start the products of step x: its scores, and the values of the tile before."""
+    """Start the products of step x: its scores, and the values of the previous tile."""
     memory, packed = kernel.memory, kernel.problem.packed
     now = queries.first_step + x
     slot, previous = now % kernel.num_stages, (now - 1) % kernel.num_stages
@@ -472,7 +474,7 @@ def visit(kernel, turns, queries, masked, x, carry):
 
     if packed and not masked:
         wait_for_values(kernel, turns, queries, x - 1, previous)
-    # Before the accumulator, which the assembler then need not set to 0.
+    # Before the accumulator is allocated: the assembler then need not zero it.
     turns.begin(memory.k_full.at[slot])
     carry = pl.run_scoped(
         functools.partial(overlap, kernel, turns, queries, masked, x, slot, previous, carry),
@@ -485,10 +487,10 @@ def visit(kernel, turns, queries, masked, x, carry):
 
 
 def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc_ref):
-    """Multiply p v of the tile before under the softmax of this one."""
+    """Compute p v of the previous tile during the softmax of this one."""
     memory = kernel.memory
     p, m_i, l_i, acc = carry
-    # Start s = scale · q kᵀ, and acc += p v of the tile before.
+    # Start s = scale · q kᵀ, and acc += p v of the previous tile.
     add_scores(s_ref, kernel.q_tiles.tile(turns.w), memory.k_tiles.tile(slot))
     if not kernel.problem.packed:
         wait_for_values(kernel, turns, queries, x - 1, previous)
@@ -541,11 +543,11 @@ def finish_rows(kernel, queries, m_i, l_i):
 
 
 def store_out(kernel, queries, w, out):
-    """Store a warpgroup's rows of out, as many columns at a time as there is room for."""
+    """Store a warpgroup's rows of out, as many columns at a time as fit in shared memory."""
     work, start_row = queries.work, queries.start_row
     for i, size in enumerate(kernel.out_sizes):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if len({*kernel.out_sizes}) > 1:  # warpgroups have other places in each part
+        if len({*kernel.out_sizes}) > 1:  # a warpgroup's place differs from part to part
             exchange_barrier(kernel.warpgroups)
         matrix, first = kernel.outputs.out, sum(kernel.out_sizes[:i])
         part = out[:, first : first + padded_columns(size)]
@@ -569,7 +571,7 @@ def flash_fwd(
     """
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     dtype, num_sequences = q.dtype, num_sequences_of(spec)
-    is_packed = num_sequences is not None  # their tiles begin anywhere
+    is_packed = num_sequences is not None  # sequences' tiles begin at any row
     scores_whole = not is_packed and is_whole(spec.head_dim, spec.seq_q, spec.seq_kv)
     v_whole = not is_packed and is_whole(spec.head_dim_v, spec.seq_kv)
     out_whole = not is_packed and is_whole(spec.head_dim_v, spec.seq_q)
@@ -610,7 +612,7 @@ def flash_fwd(
             v_tiles=plgpu.RefUnion(*v),
         )
 
-    # Of large heads there is no room for all columns of out at a time.
+    # For large heads, shared memory has no room for all columns of out at a time.
     size_v = spec.head_dim_v
     for most in (size_v, 128, 64):
         out_sizes = tuple(min(most, size_v - first) for first in range(0, size_v, most))

@@ -18,14 +18,14 @@ from pallas_attn.kernels.library.sequences import num_sequences_of
 
 
 def make_tiles(spec, ds_is_shared, values=None, **counts):
-    """Return the types of tiles of q, k, v and dout in shared memory, and each one's pieces.
+    """Return the types of tiles of q, k, v and dout in shared memory, and how many pieces each has.
 
     Args:
         spec: the problem.
         ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
-        values: the tiles that p or ds in registers multiplies. Those of 64 rows and two blocks of
-            columns are `value_block_views`: the assembler would run one product of two after the
-            other.
+        values: names of the tiles that p or ds in registers multiplies. Tiles of 64 rows and two
+            blocks of columns are `value_block_views`: the assembler would run two separate products
+            one after the other.
         **counts: (tiles, rows) of each.
 
     Rows are padded to `value_columns`.
@@ -34,7 +34,7 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
     for name, shape in counts.items():
         is_scores = name in ("q_tiles", "k_tiles")
         size = spec.head_dim if is_scores else spec.head_dim_v
-        is_packed = num_sequences_of(spec) is not None  # their tiles begin anywhere
+        is_packed = num_sequences_of(spec) is not None  # sequences' tiles begin at any row
         whole = not is_packed and is_whole(size, spec.seq_q, spec.seq_kv)
         widths = piece_widths(size, whole)
         if not whole:
@@ -52,10 +52,10 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
 
 
 def block_tiles(spec, values=None, **counts):
-    """Return what `make_tiles` does, of rows that are padded to blocks of 64 columns with zeros.
+    """Return the same as `make_tiles`, with rows padded with zeros to blocks of 64 columns.
 
-    values: the tiles of 64 rows that ds or p multiplies, all columns in one product: these are
-        `value_block_views`.
+    values: name of the tiles of 64 rows that ds or p multiplies, all columns in one product: these
+        are `value_block_views`.
     """
     tiles, pieces = {}, {}
     for name, (count, rows) in counts.items():
@@ -71,14 +71,14 @@ def block_tiles(spec, values=None, **counts):
 
 
 def value_block_views(dtype, count, rows, size):
-    """Return `value_views` of tiles of 64 rows, and what `values_and_factors` makes tiles of."""
+    """Return `value_views` of tiles of 64 rows, and the views that `values_and_factors` needs."""
     assert rows == BLOCK
     (block,) = tile_views(dtype, (count, size // BLOCK, rows), BLOCK, False)[1]
     return *value_views(dtype, count, rows, size), (block,)
 
 
 def values_and_factors(views) -> tuple[Tiles, Tiles]:
-    """Return tiles as ds or p multiplies them, and as scores do: in pieces of 64 columns.
+    """Return tiles as the operand of ds or p, and as that of the scores: pieces of 64 columns.
 
     Both are the same where there are no `value_block_views`.
     """
@@ -91,14 +91,14 @@ def values_and_factors(views) -> tuple[Tiles, Tiles]:
 
 
 def value_columns(size):
-    """Return the columns of rows of `size` elements, at most 128, in the kernels of the backward.
+    """Return the padded columns of rows of `size` elements, at most 128, in the backward's kernels.
 
-    They are 128 above 96: of pieces of 64, 32 and 16 columns the assembler would run one product
-    after the other.
+    Sizes above 96 take 128: the assembler would run products of pieces of 64, 32 and 16 columns
+    one after the other.
     """
     return padded_columns(size) if size <= 96 else -(-size // BLOCK) * BLOCK
 
 
 def ds_width(head_dim):
-    """Return the columns of a block of ds: wgmma wants both operands swizzled alike."""
+    """Return the columns of a block of ds; wgmma needs both operands in the same swizzle."""
     return math.gcd(value_columns(head_dim), BLOCK)

@@ -1,4 +1,4 @@
-"""Tiles of keys, as the kernels of dk and dv work on them: where they are, and what they load."""
+"""Tiles of keys in the kernels of dk and dv: where they are, and what they load."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from pallas_attn.kernels.sm90.work import Work, last_tile, place_of
 
 
 class Group(NamedTuple):
-    """The query heads that share a kv head.
+    """The query heads that share a kv head, a GQA group.
 
     Attributes:
         members: how many of them a work item visits.
         size: how many there are.
         heads: query heads in all.
-        hides_missing: keys that do not exist are hidden in every tile of queries.
+        hides_missing: hide keys that do not exist in every tile of queries.
     """
 
     members: int
@@ -46,16 +46,16 @@ class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
     Attributes:
-        delta_rows, lse2_rows: numbers of the rows of each tile of dout and of q.
+        delta_rows, lse2_rows: delta of each tile of dout's rows, lse2 of each tile of q's.
         dout_tiles, q_tiles: tiles of queries.
         k_tiles, v_tiles: a tile of 64 rows for each consumer.
-        kv_full, kv_empty: barriers of each consumer's k and v: loaded, and free.
-        dout_full, dout_empty, q_full, q_empty: likewise of each tile of dout and of q.
-        ds_tiles: two tiles of dsᵀ of each consumer, where dq is summed, else None.
+        kv_full, kv_empty: mbarriers of each consumer's k and v: loaded, and free.
+        dout_full, dout_empty, q_full, q_empty: likewise for each tile of dout and of q.
+        ds_tiles: two tiles of dsᵀ for each consumer where dq is summed, else None.
         dq_tiles: each consumer's part of a tile of dq, likewise.
         hand_over: where a program's warps find their next tile of packed sequences, else None.
-        places: each consumer's own copy of its tile's place, where dq of these is summed, else
-            None.
+        places: each consumer's own copy of its tile's place where dq of packed sequences is summed,
+            else None.
     """
 
     delta_rows: Any
@@ -76,7 +76,7 @@ class Memory(NamedTuple):
     v_tiles: Any
 
     def as_tiles(self) -> Memory:
-        """Return it with `Tiles` of k and v, and of q and dout as both products see them."""
+        """Return the memory with `Tiles` of k and v, and of q and dout for both products."""
         return self._replace(
             k_tiles=Tiles(*self.k_tiles),
             v_tiles=Tiles(*self.v_tiles),
@@ -86,14 +86,14 @@ class Memory(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Tiles of q or dout: as ds or p multiplies them, and as scores do."""
+    """Tiles of q or dout: as the operand of ds or p, and as that of the scores."""
 
     values: Tiles
     factors: Tiles
 
 
 def locate(problem: Problem, group: Group, item: Any) -> Work:
-    """Return the work of an item: a tile of keys and its query heads, whose part is the place's.
+    """Return the work of an item: a tile of keys; its place's head counts parts of GQA groups.
 
     Keys are counted from the first of all, queries from the sequence's first.
     """
@@ -117,7 +117,7 @@ def locate(problem: Problem, group: Group, item: Any) -> Work:
 
 
 def release_all(memory: Memory, w: int) -> None:
-    """Tell the producer that all tiles are free; the first step gives the last one of q back."""
+    """Tell the producer that all tiles are free; the first step releases the last tile of q."""
     plgpu.barrier_arrive(memory.kv_empty.at[w])
     for slot in range(memory.q_empty.shape[0] - 1):
         plgpu.barrier_arrive(memory.q_empty.at[slot])
@@ -128,9 +128,9 @@ def release_all(memory: Memory, w: int) -> None:
 
 
 def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queue: Queue) -> None:
-    """Load what the consumers work on, as soon as there is room: in the producer's warp.
+    """Load the consumers' tiles as soon as slots are free; runs in the producer warp.
 
-    Where dq is summed, consumers start scores a tile ahead: one more tile of q is loaded at the
+    Where dq is summed, consumers start scores a tile ahead. So one more tile of q is loaded at the
     end, for scores that are not used.
     """
 
@@ -157,8 +157,8 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
         head_kv, start_kv = work.head_kv, place.start
         first_q, first_row = place.first_other, work.first_row
         if problem.packed:
-            # Without queries all factors are 0: what is past the last row. Keys may be padding,
-            # which may be NaN.
+            # Keys without queries may be padding, and NaN. All their factors are loaded from past
+            # the last row, as 0.
             has_queries = place.size_other > 0
             first_q = jnp.where(has_queries, first_q, problem.seq_q)
             first_row = jnp.where(has_queries, first_row, inputs.lse2.shape[2])
@@ -177,7 +177,7 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
             head = place.head * group.members + index // steps
             rows = (first_q + start, first_row + start) if problem.packed else (start, start)
             load_q(now, batch, head, *rows)
-            # After q, which does not wait for the end of the tile before.
+            # After q, which does not wait for the end of the previous tile.
             pl.when(index == 0)(load_keys)
             load_dout(now, batch, head, *rows)
 
@@ -190,12 +190,12 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
 
 
 def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -> Memory:
-    """Return the types of what a program has in shared memory.
+    """Return the types of a program's shared memory.
 
     Args:
         spec, config: problem and configuration.
         packed: the operands are packed sequences.
-        sums_dq: dq is summed as well: with one more tile of q, and ds in shared memory.
+        sums_dq: dq is summed as well, with one more tile of q, and ds in shared memory.
     """
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     queries, douts = (stages + sums_dq, config.block_q), (stages, config.block_q)

@@ -1,8 +1,8 @@
 """Paged attention of long chunks of new tokens, for SM90.
 
-The same formula as `pallas_attn.kernels.portable.paged_attention`, in the parts of
-`pallas_attn.kernels.sm90.flash_fwd`: a warp loads, with a TMA copy for each page that a tile of
-keys has, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
+The same formula as `pallas_attn.kernels.portable.paged_attention`, with the division of work of
+`pallas_attn.kernels.sm90.flash_fwd`: one warp loads, with a TMA copy for each page of a tile of
+keys, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
 PagedAttention (Kwon et al. 2023).
 """
 
@@ -80,14 +80,14 @@ def paged_attention_kernel(
     """One program computes block_q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. The
-    work of the warps is that of `pallas_attn.kernels.sm90.flash_fwd`: a producer, and consumers of
-    64 rows each, which ping_pong makes take turns. The group size is a power of two up to 64, and
-    the page size one from 16 on.
+    warps divide the work as in `pallas_attn.kernels.sm90.flash_fwd`: a producer, and consumers of
+    64 rows each, which take turns with ping_pong. The group size is a power of two up to 64, and
+    the page size a power of two from 16 on.
 
     Operands: q [Tq, Hq, D], pools k [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv]; tables
     [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [Hq] float32 or None; out [Tq,
     Hq, Dv] and lse [Hq, Tq]. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
-    fastest and the last tiles first, which see most keys. Loop invariant and accumulation: as in
+    fastest and the last tiles first, as they see most keys. Loop invariant and accumulation: as in
     `flash_fwd_kernel`.
     """
     warpgroups = num_warps // 4 - 1
@@ -114,7 +114,7 @@ def paged_attention_kernel(
     visible = tiles_at_edges(
         diagonal + first, diagonal + last, first_tile, count, window.left, block_kv
     )
-    # One tile is visited where none is seen, and hides all.
+    # Where no tile is seen, visit one, fully masked.
     steps = jnp.maximum(count, 1)
     end_masked = jnp.clip(visible.before + visible.after, 1, steps)
     last_start = max_pages * page_size
@@ -125,7 +125,7 @@ def paged_attention_kernel(
         return tile_start(step, of_sequence, block_kv, last_start)
 
     def produce():
-        """Load what the consumers work on, as soon as there is room."""
+        """Load the consumers' tiles as soon as slots are free."""
 
         def load(pool, tiles, full, empty, step):
             slot, start = lax.rem(step, num_stages), key_of(step)
@@ -152,7 +152,7 @@ def paged_attention_kernel(
         load_v(steps - 1)
 
     def consume(w):
-        """Compute the rows of consumer warpgroup w, a number: each has its own code."""
+        """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
         q = q_tiles[w]
         start_token = first + w * (WGMMA_ROWS // group_size)
         position = diagonal + start_token
@@ -169,18 +169,18 @@ def paged_attention_kernel(
             jnp.full((WGMMA_ROWS,), float("-inf"), jnp.float32), WGMMA.reduce(1)
         )
         if sinks_ref is not None:
-            # The maximum has the sink from the start: acc is not rescaled for it at the end.
+            # Start the maximum at the sink, so that acc is not rescaled for it at the end.
             m_i = sink = _sinks_of_rows(sinks_ref, head_kv * group_size, group_size, m_i) * LOG2E
 
         def softmax(s, step, m_i, masked):
-            """Return p, the new maximum, and the factor of what refers to the old one."""
+            """Return p, the new maximum, and the factor that rescales acc and l_i."""
             if masked:
                 s = scaled_scores(s, rule)
                 s = hide_keys(s, position, key_of(step), end, window, group_size)
             return softmax_update(s, m_i, rule, masked, bounded=False)
 
         def wait_for_values(step):
-            """Wait for the values of a tile at an edge, which may pass the end of the keys."""
+            """Wait for the values of an edge tile and clear rows past the end of the keys."""
             slot = lax.rem(step, num_stages)
             plgpu.barrier_wait(v_full.at[slot])
             clear_values(v_tiles.tile(slot), end - key_of(step))
@@ -207,13 +207,13 @@ def paged_attention_kernel(
             slot, previous = lax.rem(step, num_stages), lax.rem(step - 1, num_stages)
             plgpu.barrier_wait(k_full.at[slot])
             if not masked:
-                # Values of tiles at the edges were waited for.
+                # Values of edge tiles were already waited for.
                 pl.when(step > end_masked)(lambda: plgpu.barrier_wait(v_full.at[previous]))
             if ping_pong:
                 take_turn(w, warpgroups)
 
             def overlap(s_ref, acc_ref):
-                # Start s = scale · q kᵀ, and acc += p v of the tile before.
+                # Start s = scale · q kᵀ, and acc += p v of the previous tile.
                 add_scores(s_ref, q, k_tiles.tile(slot).cut(q.columns))
                 acc_ref[...] = acc
                 v = v_tiles.tile(previous)
@@ -255,7 +255,7 @@ def paged_attention_kernel(
         def last_values(acc_ref):
             acc_ref[...] = acc
             add_values(acc_ref, p, v_tiles.tile(slot))
-            # Add the row sums of each quad.
+            # Reduce the row sums over each quad.
             total = l_i.sum(axis=1)
             if sink is not None:
                 m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
@@ -280,7 +280,7 @@ def paged_attention_kernel(
 
 
 def _load_queries(q_ref, tile, token, head, barrier):
-    """Start to load the rows of the tokens and heads from these on by TMA."""
+    """Start to load, by TMA, the rows of tokens from `token` on and heads from `head` on."""
     for piece, columns in zip(tile.copied, tile.columns, strict=True):
         tokens, group_size, width = piece.shape
         first = columns.start + 0 * token  # traced: JAX refuses a static slice past the end
@@ -342,7 +342,7 @@ def paged_attention(
 
 
 def _query_views(dtype, group_size, size):
-    """Return the types of a tile of queries, `tile_views`; TMA sees tokens of a group of heads."""
+    """Return the types of a tile of queries, `tile_views`; TMA sees tokens of a GQA group."""
     copied, multiplied = tile_views(dtype, (WGMMA_ROWS,), size, False)
     shape = WGMMA_ROWS // group_size, group_size
     copied = tuple(

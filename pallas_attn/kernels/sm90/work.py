@@ -1,4 +1,4 @@
-"""A program's work: tiles of one axis, and the tiles of the other axis that each of them visits."""
+"""A program's work: tiles of one axis, and the tiles of the other axis that each one visits."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ class Work(NamedTuple):
     Attributes:
         batch, place: where it is. A dense batch is one sequence.
         head_kv: the kv head of a tile of keys.
-        first_row: its first row of lse2 and delta, or its sequence's first one if it has keys.
+        first_row: its first row of lse2 and delta; for a tile of keys, that of its sequence.
         diagonal: the key position of query 0 of its sequence.
-        visited: the first row of a step's tile; `flash_fwd` has the end of keys as well.
-        masked_steps, steps: how many tiles are at edges, which come first, and in all.
+        visited: returns the first row of a step's tile; in `flash_fwd`, the end of keys as well.
+        masked_steps, steps: how many tiles are at edges (these come first), and in all.
     """
 
     batch: Any
@@ -36,7 +36,7 @@ def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> t
     Args:
         item: a number of `make_schedule`, or the place among packed sequences.
         rows, rows_other: lengths of the tile's axis and of the other.
-        heads, block: how many heads there are, and rows of a tile.
+        heads, block: the number of heads, and of rows of a tile.
     """
     if isinstance(item, Place):
         return item.head * 0, item
@@ -51,7 +51,7 @@ def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Work, Visib
     """Locate a tile of queries.
 
     Returns:
-        Its work, but for what it visits; the tiles of keys that its rows see; and the first key of
+        Its work without what it visits; the tiles of keys that its rows see; and the first key of
         the last tile of all.
     """
     batch, place = place_of(item, problem.seq_q, problem.seq_kv, heads, problem.block_q)

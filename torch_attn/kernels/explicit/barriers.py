@@ -1,7 +1,7 @@
 """Barriers: mbarriers, at which tiles arrive, and named barriers, at which warps meet.
 
-mbarriers say that a tile is there. Named barriers say that it is read: a warpgroup's arrival there
-is one instruction, where Gluon brings the warpgroup together before it arrives at an mbarrier.
+mbarriers tell that a tile has arrived. Named barriers tell that it has been read: there a
+warpgroup arrives in one instruction, where Gluon synchronizes it before it arrives at an mbarrier.
 """
 
 import triton
@@ -9,16 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton 3.9 has another name than 3.6.
+# Triton 3.9 has another name for it than 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# Named barriers, from the first that Triton leaves alone: one for each consumer's turn, then one
+# Named barriers, from the first that Triton leaves free: one for each consumer's turn, then one
 # for each stage of k, and of v.
 TURN = gl.constexpr(6)
 K_READ = gl.constexpr(9)
 V_READ = gl.constexpr(12)
 MAX_STAGES = gl.constexpr(3)
-# Threads that meet at a barrier of a backward: both consumers' and the producer's.
+# Threads that meet at a barrier of a backward: those of both consumers and of the producer.
 READERS = gl.constexpr(2 * 128 + 32)
 
 
@@ -29,7 +29,7 @@ def _barrier_instruction(instruction, num_threads):
 
 @gluon.jit
 def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
-    """Run an instruction on a named barrier, for which Gluon has no word."""
+    """Run an instruction on a named barrier, which Gluon does not offer."""
     gl.inline_asm_elementwise(
         _barrier_instruction(INSTRUCTION, NUM_THREADS), "=r,r,~{memory}", [index],
         dtype=gl.int32, is_pure=False, pack=1,
@@ -38,7 +38,7 @@ def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
 
 @gluon.jit
 def arrive(index, NUM_THREADS: gl.constexpr):
-    """Arrive at a named barrier of NUM_THREADS threads; does not wait."""
+    """Arrive at a named barrier of NUM_THREADS threads without waiting."""
     _named_barrier(index, "arrive", NUM_THREADS)
 
 

@@ -1,7 +1,7 @@
-"""Block masks: as `torch_attn.kernels.library.block_mask`, of scalars.
+"""Block masks: as `torch_attn.kernels.library.block_mask`, with scalars.
 
-The producer and the consumers walk the same list, each for itself. A binary search finds the tiles
-that the window leaves: it takes no layout, and no warp waits for another.
+The producer and the consumers each walk the same list. A binary search finds the tiles that the
+window leaves: it needs no layout, and no warp waits for another.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def kept_tiles(
     window_right,
     BLOCK: gl.constexpr,
 ):
-    """Narrow what `visible_tiles` returned to the tiles of a list: as the library's `kept_tiles`.
+    """Narrow the result of `visible_tiles` to the tiles of a list, as the library's `kept_tiles`.
 
     Args:
         lists: the library's `Lists` of keys.
@@ -54,7 +54,7 @@ def kept_tiles(
 
 @gluon.jit
 def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
-    """Return the first key of a step's tile; behind all keys for the one step of an empty list."""
+    """Return the first key of a step's tile; past all keys for the one step of an empty list."""
     begin, before, full, after = visible
     row = step_start(step, begin, before, full, after, BLOCK)
     if lists is not None:

@@ -1,4 +1,4 @@
-"""Results over some of the keys: float32 rows that accumulators are loaded from and stored to."""
+"""Results over some of the keys: float32 rows that are loaded to and stored from accumulators."""
 
 import triton
 from triton.experimental import gluon
@@ -10,10 +10,10 @@ from torch_attn.kernels.explicit.wgmma import product_layout
 
 @gluon.jit
 def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
-    """Load 64 rows of a head as a sum of products; 0 where a row is not to be read.
+    """Load 64 rows of a head as an accumulator; 0 where a row is not to be read.
 
     Args:
-        pointer: the first of the rows, of [S, heads, SIZE] float32, contiguous.
+        pointer: the first of the rows, in [S, heads, SIZE] float32, contiguous.
         exists: [64], the rows to read.
     """
     acc = ()
@@ -24,7 +24,7 @@ def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def keep_rows(acc, kept):
-    """Return a sum of products with 0 in rows where `kept` is False, whatever they hold."""
+    """Return an accumulator with 0 in rows where `kept` is False, whatever they hold."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_keep_piece(acc[i], kept),)
@@ -55,7 +55,7 @@ def _prefetch_instruction(num_bytes):
 
 @gluon.jit
 def store_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
-    """Store what `load_carry` loads."""
+    """Store rows where `load_carry` loads them."""
     for i in gl.static_range(num_pieces(SIZE)):
         pointers, mask = _place(pointer, exists, heads, i, SIZE)
         gl.store(pointers, acc[i], mask=mask)
@@ -63,7 +63,7 @@ def store_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
-    """Add to what `load_carry` loads."""
+    """Add to the rows that `load_carry` loads."""
     for i in gl.static_range(num_pieces(SIZE)):
         pointers, mask = _place(pointer, exists, heads, i, SIZE)
         gl.store(pointers, gl.load(pointers, mask=mask, other=0.0) + acc[i], mask=mask)

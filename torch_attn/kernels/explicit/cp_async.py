@@ -1,8 +1,8 @@
 """Tiles in shared memory that cp.async fills.
 
 A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
-a buffer of its own, `COUNT` tiles deep. The 16-byte units of a row are permuted with the row's
-number, so that cp.async writes and ldmatrix reads eight rows without a bank conflict.
+a separate buffer, `COUNT` tiles deep. The 16-byte units of a row are swizzled by the row's number,
+so that cp.async writes and ldmatrix reads eight rows without a bank conflict.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def piece_width(size, index):
 
 @triton.constexpr_function
 def piece_start(size, index):
-    """Return the first column of a piece: all before the last, which is the second at most."""
+    """Return the first column of a piece. There are at most two pieces."""
     return column_pieces(size)[0] * index
 
 
@@ -73,7 +73,7 @@ def shared_layout(width):
 
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate COUNT tiles of ROWS rows of SIZE columns; returns the buffers of the pieces."""
+    """Allocate COUNT tiles of ROWS rows of SIZE columns; return the buffers of the pieces."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
@@ -100,8 +100,8 @@ def fetch_tile(
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
     Columns past SIZE become 0. MASK_ROWS: rows past `num_rows` become 0; otherwise all rows exist.
-    ASYNC: rows are aligned to 16 bytes. Others pass through registers. ids_ptr: segments of the
-    rows, from row 0 on; with MASK_ROWS padding becomes 0, which may be NaN.
+    ASYNC: rows are aligned to 16 bytes; other rows pass through registers. ids_ptr: segments of the
+    rows, from row 0 on; with MASK_ROWS rows of padding, which may be NaN, become 0.
     """
     if ids_ptr is not None:
         ids_ptr += start
@@ -126,7 +126,7 @@ def _fetch_piece(
     ASYNC: gl.constexpr,
     ids_ptr,
 ):
-    """Copy the columns from FIRST on that a buffer has room for."""
+    """Copy as many columns from FIRST on as fit in a buffer."""
     ROWS: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
@@ -162,8 +162,9 @@ def _row_pointers(
 ):
     """Return the addresses of rows of WIDTH columns.
 
-    A thread's rows are at constant distances, which the compiler sees if they are added last: its
-    addresses are one register and constants, where it would compute each of them in each step.
+    A thread's rows are at constant distances. The compiler sees this if the distances are added
+    last: the addresses are then one register plus constants. Otherwise it computes each in each
+    step.
     """
     PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())
     layout: gl.constexpr = parts_layout(WIDTH, gl.num_warps())

@@ -1,8 +1,9 @@
-"""The gradient of a table of distances, in the layout that tensor cores leave their sums in.
+"""The gradient of a table of distances, in the register layout of accumulators.
 
-Most tiles are so far off that all of their pairs share the table's first entry or its last. Of
-these entries a thread sums its own, over tiles too: the threads meet when another head follows, and
-at a work item's end. In other tiles pairs of the same distance are summed before they reach memory.
+Most tiles are so far off that all of their pairs share the table's first entry or its last. Each
+thread sums these two entries by itself, over tiles too. The threads combine their sums when the
+head changes, and at a work item's end. In other tiles, pairs of the same distance are summed before
+they reach memory.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch_attn.kernels.explicit.terms import axis_layout, table_sides
 
 
 class EndSums(NamedTuple):
-    """Hold what is not yet added to the first and the last entry of a head.
+    """Hold what is not yet added to the first and the last entry of a head's table.
 
     Attributes:
         first, last: [4, 8, 4] float32, what each thread of a warpgroup has.
@@ -37,7 +38,7 @@ def no_end_sums(terms):
 
 @gluon.jit
 def add_end_sums(ends, terms, head):
-    """Add `EndSums` to their entries: each warp what it has, so that warps need not meet."""
+    """Add `EndSums` to their entries, each warp its own, so that warps need not meet."""
     if terms.drelative is not None:
         row = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
         _add_of_warps(row, ends.first)
@@ -53,7 +54,7 @@ def _add_of_warps(entry, parts):
 
 @gluon.jit
 def follow_head(ends, terms, head, before):
-    """Return the `EndSums` for a tile of `head`, after one of the head `before`."""
+    """Return the `EndSums` for a tile of `head`, where the last tile was of the head `before`."""
     if terms.drelative is not None:
         first, last = ends
         if head != before:
@@ -72,14 +73,14 @@ def add_relative_gradient(ends, terms, head, offset, ds, FAR: gl.constexpr):
         head: the query head.
         offset: distance of the tile's first key from its first query.
         ds: float32, of a warpgroup: 64 keys down, queries across.
-        FAR: as `terms.add_terms` takes it.
+        FAR: as in `terms.add_terms`.
 
     Returns:
         The `EndSums` after the tile.
     """
     QUERIES: gl.constexpr = ds.shape[1]
     is_before, is_behind = table_sides(terms, offset, ds.shape[0], QUERIES)
-    # Of a warp's 16 keys a thread has every eighth, and of eight queries the same two.
+    # A thread has every eighth of its warp's 16 keys, and the same two of every eight queries.
     blocks = gl.reshape(ds, [4, 2, 8, QUERIES // 8, 4, 2])
     first, last = ends
     layout: gl.constexpr = first.type.layout
@@ -96,15 +97,16 @@ def add_relative_gradient(ends, terms, head, offset, ds, FAR: gl.constexpr):
 
 @gluon.jit
 def _add_band(middle, radius, offset, blocks, first_end, last_end):
-    """Add a tile within the table, of which a warp has 16 keys: few additions to memory.
+    """Add a tile within the table, of which a warp has 16 keys, with few additions to memory.
 
     Returns:
-        The sums of the ends with what the tile has of these.
+        The sums of the ends, with the tile's share added.
 
-    A pair's distance is 8 · eights + key - 2 · quad - pair, where key, quad and pair are those of
-    an element's place in its eight keys and eight queries, and eights those between them. Elements
-    of a thread with the same eights and pair are summed first. Rows of 8 then turn by what a key is
-    less than its distance: threads of a row share it, and quads and pairs are summed.
+    A pair's distance is 8 · eights + key - 2 · quad - pair. Here key, quad and pair are an
+    element's place in its eight keys and eight queries, and eights is the number of eights between
+    them. First, elements of a thread with the same eights and pair are summed. Then rows of 8 are
+    rotated by the difference of a key and its distance, so that threads of a row share a distance,
+    and quads and pairs are summed.
 
     middle: pointer to the sum of distance 0.
     """
@@ -116,7 +118,7 @@ def _add_band(middle, radius, offset, blocks, first_end, last_end):
     quad = gl.arange(0, 4, axis_layout(layout, 4, 2))[None, None, :, None]
     pair = gl.arange(0, 2, axis_layout(layout, 4, 3))[None, None, None, :]
     key = row + 2 * quad + pair + gl.zeros([4, 8, 4, 2], gl.int32, layout)
-    # Keys of the next eight are one eight further on.
+    # Keys that rotate past the eighth belong to the next eight.
     turned = key >= 8
     key = key & 7
     zero = gl.zeros([4, 8, 4, 2], gl.float32, layout)
@@ -144,7 +146,7 @@ def _add_band(middle, radius, offset, blocks, first_end, last_end):
 
 @gluon.jit
 def _exchange(a, b, BIT: gl.constexpr):
-    """Return sums over two quads that differ in a bit: of a without it, and of b with it."""
+    """Return sums over two quads that differ in one bit: of a in the quad without it, else of b."""
     quad = gl.arange(0, 4, axis_layout(a.type.layout, 3, 2))[None, None, :]
     has_bit = quad & BIT != 0
     layout: gl.constexpr = a.type.layout
@@ -156,7 +158,8 @@ def _exchange(a, b, BIT: gl.constexpr):
 def _add_distances(middle, radius, offset, sums, first_end, last_end):
     """Add sums of eight distances from `offset` on: 8 less for each quad, 16 more for each warp.
 
-    What is clipped to an end joins that end's sums: in memory all lanes would add to one place.
+    Distances clipped to an end are added to that end's sums: in memory all lanes would add to one
+    place.
     """
     layout: gl.constexpr = sums.type.layout
     warp = gl.arange(0, 4, axis_layout(layout, 3, 0))[:, None, None]

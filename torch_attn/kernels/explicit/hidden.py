@@ -1,8 +1,8 @@
-"""Keys that a query does not see for their segment, end or depth, as portable kernels have them.
+"""Keys that a query does not see because of their segment, end or depth, as in portable kernels.
 
-A score is hidden by comparing what its row has with what its column has. The rows' stays in
-registers; the columns' is loaded in steps that need a mask alone, where there are registers before
-the scores are awaited.
+A score is hidden by comparing a value of its row with one of its column. The rows' values stay in
+registers. The columns' values are loaded only in steps that need a mask, before the scores are
+awaited, where registers are free.
 """
 
 from typing import Any, NamedTuple
@@ -15,18 +15,18 @@ from torch_attn.kernels.library.segments import STAYS, VISITED
 
 
 class Marks(NamedTuple):
-    """Hold what decides, beside the window, which of the visited rows an item's rows see.
+    """Hold what decides, beside the window, which visited rows the rows of an item see.
 
-    Each is 0 where a problem has none.
+    Each field is 0 where a problem lacks it.
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.
         own_ids, other_ids: pointers to the segments of the rows that stay and of the rows that are
             visited, from row 0 on.
         ends: where queries stay, pointer to the keys' ends, from key 0 on; where keys stay, their
-            ends, counted as queries are.
+            ends, in query coordinates.
         depths: depths of the queries that stay, or the greatest depths that see the keys that stay.
-        other_depths: pointer to those of the rows that are visited, from row 0 on.
+        other_depths: pointer to the depths of the rows that are visited, from row 0 on.
     """
 
     ids: Any
@@ -42,9 +42,9 @@ def mark_queries(mask, row_q, row_kv, rows, num_rows):
     """Return the `Marks` of queries.
 
     Args:
-        mask: what has segments, a tree and depths: a `library.mask.Mask`, or an `items.Problem`.
-        row_q, row_kv: where the ids and depths of query 0 and of key 0 are, and the end of key 0.
-        rows: the queries', up to `num_rows`.
+        mask: has segments, a tree and depths: a `library.mask.Mask`, or an `items.Problem`.
+        row_q, row_kv: index of the ids and depths of query 0 and of key 0, and of the end of key 0.
+        rows: the queries' rows, up to `num_rows`.
     """
     # Triton 3.6 cannot return None.
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
@@ -64,8 +64,8 @@ def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
     """Return the `Marks` of keys.
 
     Args:
-        mask, row_q, row_kv: as `mark_queries` takes them.
-        rows: the keys', up to `num_rows`.
+        mask, row_q, row_kv: as in `mark_queries`.
+        rows: the keys' rows, up to `num_rows`.
         diagonal: position of query 0 of the sequence, counted as ends are.
     """
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
@@ -74,7 +74,7 @@ def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
         ids = _load_ids(own_ids, rows, num_rows)
     if mask.tree is not None:
         ends = gl.load(mask.tree.ends + row_kv + rows, mask=rows < num_rows, other=0)
-        # Any numbers may stand there.
+        # The stored ends may be any numbers.
         ends = gl.minimum(gl.maximum(ends, 0), num_rows) - diagonal
     if mask.depths is not None:
         depths = gl.load(mask.depths.reach + row_kv + rows, mask=rows < num_rows, other=0)
@@ -92,11 +92,11 @@ def _load_ids(ids_ptr, rows, num_rows):
 def load_keys(
     mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what hides BLOCK keys from `start` on, for `hide_keys`: segments, ends and reach.
+    """Load the data by which `hide_keys` hides BLOCK keys from `start` on: segments, ends, reach.
 
     Args:
         LAYOUT: of the scores. Queries are rows.
-        alike: all queries and keys are of one segment, which hides none.
+        alike: all queries and keys are of one segment, so segments hide none.
     """
     ids, ends, reach = 0, 0, 0
     if mask.segments is not None:
@@ -132,13 +132,13 @@ def hide_keys(s, mask, marks, position, of_keys):
 def load_queries(
     mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what hides keys from BLOCK queries from `start` on, for `hide_queries`.
+    """Load the data by which `hide_queries` hides keys from BLOCK queries from `start` on.
 
-    That is their segments and their depths.
+    That is the queries' segments and depths.
 
     Args:
         LAYOUT: of the scores. Keys are rows.
-        alike: as `load_keys` takes it.
+        alike: as in `load_keys`.
     """
     ids, depths = 0, 0
     if mask.segments is not None:
@@ -193,7 +193,7 @@ def _select(comparison):
 
 @gluon.jit
 def _where(a, b, s, COMPARISON: gl.constexpr):
-    """Return s where a and b compare so, else -inf; in PTX, since LLVM would pack the bits."""
+    """Return s where the comparison holds, else -inf; in PTX, since LLVM would pack the bits."""
     return gl.inline_asm_elementwise(
         _select(COMPARISON), "=f,r,r,f", [a, b, s], dtype=gl.float32, is_pure=True, pack=1
     )

@@ -1,4 +1,4 @@
-"""Intervals: as `torch_attn.kernels.library.intervals`, of scalars and of accumulators' rows."""
+"""Intervals: as `torch_attn.kernels.library.intervals`, with scalars and accumulators' rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,10 +9,9 @@ from torch_attn.kernels.library.tiles import tiles_between
 
 @gluon.jit
 def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return which tiles of the other axis a tile of rows sees: as the library's.
+    """Return which tiles of the other axis a tile of rows sees, as the library's.
 
-    Bounds never decrease, so that those of the first and the last row say it. No warp waits for
-    another.
+    Bounds never decrease, so the first and the last row determine this. No warp waits for another.
     """
     last = gl.minimum(start + BLOCK, num_rows) - 1
     begin, full_begin = gl.load(intervals.begins + start), gl.load(intervals.begins + last)
@@ -24,9 +23,9 @@ def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: 
 
 @gluon.jit
 def load_windows(intervals, rows, num_rows):
-    """Load what rows see, as windows: the first of the other axis, and how many follow it.
+    """Load what rows see, as windows: the first row of the other axis, and how many follow it.
 
-    Where nothing is seen that is negative, and so for rows past `num_rows`.
+    The second number is negative where nothing is seen, and for rows past `num_rows`.
     """
     begins = gl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = gl.load(intervals.ends + rows, mask=rows < num_rows, other=0)

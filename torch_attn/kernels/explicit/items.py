@@ -21,29 +21,29 @@ from torch_attn.targets import num_sms
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets.steps import is_uneven
 
-# What an item takes beside its steps, in steps; items of a program and heads that are counted.
+# The cost of an item beside its steps, in steps; how many items of a program and heads to count.
 ITEM_STEPS = 2
 ITEMS_COUNTED = 64
 HEADS_COUNTED = 24
 FEW_TILES = 8  # of a head
-# Heads that share the L2 cache at a time, at most, where programs take items as they come.
+# How many heads share the L2 cache at a time, at most, where programs take items from a counter.
 PACKED_HEADS = 8
 
 
 class Problem(NamedTuple):
-    """Describe the problem that a kernel's work items follow from.
+    """Describe the problem from which a kernel's work items follow.
 
     Attributes:
         size, size_other: rows of the axis whose tiles are work items, and of the other one.
         diagonal: key position of the first query.
         heads_q: query heads.
         num_items: tiles of all heads, one work item each.
-        together: heads whose tiles follow each other by length, see `head_and_tile`.
+        together: how many heads' tiles follow each other by length, see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes; or None.
         num_sequences: how many packed sequences there are; or None.
         segments, tree, depths: of the kernel's `library.mask.Mask`.
         intervals: what each row sees of the other axis, the library's `RowIntervals`; or None.
-        elements_adjoin: of a head the batch elements follow each other, in dense problems.
+        elements_adjoin: in dense problems, the batch elements of a head follow each other.
     """
 
     size: Any
@@ -63,11 +63,11 @@ class Problem(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A work item's rows: of packed sequences they are counted from the first of all.
+    """A work item's rows, which in packed sequences are counted from the first of all.
 
     Attributes:
-        start: the tile's first.
-        end: behind all that its head or sequence has.
+        start: the tile's first row.
+        end: the end of the head's or the sequence's rows.
         diagonal: key position of the first query.
     """
 
@@ -77,11 +77,11 @@ class Rows(NamedTuple):
 
 
 class Others(NamedTuple):
-    """Rows of the other axis that a work item may visit.
+    """The rows of the other axis that a work item may visit.
 
     Attributes:
-        first: the first of the sequence, from which they are counted.
-        size: how many it has.
+        first: the sequence's first row, from which they are counted.
+        size: how many rows it has.
     """
 
     first: Any
@@ -93,7 +93,7 @@ class Place(NamedTuple):
 
     Attributes:
         head, tile: which head, and which of its tiles.
-        start, end, first_other, size_other, sequence: as `locate_tile` has them.
+        start, end, first_other, size_other, sequence: as in `locate_tile`.
     """
 
     head: Any
@@ -109,9 +109,9 @@ class ListedPlace(NamedTuple):
     """Locate a work item whose tiles are listed.
 
     Attributes:
-        head ... sequence: as `Place` has them; of a dense batch head, tile and start alone.
+        head ... sequence: as in `Place`; for a dense batch only head, tile and start.
         before, full: how many tiles need a mask, and how many need none.
-        first, padding: as `steps.TileList` has them.
+        first, padding: as in `steps.TileList`.
     """
 
     head: Any
@@ -134,7 +134,7 @@ class Pairs(NamedTuple):
         element: of the batch, or the packed sequence.
         head: the query head, or the first of them.
         first: the first row that stays, counted from its sequence's first.
-        position: of that row, counted as the rows that are visited.
+        position: the position of that row on the axis of the rows that are visited.
     """
 
     element: Any
@@ -149,7 +149,7 @@ class Part(NamedTuple):
     Attributes:
         head, tile: which head of all, and which of its tiles.
         start: the tile's first row.
-        begin, before, full, after: tiles of the other axis, as `visible_tiles` has them.
+        begin, before, full, after: tiles of the other axis, as in `visible_tiles`.
     """
 
     head: Any
@@ -163,7 +163,7 @@ class Part(NamedTuple):
 
 @gluon.jit
 def work_item(turn):
-    """Return a program's work item of a turn; every other turn takes the programs in reverse."""
+    """Return a program's work item of a turn; in every other turn programs go in reverse order."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn & 1 == 0, program, programs - 1 - program)
 
@@ -172,9 +172,9 @@ def work_item(turn):
 def head_and_tile(item, num_items, together, num_tiles):
     """Return the head of a work item, and which of the head's tiles it is, the longest being 0.
 
-    Items are in order of `together` heads at a time, of these the longest tile of each head first.
-    So the items of a turn are about as long as each other, and a program that had a longer one has
-    a shorter one in the next turn. `heads_together` counts how well that works out.
+    Items are in order of `together` heads at a time; among these, the longest tile of each head
+    comes first. So the items of a turn are about equally long, and a program that had a longer one
+    has a shorter one in the next turn. `heads_together` measures how well that works out.
     """
     first = item // (together * num_tiles) * together
     rest = item - first * num_tiles
@@ -196,22 +196,22 @@ def next_item(
     BLOCK_OTHER: gl.constexpr,
     PASSES_OVER: gl.constexpr = False,
 ):
-    """Return the producer's work item of a turn, and its place if programs take items as they come.
+    """Return the producer's work item of a turn, and its place if items come from a counter.
 
-    Programs take those of packed sequences, those whose tiles are listed, those whose rows have
-    intervals, and all where a counter is given, from a counter, so that one whose items are short
-    takes more of them. Tiles without rows are passed over. The other warps have `own_item`.
+    Items come from a counter for packed sequences, for listed tiles, for rows with intervals, and
+    wherever a counter is given. A program whose items are short then takes more of them. Tiles
+    without rows are passed over. The other warps call `own_item`.
 
     Args:
         turn: how many items the program has had.
-        shared: what `allocate_hand_over` returns, or () where programs take turns.
-        counter_ptr: how many items all programs have taken, or None. Lists have their own.
+        shared: the result of `allocate_hand_over`, or () where programs take turns.
+        counter_ptr: how many items all programs have taken, or None. Lists have their own counter.
         LAST_FIRST: the last tile is the longest.
         row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
         sections: (), or the `Sections` in which packed tiles that are passed over count as added.
-        heads: of a batch element, as items count them.
+        heads: heads of a batch element, as items count them.
         BLOCK_OTHER: rows of a tile of the other axis.
-        PASSES_OVER: tiles whose rows see nothing in their intervals are passed over.
+        PASSES_OVER: pass over tiles whose rows see nothing in their intervals.
 
     Returns:
         (item, place): the second is a `Place`, a `ListedPlace` where tiles are listed, or a `Part`
@@ -247,7 +247,7 @@ def next_item(
 
 @gluon.jit
 def own_item(turn, problem, shared, READER: gl.constexpr):
-    """Return what `next_item` gave the producer in this turn; READER counts those who ask."""
+    """Return what `next_item` gave the producer in this turn; READER: the caller among readers."""
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if are_counted(problem.num_sequences, problem.segments, problem.tree):
         item, found = _receive(shared, turn, READER)
@@ -278,19 +278,19 @@ def locate_pairs(problem, place, batch, head, start, position):
 
 @triton.constexpr_function
 def are_listed(segments, tree):
-    """Return whether tiles are listed, of a problem's fields or a mask's."""
+    """Return whether tiles are listed, given a problem's fields or a mask's."""
     return segments is not None or tree is not None
 
 
 @triton.constexpr_function
 def are_counted(num_sequences, segments, tree):
-    """Return whether programs take items from a counter, of a problem's fields or a mask's."""
+    """Return whether programs take items from a counter, given a problem's fields or a mask's."""
     return num_sequences is not None or segments is not None or tree is not None
 
 
 @gluon.jit
 def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return what `steps.listed_tiles` does, of a work item that `next_item` or `own_item` gave."""
+    """Return `steps.listed_tiles` for a work item from `next_item` or `own_item`."""
     middle = middle_of_list(
         problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
         problem.num_sequences, BLOCK, BLOCK_OTHER,
@@ -301,7 +301,7 @@ def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.co
 @gluon.jit
 def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    # There may be none left: then the place is that of the last one.
+    # There may be no item left: then the place is that of the last one.
     num_tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -317,7 +317,7 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
 @gluon.jit
 def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(lists_of(problem.segments, problem.tree), 1, sem="relaxed")
-    # There may be none left: then the place is that of the last one.
+    # There may be no item left: then the place is that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -328,9 +328,9 @@ def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return a place with what its list says, so that no other warp waits for the list.
+    """Return a place with the contents of its list, so that no other warp waits for the list.
 
-    Where nothing is visible, one masked tile, so that no consumer has to do without.
+    Where nothing is visible there is one masked tile, so that each consumer has one.
     """
     found, before, full, _after = listed_tiles(
         problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
@@ -351,7 +351,7 @@ def _take_part(
     LAST_FIRST: gl.constexpr,
 ):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    # There may be none left: then the place is that of the last one.
+    # There may be no item left: then the place is that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -366,7 +366,7 @@ def _take_part(
 
 @gluon.jit
 def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
-    """Store lse2 and delta of a tile of ROW_PADDING rows that do not exist: p and ds are 0."""
+    """Store lse2 and delta for a tile of ROW_PADDING missing rows, so that p and ds are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lse2_ptr, delta_ptr = row_ptrs
     tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
@@ -378,7 +378,7 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 
 @gluon.jit
 def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr):
-    """Allocate shared memory for an item and its place; barriers for when it is there, and read.
+    """Allocate shared memory for an item and its place, with mbarriers for written and for read.
 
     LISTED: the place is a `ListedPlace`.
     """
@@ -389,14 +389,14 @@ def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr):
 
 @gluon.jit
 def _fields(COUNT: gl.constexpr):
-    # Each thread has all of them.
+    # Each thread has all fields.
     layout: gl.constexpr = gl.BlockedLayout([COUNT], [32], [gl.num_warps()], [0])
     return gl.arange(0, COUNT, layout)
 
 
 @gluon.jit
 def _hand_over(shared, turn, item, place):
-    """Give the others an item and its place, when they have read those of the turn before."""
+    """Give the others an item and its place, once they have read those of the previous turn."""
     values, written, read = shared
     READERS: gl.constexpr = read.shape[0]
     for reader in gl.static_range(READERS):
@@ -435,10 +435,10 @@ def persistent(
 
     Args:
         steps: how many steps each tile of a head takes, the longest first.
-        heads: of all batch elements.
-        arguments: what only this kernel has.
+        heads: heads of all batch elements.
+        arguments: arguments that only this kernel has.
         is_counted: programs take the items of a dense problem from a counter.
-        has_sections: heads at a time are `Sections`, of which many are better than few.
+        has_sections: groups of heads are `Sections`, and many are better than few.
     """
     items = len(steps) * heads
     programs = min(items, num_sms(call.device, call.target))
@@ -455,9 +455,9 @@ def heads_at_a_time(
     is_counted: bool,
     has_sections: bool,
 ) -> int:
-    """Return how many heads' tiles follow each other by length; arguments as `persistent` has them.
+    """Return how many heads' tiles follow each other by length; arguments as in `persistent`.
 
-    How long tiles take may be data on the device: then they follow each other as they are.
+    Where the lengths are data on the device, tiles are not sorted.
     """
     unknown = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
     if unknown and has_sections:
@@ -474,12 +474,15 @@ def heads_at_a_time(
 def item_counter(
     q: torch.Tensor, spec: AttentionSpec, has_uneven: bool = False, has_sections: bool = False
 ) -> torch.Tensor | None:
-    """Return the counter of a launch's work items [1], 0; None where programs take turns.
+    """Return the counter of a launch's work items, 0; None where programs take turns.
 
     Args:
-        has_uneven: the kernel takes a counter for uneven tiles of a dense problem, too.
-        has_sections: the kernel always takes one, and behind it the counts of `Sections`, of which
+        has_uneven: the kernel also takes a counter for uneven tiles of a dense problem.
+        has_sections: the kernel always takes one, followed by the counts of `Sections`, of which
             there are no more than heads.
+
+    Returns:
+        [1] int32, or with sections [2 + 2 · batch · heads].
     """
     is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
     if has_uneven and not (spec.segmented or spec.tree):
@@ -490,11 +493,11 @@ def item_counter(
 
 @lru_cache(maxsize=1024)
 def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles are put in order of length, so that all programs end together.
+    """Return how many heads' tiles to sort by length together, so that all programs end together.
 
-    The fewest heads that come within 1 % of the best balance: what their tiles share is what
-    programs have in the L2 cache at a time. Memory bounds heads of few tiles, whose keys are read
-    for few queries: they go in pairs, whose rows lie side by side, where that is within 3 %.
+    This is the fewest heads within 1 % of the best balance, since what their tiles share is what
+    programs have in the L2 cache at a time. Heads of few tiles are bound by memory, as their keys
+    are read for few queries. They go in pairs, whose rows are adjacent, where that is within 3 %.
     """
     if min(steps) == max(steps):
         return 1
@@ -512,9 +515,9 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles are put in order of length where they come from a counter.
+    """Return how many heads' tiles to sort by length together where items come from a counter.
 
-    The fewest heads, a power of two, that come within 2 % of the best balance, so that few heads'
+    This is the fewest heads, a power of two, within 2 % of the best balance, so that few heads'
     rows are in the L2 cache at a time. A program that had a long tile of these takes a short one of
     the next.
     """
@@ -525,7 +528,7 @@ def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 
 def _balance_of_counter(steps: tuple[int, ...], heads: int, programs: int, together: int) -> float:
-    """Return what `_balance` does, where the program that is free first takes the next item."""
+    """Return `_balance` where the program that is free first takes the next item."""
     ends = [0] * programs
     for first in range(0, heads, together):
         for cost in steps:
@@ -535,7 +538,7 @@ def _balance_of_counter(steps: tuple[int, ...], heads: int, programs: int, toget
 
 
 def _balance(steps: tuple[int, ...], heads: int, programs: int, together: int) -> float:
-    """Return how long the mean program works, over the one that works longest."""
+    """Return the average time of the programs, divided by the longest."""
     num_tiles = len(steps)
     item = torch.arange(heads * num_tiles, device="cpu")
     turn, program = item // programs, item % programs

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from torch_attn.kernels.explicit.cp_async import num_pieces, piece_start, piece_width
 from torch_attn.kernels.explicit.registers import copy_layout
 
-# Columns of an operand that a thread holds at a time: more of them take registers from the sums.
+# Columns of an operand that a thread holds at a time: more would take the sums' registers.
 CHUNK = gl.constexpr(16)
 
 
@@ -20,7 +20,7 @@ def chunk(width):
 
 @triton.constexpr_function
 def product_layout(num_warps, across=1):
-    """Return the layout of a sum of mma.sync products: `across` warps along columns."""
+    """Return the layout of an accumulator of mma.sync: `across` warps along columns."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps // across, across], [16, 8])
 
 
@@ -36,7 +36,7 @@ def load_left(tile, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load some columns of a buffer as left operand 0, or transposed as right operand 1."""
+    """Load some columns of a buffer as the left operand (0), or transposed as the right (1)."""
     STEP: gl.constexpr = chunk(buffer.shape[1])
     part = buffer.slice(INDEX * STEP, STEP, 1)
     if OPERAND == 1:
@@ -46,9 +46,9 @@ def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def product_scores(a, b, slot, acc, SIZE: gl.constexpr):
-    """Compute acc + a · bᵀ over SIZE columns, a chunk of them at a time.
+    """Return acc + a · bᵀ over SIZE columns, a chunk of columns at a time.
 
-    a is what `load_left` returns, or a buffer with one tile; b is a buffer of tiles.
+    a is the result of `load_left`, or a buffer with one tile; b is a buffer of tiles.
     """
     LAYOUT: gl.constexpr = acc.type.layout
     for i in gl.static_range(num_pieces(SIZE)):
@@ -72,7 +72,7 @@ def _left_chunk(
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a sum of products, ROWS by SIZE, piece by piece."""
+    """Return a zero accumulator, ROWS by SIZE, piece by piece."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (gl.zeros([ROWS, piece_width(SIZE, i)], gl.float32, LAYOUT),)
@@ -81,7 +81,7 @@ def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Multiply the rows of a sum of products."""
+    """Multiply the rows of an accumulator."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (acc[i] * factor[:, None],)
@@ -90,7 +90,7 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def add_product(acc, a, b, slot):
-    """Compute acc + a · b. a has the layout of a sum of products, b is a buffer of tiles."""
+    """Return acc + a · b. a has the layout of an accumulator; b is a buffer of tiles."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_multiply_piece(acc[i], a, b[i].index(slot)),)
@@ -106,7 +106,7 @@ def _multiply_piece(acc, a, buffer):
 
 @gluon.jit
 def add_product_shared(acc, a, b, slot):
-    """Compute acc + a · b, a chunk of rows of b at a time. a is a buffer, b a buffer of tiles."""
+    """Return acc + a · b, a chunk of rows of b at a time. a is a buffer; b is a buffer of tiles."""
     for j in gl.static_range(a.shape[1] // chunk(a.shape[1])):
         acc = _multiply_chunk(acc, a, b, slot, j)
     return acc
@@ -127,7 +127,7 @@ def _multiply_chunk(acc, a, b, slot, INDEX: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, x, start, num_rows, stride, SIZE: gl.constexpr):
-    """Store a sum of products as rows, none past `num_rows`, and no column past SIZE."""
+    """Store an accumulator as rows, none past `num_rows`, and no column past SIZE."""
     for i in gl.static_range(len(x)):
         _store_piece(base, x[i], start, num_rows, stride, piece_start(SIZE, i), SIZE)
 

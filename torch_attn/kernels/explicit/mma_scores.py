@@ -1,4 +1,4 @@
-"""Scores of mma.sync: the way from q·k to what the softmax takes."""
+"""Scores of mma.sync: from q·k to the input of the softmax."""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -14,11 +14,11 @@ _Q = gl.constexpr(Q)
 
 @gluon.jit
 def visible_scores(s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
-    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
+    """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
 
-    Returns (s, dcap): the scores and the derivative of the cap, 1 without one.
+    Returns (s, dcap): the scores and the derivative of the cap, or 1.
     """
-    # As a tensor it would be a branch, and Triton 3.6 has kept the side without the product.
+    # As a tensor it would be a branch, of which Triton 3.6 has kept the side without the product.
     gl.static_assert(not isinstance(rule.scale_first, gl.tensor))
     if rule.scale_first:
         s = s * rule.scale

@@ -1,7 +1,7 @@
 """Add boxes of shared memory to global memory by TMA.
 
 Triton 3.9 has `tma.async_atomic_add`. The language of 3.6 has no function for the instruction, but
-the builder behind it has one: no other module uses what is private in Triton.
+its builder has one. No other module uses private parts of Triton.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import tma

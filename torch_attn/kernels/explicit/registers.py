@@ -13,7 +13,7 @@ def copy_layout(width, num_warps):
 
 @gluon.jit
 def scale_all(x, factor):
-    """Multiply a sum of products by a scalar."""
+    """Multiply an accumulator by a scalar."""
     scaled = ()
     for i in gl.static_range(len(x)):
         scaled = scaled + (x[i] * factor,)
@@ -22,7 +22,7 @@ def scale_all(x, factor):
 
 @gluon.jit
 def pack(x, DTYPE: gl.constexpr):
-    """Round to a 16-bit dtype, pairs of columns to a word: a loop would carry an element a word."""
+    """Round to a 16-bit dtype and pack pairs: else a loop carries a word for each element."""
     low, high = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     return gl.inline_asm_elementwise(
         pack_instruction(DTYPE), "=r,f,f", [high, low], dtype=gl.int32, is_pure=True, pack=1
@@ -37,10 +37,10 @@ def pack_instruction(dtype):
 
 @gluon.jit
 def unpack(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
-    """Return what was packed, as a left operand of products whose sums have a layout.
+    """Return packed words as a left operand of products with accumulators of a layout.
 
-    PLACE, a comment in PTX, is another one for each use: of two that look alike LLVM would make
-    one, before the loop, which then carries elements.
+    PLACE, a comment in PTX, differs for each use. Otherwise LLVM would merge equal uses into one
+    before the loop, which then carries unpacked elements.
     """
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2; // " + PLACE, "=h,=h,r", [words],
@@ -53,12 +53,12 @@ def unpack(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, PLACE: gl.constexpr
 
 @gluon.jit
 def split_columns(s):
-    """Return the first half of the columns, and the other."""
+    """Return the first half of the columns, and the second."""
     return gl.split(gl.permute(gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2]), (0, 2, 1)))
 
 
 @gluon.jit
 def join_columns(a, b, like):
-    """Return what has the columns of a, then those of b, in the layout of a tensor like it."""
+    """Return the columns of a, then those of b, in the layout of a tensor `like`."""
     x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), like.shape)
     return gl.convert_layout(x, like.type.layout, assert_trivial=True)

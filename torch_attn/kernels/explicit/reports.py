@@ -1,13 +1,13 @@
 """Counts in device memory by which programs tell each other what they have done.
 
-Inside a program barriers do that. Between programs one reports, and another awaits as many reports
-as there must be. What was written before a report can be read behind them, by loads and by TMA.
+Inside a program barriers do that. Between programs one reports, and another awaits the number of
+reports that it needs. Loads and TMA that follow then see what was written before these reports.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Stores of TMA are done, not only read, and other programs see them and all else of the warp's.
+# TMA's stores are complete, not only read, and other programs see all stores of the warp.
 REPORT = gl.constexpr(
     "{ .reg .pred first; .reg .u32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
     "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
@@ -21,7 +21,7 @@ AWAIT_REPORTS = gl.constexpr(
 
 @gluon.jit
 def report(count_ptr):
-    """Add 1 to a count, behind all that the only warp of a partition has written."""
+    """Add 1 to a count, after all that the only warp of a partition has written."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,6 +1,6 @@
 """Sections of heads: which sums are begun and converted at a time, and how programs know.
 
-Sums are begun when they are 0 and the rows that belong to them are prepared.
+Sums count as begun when they are 0 and the rows that belong to them are prepared.
 """
 
 from typing import Any, NamedTuple
@@ -12,15 +12,15 @@ from torch_attn.kernels.explicit.reports import await_reports, report
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
 
-# Rows of a piece, which are of one packed sequence.
+# Rows of a piece, all of one packed sequence.
 PIECE = ROW_PADDING
 
 
 class Sections(NamedTuple):
     """Describe the sections of a problem's heads, and the counts by which programs follow them.
 
-    Heads are counted as work items count them: where an item visits all query heads of a group,
-    these are one.
+    Heads are counted as in work items: where an item visits all query heads of a GQA group, the
+    group counts as one.
 
     Attributes:
         size: heads of a section, whose items are mixed; the last section may have fewer.
@@ -30,8 +30,8 @@ class Sections(NamedTuple):
         pieces: pieces of a query head's rows.
         heads: all heads.
         taken_ptr: how many pieces programs have taken, to begin or to convert them.
-        begun_ptr: of each section, how many pieces are begun.
-        added_ptr: of each section, how many items have been added.
+        begun_ptr: for each section, how many pieces are begun.
+        added_ptr: for each section, how many items have been added.
     """
 
     size: Any
@@ -49,10 +49,10 @@ class Sections(NamedTuple):
 def divide_heads(counter_ptr, problem):
     """Return the `Sections`.
 
-    The sections that are begun ahead have two items for each program, beside one section that is
-    not all added yet. So no program waits for the last item of a section.
+    The sections that are begun ahead have two items for each program, in addition to one section
+    that is not fully added yet. So no program waits for the last item of a section.
 
-    counter_ptr: that of the work items, behind which the other counts are.
+    counter_ptr: the counter of the work items, which the other counts follow.
     """
     items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
     pieces = count_sequence_tiles(problem.size_other, problem.num_sequences, PIECE)

@@ -17,7 +17,7 @@ class TileList(NamedTuple):
 
     Attributes:
         middle: pointer to the list's middle.
-        first: the entry of the first step's tile, where those at the edges go first.
+        first: the entry of the first step's tile; edge tiles go first.
         padding: PADDED and OTHERS_PADDED of the list's header.
     """
 
@@ -31,15 +31,15 @@ def listed_tiles(
     segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
     OTHER: gl.constexpr,
 ):  # fmt: skip
-    """Return what `library.tiles.visible_tiles` does, of a tile of rows that has a list.
+    """Return the same as `library.tiles.visible_tiles`, for a tile of rows that has a list.
 
     `begin` is a `TileList`. Where nothing is visible, there is one masked tile that is not counted.
 
     Args:
         segments, tree: of a `library.mask.Mask` of `tile_lists.listed_mask`; one may be None.
-        batch, tile: element of the batch, 0 of packed sequences, and which of its tiles.
-        size, size_other: rows of both axes, of packed sequences all.
-        num_sequences: of packed sequences, or None.
+        batch, tile: element of the batch, 0 for packed sequences, and which of its tiles.
+        size, size_other: rows of both axes; for packed sequences, of all sequences.
+        num_sequences: number of packed sequences, or None.
         BLOCK, OTHER: rows of a tile, and of a tile of the other axis.
     """
     middle = middle_of_list(
@@ -55,7 +55,7 @@ def middle_of_list(
     segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
     OTHER: gl.constexpr,
 ):  # fmt: skip
-    """Return the pointer to the middle of a list, of arguments as `listed_tiles` takes them."""
+    """Return the pointer to the middle of a list; arguments as in `listed_tiles`."""
     most = gl.maximum(gl.cdiv(size_other, OTHER), 1)
     index = batch * count_sequence_tiles(size, num_sequences, BLOCK) + tile
     offset = index.to(gl.int64) * (2 * most + HEADER) + (1 + most)
@@ -64,7 +64,7 @@ def middle_of_list(
 
 @gluon.jit
 def lists_of(segments, tree):
-    """Return the lists among a mask's fields: a counter of work items, and then the lists."""
+    """Return the lists among a mask's fields: a counter of work items, followed by the lists."""
     if segments is not None:
         lists_ptr = segments.ranges
     else:
@@ -76,9 +76,10 @@ def lists_of(segments, tree):
 def step_start(
     step, begin, before, full, after, BLOCK: gl.constexpr, EDGES_LAST: gl.constexpr = False
 ):
-    """Return the first row of the tile of a step: those at the edges first, then the full ones.
+    """Return the first row of a step's tile: edge tiles go first, then the full ones.
 
-    EDGES_LAST: the full ones first. `begin` .. `after` are what `library.tiles.visible_tiles` or
+    EDGES_LAST: the full ones go first. `begin` .. `after` are the result of
+    `library.tiles.visible_tiles` or `listed_tiles`.
     `listed_tiles` returns.
     """
     if EDGES_LAST:
@@ -99,7 +100,7 @@ def step_start(
 
 @gluon.jit
 def step_has_padding(step, begin, before):
-    """Return whether the tile of a step has padding, of those at the edges of `listed_tiles`."""
+    """Return whether a step's tile, an edge tile of `listed_tiles`, has padding."""
     others = begin.padding & OTHERS_PADDED != 0
     return gl.load(_entry(begin.middle, step, before), mask=others, other=0) & PADDED != 0
 
@@ -108,7 +109,7 @@ def step_has_padding(step, begin, before):
 def step_is_alike(step, begin, before, segments):
     """Return whether a step's tile and the item's rows have one segment, by the list.
 
-    False where there are no segments, and for steps behind those at the edges.
+    False where there are no segments, and for steps after the edge tiles.
     """
     alike = False
     if segments is not None:
@@ -121,13 +122,13 @@ def step_is_alike(step, begin, before, segments):
 
 @gluon.jit
 def rows_have_padding(begin):
-    """Return whether rows that have a list have padding."""
+    """Return whether an item's rows, which have a list, have padding."""
     return begin.padding & PADDED != 0
 
 
 @gluon.jit
 def _entry(middle, tile, before):
-    """Return where a list has a tile: those at the edges are counted before the full ones."""
+    """Return where a list has a tile; edge tiles are numbered before the full ones."""
     return middle + gl.where(tile < before, -1 - tile, HEADER + tile - before)
 
 
@@ -139,15 +140,15 @@ def is_list(begin):
 
 @triton.constexpr_function
 def is_first(step):
-    """Return whether a step is known to be an item's first one."""
+    """Return whether a step is known to be the first of an item."""
     return isinstance(step, int) and step == 0
 
 
 @gluon.jit
 def group_step(step, begin, before, full, after, BLOCK: gl.constexpr, GROUP_SIZE: gl.constexpr):
-    """Return the head of the group, and the first row of the tile, of a step over all its heads.
+    """Return the GQA group's head, and the first row of the tile, for a step over all its heads.
 
-    The tiles at the edges of all heads go first, then the full ones.
+    Edge tiles of all heads go first, then the full ones.
     """
     member, index = _split_group_step(step, before + after, full, GROUP_SIZE)
     return member, step_start(index, begin, before, full, after, BLOCK)
@@ -155,14 +156,14 @@ def group_step(step, begin, before, full, after, BLOCK: gl.constexpr, GROUP_SIZE
 
 @gluon.jit
 def group_step_has_padding(step, begin, before, full, GROUP_SIZE: gl.constexpr):
-    """Return what `step_has_padding` does, of a step over all heads of the group."""
+    """Return the same as `step_has_padding`, for a step over all heads of the group."""
     _member, index = _split_group_step(step, before, full, GROUP_SIZE)
     return step_has_padding(index, begin, before)
 
 
 @gluon.jit
 def group_step_is_alike(step, begin, before, full, segments, GROUP_SIZE: gl.constexpr):
-    """Return what `step_is_alike` does, of a step over all heads of the group."""
+    """Return the same as `step_is_alike`, for a step over all heads of the group."""
     alike = False
     if segments is not None:
         _member, index = _split_group_step(step, before, full, GROUP_SIZE)

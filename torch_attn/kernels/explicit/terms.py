@@ -1,8 +1,8 @@
-"""Terms of scores, and dropout, in the layout that tensor cores leave their sums in.
+"""Terms of scores, and dropout, in the register layout of accumulators.
 
 They give the same numbers as `torch_attn.kernels.library.terms` and `library.dropout`. A thread has
-rows i and i + 8 of a tile, and the same two columns in each eight. What follows from these is
-computed once, and what the eights differ by is a constant of the code.
+rows i and i + 8 of a tile, and the same two columns in every eight. What follows from these is
+computed once; from one eight to another it differs by constants in the code.
 
 Each function takes scores with queries down and keys across, or, TRANSPOSED, keys down and queries
 across.
@@ -20,7 +20,7 @@ from torch_attn.kernels.library.dropout import philox
 from torch_attn.kernels.library.terms import Bias
 from torch_attn.tensor_maps import TensorMap
 
-# Keeps $3 where the words $1 and $2 share a bit. In PTX, since LLVM would undo the bits.
+# Keeps $3 where the words $1 and $2 share a bit. In PTX, since LLVM would undo the bit operations.
 KEEP = gl.constexpr(
     "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $1, $2; setp.ne.b32 kept, bit, 0; "
     "selp.f32 $0, $3, 0f00000000, kept; }"
@@ -28,14 +28,14 @@ KEEP = gl.constexpr(
 
 
 class HeadTerms(NamedTuple):
-    """Hold the terms of a query head; 0 for what a problem does not have.
+    """Hold the terms of a query head; 0 for what a problem lacks.
 
     Attributes:
         slope: of ALiBi.
-        table: pointer to what the table has for a distance of 0.
-        first, last: what the table has for distances of -R and less, and of R and more.
+        table: pointer to the table's entry for a distance of 0.
+        first, last: the table's entries for distances of -R and less, and of R and more.
         bias: pointer to the value of query 0 and key 0.
-        element, head: what dropout counts, as uint32.
+        element, head: as dropout counts them, uint32.
         seed_low, seed_high: of dropout, as uint32.
     """
 
@@ -51,12 +51,12 @@ class HeadTerms(NamedTuple):
 
 
 class TileTerms(NamedTuple):
-    """Hold what the terms of a tile need beside its scores; 0 for what a problem does not have.
+    """Hold what the terms of a tile need beside its scores; 0 for what a problem lacks.
 
     Attributes:
         offset: distance of the tile's first key from its first query.
-        bias: what `load_bias` returns.
-        kept: what `draw` returns.
+        bias: the result of `load_bias`.
+        kept: the result of `draw`.
     """
 
     offset: Any
@@ -108,13 +108,13 @@ def prepare_tile(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Load and draw the `TileTerms` of a backward: before scores are awaited.
+    """Load and draw the `TileTerms` of a backward, before the scores are awaited.
 
     Args:
         own: `HeadTerms`.
         first_q, first_kv: the tile's first query and key, counted from the sequence's first.
         offset: distance of that key from that query.
-        seq_q, seq_kv: how many there are.
+        seq_q, seq_kv: the number of queries and of keys.
         LAYOUT: of the scores.
     """
     bias, kept = tile_terms(
@@ -125,13 +125,13 @@ def prepare_tile(
 
 @triton.constexpr_function
 def adds_terms(bias, relative, slopes):
-    """Return whether anything is added to scores, of the fields of terms."""
+    """Return whether anything is added to scores, given the fields of terms."""
     return bias is not None or relative is not None or slopes is not None
 
 
 @gluon.jit
 def table_sides(terms, offset, KEYS: gl.constexpr, QUERIES: gl.constexpr):
-    """Return whether all pairs of a tile have a table's first entry, and whether all have its last.
+    """Return whether all pairs of a tile share a table's first entry, and whether all its last.
 
     offset: distance of the tile's first key from its first query.
     """
@@ -149,7 +149,7 @@ def add_terms(
         own: `HeadTerms`.
         rule: `twin_attention.contract.spec.ScoreRule`.
         offset: distance of the tile's first key from its first query.
-        bias: the tile's, in any dtype and with 1 in place of any axis; not read without one.
+        bias: the tile's, in any dtype, with 1 in place of any axis; not read without a bias.
         FAR: one of `table_sides` is known to be true.
     """
     SIGN: gl.constexpr = -1 if TRANSPOSED else 1
@@ -160,8 +160,8 @@ def add_terms(
     eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]) * rule.scale
     eight, near = _distances(eights, offset, SIGN)
     if terms.slopes is not None:
-        # Towards one side a distance has one sign, and the penalty is linear: only a tile that
-        # has both sides needs more.
+        # On one side all distances have one sign, so the penalty is linear: only a tile on both
+        # sides needs more.
         slope = own.slope
         if not terms.falling:
             slope = gl.where(offset >= QUERIES, -slope, slope)
@@ -213,9 +213,9 @@ def load_bias(
     TRANSPOSED: gl.constexpr = False,
     WHOLE: gl.constexpr = False,
 ):
-    """Load a tile of a bias, for `add_terms`, with 1 in place of an axis that the bias lacks.
+    """Load a tile of a bias for `add_terms`, with 1 in place of an axis that the bias lacks.
 
-    Queries and keys that do not exist have the last one's.
+    Missing queries and keys get the value of the last one.
 
     Args:
         LAYOUT: of the scores.
@@ -252,7 +252,7 @@ def store_bias(dbias, x, pairs, start_kv, seq_q, seq_kv):
         dbias: the library's `Bias`.
         pairs: `items.Pairs` of the tile's queries.
         start_kv: its first key.
-        seq_q, seq_kv: how many queries and keys there are.
+        seq_q, seq_kv: the number of queries and of keys.
     """
     first = gl.cast(pairs.element, gl.int64) * dbias.batch
     first += gl.cast(pairs.head, gl.int64) * dbias.head
@@ -277,7 +277,7 @@ def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK
 
 @triton.constexpr_function
 def bias_box_bytes(boxes, rows, columns):
-    """Return the bytes of a tile of a bias that a descriptor loads; 0 without one."""
+    """Return the bytes of a tile of a bias that a descriptor loads; 0 without a descriptor."""
     return 0 if boxes is None else boxes.dtype.primitive_bitwidth // 8 * rows * columns
 
 
@@ -291,9 +291,9 @@ def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
 
 @gluon.jit
 def read_bias_box(tile, LAYOUT: gl.constexpr):
-    """Read what `load_bias_box` loaded, for `add_terms`; then the caller may hand the place back.
+    """Read what `load_bias_box` loaded, for `add_terms`; the caller may then hand the place back.
 
-    An arrival at a named barrier alone does not wait for loads, and TMA writes there next.
+    An arrival at a named barrier does not wait for loads, and TMA writes there next.
     """
     bias = tile.load(LAYOUT)
     fence_async_shared()
@@ -313,8 +313,8 @@ def draw(
 ):
     """Draw which probabilities of a tile stay, as bits of words, for `drop`.
 
-    A thread draws once for the eight pairs of a block that it has; TRANSPOSED for four, since the
-    others are another warp's. Needs no score, so that products may run meanwhile.
+    A thread draws once for its eight pairs of a block; TRANSPOSED, for its four, as another warp
+    has the others. This needs no scores, so products may run meanwhile.
 
     Args:
         first_q, first_kv: the tile's first query and key, counted from the sequence's first;
@@ -328,7 +328,7 @@ def draw(
             BLOCK_KV, LAYOUT, TRANSPOSED,
         )  # fmt: skip
         a, b, c, d = words
-        # An even block of rows has the lower halves of all words where keys are rows.
+        # Where keys are rows, an even block of rows has the lower halves of all words.
         shift = 16
         if TRANSPOSED:
             shift = (1 - row % 2) * 16
@@ -355,11 +355,11 @@ def draw_words(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Draw four words for the pairs of each block of a tile that a thread has.
+    """Draw four words for each block of a tile, for the pairs that a thread has.
 
     Args:
-        element, head, seed_low, seed_high: as `HeadTerms` has them.
-        first_q ...: as `draw` takes them.
+        element, head, seed_low, seed_high: as in `HeadTerms`.
+        first_q ...: as in `draw`.
 
     Returns:
         (words, row, column): words are [row blocks, 8, column blocks, 8], and row and column number
@@ -397,10 +397,10 @@ def tile_terms(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Return what `load_bias` and `draw` do for a tile; 0 for a bias by TMA.
+    """Return the results of `load_bias` and `draw` for a tile; 0 for a bias that TMA loads.
 
     Args:
-        own_q: the tile's first query, counted from the sequence's first; keys are counted so.
+        own_q: the tile's first query, counted from the sequence's first, as keys are.
     """
     bias = 0
     if terms.bias.boxes is None:
@@ -412,11 +412,11 @@ def tile_terms(
 
 @gluon.jit
 def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
-    """Set what is dropped to 0; `terms.dropout.scale` times the rest is left to the caller.
+    """Set dropped elements to 0; the caller multiplies the rest by `terms.dropout.scale`.
 
     Args:
         p: probabilities, or their gradients.
-        kept: what `draw` returned.
+        kept: the result of `draw`.
     """
     if terms.seed is not None:
         blocks = _blocks(p, TRANSPOSED)
@@ -442,7 +442,7 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
-    """Multiply gradients of probabilities, of a `TileTerms`, by the weights of dropout."""
+    """Multiply gradients of probabilities by the dropout weights of a `TileTerms`."""
     if terms.seed is not None:
         p = drop(p, terms, tile.kept, TRANSPOSED) * terms.dropout.scale
     return p
@@ -450,9 +450,9 @@ def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def _blocks(x, TRANSPOSED: gl.constexpr):
-    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8]: of 16 queries, of 32 keys.
+    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8], in blocks of 16 by 32.
 
-    Where keys are rows, a row block is half of them.
+    Blocks have 16 queries and 32 keys. Where keys are rows, a row block is half of a block's keys.
     """
     WIDTH: gl.constexpr = 16 if TRANSPOSED else 32
     return gl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1] // WIDTH, WIDTH // 8, 8])
@@ -469,10 +469,10 @@ def axis_layout(layout, rank, axis):
 
 @triton.constexpr_function
 def compare_words(halves):
-    """Return the PTX that makes a bit of each word, up to $4, whose lower half is at least $5.
+    """Return the PTX that sets a bit for each word, up to $4, whose lower half is at least $5.
 
-    The upper half of what is compared counts: words are moved up by $6. With two halves the upper
-    ones are compared as well, whose bits follow.
+    The comparison uses the upper half: words are first shifted left by $6. With two halves the
+    upper ones are compared as well, and their bits follow.
     """
     code = ["{ .reg .pred kept; .reg .b32 half; mov.b32 $0, 0;"]
     for i in range(4):
@@ -484,10 +484,10 @@ def compare_words(halves):
 
 
 def bias_boxes(bias: Bias, block_q: int, block_kv: int) -> TensorMap | None:
-    """Return the descriptor of a bias of pairs whose tiles TMA can load; None for any other.
+    """Return the descriptor of a bias of pairs if TMA can load its tiles; None for any other.
 
     Args:
-        bias: as its layout, with its strides.
+        bias: with the layout and the strides of its entries.
     """
     if bias.entries is None or 1 in bias.entries.shape[2:] or not bias.entries.is_aligned:
         return None

@@ -1,7 +1,7 @@
 """Tiles in shared memory that TMA fills and stores.
 
 A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
-a buffer of its own, `COUNT` tiles deep, which one TMA instruction fills.
+a separate buffer, `COUNT` tiles deep, which one TMA instruction fills.
 """
 
 import math
@@ -60,7 +60,7 @@ def box_layout(width, bits=16, rank=4):
 
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate COUNT tiles of ROWS rows of SIZE columns; returns the buffers of the pieces."""
+    """Allocate COUNT tiles of ROWS rows of SIZE columns; return the buffers of the pieces."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
@@ -81,7 +81,7 @@ def piece(buffer, slot):
 
 @gluon.jit
 def load_tile(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
-    """Load the rows from `row` on to a tile; `full` completes when they are there.
+    """Load the rows from `row` on to a tile; `full` completes when they have arrived.
 
     Rows and columns that do not exist become 0.
     """
@@ -99,17 +99,17 @@ def store_tile(maps, tile, slot, batch, head, row, SIZE: gl.constexpr):
 
 @gluon.jit
 def write_rows(tile, slot, x):
-    """Write a sum of products to a tile in shared memory."""
+    """Write an accumulator to a tile in shared memory."""
     for i in gl.static_range(len(x)):
         piece(tile[i], slot).store(x[i].to(tile[i].dtype))
 
 
 @gluon.jit
 def clear_rows(tile, slot, count, full, phase):
-    """Set what follows the first `count` rows of a tile to 0, once `full` has completed.
+    """Set the rows after the first `count` of a tile to 0, once `full` has completed.
 
-    It may be NaN, which a product with 0 keeps. Each consumer does so for itself: what another one
-    reads meanwhile changes to 0, or not at all.
+    They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
+    another consumer reads meanwhile either becomes 0 or does not change.
     """
     if count < tile[0].shape[3]:
         mbarrier.wait(full, phase)
@@ -131,12 +131,12 @@ def _clear_sixteen(rows, count):
 
 @gluon.jit
 def clear_padding(tile, slot, ids_ptr, start, num_rows, has_padding, full, phase):
-    """Set the rows of a tile that are padding to 0, as `clear_rows` does: they may be NaN.
+    """Set rows of padding in a tile, which may be NaN, to 0, as `clear_rows` does.
 
     Args:
         ids_ptr: segments of the rows, from row 0 on.
         start: the tile's first row.
-        num_rows: how many rows have a segment. Those behind are 0 already.
+        num_rows: how many rows have a segment. Rows after these are 0 already.
         has_padding: the tile has padding.
     """
     if has_padding:
@@ -171,11 +171,11 @@ def store_result(
     IS_PACKED: gl.constexpr,
     SIZE: gl.constexpr,
 ):
-    """Start to store 64 rows of a result, by way of a tile in shared memory that nobody reads.
+    """Start to store 64 rows of a result through a tile in shared memory that nobody reads.
 
     Args:
-        maps: descriptors; of packed sequences the first is a pointer, as the rows from `end` on are
-            another sequence's.
+        maps: descriptors. For packed sequences the first is a pointer, as the rows from `end` on
+            belong to another sequence.
         slot: of the tile; the first row is start + 64 * slot.
         heads: of the result.
     """
@@ -214,10 +214,10 @@ def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
 
 
 def stored_maps_of(spec: AttentionSpec, layout: Layout, rows: int) -> tuple[Any, ...]:
-    """Return the descriptors of a result.
+    """Return the descriptors of a result, or a tuple of its pointer.
 
-    Of packed sequences return its pointer, see `store_result`; of a part as well, see `carry`, but
-    for the last.
+    The pointer is for packed sequences (see `store_result`), and for all parts (see `carry`) except
+    the last.
     """
     if isinstance(spec, VarlenSpec) or (isinstance(spec, PartialSpec) and not spec.last):
         return (layout,)
@@ -245,14 +245,14 @@ def row_layout():
 
 @gluon.jit
 def read_row(row, slot, LAYOUT: gl.constexpr):
-    """Read a row as one of the columns of a tensor with this layout."""
+    """Read a row as one value for each column of a tensor with this layout."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = reinterpret(row.index(slot), gl.float32, [row.shape[2]], flat)
     return x.load(gl.SliceLayout(0, LAYOUT))
 
 
 def row_map(layout: Layout, size: int) -> TensorMap:
-    """Return the descriptor of rows of `size` values, which a float32 operand is cut into."""
+    """Return the descriptor of rows of `size` values, into which a float32 operand is cut."""
     shape = [math.prod(layout.shape) // size, size]
     fields = {
         "shape": shape,

@@ -1,4 +1,4 @@
-"""Products of wgmma, whose operands are tiles of `tma` or in registers."""
+"""Products of wgmma, whose operands are tiles of `tma` or registers."""
 
 import triton
 from triton.experimental import gluon
@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from torch_attn.kernels.explicit.tma import num_pieces, piece, piece_width
 from twin_attention.targets import ptx
 
-# By how many numbers of a piece a thread has, and of how many rows.
+# PTX by how many numbers of a piece a thread has; the vote, for a thread's two rows.
 _RESCALE = gl.constexpr({n: ptx.rescale(n) for n in (8, 16, 32, 64, 128)})
 _RESCALE_CONSTRAINTS = gl.constexpr({n: ptx.rescale_constraints(n) for n in (8, 16, 32, 64, 128)})
 _ANY_OF_WARP = gl.constexpr(ptx.any_of_warp(2))
@@ -17,7 +17,7 @@ _ANY_OF_WARP_CONSTRAINTS = gl.constexpr(ptx.any_of_warp_constraints(2))
 
 @triton.constexpr_function
 def product_layout(width):
-    """Return the layout of a warpgroup's sum of products, 64 rows of `width` columns."""
+    """Return the layout of a warpgroup's accumulator, 64 rows of `width` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
@@ -35,7 +35,7 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load a tile to registers, as the left operand of products whose sums have a layout."""
+    """Load a tile to registers, as the left operand of products with accumulators of a layout."""
     left = ()
     for i in gl.static_range(num_pieces(SIZE)):
         left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
@@ -44,7 +44,7 @@ def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to compute a · bᵀ over SIZE columns. a is what `load_left` returns."""
+    """Start to compute a · bᵀ over SIZE columns. a is the result of `load_left`."""
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(num_pieces(SIZE)):
@@ -55,7 +55,7 @@ def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Return a sum of products, ROWS by SIZE, piece by piece."""
+    """Return a zero accumulator, ROWS by SIZE, piece by piece."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (_zeros_piece(ROWS, piece_width(SIZE, i)),)
@@ -69,7 +69,7 @@ def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def add_product(acc, a, b, slot):
-    """Start to compute acc + a · b. a is in registers, b is a buffer of tiles."""
+    """Start to compute acc + a · b. a is in registers; b is a buffer of tiles."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_add_piece(acc[i], a, b[i], slot),)
@@ -85,9 +85,9 @@ def _add_piece(acc, a, b, slot):
 
 @gluon.jit
 def wait_product(acc, a, PENDING: gl.constexpr = 0):
-    """Wait for products while PENDING later ones run; returns the sums, and the left operand a.
+    """Wait for products while PENDING later ones run; return acc and the left operand a.
 
-    a is in registers, which were read till now.
+    a is in registers, which the products read until now.
     """
     done = warpgroup_mma_wait(PENDING, deps=acc + (a,))
     sums = ()
@@ -109,7 +109,7 @@ def wait_sums(acc, PENDING: gl.constexpr):
 
 @gluon.jit
 def wait_products(acc, a, b, PENDING: gl.constexpr):
-    """Wait for products while PENDING later ones run; returns acc, a and b."""
+    """Wait for products while PENDING later ones run; return acc, a and b."""
     done = warpgroup_mma_wait(PENDING, deps=acc + (a, b))
     sums = ()
     for i in gl.static_range(len(acc)):
@@ -119,7 +119,7 @@ def wait_products(acc, a, b, PENDING: gl.constexpr):
 
 @gluon.jit
 def add_shared(acc, a, b, slot):
-    """Start to compute acc + a · b. a is in shared memory, b is a buffer of tiles."""
+    """Start to compute acc + a · b. a is in shared memory; b is a buffer of tiles."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (warpgroup_mma(a, piece(b[i], slot), acc[i], is_async=True),)
@@ -128,7 +128,7 @@ def add_shared(acc, a, b, slot):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Multiply the rows of a sum of products."""
+    """Multiply the rows of an accumulator."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (_scale_piece(acc[i], factor),)
@@ -143,9 +143,9 @@ def _scale_piece(x, factor):
 
 @gluon.jit
 def rescale(acc, alpha, ON_DEMAND: gl.constexpr):
-    """Multiply the 64 rows of a sum of products by alpha.
+    """Multiply the 64 rows of an accumulator by alpha.
 
-    ON_DEMAND: a warp whose rows all have 1 passes over it.
+    ON_DEMAND: a warp skips this if alpha is 1 in all of its rows.
     """
     scaled = ()
     if ON_DEMAND:

@@ -1,4 +1,4 @@
-"""Scores of wgmma: the way from q·k to what the softmax takes, and past it to p."""
+"""Scores of wgmma: from q·k to the input of the softmax, and on to p."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,20 +14,20 @@ from twin_attention.targets.ptx import (
     exponentials_constraints,
 )
 
-# By how many scores of a tile a thread has.
+# PTX by how many scores of a tile a thread has.
 _CAP = gl.constexpr({n: cap_scores(n, exact=False) for n in (32, 64)})
 _CAP_OF_TERMS = gl.constexpr({n: cap_scores(n, exact=False, close=True) for n in (32, 64)})
 _CAP_EXACTLY = gl.constexpr({n: cap_scores(n, exact=True) for n in (32, 64)})
 _CONSTRAINTS = gl.constexpr({n: cap_constraints(n) for n in (32, 64)})
-# By how many pairs.
+# PTX by how many pairs of scores a thread has.
 _EXP2 = gl.constexpr({n: capped_exponentials(n) for n in (8, 16, 32)})
 _EXP2_CONSTRAINTS = gl.constexpr({n: exponentials_constraints(n) for n in (8, 16, 32)})
 
 
 @gluon.jit
 def scaled_scores(s, rule):
-    """Scale products q·k where the exponent cannot do it, and cap them."""
-    # As a tensor it would be a branch, and Triton 3.6 has kept the side without the product.
+    """Scale products q·k unless the exponent scales, and cap them."""
+    # As a tensor it would be a branch, of which Triton 3.6 has kept the side without the product.
     gl.static_assert(not isinstance(rule.scale_first, gl.tensor))
     if rule.softcap is not None:
         s = _cap(s, rule, rule.cap_scale, rule.softcap)
@@ -40,7 +40,7 @@ def scaled_scores(s, rule):
 def scores_with_terms(s, terms, own, rule, offset, bias):
     """Return products q·k as scores: scaled, with the terms added, and capped.
 
-    Other arguments as `terms.add_terms` takes them.
+    Other arguments: as in `terms.add_terms`.
     """
     s = add_terms(s, terms, own, rule, offset, bias)
     if rule.softcap is not None:
@@ -53,12 +53,12 @@ def visible_scores(
     s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr, terms, own, tile,
     TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False,
 ):  # fmt: skip
-    """Turn products q·k into what the softmax takes: `library.scores.visible_scores`.
+    """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
 
     terms, own, tile: `library.terms.Terms`, and the `HeadTerms` and `TileTerms` of the scores.
 
-    Returns (s, exp2_scale, dcap): the scores, as parts of the cap where there is one; what takes
-    them to base 2; and the derivative of the cap, 1 without one.
+    Returns (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
+    takes them to base 2; and the derivative of the cap, or 1.
     """
     exp2_scale = rule.exp2_scale
     dcap = 1.0
@@ -106,17 +106,17 @@ def bounded_update(s, l_i, rule, MASKED: gl.constexpr):
             [first, second, rule.cap_scale, rule.softcap * rule.exp2_scale],
             dtype=(gl.int32, gl.float32), is_pure=True, pack=PAIRS,
         )  # fmt: skip
-        # A thread has its row's sum as often as it has a pair.
+        # A thread has its row's sum once for each of its pairs.
         sums = gl.reduce(gl.reshape(sums, [s.shape[0], s.shape[1] // 8, 4]), 1, _first)
     return packed, l_i + gl.convert_layout(sums, l_i.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype: gl.constexpr):
-    """Return what out of a row that sees one key is multiplied with, 1 in other rows.
+    """Return the factor of out in a row that sees one key, 1 in other rows.
 
-    Without a maximum p of that key is not 1, and p·v has it rounded. So out becomes v exactly, and
-    the row's ds is 0. l_i: row sums, here p itself.
+    Without a maximum, p of that key is not 1, and p·v uses its rounded value. With the factor, out
+    is exactly v, and the row's ds is 0. l_i: row sums, which for such a row are p itself.
     """
     first, last = position * 0, position * 0 + (seq_kv - 1)
     if window_left is not None:
@@ -148,9 +148,9 @@ def _cap(s, rule, a, b, HAS_TERMS: gl.constexpr = False):
 def hide(s, position, start_kv, end, window_left, window_right):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
-    The window's end and the last key are one bound, a number for each row. A thread has two keys in
-    eight: what it compares with its rows' bounds are the same constants in each tile. window_right
-    may be a number for each row, as `position` is.
+    The window's end and the last key make one bound, a number for each row. A thread has two keys
+    in every eight, so it compares its rows' bounds with the same constants in each tile.
+    window_right may be a number for each row, as `position` is.
     """
     eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, eights.type.layout))
@@ -170,7 +170,7 @@ def hide(s, position, start_kv, end, window_left, window_right):
 
 @gluon.jit
 def _of_rows(x, LAYOUT: gl.constexpr):
-    """Return a number as it is, and one for each row as a column of rows with this layout."""
+    """Return a single number as it is, and one for each row as a column with this layout."""
     if isinstance(x, gl.tensor):  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if len(x.shape) > 0:
             x = gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, None]

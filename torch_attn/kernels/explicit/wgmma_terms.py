@@ -1,8 +1,8 @@
-"""Terms of the scores of wgmma, and dropout, in a forward: the fewest instructions for a score.
+"""Terms of the scores of wgmma, and dropout, in a forward, with the fewest instructions a score.
 
-Products q·k are not scaled: `exp2_scale` takes them to base 2, and a term joins them in their own
-units. What the scores of a thread's row share joins its maximum and its exponents instead, which
-the function after calls their shift, [rows, 4] as `softmax.add_columns` has its sums.
+Products q·k are not scaled: `exp2_scale` takes them to base 2, and a term is added in the units of
+the products. What all scores in a thread's row share is added to its maximum and its exponents
+instead. The functions below call it the shift, [rows, 4] like the sums of `softmax.add_columns`.
 """
 
 from triton.experimental import gluon
@@ -11,15 +11,16 @@ from triton.experimental.gluon import language as gl
 from torch_attn.kernels.explicit.terms import axis_layout, draw_words, table_sides
 from torch_attn.kernels.library.softmax import LOG2E
 
-# Widens two packed bfloat16. In PTX: Triton takes three instructions for them.
+# Widens two packed bfloat16 numbers. In PTX: Triton takes three instructions for them.
 WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
 def _mask_words() -> str:
     """Return the PTX that makes masks of two halves from four words of one column and the next.
 
-    A half stays where it is at least the threshold: where the difference borrows nothing. The top
-    bit says so, and fills the mask. $16 has the threshold in both halves, and $17 its negative.
+    A half stays where it is at least the threshold, that is where the difference borrows nothing.
+    The top bit says so, and fills the mask. $16 has the threshold in both halves, and $17 its
+    negative.
     """
     code = ["{ .reg .b32 less, first, next; .reg .pred never;"]
     for i in range(4):
@@ -28,7 +29,7 @@ def _mask_words() -> str:
             code.append(f"lop3.b32 {name}, ${8 + 2 * i + j}, $16, less, 0x71;")
         for j, halves in enumerate(("0xDD99", "0xFFBB")):
             code.append(f"prmt.b32 ${2 * i + j}, first, next, {halves};")
-    # A store that no threshold asks for keeps all this before the products are awaited.
+    # A store that no threshold triggers keeps all this before the products are awaited.
     code.append("xor.b32 less, $0, $4; mov.b32 first, 0; setp.eq.u32 never, $16, 0;")
     code.append("@never st.shared.b32 [first], less; }")
     return " ".join(code)
@@ -41,11 +42,11 @@ _EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
 
 @gluon.jit
 def add_to_products(s, terms, own, rule, offset, bias):
-    """Add terms to products q·k; returns these, and the shifts of scores in base 2.
+    """Add terms to products q·k; return these, and the shifts of scores in base 2.
 
     Args:
         s: the products.
-        own, offset, bias: as `terms.add_terms` takes them.
+        own, offset, bias: as in `terms.add_terms`.
         rule: `twin_attention.contract.spec.ScoreRule`, whose exponent scales.
     """
     inverse = 1.0 / rule.scale
@@ -63,8 +64,8 @@ def add_to_products(s, terms, own, rule, offset, bias):
             rows: gl.constexpr = gl.SliceLayout(1, of_thread)
             bias = gl.convert_layout(gl.reshape(bias, [s.shape[0]]), rows, assert_trivial=True)
             shift += bias[:, None] * LOG2E
-    # Distance of a key in the middle from the thread's queries; and of its keys from that one. Both
-    # parts of a distance are rounded, so that they should be small where it is.
+    # Distance from the thread's queries to a key in the middle, and from that key to the thread's
+    # keys. Both parts of a distance are rounded, so they should be small where it is small.
     MIDDLE: gl.constexpr = s.shape[1] // 2
     row = gl.arange(0, s.shape[0], gl.SliceLayout(1, of_thread))[:, None]
     pair = gl.arange(0, 4, gl.SliceLayout(0, of_thread))[None, :]
@@ -74,7 +75,7 @@ def add_to_products(s, terms, own, rule, offset, bias):
     eight = gl.arange(0, s.shape[1] // 8, of_eight)[None, :, None, None]
     column = gl.arange(0, 2, of_column)[None, None, None, :]
     other = eight * 8 + column - MIDDLE
-    # Of what a tile has on both sides, or within the table, each score has its own.
+    # In a tile on both sides, or within the table, each score has its own term.
     is_before, is_behind = offset + s.shape[1] <= 0, offset >= s.shape[0]
     if terms.slopes is not None:
         if terms.falling:
@@ -99,9 +100,10 @@ def add_to_products(s, terms, own, rule, offset, bias):
 
 @gluon.jit
 def _table_values(terms, own, offset, quads):
-    """Return what a table has for the distances of a tile, as products in quads.
+    """Return the table's values for the distances of a tile, as products in quads.
 
-    A thread's second row has the distances of its first, but eight keys on: they are loaded once.
+    A thread's second row has the distances of its first row eight keys further on, so they are
+    loaded once.
     """
     ROWS: gl.constexpr = quads.shape[0] // 16
     EIGHTS: gl.constexpr = quads.shape[1]
@@ -127,7 +129,7 @@ def _table_values(terms, own, offset, quads):
 
 @gluon.jit
 def _stack(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Return COUNT tensors as one with an axis more for each bit of their numbers."""
+    """Return COUNT tensors as one, with one more axis for each bit of their numbers."""
     joined = ()
     for i in gl.static_range(COUNT // 2):
         joined = joined + (gl.join(values[FIRST + 2 * i], values[FIRST + 2 * i + 1]),)
@@ -144,7 +146,7 @@ def shifted_softmax_update(s, shift, m_i, l_i, exp2_scale):
 
     Args:
         s: products q·k, -inf where a key is hidden.
-        shift: what makes scores in base 2 of s · exp2_scale, for the columns of a thread.
+        shift: added to s · exp2_scale, gives scores in base 2, for the columns of a thread.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
@@ -177,11 +179,11 @@ def draw_masks(
 ):
     """Draw which probabilities of a tile stay: a bit each, for `drop_packed`.
 
-    The seed is loaded once more for each tile. So nothing is drawn before this place: the compiler
-    would put it between the products that are issued before, and the tensor cores would wait.
+    The seed is loaded again for each tile, so that nothing is drawn before this place. Otherwise
+    the compiler would draw between the products issued before, and the tensor cores would wait.
 
     Args:
-        first_q, first_kv, LAYOUT: as `terms.draw` takes them.
+        first_q, first_kv, LAYOUT: as in `terms.draw`.
     """
     kept = 0
     if terms.seed is not None:
@@ -200,8 +202,8 @@ def draw_masks(
             MASK_WORDS, _MASK_CONSTRAINTS, [a, b, c, d, e, f, g, h, threshold, opposite],
             dtype=_EIGHT_WORDS, is_pure=False, pack=1,
         )  # fmt: skip
-        # [blocks, 8, blocks, 4 pairs] with an axis more for the half of a word, which are keys, and
-        # for words of keys and of queries.
+        # [blocks, 8, blocks, 4 pairs] with one more axis for the half of a word, which are keys,
+        # and for words of keys and of queries.
         upper = gl.join(gl.join(m[0], m[1]), gl.join(m[2], m[3]))
         lower = gl.join(gl.join(m[4], m[5]), gl.join(m[6], m[7]))
         kept = gl.permute(gl.join(upper, lower), (0, 6, 1, 2, 4, 5, 3))
@@ -211,7 +213,7 @@ def draw_masks(
 
 @gluon.jit
 def drop_packed(packed, kept):
-    """Set what is dropped of probabilities that `registers.pack` packed to 0."""
+    """Set the dropped ones of probabilities packed by `registers.pack` to 0."""
     return packed & gl.convert_layout(kept, packed.type.layout, assert_trivial=True)
 
 

@@ -1,4 +1,4 @@
-"""Arguments of the kernels that follow from a problem and from the layout of its tensors."""
+"""Kernel arguments that follow from a problem and from the layout of its tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twin_attention.targets.config import padded_head_dim
 def cache_of(
     operands: DecodeOperands[Tensor] | PagedOperands[Tensor] | AppendOperands[Tensor],
 ) -> Cache:
-    """Return the cache among the operands; the numbers are to be added."""
+    """Return the cache among the operands; its numbers are added later."""
     return Cache(
         operands.k_pages, operands.v_pages, operands.block_tables, operands.seq_lens,
         operands.k_scale, operands.v_scale,
@@ -29,7 +29,7 @@ def cache_of(
 def decode_arguments(
     spec: DecodeSpec, target: str | None, q: Layout, cache: Cache
 ) -> dict[str, Any]:
-    """Return the arguments that describe a paged decode, but for its tokens and its splits."""
+    """Return the arguments that describe a paged decode, except its tokens and its splits."""
     return cache_arguments(spec.cache, cache) | {
         "q_strides": q.strides[:-1],
         "rule": rule_argument(spec.scores),
@@ -41,7 +41,7 @@ def decode_arguments(
 
 
 def cache_arguments(spec: PagedCache, cache: Cache) -> dict[str, Any]:
-    """Return the arguments that describe a paged cache, of the layouts of its tensors."""
+    """Return the arguments that describe a paged cache, from the layouts of its tensors."""
     head_dim, head_dim_v = cache.k.shape[3], cache.v.shape[3]
     return {
         "cache": cache._replace(
@@ -63,7 +63,7 @@ def cache_arguments(spec: PagedCache, cache: Cache) -> dict[str, Any]:
 
 
 def _scale_stride(scale: Layout | None) -> int:
-    """Return the stride of a scale's heads; 0 for one scale of all heads, or none."""
+    """Return the head stride of a scale; 0 if all heads share one scale, or without a scale."""
     return 0 if scale is None or not scale.strides else scale.strides[0]
 
 

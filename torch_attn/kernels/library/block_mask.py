@@ -1,12 +1,12 @@
-"""Block masks: the tiles that a list keeps, among the tiles that some rows see.
+"""Block masks: the tiles that a list keeps, out of those visible to some rows.
 
 `twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
-other axis that it keeps, in increasing order. Tiles that the window hides are at both ends of it,
-and tiles that it shows whole lie together. So a program walks a part of its list as dense rows are
-walked, a tile that needs a mask or one that needs none at a time: the rows of the kept tiles, one
-after the other, take the place of the other axis.
+other axis that it keeps, in increasing order. Tiles that the window hides are at the two ends of a
+list, and tiles that it shows in full are adjacent. So a program walks a part of its list like dense
+rows: the concatenated rows of the kept tiles replace the other axis. It visits one tile at a time,
+with or without a mask.
 
-Lists are data that nobody checked. Counts are clamped to the lists, and tiles to the tensors.
+Lists are unchecked data. Counts are clamped to the lists, and tiles to the tensors.
 """
 
 from typing import Any, NamedTuple
@@ -18,22 +18,22 @@ from torch import Tensor
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
-# Tiles of a list that a step of the search reads at a time.
+# Tiles of a list that one step of the search reads.
 LIST_SCAN_WIDTH = tl.constexpr(256)
-# A tile behind all others.
+# A tile after all others.
 NO_TILE = tl.constexpr(2**31 - 1)
 
 
 class Lists(NamedTuple):
-    """The lists of a block mask, of the keys for each tile of queries or the other way round.
+    """Hold the lists of a block mask: of keys for each tile of queries, or the other way round.
 
     Attributes:
         counts: how many tiles each list has, int32, contiguous.
         tiles: the lists, `width` tiles each, int32, contiguous.
-        batch_stride, head_stride: lists of a sequence and of a head, 0 where all share theirs.
-        width: the most tiles of a list.
-        tile, tile_other: rows of a tile that has a list, and of a tile in one.
-        of_group: how many lists the query heads of a kv head have: one each, or one of all.
+        batch_stride, head_stride: lists per sequence and per head, 0 if all share theirs.
+        width: the most tiles that a list may have.
+        tile, tile_other: rows of a tile that has a list, and of a tile in a list.
+        of_group: how many lists the query heads of a kv head have: one each, or one for all.
     """
 
     counts: Any
@@ -59,23 +59,23 @@ def find_list(lists, batch, head, tile):
 def kept_tiles(
     list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Narrow what `visible_tiles` returned to the tiles of a list.
+    """Narrow the result of `visible_tiles` to the tiles of a list.
 
     Args:
         list_ptr, count: the list and how many tiles it has.
         begin, before, full, after: as `visible_tiles` returns them.
         BLOCK: rows of a kernel's tile of the other axis.
-        TILE: rows of a tile of the mask, a multiple.
+        TILE: rows of a tile of the mask, a multiple of BLOCK.
 
-    Returns (begin, before, full, after) again, of the rows of the listed tiles, one after the
-    other; `kept_row` finds them.
+    Returns (begin, before, full, after) again, of the concatenated rows of the listed tiles;
+    `kept_row` finds them.
     """
-    # The tiles of the mask that are seen, of which those from `whole` on are seen whole.
+    # Find the visible tiles of the mask; tiles from `whole` to `whole_end` are visible in full.
     first = begin // TILE
     whole = tl.cdiv(begin + before * BLOCK, TILE)
     whole_end = tl.maximum((begin + (before + full) * BLOCK) // TILE, whole)
     end = tl.cdiv(begin + (before + full + after) * BLOCK, TILE)
-    # How many of the list are before each.
+    # Count the listed tiles before each of these bounds.
     n_first = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
     n_whole = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
     n_whole_end = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
@@ -100,9 +100,9 @@ def kept_tiles(
 
 @triton.jit
 def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the row of the other axis that is `row` of the listed tiles, one after the other.
+    """Return the row of the other axis that is `row` of the listed tiles' concatenated rows.
 
-    It is within the axis, and without `MASKED` in a tile that exists whole.
+    It is within the axis and, without `MASKED`, in a tile that lies fully within the axis.
     """
     num_tiles = size_other // TILE
     if MASKED:
@@ -112,14 +112,14 @@ def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr
 
 
 def lists_of_keys(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of the keys that queries keep; the numbers are to be added."""
+    """Return the lists of the keys that queries keep; the numbers are added later."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.kv_counts.contiguous(), operands.kv_tiles.contiguous())
 
 
 def lists_of_queries(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of the queries that keep keys; the numbers are to be added."""
+    """Return the lists of the queries that keep keys; the numbers are added later."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.q_counts.contiguous(), operands.q_tiles.contiguous())

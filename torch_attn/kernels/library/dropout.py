@@ -1,6 +1,6 @@
-"""Dropout: what probabilities are multiplied by, from a counter-based generator.
+"""Dropout: the weights that multiply probabilities, from a counter-based generator.
 
-`twin_attention.contract.dropout` says which pair of query and key has which bits.
+`twin_attention.contract.dropout` defines the bits of each pair of query and key.
 """
 
 import triton
@@ -25,18 +25,17 @@ def dropout_weights(
     TRANSPOSED: tl.constexpr = False,
     ANY_START: tl.constexpr = False,
 ):
-    """Return the weights of a tile's probabilities, [BLOCK_Q, BLOCK_KV] float32; None for no
-    dropout.
+    """Return a tile's dropout weights, [BLOCK_Q, BLOCK_KV] float32; None without dropout.
 
-    The eight pairs of a block are drawn once where a thread has them: the compiler finds that they
-    are drawn from the same numbers.
+    If one thread has all eight pairs of a block, they are drawn once: the compiler sees that they
+    come from the same numbers.
 
     Args:
         terms: `torch_attn.kernels.library.terms.Terms`.
-        element: of the batch, or the packed sequence.
+        element: the batch element, or the packed sequence.
         head: the query head.
         start_q, start_kv: the tile's first query and key, counted from the sequence's first;
-            multiples of BLOCK_Q and BLOCK_KV, but for a start_kv with ANY_START.
+            multiples of BLOCK_Q and BLOCK_KV, except start_kv with ANY_START.
         TRANSPOSED: the tile has keys down and queries across.
     """
     weights = None
@@ -62,7 +61,7 @@ def dropout_weights(
         lower = tl.where(key // 8 % 2 == 0, w0, w1)
         upper = tl.where(key // 8 % 2 == 0, w2, w3)
         bits = tl.where(query // 8 % 2 == 0, lower, upper)
-        # The upper half of what is compared counts.
+        # Only the upper half matters to the comparison below.
         bits = tl.where(key // 16 % 2 == 0, bits << 16, bits)
         threshold = tl.cast(terms.dropout.threshold, tl.uint32) << 16
         weights = tl.where(bits >= threshold, terms.dropout.scale, 0.0)

@@ -1,7 +1,7 @@
-"""Intervals: a part of a sequence whose rows see an interval of another part's rows each.
+"""Intervals: each row of one part of a sequence sees an interval of another part's rows.
 
-The bounds are data on the device and never decrease from one row to the next, so that the tiles
-which a program visits follow from those of its first and last row.
+The bounds are data on the device. They never decrease from one row to the next, so a program finds
+the tiles to visit from the bounds of its first and last rows.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch_attn.kernels.library.tiles import tiles_between
 from twin_attention.contract.operands import AttentionOperands, PartialOperands
 
-# Where the interval of a row that does not exist begins.
+# Where the interval of a nonexistent row begins.
 LARGEST_ROW = tl.constexpr(2**31 - 1)
 
 
 class RowIntervals(NamedTuple):
-    """Bounds of what each row that stays sees of the other axis, [S] int32, contiguous."""
+    """Hold the bounds of what each resident row sees of the other axis, [S] int32, contiguous."""
 
     begins: Any
     ends: Any
@@ -26,7 +26,7 @@ class RowIntervals(NamedTuple):
 
 @triton.jit
 def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
-    """Load the bounds of rows start .. start + BLOCK: nothing for those past `num_rows`."""
+    """Load the bounds of rows start .. start + BLOCK; rows past `num_rows` see nothing."""
     rows = start + tl.arange(0, BLOCK)
     begins = tl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = tl.load(intervals.ends + rows, mask=rows < num_rows, other=0)
@@ -35,7 +35,7 @@ def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_of_intervals(begins, ends, BLOCK_OTHER: tl.constexpr):
-    """Return which tiles of the other axis rows with these bounds see, as `visible_tiles`."""
+    """Return which tiles of the other axis rows with these bounds see, as `visible_tiles` does."""
     exists = begins < LARGEST_ROW
     begin, end = tl.min(begins, 0), tl.max(ends, 0)
     full_begin = tl.max(tl.where(exists, begins, 0), 0)
@@ -47,19 +47,19 @@ def tiles_of_intervals(begins, ends, BLOCK_OTHER: tl.constexpr):
 
 @triton.jit
 def in_interval(begins, ends, rows):
-    """Return which rows of the other axis each row that stays sees, [BLOCK, BLOCK_OTHER]."""
+    """Return which rows of the other axis each resident row sees, [BLOCK, BLOCK_OTHER]."""
     return (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
-    """Return what each query sees of the keys; None where a window says so."""
+    """Return each query's interval of keys; None if a window says what it sees."""
     if not isinstance(operands, PartialOperands):
         return None
     return RowIntervals(operands.key_begins, operands.key_ends)
 
 
 def intervals_of_queries(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
-    """Return which queries see each key; None where a window says so."""
+    """Return each key's interval of queries; None if a window says what sees it."""
     if not isinstance(operands, PartialOperands):
         return None
     return RowIntervals(operands.query_begins, operands.query_ends)

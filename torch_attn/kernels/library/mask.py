@@ -1,6 +1,6 @@
-"""Tell who sees whom, beside the window: packed sequences, segments, trees, intervals, block masks.
+"""Masks other than the window: packed sequences, segments, trees, intervals, block masks.
 
-Each is a named tuple of operands and numbers, or None; a kernel takes all of them as one.
+Each is a named tuple of operands and numbers, or None; a kernel takes all of them in one tuple.
 """
 
 from typing import Any, NamedTuple
@@ -40,18 +40,18 @@ from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
-    """Tell a kernel who sees whom; None for what the problem does not have.
+    """Tell a kernel which keys a query sees; None for a mask that the problem lacks.
 
-    The lists come first: in loops Triton 3.6 loses the constants of a tuple in a tuple, unless a
-    constant of the outer one follows, such as None.
+    The lists come first: in loops, Triton 3.6 loses the constants of a nested tuple unless a
+    constant of the outer tuple, such as None, follows.
 
     Attributes:
         lists: the tiles that a block mask keeps.
-        offsets: of packed sequences, both None of a dense batch.
+        offsets: offsets of packed sequences, both None for a dense batch.
         segments: ids, and ranges of the visited tokens' ids.
         tree: ends of keys.
-        depths: what a window counts in place of positions.
-        intervals: what the rows that stay see, in place of a window.
+        depths: what a window counts instead of positions.
+        intervals: what the resident rows see, instead of a window.
     """
 
     lists: Lists | None
@@ -77,10 +77,10 @@ def seen_tiles(
     BLOCK: tl.constexpr,
     BLOCK_OTHER: tl.constexpr,
 ):
-    """Return which tiles of the other axis some rows see, as `visible_tiles`.
+    """Return which tiles of the other axis some rows see, as `visible_tiles` does.
 
-    `ids` [BLOCK] are the rows' segments; `segments` and they are None without. `begins` and `ends`
-    [BLOCK] are their intervals' bounds, None without.
+    `ids` [BLOCK] are the rows' segments; without segments, `ids` and `segments` are None. `begins`
+    and `ends` [BLOCK] are the bounds of the rows' intervals, or None.
     """
     if begins is not None:
         begin, before, full, after = tiles_of_intervals(begins, ends, BLOCK_OTHER)
@@ -97,9 +97,9 @@ def seen_tiles(
 
 @triton.jit
 def listed_tiles(lists, batch, head, start, begin, before, full, after, BLOCK_OTHER: tl.constexpr):
-    """Narrow what `seen_tiles` returned to the tiles of a list; returns the list as well.
+    """Narrow the result of `seen_tiles` to the tiles of a list; return the list as well.
 
-    It is 0 without lists.
+    The returned list is 0 without lists.
     """
     list_ptr = 0
     if lists is not None:

@@ -1,4 +1,4 @@
-"""Trees of new tokens: which keys of a sequence's new tokens a query sees beside the older keys."""
+"""Trees of new tokens: which new tokens' keys a query sees in addition to the older keys."""
 
 from typing import Any, NamedTuple
 
@@ -10,11 +10,11 @@ from twin_attention.contract.operands import DecodeOperands, PagedOperands
 
 
 class TreeEnds(NamedTuple):
-    """The ends of new tokens, int32: token u is seen by the tokens from u to before ``ends[u]``.
+    """Hold the ends of new tokens, int32: tokens from u to before ``ends[u]`` see token u.
 
     Attributes:
         ends: [B, T], or [Tq] of packed tokens.
-        stride: from one sequence's ends to the next one's, or from one packed token's.
+        stride: from one sequence's ends, or from one packed token's end, to the next.
     """
 
     ends: Any
@@ -23,17 +23,17 @@ class TreeEnds(NamedTuple):
 
 @triton.jit
 def tree_mask(s, ends_ptr, token, new, exists):
-    """Set the scores of keys that a token of a tree does not see to -inf.
+    """Set to -inf the scores of keys that a tree's token does not see.
 
-    It sees the keys before the new tokens, and of these u if ``u <= token < ends[u]``: its
-    ancestors and itself. A key that does not exist comes after all tokens.
+    A token sees the keys before the new tokens, and new token u if ``u <= token < ends[u]``: its
+    ancestors and itself. A nonexistent key comes after all tokens.
 
     Args:
         s: scores of rows of q and rows of k.
-        ends_ptr: the end of the sequence's first new token.
+        ends_ptr: points to the end of the sequence's first new token.
         token: which new token each row of q is.
-        new: which new token each key is, negative for a key before them.
-        exists: which keys do.
+        new: which new token each key is, negative for an older key.
+        exists: which keys exist.
     """
     end = tl.load(ends_ptr + new, mask=exists & (new >= 0), other=2147483647)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
@@ -42,9 +42,9 @@ def tree_mask(s, ends_ptr, token, new, exists):
 
 @triton.jit
 def tree_words(ends_ptr, token, TOKENS: tl.constexpr):
-    """Return which new tokens the rows' tokens see, as bits: the first 32, and the others.
+    """Return which new tokens each row's token sees, as bits: the first 32, and the others.
 
-    A tile of keys then takes no load, whose buffers would leave a program less shared memory.
+    A tile of keys then needs no load of ends, whose buffers would take shared memory.
 
     Args:
         ends_ptr, token: as `tree_mask` takes them.
@@ -68,10 +68,10 @@ def _tree_word(ends_ptr, token, FIRST: tl.constexpr, TOKENS: tl.constexpr):
 
 @triton.jit
 def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
-    """Set the scores of keys that a token of a tree does not see to -inf, by its `tree_words`.
+    """Set to -inf the scores of keys that a tree's token does not see, by its `tree_words`.
 
     Args:
-        s, new: as `tree_mask` takes them. A key that does not exist comes after all tokens.
+        s, new: as `tree_mask` takes them. A nonexistent key comes after all tokens.
         words: what `tree_words` returned.
     """
     word = words[0][:, None]
@@ -82,10 +82,10 @@ def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
 
 
 def ends_of(operands: DecodeOperands[Tensor] | PagedOperands[Tensor]) -> TreeEnds | None:
-    """Return the tree among the operands; the stride is to be added."""
+    """Return the tree among the operands; its stride is added later."""
     return None if operands.tree_ends is None else TreeEnds(operands.tree_ends)
 
 
 def tree_argument(tree: TreeEnds | None) -> TreeEnds | None:
-    """Return the tree as kernels take it, of the layout of its ends."""
+    """Return the tree as kernels take it, from the layout of its ends."""
     return None if tree is None else tree._replace(stride=tree.ends.strides[0])

@@ -21,7 +21,7 @@ class StateStrides(NamedTuple):
 
 
 class PoolStrides(NamedTuple):
-    """The strides of a pool [P, page_size, Hkv, D] with a contiguous last dimension."""
+    """Hold the strides of a pool [P, page_size, Hkv, D] with a contiguous last dimension."""
 
     page: Any
     slot: Any
@@ -29,18 +29,18 @@ class PoolStrides(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A paged cache.
+    """Hold a paged KV cache.
 
-    What a model fixes, the pools' strides and the page size, are constants of the code: they
-    shorten the way from a length to the first key by 0.2 to 0.6 microseconds of the shortest
-    decodes. The page size is the last for Triton 3.6, see `torch_attn.kernels.library.mask.Mask`.
+    The pools' strides and the page size, which a model fixes, are compile-time constants: in the
+    shortest decodes, this saves 0.2 to 0.6 microseconds between the length and the first key. The
+    page size comes last because of Triton 3.6, see `torch_attn.kernels.library.mask.Mask`.
 
     Attributes:
         k, v: pools of keys and of values.
         tables: page tables [B, max_pages], int32.
         lens: lengths [B], int32.
         k_scale, v_scale: scales [] or [Hkv], float32, or None.
-        k_scale_stride, v_scale_stride: strides of the scales, 0 for one of all heads.
+        k_scale_stride, v_scale_stride: strides of the scales, 0 if all heads share one.
         table_stride: stride of the page tables.
         k_strides, v_strides: `PoolStrides`.
         page_size: tokens of a page.
@@ -74,7 +74,7 @@ def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left):
 def keys_of_tokens(length, tokens, first, last, window_left):
     """Return the range begin .. end of keys that tokens first .. last of a sequence see.
 
-    It is empty where `first` is no token. Token t of `tokens` stands at length - tokens + t.
+    The range is empty if `first` is not a token. Token t is at position length - tokens + t.
     """
     diagonal = length - tokens
     end = tl.where(first < tokens, tl.maximum(diagonal + last + 1, 0), 0)
@@ -88,8 +88,8 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 def tiles_at_edges(position, last_position, first, count, window_left, BLOCK: tl.constexpr):
     """Return how many of tiles first .. first + count need a mask, as (before, full, after).
 
-    They are those of queries that stand at position .. last_position: `before` of them at the
-    window's edge, then `full` that all of these see whole, then `after` at the diagonal.
+    The queries are at position .. last_position: `before` tiles are at the window's edge, then all
+    queries see `full` tiles in full, then `after` tiles are at the diagonal.
     """
     before = 0
     if window_left is not None:
@@ -104,8 +104,8 @@ def tiles_at_edges(position, last_position, first, count, window_left, BLOCK: tl
 def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
     """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
 
-    Splits get equal shares, the last ones less or none: `count` tiles from tile `first` on, of
-    `total` tiles of all splits.
+    Splits get equal shares, the last ones less or none. A share is `count` tiles from tile `first`
+    on; all splits together have `total` tiles.
     """
     first = begin // BLOCK
     total = tl.cdiv(end, BLOCK) - first
@@ -131,10 +131,10 @@ def locate_keys(
     BLOCK_KV: tl.constexpr,
     PAST_2G: tl.constexpr,
 ):
-    """Return page and slot of keys start .. start + BLOCK_KV of a sequence.
+    """Return the page and the slot of keys start .. start + BLOCK_KV of a sequence.
 
-    Table entries past the sequence's last page are not read. A page id out of range, which is
-    the caller's mistake, becomes one within the pool. Both are 64-bit numbers if PAST_2G.
+    Table entries past the sequence's last page are not read. A page id out of range, which is the
+    caller's mistake, is clamped to the pool. Page and slot are 64-bit numbers if PAST_2G.
     """
     offset = tl.arange(0, BLOCK_KV)
     if PAGE_SIZE % BLOCK_KV == 0:
@@ -161,9 +161,9 @@ def load_rows_at(
     FIRST: tl.constexpr = 0,
     STEP: tl.constexpr = 1,
 ):
-    """Load rows ``[*index]`` of the tensor at `base`; a row that is none gives 0.
+    """Load rows ``[*index]`` of the tensor at `base`; rows where `is_row` is False give 0.
 
-    The columns are FIRST, FIRST + STEP, ..., SIZE of them, padded with zeros to BLOCK_SIZE.
+    The SIZE columns are FIRST, FIRST + STEP, ..., padded with zeros to BLOCK_SIZE.
     """
     pointers, mask = rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
     return tl.load(pointers, mask=mask, other=0)
@@ -181,7 +181,7 @@ def store_rows_at(
     FIRST: tl.constexpr = 0,
     STEP: tl.constexpr = 1,
 ):
-    """Store what `load_rows_at` loads; a row that is none is not written."""
+    """Store what `load_rows_at` loads; rows where `is_row` is False are not written."""
     pointers, mask = rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
     tl.store(pointers, x.to(base.dtype.element_ty), mask=mask)
 
@@ -199,8 +199,8 @@ def rows_at(
 ):
     """Return pointers to rows ``[*index]`` of a tensor, and which of their elements exist.
 
-    `index` has a scalar or a vector for each leading dimension, `strides` its stride. The rows
-    themselves are contiguous.
+    `index` has a scalar or a vector for each leading dimension, and `strides` the dimension's
+    stride. The rows themselves are contiguous.
     """
     cols = tl.arange(0, BLOCK_SIZE)[None, :]
     offset = index[0] * strides[0]

@@ -1,7 +1,7 @@
-"""Prefixes: which sequences of a batch begin with the same pages, and with how many.
+"""Prefixes: which sequences of a batch begin with the same pages, and how many they share.
 
-Sequences whose first page is the same make tiles, in their order. A tile's prefix is the pages that
-all of its sequences begin with, before any new token.
+Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all of
+its sequences begin with, before any new token.
 """
 
 import triton
@@ -14,14 +14,14 @@ _NO_PAGE = tl.constexpr(2147483647)
 
 @triton.jit
 def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexpr):
-    """Find the first sequences of tiles among sequences first .. first + members.
+    """Find which of the sequences first .. first + members are the first of a tile.
 
     Args:
-        tiles: `twin_attention.targets.splits.CascadeTiles`, as in the functions after.
+        tiles: `twin_attention.targets.splits.CascadeTiles`, as in the functions below.
 
     Returns:
-        The sequences; which of them are the first of a tile of several; and which are alone. All
-        are [members].
+        The sequences; which of them are the first of a tile of several; and which are alone in a
+        tile. Each is [members].
     """
     own = first + tl.arange(0, tiles.members)
     other = tl.arange(0, tiles.block_batch)
@@ -38,9 +38,9 @@ def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexp
 
 @triton.jit
 def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constexpr):
-    """Return the sequences of a tile by its first one, [members], and how many keys they share.
+    """Return the sequences of the tile that `leader` begins, and how many keys they share.
 
-    Behind the last sequence stands -1.
+    The sequences are [members], with -1 after the last one.
     """
     other = tl.arange(0, tiles.block_batch)
     page, pages = _begin(cache, other, batch_size, max_pages, TOKENS)
@@ -51,7 +51,7 @@ def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constex
     member = tl.max(tl.where(is_placed, other[None, :], -1), 1)
     common = tl.min(tl.min(tl.where(is_placed, pages[None, :], max_pages), 1), 0)
 
-    # The first page that not all of them have.
+    # Find the first page that not all of them share.
     is_member = member >= 0
     rows = cache.tables + member.to(tl.int64)[:, None] * cache.table_stride
     differs = tl.full([tiles.members, _BLOCK_PAGES], _NO_PAGE, tl.int32)
@@ -68,7 +68,7 @@ def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constex
 
 @triton.jit
 def _begin(cache, sequence, batch_size, max_pages, TOKENS: tl.constexpr):
-    """Return the first pages of sequences, and how many pages all their new tokens see whole."""
+    """Return the first pages of sequences, and how many pages all their new tokens see in full."""
     exists = sequence < batch_size
     length = tl.load(cache.lens + sequence, mask=exists, other=0)
     # Loaded without waiting for the length, which says whether it counts.

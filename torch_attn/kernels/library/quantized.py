@@ -1,9 +1,9 @@
-"""Caches in 8 bits: int8, and float8_e4m3fn as its bits (uint8).
+"""8-bit caches: int8, and float8_e4m3fn as its bits (uint8).
 
-A decode reads an 8-bit cache as packed pairs, an int16 of two columns each. Upcast to float16, the
-even and the odd columns are two tiles, and so are those of q and of the output that they meet. The
-decode's helpers here take and give such tiles as a tuple, which has one tile where the cache is in
-16 bits. UPCAST is a `twin_attention.targets.ptx.Upcast`, or None for a cache of 16 bits.
+A decode reads an 8-bit cache as packed pairs: each int16 holds two columns. Upcast to float16, the
+even and the odd columns form two tiles; q and the output are split the same way. The decode's
+helpers here take and return such tiles as a tuple, which has one tile for a 16-bit cache. UPCAST is
+a `twin_attention.targets.ptx.Upcast`, or None for a 16-bit cache.
 """
 
 import torch
@@ -17,7 +17,8 @@ from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
 # 1.5 * 2^23 + 2: adding it rounds away the fraction. If the last byte of its bits were 0, the
-# compiler would store an int8 as that of the float sum, which ptxas 12.8 and 12.9 convert instead.
+# compiler would take an int8 from the last byte of the float sum, but ptxas 12.8 and 12.9 convert
+# the sum instead.
 ROUND_TO_INTEGER = tl.constexpr(12582914.0)
 ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400002)
 UPCAST_CONSTRAINTS = tl.constexpr(ptx.UPCAST_CONSTRAINTS)
@@ -35,11 +36,11 @@ def as_bits(pages: Tensor) -> Tensor:
 
 
 def swizzled_alike(block_dv: int, block_d: int) -> int:
-    """Return the padded columns of a packed tile of v, so that wgmma reads it as it reads k's.
+    """Return the padded columns of a packed tile of v that let wgmma read it as it reads k's.
 
-    Tiles of k and v lie in the same shared memory, one after the other. If their rows fill unlike
-    swizzles (up to 64 columns of float16, 128 bytes), then ptxas 12.8, Triton 3.6's, takes v's
-    address from a register that nothing wrote. Can go with Triton 3.6.
+    Tiles of k and v use the same shared memory in turn. If their rows need different swizzles (up
+    to 64 columns of float16, 128 bytes), then ptxas 12.8, which Triton 3.6 uses, takes v's address
+    from a register that was never written. Can go with Triton 3.6.
     """
     return max(block_dv, min(block_d, 64))
 
@@ -55,9 +56,9 @@ def load_q(
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Load the tiles of q, and return them with the scale of their rows' scores.
+    """Load the tiles of q, and return them with the scale of each row's scores.
 
-    SIZE and BLOCK_SIZE are the columns of a tile.
+    SIZE and BLOCK_SIZE are a tile's columns, without and with padding.
     """
     if UPCAST is None:
         q = (load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE),)
@@ -72,7 +73,7 @@ def load_q(
 
 @triton.jit
 def unpack(x, UPCAST: tl.constexpr):
-    """Return the tiles of keys or values that were loaded, not yet times the cache's scale."""
+    """Return loaded keys or values as tiles, not yet multiplied by the cache's scale."""
     if UPCAST is None:
         tiles = (x,)
     elif UPCAST.low is None:
@@ -110,7 +111,7 @@ def add_pv(acc, p, v):
 
 @triton.jit
 def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store rows of the output; the inverse of what `load_q` loads."""
+    """Store rows of the output, whose tiles are split as `load_q` splits q."""
     for half in tl.static_range(len(out)):
         store_rows_at(base, out[half], index, strides, is_row, SIZE, BLOCK_SIZE, half, len(out))
 
@@ -133,7 +134,7 @@ def add_stored(
 def upcast_bytes(x, FLOAT8: tl.constexpr):
     """Return int8, or the bits of a float8_e4m3fn, as float16.
 
-    The bits of a float8 below its sign, moved to float16's, are the number times 2^-8.
+    A float8's bits below the sign, shifted to their place in a float16, give the number times 2^-8.
     """
     if FLOAT8:
         magnitude = x.to(tl.int16) & 0x7F
@@ -145,10 +146,11 @@ def upcast_bytes(x, FLOAT8: tl.constexpr):
 
 @triton.jit
 def to_float16(x, y):
-    """Return two tiles of the same rows as float16, and the factor that each row lost by it.
+    """Return two tiles of the same rows as float16, and the factor that each row was divided by.
 
     A row of bfloat16 may exceed float16's range, so it is divided by the power of two that brings
-    its largest element to 2^13 .. 2^14. That is exact but for elements below 2^-31 of the largest.
+    its largest element to 2^13 .. 2^14. That is exact except for elements below 2^-31 of the
+    largest.
     """
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if x.dtype == tl.bfloat16:
@@ -183,9 +185,9 @@ def quantize(x, scale, dtype: tl.constexpr):
         sign = (x < 0).to(tl.int32) << 7
         magnitude = tl.minimum(tl.abs(x), FLOAT8_MAX)
         bits = magnitude.to(tl.int32, bitcast=True)
-        # A normal number: round off 20 of 23 bits, then move the exponent's bias from 127 to 7.
+        # A normal number: round off 20 of 23 bits, then change the exponent's bias from 127 to 7.
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-        # Below 2^-6, a multiple of 2^-9.
+        # Below 2^-6: round to a multiple of 2^-9.
         tiny = round_to_integer(magnitude * 512.0)
         y = sign | tl.where(magnitude < 0.015625, tiny, normal)
         y = tl.where(x == x, y, 0x7F).to(tl.uint8)

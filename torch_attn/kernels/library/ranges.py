@@ -1,20 +1,20 @@
-"""Ranges of what tokens have, for every BLOCK_TOKENS of them: which tiles a program may skip."""
+"""Ranges of values, for every BLOCK_TOKENS tokens, that tell a program which tiles to skip."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of a block, which has one range of ids, or of ends.
+# Tokens of a block; a block has one range of ids, or of ends.
 BLOCK_TOKENS = tl.constexpr(64)
-# Blocks, or tiles, that a step of a search reads at a time: 32768 tokens in blocks.
+# Blocks, or tiles, that one step of a search reads: 32768 tokens in the case of blocks.
 SCAN_WIDTH = tl.constexpr(512)
-# Behind all values: where the range of a block without a value begins.
+# Greater than all values: where the range of a block without a value begins.
 LARGEST = tl.constexpr(2**31 - 1)
 
 
 def in_blocks(x: Tensor, padding: int) -> Tensor:
-    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS]; what the last block lacks is `padding`."""
+    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS], with the last block filled by `padding`."""
     batch, size = x.shape
     blocks = triton.cdiv(size, BLOCK_TOKENS.value)
     x = torch.constant_pad_nd(x, [0, blocks * BLOCK_TOKENS.value - size], padding)

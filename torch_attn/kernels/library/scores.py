@@ -1,4 +1,4 @@
-"""Scores: the way from q·k to what the softmax takes."""
+"""Scores: from q·k to the input of the softmax."""
 
 import triton
 import triton.language as tl
@@ -22,9 +22,9 @@ def visible_scores(
     seen=None,
     added=None,
 ):
-    """Compute the scores of a tile: from the operands of q·k to what the softmax takes.
+    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
 
-    Everything that changes a score, or hides it, does so here.
+    Everything that changes or hides a score is applied here.
 
     Args:
         a, b: rows of q and rows of k, or the other way round for transposed scores.
@@ -34,15 +34,15 @@ def visible_scores(
         rule: `twin_attention.contract.spec.ScoreRule`.
         window_left, window_right: keys seen on each side of a position; None is unlimited.
         MASKED: the tile has hidden keys.
-        segment_a, segment_b: segments of the rows of a and of b, which no row that does not exist
+        segment_a, segment_b: segments of the rows of a and of b, which a nonexistent row never
             shares; None hides nothing.
-        seen: the keys that a tree or an interval shows each query, broadcast as a · bᵀ; None hides
-            nothing.
-        added: to the scaled scores, of the tile's shape; None adds nothing.
+        seen: the keys that a tree or an interval lets each query see, broadcast as a · bᵀ; None
+            hides nothing.
+        added: what is added to the scaled scores, of the tile's shape; None adds nothing.
 
     Returns:
-        (s, dcap): a · bᵀ scaled, with what is added, capped and masked, float32; and the derivative
-        of the cap, 1 without one.
+        (s, dcap): a · bᵀ scaled, with `added`, capped and masked, float32; and the derivative of
+        the cap, 1 without one.
     """
     s = attention_scores(
         a, b, rule.scale, rule.softcap, rule.scale_first, rule.precision, None, added
@@ -64,10 +64,10 @@ def visible_scores(
 def attention_scores(
     a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=None
 ):
-    """Compute a · bᵀ in float32, scaled where the exponent cannot do it, then capped.
+    """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
-    `more` is added to the product: that of further columns. `added` comes after the scale, which
-    the exponent does not have then.
+    `more`, the product of further columns, is added to the product. `added` is added after the
+    scale, which is then not left to the exponent.
     """
     s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
@@ -83,9 +83,9 @@ def attention_scores(
 def add_product(acc, a, b, PRECISION: tl.constexpr):
     """Compute acc + a · b, accumulated in float32.
 
-    In IEEE float32 the product is summed by itself first, so that a sum over a long sequence is
-    rounded at acc's magnitude once a tile instead of once a row. It is subtracted, negated, because
-    Triton turns an addition back into a product that starts from acc.
+    In IEEE float32 the product is first summed by itself, so that a sum over a long sequence is
+    rounded at acc's magnitude once per tile instead of once per row. Its negative is subtracted,
+    because Triton turns an addition back into a product that starts from acc.
     """
     if a.dtype == tl.float32 and PRECISION == "ieee":
         acc = acc - tl.dot(-a, b, input_precision=PRECISION)
@@ -96,10 +96,10 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def round_operand(x, PRECISION: tl.constexpr):
-    """Round an operand of a product for TF32: tensor cores cut all but 10 bits of its mantissa.
+    """Round an operand of a product for TF32: tensor cores cut its mantissa to 10 bits.
 
-    Half of the last of these bits is added, which rounds to nearest, ties away from 0, as
-    ``cvt.rna.tf32`` does. Infinities and NaN stay.
+    Adding half of the last kept bit rounds to nearest, ties away from 0, as ``cvt.rna.tf32`` does.
+    Infinities and NaN are unchanged.
     """
     if x.dtype == tl.float32 and PRECISION == "tf32":
         power = (x.to(tl.int32, bitcast=True) & -(1 << 23)).to(tl.float32, bitcast=True)
@@ -135,10 +135,10 @@ def tanh(x):
 
 @triton.jit
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Set the scores of keys that a query at `position` does not see to -inf.
+    """Set to -inf the scores of keys that a query at `position` does not see.
 
-    The same holds for keys from `end` on, which do not exist; None means that all exist, or that
-    their rows are not stored. Positions and keys may be counted from any one origin.
+    The same holds for keys from `end` on, which do not exist; None means that all keys exist, or
+    that their rows are not stored. Positions and keys may be counted from any one origin.
     """
     if end is not None:
         s = tl.where(key < end, s, float("-inf"))

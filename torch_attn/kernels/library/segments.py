@@ -1,11 +1,11 @@
-"""Segment ids: which tiles may hold keys of a query's segment, and who belongs to it.
+"""Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
 
-Ids come in any order. For every BLOCK_TOKENS tokens the host computes a range of their ids, and a
-program visits the tiles of the other axis from the first block whose range meets its own tokens' to
-the last one. All of these tiles are masked by their ids. Those before the first block with padding
-are loaded without a mask, so that their loads do not wait for ids.
+Ids come in any order. For every BLOCK_TOKENS tokens the host computes the range of their ids. A
+program visits the tiles of the other axis from the first to the last block whose range overlaps
+that of its own tokens. All of these tiles are masked by their ids. Tiles before the first block
+with padding are loaded without a mask, so that their loads do not wait for ids.
 
-Padding has negative ids and may hold NaN: it is loaded as 0.
+Padding has negative ids and may hold NaN, so it is loaded as 0.
 """
 
 from typing import Any, NamedTuple
@@ -17,17 +17,17 @@ from torch import Tensor
 from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
-# Ids of padding in the tokens that stay and in the visited tokens: they are not equal.
+# Ids of padding among the resident tokens and among the visited tokens: they never match.
 STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
 
 
 class Segments(NamedTuple):
-    """Segment ids, contiguous int32.
+    """Hold segment ids, contiguous int32.
 
     Attributes:
         q, kv: ids of the queries [B, Sq] and of the keys [B, Skv].
-        ranges: `segment_ranges` of the tokens that are visited; of the explicit kernels the lists
-            of `kernels.tile_lists`.
+        ranges: `segment_ranges` of the visited tokens; for the explicit kernels, the lists of
+            `kernels.tile_lists`.
     """
 
     q: Any
@@ -47,11 +47,11 @@ def segments_of_batch(segments, batch, seq_q, seq_kv, size_visited):
 
 @triton.jit
 def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr):
-    """Load the ids of rows start .. start + BLOCK, `PADDING` for padding and past `num_rows`.
+    """Load the ids of rows start .. start + BLOCK; `PADDING` for padding and past `num_rows`.
 
     Returns:
-        (ids, exists): [BLOCK] each. exists: a row is no padding. Kernels have None for both without
-        ids; here Triton 3.6 could not return it.
+        (ids, exists): [BLOCK] each. exists: a row is not padding. Without ids, kernels use None for
+        both, which Triton 3.6 could not return here.
     """
     rows = start + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
@@ -61,23 +61,23 @@ def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.con
 
 @triton.jit
 def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow what `visible_tiles` returned to the tiles that may hold tokens of some segments.
+    """Narrow the result of `visible_tiles` to the tiles that may hold tokens of some segments.
 
     Args:
-        ids: segments of the rows that stay, negative for padding.
+        ids: segments of the resident rows, negative for padding.
         ranges_ptr: [3, blocks] int32, what `segment_ranges` computed for the other axis.
-        size_other: its length.
+        size_other: length of the other axis.
         begin, before, full, after: as `visible_tiles` returns them.
         BLOCK: rows of a tile of the other axis.
 
-    Returns (begin, before, full, after) again, but that every tile needs its scores masked. The
-    full ones need no mask for their loads: their rows exist and none is padding.
+    Returns (begin, before, full, after) again, except that every tile needs its scores masked. The
+    full ones need no mask for their loads: their rows exist, and none is padding.
     """
     least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
     greatest = tl.max(ids, 0)
     num_blocks = tl.cdiv(size_other, BLOCK_TOKENS)
     end = tl.minimum(tl.cdiv(begin + (before + full + after) * BLOCK, BLOCK_TOKENS), num_blocks)
-    # The first and the last block that may hold their tokens.
+    # Find the first and the last block that may hold tokens of these segments.
     block = tl.arange(0, SCAN_WIDTH)
     first = tl.full([SCAN_WIDTH], 0, tl.int32) + num_blocks
     stop = tl.zeros([SCAN_WIDTH], tl.int32)
@@ -91,7 +91,7 @@ def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK
     begin = tl.maximum(begin, tl.min(first, 0) * BLOCK_TOKENS // BLOCK * BLOCK)
     end = tl.max(stop, 0)
     visible = tl.cdiv(tl.maximum(end * BLOCK_TOKENS - begin, 0), BLOCK)
-    # The first block from there on that has padding.
+    # Find the first block from there on that has padding.
     padded = tl.full([SCAN_WIDTH], 0, tl.int32) + end
     for start in tl.range(begin // BLOCK_TOKENS, end, SCAN_WIDTH, num_stages=1):
         i = start + block
@@ -102,15 +102,15 @@ def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK
 
 
 def segment_ranges(ids: Tensor) -> Tensor:
-    """Compute the range of ids of every BLOCK_TOKENS tokens.
+    """Compute the range of ids for every BLOCK_TOKENS tokens.
 
     Args:
         ids: [B, S] int32.
 
     Returns:
         [B, 3, blocks] int32: the least id that is not negative, LARGEST if there is none; the
-        greatest; and the least of all, which is negative in a block with padding. What the last
-        block lacks counts as padding.
+        greatest; and the least of all, which is negative in a block with padding. The last block is
+        filled by padding.
     """
     ids = in_blocks(ids, VISITED.value)
     batch, blocks, _ = ids.shape
@@ -122,7 +122,7 @@ def segment_ranges(ids: Tensor) -> Tensor:
 
 
 def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
-    """Return the ids of queries and of keys, None without them; the ranges are to be added."""
+    """Return the ids of queries and of keys, None without them; the ranges are added later."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return None
     assert operands.kv_segment_ids is not None

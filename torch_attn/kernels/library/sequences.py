@@ -1,12 +1,12 @@
-"""Packed sequences: to which of them a tile belongs, and where its rows are.
+"""Packed sequences: which sequence a tile belongs to, and where its rows are.
 
 Rows of N sequences lie one after the other; sequence n begins at ``cu_seqlens[n]``. A tile never
-holds two of them, so that each gives the bits that it gives alone. The host knows no lengths, so
+holds two sequences, so each gives the same bits as alone. The host does not know the lengths, so
 sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, which are at least as many as it
-has. What follows the last offset is padding, and counts as sequence N, whose other axis is empty.
+needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
 
-Offsets are data that nobody checked. Any numbers are clamped to the tensors, and the search ends.
-The first offset counts as 0, so that no row comes before all sequences.
+Offsets are unchecked data. Any values are clamped to the tensors, and the search always ends. The
+first offset counts as 0, so that no row comes before all sequences.
 """
 
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
-# Offsets that a step of the search reads at a time: one step finds one of 127 sequences.
+# Offsets that one step of the search reads: one step finds one of 127 sequences.
 SEARCH_WIDTH = tl.constexpr(128)
 
 
 class Offsets(NamedTuple):
-    """Hold the offsets of packed sequences, [num_sequences + 1] int32; None of a dense batch.
+    """Hold the offsets of packed sequences, [num_sequences + 1] int32; None for a dense batch.
 
     Attributes:
         q, kv: offsets of the queries and of the keys.
@@ -35,7 +35,7 @@ class Offsets(NamedTuple):
 
 @triton.jit
 def count_sequence_tiles(num_rows, num_sequences, BLOCK: tl.constexpr):
-    """Return how many tiles the sequences of an axis own, or a dense one's if that is None."""
+    """Return how many tiles an axis has; `num_sequences` is None for a dense axis."""
     if num_sequences is None:
         count = tl.cdiv(num_rows, BLOCK)
     else:
@@ -57,16 +57,16 @@ def locate_tile(
 
     Args:
         cu_seqlens_ptr, cu_seqlens_other_ptr: [N + 1] offsets of the tile's axis and of the other.
-        tile: of all sequences' tiles.
+        tile: number among all sequences' tiles.
         num_rows, num_rows_other: lengths of the axes.
         num_sequences: N.
         BLOCK: rows of a tile.
 
     Returns:
         (sequence, first, start, end, first_other, size_other): the sequence's first row, the tile's
-        first row and the end of the sequence's, all within the axis; the sequence's first row on
-        the other axis, and how many it has there. A tile behind the last one of its sequence is
-        that of an empty sequence: start and end are first, and size_other is 0.
+        first row and the end of the sequence's rows, all within the axis; the sequence's first row
+        on the other axis, and how many it has there. A tile after the last one of its sequence
+        belongs to an empty sequence: start and end are first, and size_other is 0.
     """
     sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
     return rows_of_tile(
@@ -86,7 +86,7 @@ def rows_of_tile(
     num_sequences,
     BLOCK: tl.constexpr,
 ):
-    """Return what `locate_tile` does, of a tile that `sequence` owns."""
+    """Return what `locate_tile` does, for a tile that `sequence` owns."""
     first, size = rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, num_rows)
     first_other, size_other = rows_of_sequence(
         cu_seqlens_other_ptr, sequence, num_rows_other, num_sequences, 0
@@ -103,24 +103,24 @@ def rows_of_tile(
 def locate_tokens(
     cu_seqlens_ptr, tile, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Find the sequence that owns a tile, where each token has ROWS rows, one after the other.
+    """Find the sequence that owns a tile, where each token has ROWS consecutive rows.
 
     The first tiles of all sequences come before the others, so that in a batch of single tokens the
-    first programs have all the work. Of the others sequence n owns those from ``cu_seqlens[n] *
-    ROWS // BLOCK`` on, which are again at least as many as it has.
+    first programs have all the work. Among the others, sequence n owns the tiles from
+    ``cu_seqlens[n] * ROWS // BLOCK`` on, which are again at least as many as it needs.
 
     Args:
         cu_seqlens_ptr: [N + 1] offsets, in tokens.
-        tile: of all sequences' tiles.
-        num_tokens: of the axis.
+        tile: number among all sequences' tiles.
+        num_tokens: tokens of the axis.
         num_sequences: N.
-        ROWS: of a token.
+        ROWS: rows of a token.
         BLOCK: rows of a tile.
 
     Returns:
         (sequence, first, tokens, start): the sequence's first token and how many it has, within the
-        axis; the tile's first row, counted from the sequence's. A tile behind the last one of its
-        sequence starts behind its last row.
+        axis; the tile's first row, counted from the sequence's first. A tile after the last one of
+        its sequence starts after the sequence's last row.
     """
     owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
     return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
@@ -130,7 +130,7 @@ def locate_tokens(
 def tokens_of_tile(
     cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return what `locate_tokens` does; `owner` has the tile if it is none of the first ones."""
+    """Return what `locate_tokens` does; `owner` owns the tile unless it is a sequence's first."""
     is_first = tile <= num_sequences
     sequence = tl.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(
@@ -151,9 +151,9 @@ def first_tile(first, sequence, BLOCK: tl.constexpr):
 def find_sequence(
     cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
 ):
-    """Return the last sequence whose tiles do not begin behind `tile`, 0 .. N.
+    """Return the last sequence whose tiles begin at or before `tile`, 0 .. N.
 
-    With ROWS, tiles are those behind the sequences' first ones, as in `locate_tokens`.
+    With ROWS, tiles are the ones after the sequences' first tiles, as in `locate_tokens`.
     """
     first = 0
     count = num_sequences + 1
@@ -176,7 +176,7 @@ def find_sequence(
 
 @triton.jit
 def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_padding):
-    """Return the first row of a sequence and how many it has, within an axis of `num_rows`."""
+    """Return the first row of a sequence and how many rows it has, within an axis of `num_rows`."""
     first = tl.load(cu_seqlens_ptr + sequence, mask=sequence > 0, other=0)
     end = tl.load(
         cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=end_of_padding

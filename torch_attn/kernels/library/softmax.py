@@ -1,7 +1,7 @@
 """The running softmax.
 
-Scores live in the exponent's base-2 domain: ``exp(x) = exp2(x * log2(e))``, so that one hardware
-instruction gives p. `exp2_scale` takes a score there and contains the scale where it can
+Scores are kept in base 2: ``exp(x) = exp2(x * log2(e))``, so that one hardware instruction gives p.
+`exp2_scale` converts a score to base 2 and includes the scale where it can
 (`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction.
 """
 
@@ -33,9 +33,9 @@ def online_softmax_update(s, m_i, l_i, exp2_scale):
 
 @triton.jit
 def row_statistics(m_i, l_i):
-    """Return what a row's acc is divided by, and its log-sum-exp (natural log), from a softmax.
+    """Return the divisor of a row's acc, and its log-sum-exp (natural log), from a softmax.
 
-    A row without a key has -inf, and its acc of 0 is divided by 1.
+    A row without a key has lse -inf, and its acc of 0 is divided by 1.
     """
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     return l_safe, m_i * LN2 + tl.log(l_safe)
@@ -43,7 +43,7 @@ def row_statistics(m_i, l_i):
 
 @triton.jit
 def add_sink(sink, m_i, l_i):
-    """Count one more logit, without a value, into a running softmax (Xiao et al. 2023).
+    """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
 
     Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
     l_i.
@@ -58,7 +58,7 @@ def add_sink(sink, m_i, l_i):
 
 @triton.jit
 def add_sink_to_states(sink, m_i, l_i):
-    """Do what `add_sink` does where the maximum is a natural logarithm."""
+    """Do what `add_sink` does, for a maximum that is a natural logarithm."""
     m_new = tl.maximum(m_i, sink)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     alpha = tl.exp2((m_i - m_safe) * LOG2E)

@@ -1,7 +1,7 @@
-"""Terms: what is added to scaled scores, before the softcap and the masks, and dropout.
+"""Terms: what is added to the scaled scores before the softcap and the masks; and dropout.
 
-With d the distance of a key from a query, its position less the query's: ``relative_bias[h, clip(d,
--R, R) + R]`` (Raffel et al. 2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
+With d the key's position less the query's: ``relative_bias[h, clip(d, -R, R) + R]`` (Raffel et al.
+2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
 """
 
 import math
@@ -16,22 +16,22 @@ from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
-# Batch elements whose gradients of a bias are added in its 16 bits, from 0 on. The sum of two is
-# rounded once, and their order does not matter. Of three a partial sum would be rounded: where a
-# large one and its negative cancel, the error was 8 times the budget.
+# The most batch elements whose gradients of a bias are added in its 16 bits, from 0 on. The sum of
+# two is rounded once, and their order does not matter. With three, a partial sum would be rounded:
+# where a large one and its negative cancel, the error was 8 times the budget.
 MOST_SHARING = 2
 
 
 class Bias(NamedTuple):
-    """A bias of pairs, or its gradient; entries is None for none.
+    """Hold a bias of query-key pairs, or its gradient; entries is None if there is none.
 
     Attributes:
         entries: [B, Hq, Sq, Skv], or 1 in place of any.
         batch, head, row: strides in elements, 0 for an axis of 1.
         align: a divisor of the strides, which tells the compiler how wide a load may be.
-        of_rows, of_keys: it has more than one row, and more than one key.
-        boxes: TMA descriptor of the entries, where a kernel loads its tiles so.
-        adds: of a gradient, that batch elements share it, and a kernel adds the part of each.
+        of_rows, of_keys: whether it has more than one row, and more than one key.
+        boxes: TMA descriptor of the entries, if a kernel loads its tiles by TMA.
+        adds: whether batch elements share the gradient, and a kernel adds each one's part.
     """
 
     entries: Any = None
@@ -46,22 +46,22 @@ class Bias(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Operands that are added to scores, and those of dropout; None for what a problem lacks.
+    """Hold the operands that are added to scores, and dropout's; None for what a problem lacks.
 
-    Kernels look at the attributes alone: Triton 3.6 does not compare a tuple that holds None.
+    Kernels compare single attributes: Triton 3.6 cannot compare a tuple that holds None.
 
     Attributes:
         relative: [Hq, 2R + 1], contiguous.
-        slopes: [Hq] or [B, Hq] float32, contiguous; of packed sequences [Hq] or [N, Hq].
-        seed: of dropout, [2] int32 or uint32.
+        slopes: [Hq] or [B, Hq] float32, contiguous; for packed sequences [Hq] or [N, Hq].
+        seed: seed of dropout, [2] int32 or uint32.
         bias: a `Bias`.
-        dbias: its gradient, where a kernel that computes ds stores it.
-        drelative: [Hq, 2R + 1] float32, the table's gradient where a kernel adds to it.
+        dbias: its gradient, if a kernel that computes ds stores it.
+        drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
         radius: R.
-        of_batch: distance of two batch elements' slopes, 0 where they share them.
-        count: batch elements with slopes.
+        of_batch: distance between two batch elements' slopes, 0 if they share them.
+        count: number of batch elements with slopes.
         dropout: `twin_attention.contract.dropout.DropoutRule`.
-        falling: no query sees a key behind it.
+        falling: no query sees a key after it.
     """
 
     relative: Any = None
@@ -92,15 +92,15 @@ def added_scores(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):
-    """Return what is added to the scores of a tile, [BLOCK_Q, BLOCK_KV] float32; None for nothing.
+    """Return what is added to a tile's scores, [BLOCK_Q, BLOCK_KV] float32; None for nothing.
 
     Args:
         terms: `Terms`.
-        element: of the batch, or the packed sequence, which may be that of padding.
+        element: the batch element, or the packed sequence, which may be that of padding.
         head: the query head.
         offset: distance of the tile's first key from its first query.
         start_q, start_kv: the tile's first query and key.
-        seq_q, seq_kv: how many there are.
+        seq_q, seq_kv: how many queries and keys there are.
         MASKED: the tile has keys that do not exist.
         TRANSPOSED: the tile has keys down and queries across.
     """
@@ -153,7 +153,7 @@ def bias_tile(
 ):
     """Return the pointers to a tile of a bias, which has one row or column for an axis of 1.
 
-    Queries that do not exist have the last one's, and keys pointers past the end.
+    Nonexistent queries get the last query's pointers, nonexistent keys pointers past the end.
     """
     query = tl.minimum(start_q + tl.arange(0, BLOCK_Q), seq_q - 1).to(tl.int64)
     key = start_kv + tl.arange(0, BLOCK_KV)
@@ -183,10 +183,10 @@ def store_bias_tile(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Store a tile of the gradient of a bias, which has all queries and keys."""
+    """Store a tile of the gradient of a bias that has all queries and keys."""
     tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
     x = x.to(dbias.entries.dtype.element_ty)
-    # Without a mask stores are wide.
+    # Stores without a mask are wide.
     if (start_q + BLOCK_Q <= seq_q) & (start_kv + BLOCK_KV <= seq_kv):
         tl.store(tile, x)
     else:
@@ -196,9 +196,9 @@ def store_bias_tile(
 
 @triton.jit
 def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Return what a head's row of a table has for some distances."""
+    """Return the entries of a head's row of the table for some distances."""
     added = tl.zeros(distance.shape, tl.float32)
-    # Most tiles are so far off that all of their distances share an entry.
+    # Most tiles are so far off the diagonal that all their distances share an entry.
     if (offset - BLOCK_Q + 1 >= radius) | (offset + BLOCK_KV - 1 <= -radius):
         one = tl.minimum(tl.maximum(offset, -radius), radius) + radius
         added += tl.load(row + one).to(tl.float32)
@@ -228,9 +228,9 @@ def added_gradient(terms: Terms) -> Tensor | None:
 
 
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
-    """Return an empty gradient of a bias that a kernel stores, none if several pairs share a value.
+    """Return an empty bias gradient for a kernel to store; none if several pairs share a value.
 
-    What no kernel visits is 0.
+    Entries that no kernel visits are 0.
     """
     if bias.entries is None or shares_values(bias.entries.shape, spec):
         return Bias()
@@ -240,7 +240,7 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 
 
 def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
-    """Return the gradient, 0, of a bias to which TMA adds for each batch element; none for others.
+    """Return a zero gradient of a bias, to which TMA adds each batch element's; none for others.
 
     It has all query heads, in q's dtype.
     """
@@ -253,9 +253,9 @@ def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
 
 
 def is_multiplied(dbias: Bias, q: Tensor) -> bool:
-    """Return True if a bias' gradient is what products take: TMA stores it, in q's dtype.
+    """Return True if a bias' gradient has q's dtype, as products take it, and TMA can store it.
 
-    Rows that TMA stores are multiples of 16 bytes. True without a gradient.
+    TMA stores rows of a multiple of 16 bytes. True without a gradient.
     """
     values = dbias.entries
     if values is None:
@@ -264,23 +264,23 @@ def is_multiplied(dbias: Bias, q: Tensor) -> bool:
 
 
 def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
-    """Return True if several pairs share a value of a bias, or there is one query, or one key."""
+    """Return True if several pairs share a value of a bias, or there is only one query or key."""
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
     return tuple(shape) != whole or 1 in whole[2:]
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:
-    """Return the terms, which stand before the mask, the last operand, with their numbers."""
+    """Return the terms with their numbers; they precede the mask, the last operand."""
     terms, spec = call.layouts[-2], call.spec
     radius = of_batch = count = None
     if terms.relative is not None:
         radius = terms.relative.shape[1] // 2
     if terms.slopes is not None:
         is_own = len(terms.slopes.shape) == 2
-        # Triton 3.6 loses the constants of inner tuples where the outer one has none: this is one.
+        # Triton 3.6 loses the constants of inner tuples if the outer tuple has none: this is one.
         of_batch = tl.constexpr(spec.heads_q if is_own else 0)
         batch = spec.num_sequences if isinstance(spec, VarlenSpec) else spec.batch
-        # The sequence of padding has no slopes.
+        # The padding's sequence has no slopes.
         count = batch if is_own else batch + 1
     terms = terms._replace(bias=with_strides(terms.bias), dbias=with_strides(terms.dbias))
     numbers = {"radius": radius, "of_batch": of_batch, "count": count, "dropout": spec.dropout}
@@ -289,7 +289,7 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
 
 
 def with_strides(bias: Bias) -> Bias:
-    """Return a bias, as its layout, with its strides."""
+    """Return a bias with its strides; its entries are a layout."""
     if bias.entries is None:
         return bias
     sizes = zip(bias.entries.shape, bias.entries.strides, strict=True)

@@ -1,9 +1,9 @@
-"""Tiles: which of them a row sees, and how rows and columns of a head are read and written.
+"""Tiles: which tiles a row sees, and how rows and columns of a head are read and written.
 
-A tensor may have more than 2^31 elements, and a view may span more than it has. Numbers of rows,
-heads, pages and parts have 32 bits. In every kernel such a number gets 64 before it is multiplied
-by a stride. Rows counted from a tile's first keep 32, unless the tile spans 2^31 elements
-(`load_tile`), and so do pages and slots of a pool whose heads span less.
+A tensor may have more than 2^31 elements, and a view may span more than it has. Indices of rows,
+heads, pages and parts have 32 bits. Every kernel widens such an index to 64 bits before it
+multiplies it by a stride. Rows counted from a tile's first row keep 32 bits, unless the tile spans
+2^31 elements (`load_tile`), and so do pages and slots of a pool whose heads span less.
 """
 
 import math
@@ -20,15 +20,15 @@ from twin_attention.targets import config
 ROW_PADDING = tl.constexpr(128)
 
 
-# The columns of a tile follow from the head size, inside the kernels.
+# Inside the kernels, the columns of a tile follow from the head size.
 padded_head_dim = triton.constexpr_function(config.padded_head_dim)
 
 
 class Strides(NamedTuple):
-    """The strides of a [B, S, H, D] tensor with a contiguous last dimension.
+    """Hold the strides of a [B, S, H, D] tensor with a contiguous last dimension.
 
     Attributes:
-        batch, row, head: strides in elements; `row` is a constant of the code.
+        batch, row, head: strides in elements; `row` is a compile-time constant.
         align: a divisor of all operands' strides, which tells the compiler how wide a load may be.
     """
 
@@ -39,7 +39,7 @@ class Strides(NamedTuple):
 
 
 class FlashStrides(NamedTuple):
-    """The `Strides` of a kernel's operands; None for one that it does not have."""
+    """Hold the `Strides` of a kernel's operands; None for an operand that it lacks."""
 
     q: Strides | None = None
     k: Strides | None = None
@@ -65,9 +65,9 @@ def visible_tiles(
     p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
     ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
 
-    Returns (begin, before, full, after): the first tile that has something to see starts at
-    `begin`; from there `before` tiles need a mask, then `full` tiles need none, then `after`
-    tiles need one. Every other tile is skipped.
+    Returns (begin, before, full, after): the first visible tile starts at `begin`; from there
+    `before` tiles need a mask, then `full` tiles need none, then `after` tiles need one. Every
+    other tile is skipped.
     """
     first = start + diagonal
     last = tl.minimum(start + BLOCK, size) - 1 + diagonal
@@ -86,12 +86,12 @@ def visible_tiles(
 
 @triton.jit
 def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
-    """Return what `visible_tiles` does, from bounds of the rows that are seen.
+    """Return what `visible_tiles` does, from bounds of the visible rows.
 
     Args:
-        begin, end: the first row of the first tile that one of some rows sees, and after the last
-            row.
-        full_begin, full_end: the first that all of them see, and after the last.
+        begin, end: the first row of the first tile that any row sees, and the end of the rows that
+            any row sees.
+        full_begin, full_end: the first row that all rows see, and the end of the rows that all see.
         BLOCK: rows of a tile.
     """
     visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
@@ -122,9 +122,9 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def split_step(step, count, GROUP_SIZE: tl.constexpr):
-    """Return head of the group and index of the tile at one step over `count` tiles per head.
+    """Return the head of the group and the tile's index at one step over `count` tiles per head.
 
-    A compiler may compute this ahead of a loop that then makes no step, so `count` may be 0 here.
+    A compiler may hoist this out of a loop that makes no step, so `count` may be 0 here.
     """
     if GROUP_SIZE == 1:
         member, index = 0, step
@@ -156,8 +156,9 @@ def load_tile(
 ):
     """Load rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
 
-    Columns are padded with zeros to a power of two. STRIDE is the distance of rows in elements.
-    MASK_ROWS: rows past `num_rows` give 0, and with `exists` [BLOCK_ROWS] those where it is False.
+    Columns are padded with zeros to a power of two. STRIDE is the distance between rows in
+    elements. MASK_ROWS: rows past `num_rows` give 0, and so do rows where `exists` [BLOCK_ROWS] is
+    False.
     """
     BLOCK_SIZE: tl.constexpr = padded_head_dim(SIZE)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -196,7 +197,7 @@ def store_tile(
 def load_stored(
     base, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, exists=None
 ):
-    """Load what `store_tile` stored, with zeros around it.
+    """Load what `store_tile` stored, padded with zeros.
 
     Rows where `exists` [BLOCK_ROWS] is False are not read, and are 0.
     """
@@ -212,8 +213,8 @@ def load_stored(
 def strides_of(**layouts: Layout) -> FlashStrides:
     """Return the strides of [B, S, H, D] tensors, or packed ones, by the names of `FlashStrides`.
 
-    The distance of rows is a compile-time constant, so that a tile's addresses are one register
-    and constant offsets: at D 128 the dk, dv kernel spills half as much for it.
+    The distance between rows is a compile-time constant, so that a tile's addresses are one
+    register and constant offsets: at D 128 this halves the spills of the dk, dv kernel.
     """
     every = (stride for layout in layouts.values() for stride in layout.strides[:-1])
     align = tl.constexpr(math.gcd(16, *every))

@@ -1,16 +1,16 @@
 """Trees: keys that have an end, and windows of depths.
 
-Key j is seen by queries at positions before ``ends[j]`` that `causal` leaves. For every
-BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped where
-no end is behind the first query, and needs no mask where all are behind the last one. What is left
-of the tiles that the window shows is runs: in depth-first order one for each stretch of the path
-from the root. A program walks one run after the other, each as dense rows are walked. The queries
-of a tile of keys are one run.
+Key j is seen by the queries at positions before ``ends[j]`` that `causal` allows. For every
+BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped if no
+end is after the first query, and needs no mask if all ends are after the last query. The remaining
+tiles of the window form runs: in depth-first order, one for each stretch of the path from the root.
+A program walks one run after the other, each like dense rows. The queries of a tile of keys are one
+run.
 
-A window of depths is one more end: ``reach[j]`` is the greatest depth of a query that sees key j.
+A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
 
-Ends and depths are data that nobody checked. Whatever they are, a program visits only tiles that
-the window shows.
+Ends and depths are unchecked data. Whatever their values, a program visits only tiles that the
+window shows.
 """
 
 from typing import Any, NamedTuple
@@ -25,11 +25,11 @@ from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
 
 class Tree(NamedTuple):
-    """Ends of keys, contiguous int32.
+    """Hold the ends of keys, contiguous int32.
 
     Attributes:
-        ends: of the keys, [B, Skv], or [Tkv] of packed sequences.
-        ranges: `tree_ranges`, which kernels that visit keys read; of the explicit kernels the
+        ends: ends of the keys, [B, Skv], or [Tkv] for packed sequences.
+        ranges: `tree_ranges`, which kernels that visit keys read; for the explicit kernels, the
             lists of `kernels.tile_lists`.
     """
 
@@ -38,13 +38,13 @@ class Tree(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """Depths that a window counts, contiguous int32.
+    """Hold the depths that a window counts, contiguous int32.
 
-    They are no part of `Tree`: Triton 3.6 takes no None in a tuple in a tuple.
+    They are not part of `Tree`: Triton 3.6 takes no None in a nested tuple.
 
     Attributes:
-        q: of the queries, [B, Sq], or [Tq] of packed sequences.
-        reach: of the keys, as `Tree.ends`: the greatest depth that sees each.
+        q: depths of the queries, [B, Sq], or [Tq] for packed sequences.
+        reach: the greatest depth that sees each key, shaped as `Tree.ends`.
     """
 
     q: Any
@@ -52,14 +52,15 @@ class Depths(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Hold what tells which tiles of keys some queries see.
+    """Hold the numbers that tell which tiles of keys some queries see.
 
     Attributes:
-        ranges: of the batch element's keys.
-        row, last_row: row of the first tile, and the last row of the sequence, as `ranges` count.
-        before, full, count: tiles that the window shows: `full` need no mask for it.
+        ranges: ranges of the batch element's keys.
+        row, last_row: first row of the first tile, and last row of the sequence, as `ranges` count.
+        before, full, count: `count` tiles that the window shows; after `before`, `full` need no
+            mask for it.
         first, last: positions of the first and of the last query.
-        least, greatest: depths of the queries, 0 without.
+        least, greatest: least and greatest depth of the queries, 0 without depths.
     """
 
     ranges: Any
@@ -76,14 +77,14 @@ class Runs(NamedTuple):
 
 @triton.jit
 def in_branch(tree, depths, row_q, query, size_q, row_kv, key, size_kv, position):
-    """Return which keys have their end, and their reach, behind which queries.
+    """Return which keys end after each query, and reach its depth.
 
     Args:
         tree, depths: `Tree`, and `Depths` or None.
         row_q, row_kv: rows of the sequence's first query and key.
         query, key: rows counted from these, broadcast against each other.
-        size_q, size_kv: how many there are.
-        position: of the queries, counted as keys.
+        size_q, size_kv: how many queries and keys there are.
+        position: positions of the queries, counted as keys.
     """
     ends = tl.load(tree.ends + row_kv + key, mask=key < size_kv, other=0)
     seen = position < ends
@@ -103,9 +104,9 @@ def find_runs(
 
     Args:
         tree, depths: as `in_branch` takes them.
-        batch: element of the batch, 0 of packed sequences.
+        batch: the batch element, 0 for packed sequences.
         row_q, row_kv: as `in_branch` takes them.
-        start, size: the queries' first row, and the end of the sequence's.
+        start, size: the queries' first row, and the end of the sequence's queries.
         size_kv: how many keys the sequence has.
         diagonal: position of query 0.
         begin, before, full, after: as `visible_tiles` returns them.
@@ -122,7 +123,7 @@ def find_runs(
         least = tl.min(tl.load(depth_ptr, mask=rows < size, other=LARGEST), 0)
         greatest = tl.max(tl.load(depth_ptr, mask=rows < size, other=-LARGEST), 0)
     last = tl.minimum(start + BLOCK, size) - 1
-    # Ranges begin with the batch element, or with the first of all packed sequences.
+    # Ranges begin with the batch element, or with the first packed sequence.
     first_row = (row_kv - batch * size_kv).to(tl.int32)
     return Runs(
         ranges, first_row + begin, first_row + size_kv - 1, before, full, before + full + after,
@@ -155,7 +156,7 @@ def next_run(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     end = first
     for start in tl.range(tile, runs.count, SCAN_WIDTH, num_stages=1):
         i = start + tl.arange(0, SCAN_WIDTH)
-        # All are behind `tile`. Triton 3.6 drops a number that only the bounds of loops depend on.
+        # None is before `tile`, but Triton 3.6 drops a number that only loop bounds depend on.
         is_kind = _is_kind(depths, runs, i, BLOCK, MASKED) & (i >= tile)
         is_last = is_kind & ~_is_kind(depths, runs, i + 1, BLOCK, MASKED)
         first = tl.minimum(first, tl.where(is_kind, i, runs.count))
@@ -165,7 +166,7 @@ def next_run(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def _is_kind(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return which tiles are visited, of the ones with a mask or of the ones without."""
+    """Return which tiles are visited with a mask, or which without one."""
     exists = (tile >= 0) & (tile < runs.count)
     row = runs.row + tile * BLOCK
     block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, runs.last_row)
@@ -188,7 +189,7 @@ def _is_kind(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 def ending_tiles(
     tree, depths, row_kv, key, size_kv, diagonal, begin, before, full, after, BLOCK: tl.constexpr
 ):
-    """Narrow what `visible_tiles` returned to the tiles of queries before the end of some keys.
+    """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys.
 
     Args:
         tree, depths, row_kv, key, size_kv: as `in_branch` takes them.
@@ -213,15 +214,15 @@ def ending_tiles(
 
 
 def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
-    """Compute the ranges of ends, and of reaches, of every BLOCK_TOKENS keys.
+    """Compute the ranges of ends, and of reaches, for every BLOCK_TOKENS keys.
 
     Args:
         ends: [B, Skv] int32, or [Tkv].
         reach: as `ends`, or None.
 
     Returns:
-        [B, blocks, 2] int32: the greatest and the least end, and with `reach` the same of it, 4 in
-        all. What the last block lacks counts as 0.
+        [B, blocks, 2] int32: the greatest and the least end; with `reach`, its greatest and least
+        follow, 4 in all. The last block is filled by 0.
     """
     values = [in_blocks(x.view(-1, x.shape[-1]), 0) for x in (ends, reach) if x is not None]
     batch, blocks, _ = values[0].shape

@@ -50,7 +50,7 @@ def append_kv_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    """One program writes one token of one sequence, BLOCK_HEADS heads of it.
+    """One program writes BLOCK_HEADS heads of one token of one sequence.
 
     Operands: k_new [B, T, Hkv, D] and v_new [B, T, Hkv, Dv], and the cache, a `Cache`. Grid:
     (head tiles, tokens, batch) in one axis. Token t goes to position ``len - TOKENS + t``; a
@@ -59,9 +59,9 @@ def append_kv_kernel(
     Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv] and cu_seqlens [B + 1], otherwise None.
     Grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
 
-    rotation: a `Rotation` of num_positions, or None. Keys are rotated in float32 by the
-    angles of their positions, and so are queries q of the same tokens, or None; q_out is contiguous
-    and 0 in the padding. Tiles of heads are those of q, of which keys and values have no more.
+    rotation: a `Rotation` of num_positions, or None. Keys are rotated in float32 by the angles of
+    their positions, and so are queries q of the same tokens, or None; q_out is contiguous and 0 in
+    the padding. Tiles of heads cover q's heads, or those of keys and values without q.
     """
     # Locate the token and its slot.
     heads: tl.constexpr = HEADS_Q if HEADS_Q > HEADS_KV else HEADS_KV
@@ -96,7 +96,7 @@ def append_kv_kernel(
     slot = (position % cache.page_size).to(tl.int64)
     writes = exists & (head < HEADS_KV)
 
-    # Copy the key and the value, rotated if asked for, and quantised where the cache is.
+    # Copy the key and the value, rotated if asked for, and quantised if the cache is.
     cos = None
     sin = None
     if rotation is not None:
@@ -145,8 +145,8 @@ def copy_rows(
 ):
     """Copy rows of one tensor to another, rotated with cos and sin, quantised with a scale.
 
-    `reads` and `writes` say which rows are; one that is not read is 0. The first PAIRS pairs of
-    columns are rotated.
+    `reads` and `writes` say which rows are read and written; a row that is not read is 0. The first
+    PAIRS pairs of columns are rotated.
     """
     if cos is None:
         x = load_rows_at(source, source_index, source_strides, reads, SIZE, BLOCK_SIZE)
@@ -189,7 +189,7 @@ def store_new(
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Store rows as `store_rows_at` does, quantised if there is a scale of each."""
+    """Store rows as `store_rows_at` does, quantised if there is a scale for each row."""
     if scale is not None:
         x = quantize(x, scale[:, None], base.dtype.element_ty)
     store_rows_at(base, x, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST, STEP)
@@ -213,7 +213,7 @@ def append_kv(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `append_kv_kernel`."""
+    """Return the grid and the arguments of `append_kv_kernel`."""
     spec = call.spec
     k_new, v_new, cache, _cu_seqlens, q, rotation, _q_out = call.layouts
     pairs = spec.rotary_dim // 2

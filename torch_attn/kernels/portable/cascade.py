@@ -1,8 +1,8 @@
-"""Cascades: pages that sequences of a batch begin with are read once for a tile of sequences.
+"""Cascades: pages that several sequences begin with are read once for a tile of sequences.
 
-The rows of a tile's sequences see the shared pages as those of one sequence, which gives each a
-running softmax. `paged_decode` visits a sequence's other keys and goes on with it. Ye et al. 2024
-(cascade inference); Juravsky et al. 2024 (Hydragen).
+The rows of a tile's sequences see the shared pages like rows of one sequence, and each gets a
+running softmax. `paged_decode` continues it over a sequence's other keys. Ye et al. 2024 (cascade
+inference); Juravsky et al. 2024 (Hydragen).
 """
 
 from typing import Any, NamedTuple
@@ -47,10 +47,10 @@ class Cascade(NamedTuple):
     """Hold running softmaxes over keys that sequences share.
 
     Attributes:
-        prefixes: how many keys of each sequence, [B] int32.
+        prefixes: how many shared keys each sequence begins with, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
         maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
-        num_states: N, a constant of the code, as block_kv.
+        num_states: N, a compile-time constant, as is block_kv.
         block_kv: keys of a tile of shared keys.
     """
 
@@ -86,16 +86,17 @@ def shared_pages_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """One program computes BLOCK_ROWS rows of one kv head of tiles over a split of their prefixes.
+    """One program computes BLOCK_ROWS rows of one kv head of tiles, over a split of their prefixes.
 
-    Row r is that of `paged_decode_kernel` of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.
+    Row r is a row of `paged_decode_kernel`, of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.
     Operands: q and the cache as there; a `Cascade`, which it writes; tiles, the constants of
     `CascadeTiles`. Grid: (row tiles, kv heads, sequences by tiles.members) in one axis, row tiles
-    fastest, and splits. A program takes the tiles whose first sequence is one of its `members`: one
-    where all sequences share. All rows see all keys. Loop invariant: `online_softmax_update`.
-    Accumulation: float32, exponents in base 2, p cast to the products' dtype.
+    fastest, and splits. A program takes the tiles whose first sequence is one of its `members`: a
+    single tile if all sequences share pages. All rows see all keys. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype.
 
-    PDL: the decode over the other keys may begin to start where nothing is left but these products.
+    PDL: the decode over the other keys may begin to start once only these products are left.
     """
     # Locate the tiles that have a prefix.
     num_tiles: tl.constexpr = (tiles.members * TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -120,7 +121,7 @@ def shared_pages_kernel(
     token = row // GROUP_SIZE % TOKENS
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
 
-    # Nothing is hoisted: the search needs the registers before the products do.
+    # Hoist nothing: the search needs the registers before the products do.
     for which in tl.range(0, num_leaders, disable_licm=True):
         # Find the split's share of the keys.
         leader = tl.sum(tl.where(leads & (place == which), sequence, 0), 0)
@@ -174,12 +175,12 @@ def join_prefix(
     cascade, keys, rows, lse_row, out_row, is_row, acc, m_i, l_i, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Join a running softmax with those over the keys of a prefix; returns acc, m_i and l_i.
+    """Merge a running softmax with the ones over a prefix's keys; returns acc, m_i and l_i.
 
     Args:
         rows: query rows of a state.
-        lse_row, out_row: which of them each row of acc is, in maxima and sums, and in accs.
-        SIZE, BLOCK_SIZE: columns of a tile of acc, and these padded.
+        lse_row, out_row: which query row each row of acc is, in maxima and sums, and in accs.
+        SIZE, BLOCK_SIZE: columns of a tile of acc, without and with padding.
     """
     size: tl.constexpr = SIZE * len(acc)
     for state in tl.range(0, splits_with_keys(0, keys, cascade.num_states, cascade.block_kv)):
@@ -201,12 +202,12 @@ def join_prefix(
 def attend_to_shared_pages(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, block_kv: int, backend: Backend
 ) -> tuple[Cascade, CascadeTiles] | None:
-    """Launch `shared_pages_kernel`; None where the shapes leave a cascade nothing to gain.
+    """Launch `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
 
-    On SM90 the launch behind it may start while it runs.
+    On SM90 the next launch may start while it runs.
 
     Args:
-        operands: those of the decode; an 8-bit pool is packed.
+        operands: operands of the decode; an 8-bit pool is packed.
         block_kv: keys of a tile of the decode over the other keys.
     """
     tile = cascade_tile(spec)
@@ -231,7 +232,7 @@ def attend_to_shared_pages(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `shared_pages_kernel`."""
+    """Return the grid and the arguments of `shared_pages_kernel`."""
     tile, (tiles,) = call.spec, call.constants
     q, cache, cascade = call.layouts
     rows = block_rows(tile, call.config)
@@ -248,7 +249,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def cascade_argument(cascade: Cascade | None, tiles: CascadeTiles) -> Cascade | None:
-    """Return a cascade as the decode takes it, of its layouts."""
+    """Return a cascade as the decode takes it, from its layouts."""
     if cascade is None:
         return None
     return cascade._replace(

@@ -48,20 +48,20 @@ def combine_kernel(
 ):
     """One program merges one row.
 
-    Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses
-    [N, B, H, S] (float32, natural log) with the given strides; sinks [H] float32 or None; out
-    [B, S, H, Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads
-    fastest. A part whose lse is -inf has no keys: its output does not count, and may hold anything.
-    Accumulation: float32, BLOCK_STATES parts at a time. Of log-sum-exps the maximum is subtracted
-    before the base becomes 2: equal ones, however large, give weights of 1.
+    Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses [N,
+    B, H, S] (float32, natural log) with the given strides; sinks [H] float32 or None; out [B, S, H,
+    Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads fastest. A
+    part whose lse is -inf has no keys: its output does not count, and may hold anything.
+    Accumulation: float32, BLOCK_STATES parts at a time. The maximum log-sum-exp is subtracted
+    before the conversion to base 2: equal ones, however large, give weights of 1.
 
     BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
-    and lens [B] the lengths, int32. Only splits with keys are read, and where there is at most one
-    the result is there already. None: any states; lens is None.
+    and lens [B] the lengths, int32. Only splits with keys are read. If there is at most one, the
+    result is already there. None: any states; lens is None.
 
-    PDL: the launch overlaps the kernel before (CUDA's programmatic dependent launch), which writes
-    the states and no length. Every program waits for it, also one with nothing to do: whatever is
-    launched next waits for this one alone.
+    PDL: the launch overlaps the kernel before it (CUDA's programmatic dependent launch), which
+    writes the states but no length. Every program waits for that kernel, even with nothing to do,
+    because the next launch waits for this one alone.
     """
     # Locate the row.
     head = (tl.program_id(0) % HEADS).to(tl.int64)
@@ -70,7 +70,7 @@ def combine_kernel(
     if BLOCK_KEYS is not None:
         begin, end = keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left)
         num_states = splits_with_keys(begin, end, num_states, BLOCK_KEYS)
-    # The wait stands in both branches, so that the number of parts is there before it.
+    # Wait in both branches, so that the number of parts is known before the wait.
     if BLOCK_KEYS is not None and num_states <= 1:
         if PDL:
             gdc_wait()
@@ -138,11 +138,11 @@ def merge_splits(
     """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
 
     Args:
-        operands: those of the decode.
-        block_kv: keys of a tile of the decode; None if every split has written its part, one
-            without keys too.
-        backend: that of the decode. On SM90 the merge starts while the decode still runs, which
-            expects it.
+        operands: operands of the decode.
+        block_kv: keys of a tile of the decode; None if every split has written its part, even
+            without keys.
+        backend: backend of the decode. On SM90 the merge starts while the decode still runs; the
+            decode expects this.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
@@ -161,7 +161,7 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> None:
-    """Launch the kernel; decode is given where the states are splits, block_keys as there."""
+    """Launch the kernel; decode is given if the states are splits, block_keys as in the kernel."""
     overlap = decode is not None and backend.target == "sm90"
     launch(
         "combine",
@@ -178,7 +178,7 @@ def _launch(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `combine_kernel`."""
+    """Return the grid and the arguments of `combine_kernel`."""
     spec, (decode, block_keys, overlap) = call.spec, call.constants
     outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {

@@ -23,7 +23,7 @@ from twin_attention.targets.family import Backend
 
 @triton.jit
 def _load_lse(lses_ptr, part, num_states, stride):
-    """Load log-sum-exps; that of a part that there is not is -inf."""
+    """Load log-sum-exps; a nonexistent part has -inf."""
     return tl.load(lses_ptr + part * stride, mask=part < num_states, other=float("-inf"))
 
 
@@ -65,7 +65,7 @@ def combine_bwd_kernel(
     douts_ptr += ((batch * tokens + token) * HEADS + head) * HEAD_DIM_V
     dlses_ptr += (batch * HEADS + head) * tokens + token
 
-    # The parts' sum of exponentials.
+    # Sum the parts' exponentials.
     m_i = float("-inf")
     l_i = 0.0
     for start in tl.range(0, num_states, BLOCK_STATES):
@@ -78,7 +78,7 @@ def combine_bwd_kernel(
     m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
 
-    # d out_n = w_n dout; dp_n waits for Σ w dp where d lse_n will be.
+    # d out_n = w_n dout; d lse_n's memory holds dp_n until Σ w dp is known.
     cols = tl.arange(0, BLOCK_DV)
     dout = tl.load(dout_ptr + cols, mask=cols < HEAD_DIM_V, other=0.0).to(tl.float32)
     delta = 0.0
@@ -101,7 +101,7 @@ def combine_bwd_kernel(
             batch * dlse_strides.batch + head * dlse_strides.head + token * dlse_strides.token
         )
         delta -= tl.load(dlse_ptr)
-    tl.debug_barrier()  # the threads read what others have written
+    tl.debug_barrier()  # the threads read values that others wrote
 
     # d lse_n = w_n (dp_n - Σ w dp + dlse)
     for start in tl.range(0, num_states, BLOCK_STATES):
@@ -129,7 +129,7 @@ def combine_bwd(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `combine_bwd_kernel`."""
+    """Return the grid and the arguments of `combine_bwd_kernel`."""
     spec = call.spec
     dout, dlse, outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {

@@ -1,11 +1,11 @@
-"""Flash attention, backward: dq, then dk and dv, of rows that `kernels.preprocess` prepares.
+"""Flash attention, backward: dq, then dk and dv; `kernels.preprocess` prepares the rows.
 
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so that its dp is 0.
-With dropout dp, and p of dv, are multiplied by `dropout_weights`.
-Dao 2023, FlashAttention-2, algorithm 2, with a kernel for dq of its own instead of atomic
-additions: the result is the same bits every time.
+``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0. With
+dropout, dp and the p of dv are multiplied by `dropout_weights`.
+Dao 2023, FlashAttention-2, algorithm 2, with a separate kernel for dq instead of atomic additions:
+the result has the same bits every time.
 """
 
 from typing import Any
@@ -92,12 +92,12 @@ def flash_bwd_dq_kernel(
     """One program computes BLOCK_Q rows of dq of one query head.
 
     Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
-    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule, terms
-    and mask: as in `flash_fwd_kernel`. Loop invariant: dq is
-    Σ ds k over the keys so far. Accumulation: float32, exponents in base 2, ds cast to k's dtype
-    for ds·k. A row that sees no key gives 0. CARRY: dq, in float32, holds the gradient through
-    other keys, to which that through these is added. The gradient of a bias that no two pairs share
-    is ds, stored where terms have it.
+    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule, terms and
+    mask: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
+    float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
+    CARRY: dq, in float32, holds the gradient through other keys, to which the gradient through
+    these keys is added. The gradient of a bias that no two pairs share is ds, stored if terms have
+    dbias.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -121,7 +121,7 @@ def flash_bwd_dq_kernel(
     k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
     v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
 
-    # Load the queries and what belongs to their rows; they stay.
+    # Load the queries and their per-row values; they stay.
     q_base = head_base(q_ptr, strides.q, batch, head)
     dout_base = head_base(dout_ptr, strides.dout, batch, head)
     segment_q, is_query = None, None
@@ -163,7 +163,7 @@ def flash_bwd_dq_kernel(
         for _run in tl.range(0, count_runs(depths, runs, BLOCK_KV, masked)):
             if tree is not None:
                 first, end = next_run(depths, runs, end, BLOCK_KV, masked)
-            # From 0 on: from another number Triton 3.9 does not always pipeline the loads.
+            # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
             for step in tl.range(0, end - first):
                 start_kv = visited_row(
                     mask.lists, list_ptr, first + step, begin, before, full, seq_kv, BLOCK_KV,
@@ -259,13 +259,13 @@ def flash_bwd_dkdv_kernel(
 
     Operands: as in `flash_bwd_dq_kernel`; dk [B, Skv, Hkv, D] and dv [B, Skv, Hkv, Dv] contiguous.
     Grid: (key tiles · kv heads · batch), in the order of `longest_first`. Tiles of s, p, dp, ds are
-    transposed (keys down, queries across), so that they are left operands as they are. Loop
+    transposed (keys down, queries across), so that they can be left operands directly. Loop
     invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
     Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
     products. A key that no query sees gives 0.
 
-    The mask: as in `flash_fwd_kernel`, with `count_sequence_tiles` of keys, and of a kernel that
-    visits queries.
+    The mask: as in `flash_fwd_kernel`, but for a kernel that visits queries, with
+    `count_sequence_tiles` of keys.
     """
     # Locate the tile of keys.
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
@@ -314,7 +314,7 @@ def flash_bwd_dkdv_kernel(
             tree, depths, row_kv, key + first_position, seq_kv - first_kv, first_position, begin,
             before, full, after, BLOCK_Q,
         )  # fmt: skip
-    # With lists of each head one head after the other, otherwise all of the group together.
+    # If each head has lists, visit one head after the other, otherwise the whole group together.
     GROUP_LISTS: tl.constexpr = 1 if mask.lists is None else mask.lists.of_group
     for first_member in tl.range(0, GROUP_LISTS):
         list_ptr, first, num_before, num_full, num_after = listed_tiles(
@@ -402,7 +402,7 @@ def flash_bwd_dkdv_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    """Return the grid and the arguments of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim)
@@ -412,7 +412,7 @@ def prepare_dq(call: KernelCall) -> Prepared:
 
 
 def prepare_dkdv(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
+    """Return the grid and the arguments of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     programs = programs_of_sm(call.config.block_kv, spec.head_dim, spec.head_dim_v)

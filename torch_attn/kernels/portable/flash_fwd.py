@@ -103,13 +103,13 @@ def flash_fwd_kernel(
 
     Terms that are added to the scores, and dropout: `torch_attn.kernels.library.terms.Terms`.
 
-    carry_ptr: [B, Sq, Hq, Dv] float32, a result over other keys whose lse is in lse, which the keys
-    join; or None.
+    carry_ptr: [B, Sq, Hq, Dv] float32, a result over other keys, whose lse is in lse and to which
+    these keys are added; or None.
 
     The mask: `torch_attn.kernels.library.mask.Mask`. With packed sequences tensors have no batch
-    axis, Sq and Skv are the numbers of all tokens, and the grid has `count_sequence_tiles` of
-    queries; num_sequences is None otherwise. A tile of a block mask has multiples of BLOCK_Q
-    queries and BLOCK_KV keys.
+    axis, Sq and Skv count all tokens, and the grid has `count_sequence_tiles` of queries;
+    num_sequences is None otherwise. A tile of a block mask has multiples of BLOCK_Q queries and
+    BLOCK_KV keys.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -119,7 +119,7 @@ def flash_fwd_kernel(
     start_q = tile * BLOCK_Q
     total_q, first_kv, element, own_q = seq_q, None, batch, start_q
     if num_sequences is not None:
-        # Queries are counted from the first of all, keys from the sequence's first.
+        # Queries are counted from the first of all sequences, keys from the sequence's first.
         element, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
@@ -149,7 +149,8 @@ def flash_fwd_kernel(
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None and row_max_ptr is None:
-        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        # Include the sink in the maximum from the start, so that acc is not rescaled for it at the
+        # end.
         m_i = tl.maximum(m_i, tl.load(sinks_ptr + head) * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
     if carry_ptr is not None:
@@ -181,7 +182,7 @@ def flash_fwd_kernel(
         for _run in tl.range(0, count_runs(depths, runs, BLOCK_KV, masked)):
             if tree is not None:
                 first, end = next_run(depths, runs, end, BLOCK_KV, masked)
-            # From 0 on: from another number Triton 3.9 does not always pipeline the loads.
+            # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
             for step in tl.range(0, end - first):
                 start_kv = visited_row(
                     mask.lists, list_ptr, first + step, begin, before, full, seq_kv, BLOCK_KV,
@@ -252,8 +253,8 @@ def flash_fwd(
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, where the problem asks for
-        it, each row's largest score, as lse; all contiguous, without B for packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, if the problem asks for it,
+        each row's largest score, shaped as lse; all contiguous, without B for packed sequences.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
@@ -291,10 +292,10 @@ def launch_forward(
 
 
 def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
-    """Return the most registers of a thread; None leaves that to the compiler.
+    """Return the register limit of a thread; None leaves it to the compiler.
 
-    At head size 64 it takes 134 where 128 do, with which four programs share an SM: on an H200
-    4x4096 tokens take 8 % less time, 5 % under a causal mask.
+    At head size 64 the compiler uses 134 registers, but 128 suffice and let four programs share an
+    SM: on an H200, 4x4096 tokens take 8 % less time, 5 % under a causal mask.
     """
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
@@ -304,7 +305,7 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_fwd_kernel`."""
+    """Return the grid and the arguments of `flash_fwd_kernel`."""
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)

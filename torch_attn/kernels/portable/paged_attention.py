@@ -1,7 +1,7 @@
-"""Paged attention: any number of new tokens a sequence over a cache in pages, split over the keys.
+"""Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys.
 
-The new tokens of all sequences lie one after the other (`sequences`). Otherwise it is a paged
-decode: each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
+The new tokens of all sequences are packed (`sequences`). Otherwise it works like a paged decode:
+each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
 FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
 (Kwon et al. 2023).
 """
@@ -87,16 +87,16 @@ def paged_attention_kernel(
     group, so that the keys and values are read once for all of them. Operands: q [Tq, Hq, D] with
     the given strides; the cache, a `Cache`; cu_seqlens_q [B + 1], int32; sinks [Hq], float32, or
     None; tree, a `TreeEnds`, or None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq] (float32,
-    natural log), contiguous: the result of one split, the parts of several, to which sinks are not
-    given. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads fastest, and splits.
-    Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to
-    the products' dtype. A row that sees no key, such as padding, gives 0, and -inf or its sink.
-    PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of
-    two, at least 16.
+    natural log), contiguous: the result if there is one split, otherwise the parts, and then sinks
+    are None. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads fastest, and
+    splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
+    cast to the products' dtype. A row that sees no key, such as padding, gives 0, and -inf or its
+    sink. PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers
+    of two, at least 16.
 
     UPCAST: as in `paged_decode_kernel`. q, k, v, acc and out are tuples of tiles.
 
-    SKIPS_MASKS: tiles of keys that all rows see have a loop of their own, without a mask.
+    SKIPS_MASKS: tiles of keys that all rows see have a separate loop, without a mask.
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
     launch).
@@ -141,7 +141,7 @@ def paged_attention_kernel(
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     before, full, after = count, 0, 0
     if SKIPS_MASKS:
-        # Of the new tokens' keys a tree hides some from tokens behind them.
+        # A tree hides some of the new tokens' keys from later tokens.
         least = diagonal + first if tree is None else diagonal - 1
         before, full, after = tiles_at_edges(
             least, diagonal + last, first_tile, count, window_left, BLOCK_KV
@@ -227,7 +227,7 @@ def paged_attention(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `paged_attention_kernel`."""
+    """Return the grid and the arguments of `paged_attention_kernel`."""
     spec, (splits,) = call.spec, call.constants
     q, cache, _, _, tree, *_ = call.layouts
     rows = block_rows(spec, call.config)

@@ -1,4 +1,4 @@
-"""Paged decode: attention of a few new tokens over a cache in pages, split over the keys.
+"""Paged decode: attention of a few new tokens over a paged KV cache, split over the keys.
 
 Each split of a sequence's keys gives a partial output and its log-sum-exp; `combine` merges them.
 Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
@@ -51,7 +51,7 @@ from twin_attention.targets.splits import block_rows, choose_splits
 
 
 class Parts(NamedTuple):
-    """Hold what each split gives, in float32 and contiguous.
+    """Hold the partial results of each split, in float32 and contiguous.
 
     Attributes:
         outs: [splits, B, T, Hq, Dv].
@@ -97,23 +97,24 @@ def paged_decode_kernel(
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
     keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
     the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; a `Cascade`, or
-    None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. Where more than
-    one split has keys, each of them writes its `Parts` instead; with a single split they are None.
-    In a cascade all splits do so. Grid: (row tiles, kv heads, batch) in one axis, row tiles
+    None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. If more than one
+    split has keys, each of these splits writes its `Parts` instead; with a single split they are
+    None. In a cascade, all splits do so. Grid: (row tiles, kv heads, batch) in one axis, row tiles
     fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
     in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
     PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of
     two, at least 16.
 
-    UPCAST: the pools are in 8 bits, given as packed pairs of columns, and the products in float16;
-    HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile
-    where UPCAST is None (see `quantized`).
+    UPCAST: the pools are 8-bit, given as packed pairs of columns, and the products are in float16;
+    HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile where
+    UPCAST is None (see `quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch). In a cascade this one has begun to, and waits for the launch over the shared keys.
+    launch). In a cascade, this one has started early itself, and waits for the launch over the
+    shared keys.
 
-    Cascade: the keys of the prefix are passed over. The first split, which has keys in any case,
-    goes on with the running softmaxes over them.
+    Cascade: the keys of the prefix are skipped. The first split, which always has keys, continues
+    the running softmaxes over them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -130,7 +131,7 @@ def paged_decode_kernel(
             gdc_wait()
         begin = tl.load(cascade.prefixes + batch)
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
-    # A split with all tiles gives the result, else each gives a part that `combine` merges.
+    # A split with all tiles gives the result; otherwise each gives a part that `combine` merges.
     is_result = (split == 0) & (count == total)
     if cascade is not None and parts is not None:
         is_result = False
@@ -156,7 +157,7 @@ def paged_decode_kernel(
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
 
-    # Visit the tiles of keys; of a tree those of older keys alone have a loop without a mask.
+    # Visit the tiles of keys; with a tree, tiles of older keys alone have a loop without a mask.
     full = 0
     if tree is not None:
         _, full, _ = tiles_at_edges(diagonal - 1, length - 1, first, count, None, BLOCK_KV)
@@ -267,7 +268,7 @@ def paged_decode(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `paged_decode_kernel`."""
+    """Return the grid and the arguments of `paged_decode_kernel`."""
     spec, (splits, tiles) = call.spec, call.constants
     q, cache, _, tree, cascade, *_ = call.layouts
     rows = block_rows(spec, call.config)

@@ -1,4 +1,4 @@
-"""Gradients through some of the keys: the backward kernels, with dq added to that through others.
+"""Gradients through some of the keys: the backward kernels, adding to the dq through other keys.
 
 Liu et al. 2023 (Ring Attention), appendix A.
 """
@@ -34,10 +34,10 @@ def partial_bwd(
     """Compute the gradients of q, k and v through the keys of the operands.
 
     Args:
-        dout, dlse, out, lse: as `flash_bwd` takes them, of the result over all keys.
+        dout, dlse, out, lse: as `flash_bwd` takes them, for the result over all keys.
         operands, spec: the problem.
-        carry: what the call for other keys returned, to which dq is added in place; None for the
-            first.
+        carry: the carry that the call for other keys returned, to which dq is added in place; None
+            for the first call.
         backend: what runs.
 
     Returns:

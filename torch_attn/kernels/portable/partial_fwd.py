@@ -1,7 +1,7 @@
 """Attention over some of the keys, added to a result over others: the forward kernel with a carry.
 
-Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax goes from one set of keys to the
-next, in float32.
+Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax is carried from one set of keys
+to the next, in float32.
 """
 
 from torch import Tensor
@@ -25,8 +25,8 @@ def partial_fwd(
     Args:
         operands, spec: the problem.
         carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous;
-            None where the spec says that there is none. Where lse is -inf the carry holds anything,
-            which may stay there in a row that sees no key here either.
+            None if the spec says that there is none. Where lse is -inf, the carry may hold
+            anything, which stays in a row that sees no key here either.
         backend: what runs.
 
     Returns:

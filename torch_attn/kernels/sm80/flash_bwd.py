@@ -1,8 +1,8 @@
 """Flash attention, backward, for SM80.
 
-The same formulas as `torch_attn.kernels.portable.flash_bwd`. There are two ways to dq: a kernel of
-its own, which makes the same bits every time, with seven products in all; or float32 additions
-from the kernel of dk and dv, in any order, with five. Dao 2023, FlashAttention-2, algorithm 2.
+The same formulas as `torch_attn.kernels.portable.flash_bwd`. dq is computed in one of two ways. Its
+own kernel makes the same bits every time, with seven products in all. Or the kernel of dk and dv
+adds it up in float32, in any order, with five. Dao 2023, FlashAttention-2, algorithm 2.
 """
 
 from typing import Any
@@ -88,9 +88,9 @@ def flash_bwd_dq_kernel(
 
     Operands, mask, loop invariant and accumulation: as in the portable
     `flash_bwd_dq_kernel`. Grid: (query tiles · heads · batch), in the order of `longest_first`.
-    A warp has all keys of its rows, so that ds is the left operand of ds·k in the registers where
-    it was computed. NUM_STAGES 1: the next k and v are fetched at the end of a step, and the other
-    programs of the SM work meanwhile; 2: they arrive under the whole step.
+    A warp has all keys of its rows, so ds is the left operand of ds·k in the registers where it was
+    computed. NUM_STAGES 1: the next k and v are fetched at the end of a step, and the other
+    programs of the SM work meanwhile; 2: they arrive during the whole step.
     """
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
@@ -117,7 +117,7 @@ def flash_bwd_dq_kernel(
             start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
         )
 
-    # Start to fetch the queries, what belongs to their rows, and the first keys and values.
+    # Start to fetch q, dout, lse2, delta, and the first keys and values.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
     ids_q, ids_kv = None, None
@@ -248,21 +248,21 @@ def flash_bwd_dkdv_kernel(
 
     Operands, mask, loop invariant and accumulation: as in the portable
     `flash_bwd_dkdv_kernel`. Grid: (key tiles · kv heads · batch), in the order of `longest_first`.
-    sums.dq: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, to which
-    the program adds ds k; the order of these additions is not fixed. They have the rows of lse2.
+    sums.dq: None, or dq's float32 sums in the order of `add_to_sum`, zero at first, with the rows
+    of lse2. The program adds ds k to them; the order of these additions is not fixed.
 
     With 32 keys a warp, p and ds are left operands in the registers where they were computed.
-    With fewer, two warps share the rows of a product, each with half of the columns, which reads
-    less shared memory than warps of whole rows, and p and ds go through shared memory. BLOCK_Q and
+    With fewer, two warps share the rows of a product, each with half of the columns, and p and ds
+    go through shared memory. This reads less shared memory than warps of whole rows. BLOCK_Q and
     BLOCK_KV are at least 8 * num_warps, and BLOCK_Q divides ROW_PADDING. NUM_STAGES 1: the next q
-    and dout are fetched when dk is done, and arrive under dq and the work of the SM's other
-    programs; 2: they arrive under the whole step.
+    and dout are fetched when dk is done, and arrive during dq and the work of the SM's other
+    programs; 2: they arrive during the whole step.
     """
     # Locate the tile of keys.
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
     heads_kv = heads_q // GROUP_SIZE
     index, tile = longest_first(num_tiles, together)
-    tile = num_tiles - 1 - tile  # the first keys are seen by most queries
+    tile = num_tiles - 1 - tile  # the first keys have the most queries
     start_kv = tile * BLOCK_KV
     head_kv = index % heads_kv
     batch = (index // heads_kv).to(gl.int64)
@@ -282,7 +282,7 @@ def flash_bwd_dkdv_kernel(
             start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
         )
         if start_kv + BLOCK_KV > seq_kv:
-            # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+            # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
             before, full, after = before + full + after, 0, 0
 
     # Start to fetch the keys and values, and the first queries.
@@ -312,7 +312,7 @@ def flash_bwd_dkdv_kernel(
     fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
     fetch_tile(do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC, ids_q)
     commit()
-    # Keys are counted as queries are.
+    # Key positions, in query coordinates.
     key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
     row_q = batch * total_q if first_q is None else first_q
     marks = mark_keys(mask, row_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv)
@@ -330,7 +330,7 @@ def flash_bwd_dkdv_kernel(
     step = 0
     for masked in gl.static_range(1, -1, -1):
         for _index in range(count_tiles(before, full, after, masked) * GROUP_SIZE):
-            # The rows of this step were located by the last.
+            # The previous step located the rows of this one.
             rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
             start_q, first = start, start
             row_base = (batch * heads_q + head) * padded_rows
@@ -430,8 +430,8 @@ def flash_bwd_postprocess_kernel(
 ):
     """Scale and store BLOCK_Q rows of dq of one head from the sums of `add_to_sum`.
 
-    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis; for packed
-    sequences, as in `flash_bwd_dq_kernel`, tiles of the sums, in which each begins a tile.
+    dq [B, Sq, Hq, D] contiguous. Grid: (query tiles, heads, batch) in one axis. For packed
+    sequences, as in `flash_bwd_dq_kernel`: tiles of the sums, where each sequence begins a tile.
     """
     num_tiles = gl.cdiv(seq_q, BLOCK_Q)
     if num_sequences is not None:
@@ -458,8 +458,8 @@ def flash_bwd_postprocess_kernel(
 def add_to_sum(base, x, start, num_rows):
     """Add rows start .. of a head's dq to its float32 sums.
 
-    Each column piece has its own [num_rows, width] sums, in blocks of 16 rows and 8 columns, a
-    block in the order in which a product's registers hold it: the lanes of a warp add to 32
+    Each column piece has its own [num_rows, width] sums, in blocks of 16 rows and 8 columns. A
+    block has the order in which a product's registers hold it: the lanes of a warp add to 32
     neighbours at a time.
     """
     start, num_rows = start.to(gl.int64), num_rows.to(gl.int64)
@@ -474,7 +474,7 @@ def add_to_sum(base, x, start, num_rows):
 
 @gluon.jit
 def _order_as_registers(x):
-    """Return a product's elements in one axis: blocks of 16 by 8, registers, then lanes."""
+    """Flatten a product to one axis: blocks of 16 by 8, then registers, then lanes."""
     blocks = gl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(blocks, [0, 3, 1, 5, 2, 4]), [x.shape[0] * x.shape[1]])
 

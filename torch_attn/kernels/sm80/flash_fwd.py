@@ -1,7 +1,7 @@
 """Flash attention, forward, for SM80.
 
-The same formula and loop as `torch_attn.kernels.portable.flash_fwd`. What the compiler decides
-there is written here: when each tile is copied, what waits for it, how tiles lie in shared memory,
+The same formula and loop as `torch_attn.kernels.portable.flash_fwd`. This file spells out what the
+compiler decides there: when each tile is copied, what waits for it, how tiles lie in shared memory,
 and that p stays in registers. Dao 2023, FlashAttention-2, algorithm 1.
 """
 
@@ -80,17 +80,17 @@ def flash_fwd_kernel(
     portable `flash_fwd_kernel`. Grid: (query tiles · heads · batch), in the order of
     `longest_first`.
 
-    With 32 rows a warp, a fragment of k or v that a warp reads from shared memory feeds two
+    With 32 rows a warp, each fragment of k or v that a warp reads from shared memory feeds two
     products. A warp has all keys of its rows, so the running softmax needs no other warp, and p is
     the left operand of p·v in the registers where it was computed.
 
-    NUM_STAGES 1: one tile of k and one of v. v arrives under q·kᵀ, the next k under the softmax
-    and p·v. NUM_STAGES 2: two of each. The next k and v arrive under the whole step, which then
-    has one barrier in place of two. ASYNC: rows are aligned to 16 bytes, see `fetch_tile`.
+    NUM_STAGES 1: one tile of k and one of v. v arrives during q·kᵀ, the next k during the softmax
+    and p·v. NUM_STAGES 2: two of each. The next k and v arrive during the whole step, which then
+    has one barrier instead of two. ASYNC: rows are aligned to 16 bytes, see `fetch_tile`.
 
     Tiles at the edges come first, so that the tile after a full one is full and fetched without a
-    mask. Where acc takes most registers they come last: otherwise the compiler copies acc in each
-    step of the full ones, at head size 256 in 130 of 1018 instructions, which takes 6 % more time.
+    mask. Where acc takes most registers they come last. Otherwise the compiler copies acc in each
+    step of the full tiles; at head size 256 these are 130 of 1018 instructions and 6 % more time.
     """
     # Locate the tile of queries.
     index, tile = longest_first(count_sequence_tiles(seq_q, num_sequences, BLOCK_Q), together)
@@ -99,7 +99,7 @@ def flash_fwd_kernel(
     start_q = tile * BLOCK_Q
     total_q, total_kv, first_kv = seq_q, seq_kv, None
     if num_sequences is not None:
-        # Queries are counted from the first of all, keys from the sequence's first.
+        # Query indices start at the first query of all; key indices, at this sequence's first key.
         _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
             mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
         )
@@ -148,7 +148,7 @@ def flash_fwd_kernel(
     m_i = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     l_i = add_columns(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None:
-        # The maximum has the sink from the start, so that acc is not rescaled for it at the end.
+        # Start the maximum at the sink, so that acc is not rescaled for it at the end.
         m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
     acc = zeros(BLOCK_Q, HEAD_DIM_V, layout)
 
@@ -209,7 +209,7 @@ def flash_fwd_kernel(
             start_kv = next_kv
     wait(0)
 
-    # Add the row sums of each quad.
+    # Reduce the row sums over each quad.
     l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
     if sinks_ptr is not None:
         _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)

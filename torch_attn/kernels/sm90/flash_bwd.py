@@ -1,12 +1,12 @@
 """Flash attention, backward, for SM90.
 
-The same formulas as `torch_attn.kernels.portable.flash_bwd`. What the compiler decides there is
-written here: a warp that does nothing but load, warpgroups that do nothing but compute, and which
-products run under which arithmetic. There are two ways to dq: a kernel of its own, which prepares
-the rows as well and makes the same bits every time, with seven products in all; or float32
-additions from the kernel of dk and dv, in any order, with five. Shah et al. 2024, FlashAttention-3,
-appendix B. Of heads above 128 the sums of one gradient fill the registers, so that dq, dk and dv
-each have a kernel, with eight products in all.
+The same formulas as `torch_attn.kernels.portable.flash_bwd`. This file spells out what the compiler
+decides there: one warp only loads, warpgroups only compute, and which products overlap which
+arithmetic. dq is computed in one of two ways. Its own kernel, which also prepares the rows, makes
+the same bits every time, with seven products in all. Or the kernel of dk and dv adds it up in
+float32, in any order, with five. Shah et al. 2024, FlashAttention-3, appendix B. For head sizes
+above 128 the accumulator of one gradient fills the registers. dq, dk and dv then each have a
+kernel, with eight products in all.
 """
 
 import torch
@@ -30,21 +30,21 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.sm90 import has_large_heads
 from twin_attention.targets.steps import keys_of_query
 
-# Four warps are one consumer; Triton adds those of the other parts.
+# Four warps are one consumer; Triton adds the warps of the other partitions.
 NUM_WARPS = 4
 
-# The most columns of q and v that leave room to make dq where shared memory has a tile of a bias.
+# The most columns of q and v that leave room for dq beside a tile of a bias in shared memory.
 COLUMNS_BESIDE_BIAS = 224
-# The most that the sums of the heads at work at a time may take of the L2 cache.
+# How much of the L2 cache the sums of the heads being computed may take.
 SECTION_BYTES = 24 * 2**20
-# The keys of a query whose products take longer than one warp does to prepare the query's row.
+# With this many keys, a query's products take longer than one warp takes to prepare its row.
 KEYS_BESIDE_ROWS = 1000
 
 
 def _own_passes(
     spec: AttentionSpec, backend: Backend, device: torch.device, members: int
 ) -> OwnPasses:
-    """Return which passes the kernel of dk and dv does itself, beside its products."""
+    """Return which passes the kernel of dk and dv runs itself, beside its products."""
     columns = sum_columns(spec.head_dim)
     if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
         return OwnPasses(False, False)

@@ -1,9 +1,9 @@
 """The gradient of a bias of pairs that heads or batch elements share, for SM90: sums of ds.
 
-The same formulas as `torch_attn.kernels.flash_bwd_bias`. Of one tile of queries and one of keys a
-program adds up ds over all that share its values, in order, in float32 registers: the result is the
-same bits every time, rounded once, and no memory but the gradient's own grows with the square of a
-length. The bias is loaded once for all of them.
+The same formulas as `torch_attn.kernels.flash_bwd_bias`. For one tile of queries and one of keys a
+program adds up ds over all heads and batch elements that share its values, in order, in float32
+registers. The result is the same bits every time, rounded once, and only the gradient's own memory
+grows with the square of a length. The bias is loaded once for all of them.
 """
 
 from dataclasses import replace
@@ -94,15 +94,15 @@ def flash_bwd_bias_kernel(
 ):
     """One program computes tiles of 128 queries by 128 keys of the gradient, one after the other.
 
-    A producer warp loads pairs of tiles with TMA, queries and keys, then dout and values, of each
-    head and batch element that share the tile; two consumer warpgroups have 64 queries each.
+    A producer warp loads pairs of tiles with TMA for each head and batch element that share the
+    tile: queries and keys, then dout and values. Two consumer warpgroups have 64 queries each.
     Operands: q, k, v, dout, lse2, delta and terms as in `flash_bwd_dq_kernel`; terms.dbias is the
-    gradient. Work items are its tiles, of all keys, queries, heads and batch elements, and in each
-    `shared` are added, shared_heads heads of a batch element. Loop invariant: acc is Σ ds over the
-    heads so far. Accumulation: float32.
+    gradient. Work items are its tiles, over all keys, queries, heads and batch elements. Each adds
+    up `shared` tiles of ds, shared_heads heads of each batch element. Loop invariant: acc is Σ ds
+    over the heads so far. Accumulation: float32.
     """
     dtype: gl.constexpr = q[0].dtype
-    # Queries or rows of dout, and beside them keys or values.
+    # Tiles of queries or dout, and beside them tiles of keys or values.
     left_tile = allocate_tile(dtype, 2 * STAGES, 64, HEAD_DIM)
     right_tile = allocate_tile(dtype, STAGES, 128, HEAD_DIM)
     bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, 64, 128)
@@ -114,7 +114,8 @@ def flash_bwd_bias_kernel(
     tiles = (left_tile, right_tile, bias_tile)
     barriers = (full, bias_full, bias_read)
     numbers = (seq_q, seq_kv, diagonal, heads_q, shared_heads, shared, num_items)
-    # Constants stand in the calls: variables would make tensors of them. The last part loads.
+    # Constants are written in the calls: variables would turn them into tensors. The last partition
+    # loads.
     gl.warp_specialize(
         [
             (_add_pairs, (
@@ -135,7 +136,7 @@ def flash_bwd_bias_kernel(
 
 @gluon.jit
 def _locate_tile(item, numbers, window_left, window_right):
-    """Return element, head, first query and first key of a work item, and what it adds.
+    """Return element, head, first query and first key of a work item, and what it adds up.
 
     That is how many heads, 0 where the tile is not visible, and whether it needs a mask.
     """
@@ -168,12 +169,12 @@ def _load_pairs(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Load all that the consumers multiply, and the bias."""
+    """Load all tiles that the consumers multiply, and the bias."""
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     _seq_q, _seq_kv, _diagonal, _heads_q, shared_heads, _shared, num_items = numbers
     STAGES: gl.constexpr = full.shape[0]
-    step = 0  # over all items, two of each head
+    step = 0  # counted over all items, two for each head
     turn = 0
     item = work_item(turn)
     while item < num_items:
@@ -212,7 +213,7 @@ def _load_pairs(
 
 @gluon.jit
 def _load_bias(bias, bias_tile, element, head, start_q, start_kv, full, read, turn):
-    """Load the tile of the bias when the gradient before it, which is stored from there, is out."""
+    """Load the tile of the bias once the previous gradient, stored from there, is out."""
     ready = full.index(0)
     for half in gl.static_range(2):
         mbarrier.wait(read.index(half), (turn & 1) ^ 1)
@@ -235,7 +236,7 @@ def _add_pairs(
     HEAD_DIM: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """Add up ds of 64 queries of each of a program's work items, and store the sums."""
+    """Add up ds of 64 queries of each of a program's work items; store the sums."""
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     lse2_ptr, delta_ptr = of_rows
@@ -244,7 +245,7 @@ def _add_pairs(
     PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     layout: gl.constexpr = product_layout(128)
     padded_rows = gl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
-    step = 0  # over all items, two of each head
+    step = 0  # counted over all items, two for each head
     turn = 0
     item = work_item(turn)
     while item < num_items:
@@ -293,7 +294,7 @@ def _add_pairs(
                     window_right, masked, terms, own, of_tile,
                 )  # fmt: skip
                 p = gl.exp2(s * exp2_scale - lse2[:, None]) * dcap
-                # This wait passes at once. Its branch keeps ptxas from moving the next one up.
+                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
                 mbarrier.wait(full.index(following), phase)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 arrive(K_READ + following, READERS)
@@ -303,7 +304,7 @@ def _add_pairs(
                 index += 1
                 step += 2
 
-        # Store where the bias was, whose rows nobody else reads.
+        # Store where the bias was, which no other warpgroup reads.
         mbarrier.wait(bias_full.index(0), turn & 1)
         piece(bias_tile, CONSUMER).store(acc.to(bias_tile.dtype))
         fence_async_shared()
@@ -326,8 +327,8 @@ def pairs_gradient(
     """Compute the gradient of a bias that pairs share, by name; nothing without one.
 
     Args:
-        operands, inputs, terms, mask, spec, backend: as `bias_gradient` takes them, which computes
-            what this kernel does not.
+        operands, inputs, terms, mask, spec, backend: as in `bias_gradient`, which computes what
+            this kernel does not.
     """
     bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
@@ -337,7 +338,7 @@ def pairs_gradient(
         return bias_gradient(operands, inputs, terms, mask, spec, backend)
     values = bias.new_empty(bias.shape)
     tensors = (*inputs, terms._replace(dbias=Bias(values)), mask)
-    # The sums are in order, and a deterministic backward has a configuration of this kernel's name.
+    # The sums are in order; a deterministic backward has a configuration of this kernel's name.
     ordered = replace(spec, deterministic=True)
     launch("flash_bwd_dq", flash_bwd_bias_kernel, _prepare, tensors, ordered, backend, num_warps=4)
     return {"bias": values}
@@ -367,7 +368,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "shared_heads": spec.heads_q // heads,
         "shared": spec.heads_q // heads * (spec.batch // batch),
         "num_items": items,
-        # Beside a bias in float32 shared memory has no room for more.
+        # Beside a float32 bias, shared memory has no room for more.
         "STAGES": 2 if bias.entries.dtype.itemsize > 2 and spec.head_dim > 64 else 3,
         "EDGES": spec.window != Window(),
     }

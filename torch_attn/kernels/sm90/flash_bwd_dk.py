@@ -1,4 +1,4 @@
-"""dk of the backward for SM90, of heads above 128, in a kernel of its own."""
+"""dk of the backward for SM90, for head sizes above 128, in a kernel of its own."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,7 +50,7 @@ def consume_dk(
 ):
     """Compute 64 rows of dk of each of a program's work items. Keys are rows.
 
-    dk_tile: where dk is stored from, the tile of keys.
+    dk_tile: the tile from which dk is stored, that of the keys.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
@@ -61,7 +61,7 @@ def consume_dk(
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = own_item(turn, problem, shared, CONSUMER)
     while item < problem.num_items:
@@ -70,14 +70,14 @@ def consume_dk(
         )
         start_kv, seq_kv, diagonal = keys
         begin, before, full, after = visible
-        # Keys are counted as queries are.
+        # Key positions, in query coordinates.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
         reach = Reach(key, None, window_left, window_right)
         marks = mark_item(problem, place, batch, keys, key)
         first = start_kv + CONSUMER * 64
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
 
-        # The first tile of queries has no dsᵀ·q to run under its exponentials.
+        # The first tile of queries has no dsᵀ·q to overlap with its exponentials.
         slot = step % DO_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
@@ -133,10 +133,10 @@ def consume_dk(
                     )
                 slot = step % DO_STAGES
                 previous = (step - 1) % Q_STAGES
-                # 0, which the compiler does not know: it would compute the descriptors of k and v
-                # before the loop, for which there are no registers.
+                # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and
+                # v out of the loop, and there are no registers for them.
                 fresh = step >> 30
-                # dk += dsᵀ q for the tile before, and sᵀ = scale · k qᵀ
+                # dk += dsᵀ q for the previous tile, and sᵀ = scale · k qᵀ
                 left = unpack(ds, dtype, layout, "loop")
                 dk = add_product(dk, left, q_tile, previous)
                 mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
@@ -165,7 +165,7 @@ def consume_dk(
                 p = gl.exp2(power)
                 p = p * dcap
                 delta = read_row(delta_row, slot, layout)
-                # This wait passes at once. Its branch keeps ptxas from moving the next one up.
+                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
                 mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
@@ -175,14 +175,14 @@ def consume_dk(
                 index += 1
                 step += 1
 
-        # The last dsᵀ·q
+        # The last dsᵀ·q.
         previous = (step - 1) % Q_STAGES
         left = unpack(ds, dtype, layout, "end")
         dk = add_product(dk, left, q_tile, previous)
         dk, left = wait_product(dk, left)
         arrive(Q_READ + previous, READERS)
 
-        # Scale dk and store it. Nobody else reads these rows of k.
+        # Scale and store dk. No other warpgroup reads these rows of k.
         dk = scale_all(dk, rule.scale)
         head_kv = first_head // GROUP_SIZE
         store_result(

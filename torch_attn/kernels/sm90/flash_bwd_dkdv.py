@@ -1,4 +1,4 @@
-"""dk and dv of the backward for SM90, and dq's sums where they are wanted."""
+"""dk and dv of the backward for SM90, and optionally dq's sums."""
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -71,28 +71,29 @@ def flash_bwd_dkdv_kernel(
     portable `flash_bwd_dkdv_kernel`.
 
     sums.dq: None, or dq's float32 sums in the order of `write_dq`, to which the program adds ds·k.
-    Both consumers write dsᵀ to shared memory then, and each multiplies some columns of ds·k over
-    all of the tile's keys and writes them to shared memory, from where a fourth part of one warp
-    adds them.
+    Both consumers then write dsᵀ to shared memory. Each multiplies some columns of ds·k over all
+    of the tile's keys and writes them to shared memory. A fourth partition of one warp adds them
+    to the sums.
 
-    sums.passes: what a fifth part of one warp reads and writes (`run_passes`). Without its dq there
-    is none, and the sums are 0 at first. With its rows lse2 and delta are results.
+    sums.passes: what a fifth partition of one warp reads and writes (`run_passes`). Without its dq
+    there is no such partition, and the sums are 0 at first. With its rows, lse2 and delta are
+    results.
 
-    sums.dk, sums.dv: None, and a work item visits all query heads of a kv head's group; or sums
+    sums.dk, sums.dv: None, and a work item visits all query heads of a GQA group; or sums
     [B, Hkv, rows] in the same order, and it visits one. Then programs share a tile of keys.
 
-    With intervals in the mask dk and dv, by their pointers, are float32.
+    With intervals in the mask, dk and dv are float32, passed as pointers.
 
     Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
-    kernel; the programs do not share tiles of keys then. counter_ptr: as there, or None
-    where programs take turns; with passes the counts of `divide_heads` follow it.
+    kernel; programs then do not share tiles of keys. counter_ptr: as there, or None where programs
+    take turns; with passes the counts of `divide_heads` follow it.
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
     PARTS: gl.constexpr = 3 if sums.dq is None else 4 if sums.passes.dq is None else 5
     gl.static_assert(NUM_STAGES <= 2)
     if num_sequences is not None:
-        # The next tile of queries is awaited, to be cleared, before the last one is released.
+        # The next tile of queries is awaited, to be cleared, before the previous one is released.
         gl.static_assert(NUM_STAGES == 2)
     k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
@@ -130,8 +131,8 @@ def flash_bwd_dkdv_kernel(
     sections = ()
     if sums.passes.dq is not None:
         sections = divide_heads(counter_ptr, problem)
-    # Constants stand in the calls: variables would make tensors of them. The last parts load, add
-    # dq, and do the passes.
+    # Constants are written in the calls: variables would turn them into tensors. The last
+    # partitions load, add dq, and do the passes.
     gl.warp_specialize(
         [
             (consume_queries, (
@@ -175,7 +176,7 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         # Shared memory has no room beside heads of 128.
         boxes = None
     adds = None if stored is None else tl.constexpr(terms.dbias.entries.shape[0] < spec.batch)
-    # TMA alone stores the gradient: a pointer to it would be one address more of a result.
+    # Only TMA stores the gradient: a pointer to it would be one more address of a result.
     dbias = Bias(boxes=stored, adds=adds)
     terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=dbias)
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0

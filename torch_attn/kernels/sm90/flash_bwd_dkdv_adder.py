@@ -1,4 +1,4 @@
-"""The warp that adds dq to its sums beside dk and dv, and how consumers hand it over."""
+"""The warp that adds dq to its sums beside dk and dv, and how consumers hand dq to it."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ from torch_attn.kernels.sm90.queries import locate_keys
 from torch_attn.kernels.sm90.sums import add_dq, write_dq
 
 # Named barriers beside those of `queries` and the consumers', for each consumer's part of dq: it is
-# written, and free.
+# written, and it is free.
 DQ_WRITTEN = gl.constexpr(11)
 DQ_FREE = gl.constexpr(13)
 # Threads that meet there: a consumer's and those of the warp that adds.
@@ -38,18 +38,18 @@ def add_queries(
     MEMBERS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Add what the consumers write of each tile of dq to its sums.
+    """Add the tiles of dq that the consumers write to its sums.
 
-    sections: (), or the `Sections` that are begun and converted meanwhile. The producer has awaited
-        an item's before it loaded what the item adds.
-    dbias: None, or the descriptor of a bias' gradient, of which a tile is ds as they wrote it.
+    sections: (), or the `Sections` that are begun and converted meanwhile. The producer awaits an
+        item's section before it loads what the item adds.
+    dbias: None, or the descriptor of a bias' gradient, whose tiles are ds as written.
     ADDS_BIAS: batch elements share that bias, and each adds its ds to the gradient.
     """
     ds_buffer, dq_tiles = of_dq
     tiles_per_head = count_sequence_tiles(
         problem.size_other, problem.num_sequences, ROW_PADDING
     ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = own_item(turn, problem, shared, 2)
     while item < problem.num_items:
@@ -91,8 +91,8 @@ def add_queries(
 def hand_over(dq, dq_tiles, STORES: gl.constexpr, CONSUMER: gl.constexpr):
     """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it.
 
-    That warp has the fence: here it would wait until the stores are done. If it STORES ds, it has
-    read what was written before that of the tile, which this consumer overwrites next.
+    That warp has the fence: here it would wait until the stores are done. If that warp STORES ds,
+    it has read the previous tile's ds, which this consumer overwrites next.
     """
     if len(dq) > 0 or STORES:
         wait_for_all(DQ_FREE + CONSUMER, ADDERS)

@@ -59,8 +59,8 @@ from torch_attn.kernels.sm90.queries import (
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
 
-# 3.9's ptxas spills 572 bytes a step of a backward that holds k and v in registers beside capped
-# scores and dq; 3.6's spills 20 in all.
+# ptxas of Triton 3.9 spills 572 bytes a step in a backward that holds k and v in registers beside
+# capped scores and dq; that of 3.6 spills 20 in all.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
 # A named barrier beside those of `queries`: ds is written.
@@ -95,20 +95,20 @@ def consume_queries(
     ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    # Keys are seen in intervals, and dk and dv stay in float32.
+    # Intervals say which keys are seen, and dk and dv stay in float32.
     IS_PART: gl.constexpr = problem.intervals is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
     SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
-    # Tiles that are far off in a table have code of their own: beside that of the others ptxas
-    # spills in it. Small heads leave it the registers.
+    # Tiles that are far off in a table have their own code: ptxas spills in code that they share
+    # with others. Small heads leave enough registers.
     LARGE: gl.constexpr = not is_small(HEAD_DIM, HEAD_DIM_V, False, False)
     SPLITS: gl.constexpr = FUSED and LARGE and terms.drelative is not None
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = own_item(turn, problem, shared, CONSUMER)
     while item < problem.num_items:
@@ -117,13 +117,13 @@ def consume_queries(
         )
         start_kv, seq_kv, diagonal = positions
         begin, before, full, after = visible
-        # Keys are counted as queries are.
+        # Key positions, in query coordinates.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
         reach = Reach(key, seq_kv - diagonal, window_left, window_right)
         if IS_PART:
             rows = key + diagonal
             exists = rows < seq_kv
-            # The first query that sees a key, and how far back queries see it from there on.
+            # The first query that sees each key, and how far to the left queries see it after that.
             key, left = load_windows(problem.intervals, rows, seq_kv)
             reach = Reach(key, None, left[:, None], 0)
         marks = mark_item(problem, place, batch, positions, key)
@@ -134,7 +134,7 @@ def consume_queries(
         ends = no_end_sums(terms)
         last = step + (before + full + after) * MEMBERS - 1
 
-        # The first tile of queries has no ds of a tile before.
+        # The first tile of queries has no previous ds.
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
         held = ()
@@ -142,7 +142,7 @@ def consume_queries(
             clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, MEMBERS)
             clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, MEMBERS)
             clear_queries(q_tile, q_full, step, 1, queries, visible, problem, marks, MEMBERS)
-            # Clear the other consumer's rows only where dq needs them: both meet in each step then.
+            # Clear the other consumer's rows only where dq needs them: both then meet in each step.
             # Without dq that consumer may already have stored dk and dv where its rows were.
             if FUSED:
                 clear_keys(
@@ -215,7 +215,7 @@ def consume_queries(
                 index += 1
                 step += 1
 
-        # The last dq and dk
+        # The last dq and dk.
         previous = (step - 1) % Q_STAGES
         if FUSED:
             dq = start_dq(ds_buffer, step - 1, k_tile, 0, CONSUMER, HEAD_DIM)
@@ -233,7 +233,7 @@ def consume_queries(
             rows_of_dv = head_rows(dv_maps[0], batch, seq_kv, first, head_kv, heads_kv, HEAD_DIM_V)
             store_carry(rows_of_dv, dv, exists, heads_kv, HEAD_DIM_V)
         elif dv_sum_ptr is None:
-            # Store dv where v was, whose rows nobody else reads.
+            # Store dv where v was, which no other warpgroup reads.
             store_result(
                 dv_maps, v_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
                 problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM_V,
@@ -257,7 +257,7 @@ def consume_queries(
             add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
             add_rows(dk_sum_ptr, dk, row, HEAD_DIM)
         else:
-            # Scale dk and store it where k was, when both have read it.
+            # Scale dk and store it where k was, once both consumers have read it.
             if FUSED:
                 wait_for_all(DS_WRITTEN, 256)
             store_result(
@@ -272,9 +272,9 @@ def consume_queries(
 
 @triton.constexpr_function
 def is_small(head_dim, head_dim_v, capped_dq, adds_relative):
-    """Return True if a consumer's registers have room for its rows of k and v beside all else.
+    """Return True if a consumer's registers can also hold its rows of k and v.
 
-    capped_dq: that is capped scores and dq; adds_relative: the addresses of a table's gradient.
+    capped_dq: scores are capped and dq is added; adds_relative: a table's gradient has addresses.
     """
     columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
     return columns <= 64 and not adds_relative and (HOLDS_CAPPED_KEYS or not capped_dq)
@@ -310,23 +310,23 @@ def _visit_queries(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Visit a tile of queries; returns s of the next tile, dk, dv, packed ds, and `EndSums`.
+    """Visit a tile of queries; return s of the next tile, dk, dv, packed ds, and `EndSums`.
 
     Keys are rows.
 
-    Products are issued so that some run under all arithmetic: dq and dk of the tile before, and dp,
-    under the exponentials; dv under ds; s of the next tile while ds is written. That s takes dp's
+    Products are issued so that some overlap all arithmetic: dq and dk of the previous tile, and dp,
+    with the exponentials; dv with ds; s of the next tile with the stores of ds. That s takes dp's
     registers. In the pair of kernels, heads that are not small have no room for it: there s is
     issued with dp. After the last tile, s is computed again and not used.
 
-    ends: `EndSums` of the tiles before; the last that is returned.
-    ds: that of the tile before; None of the first.
-    held: rows of k and v as left operands, so that shared memory is read for q and dout alone; or
+    ends: `EndSums` of the previous tiles.
+    ds: of the previous tile; None for the first.
+    held: rows of k and v as left operands, so that shared memory is read only for q and dout; or
         ().
     reach: `Reach` of the keys.
     pairs, member: where the pairs of the item's first head are, and which of its heads this is.
     alike: the tile's queries and the keys are of one segment.
-    FAR: as `terms.add_terms` takes it.
+    FAR: as in `terms.add_terms`.
     size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
@@ -345,14 +345,14 @@ def _visit_queries(
     layout: gl.constexpr = product_layout(BLOCK_Q)
     slot = step % DO_STAGES
     previous = (step - 1) % Q_STAGES
-    # 0, which the compiler does not know: it would compute the descriptors of k and v before the
-    # loop, for which there are no registers.
+    # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
+    # loop, and there are no registers for them.
     fresh = step >> 30
 
     of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout, alike)
     own = head_terms(terms, pairs.element, pairs.head + member)
 
-    # dq += ds k and dk += dsᵀ q for the tile before
+    # dq += ds k and dk += dsᵀ q for the previous tile
     if not FIRST:
         if FUSED:
             dq = start_dq(ds_buffer, step - 1, k_tile, fresh, CONSUMER, HEAD_DIM)
@@ -366,7 +366,7 @@ def _visit_queries(
         layout, True,
     )  # fmt: skip
     if AHEAD and not SMALL:
-        # Before dq is stored: a look at a barrier would wait until the stores are done.
+        # Wait before dq is stored: testing a barrier later would wait until the stores are done.
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
         lse2 = read_row(lse2_row, step % Q_STAGES, layout)
@@ -379,7 +379,7 @@ def _visit_queries(
             dq = wait_sums(dq, S_PIECES)
             hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
         if fresh > 0:
-            # This is never so. Without a branch here ptxas spills, and serializes the products.
+            # Never true. Without a branch here ptxas spills, and serializes the products.
             mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
     else:
         if not AHEAD:
@@ -437,7 +437,7 @@ def _visit_queries(
         )
     ds = pack(exact, dtype)
     if AHEAD:
-        # s of the next tile
+        # s of the next tile.
         following = gl.minimum(step + 1, last)
         slot_q = following % Q_STAGES
         mbarrier.wait(q_full.index(slot_q), following // Q_STAGES & 1)
@@ -445,7 +445,7 @@ def _visit_queries(
             s = (left_scores(held[0], q_tile, slot_q, HEAD_DIM, layout),)
         else:
             s = (product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout),)
-    # What follows keeps ptxas from moving the last waits up: a barrier, or a branch.
+    # A barrier or a branch follows: it keeps ptxas from hoisting the last waits.
     if FUSED:
         place = tile_of_ds(ds_buffer, step, CONSUMER)
         written = unpack(ds, dtype, layout, "store")

@@ -1,8 +1,8 @@
-"""The warp that clears the sums of dq, prepares rows, and makes dq of the sums, beside products.
+"""The warp that clears dq's sums, prepares rows, and converts sums to dq, beside products.
 
-A backward that adds dq in memory would need passes over all rows and sums before it and one behind
-it, which are as long as memory takes for them. Here they are done by heads, section by section,
-beside the products of other sections: nothing waits for memory but the first section and the last.
+A backward that adds dq in memory would need passes over all rows and sums before it and one after
+it, all bound by memory. Here one warp does them by heads, section by section, beside the products
+of other sections: only the first section and the last wait for memory.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from torch_attn.kernels.sm90.sums import BOX, box_of_sums_layout, sum_columns
 from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
 
-# Rows and columns of dq in a box of sums, and how these lie in it.
+# Rows and columns of dq in a box of sums, and their order in it.
 ROWS = gl.constexpr(64)
 COLUMNS = gl.constexpr(16)
 LINES, LINE = map(gl.constexpr, BOX.value)
@@ -40,9 +40,9 @@ class Staging(NamedTuple):
     """Hold the shared memory of the warp.
 
     Attributes:
-        sums, full: stages, of a box of sums each, and barriers at which they arrive.
+        sums, full: stages, each a box of sums, and the mbarriers at which they arrive.
         dq: two boxes of dq.
-        delta: that of a piece's rows.
+        delta: delta of a piece's rows.
     """
 
     sums: Any
@@ -73,24 +73,24 @@ def run_passes(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Begin pieces of rows and of the sums of dq, and make dq of others, one after the other.
+    """Begin pieces of rows and of dq's sums, and convert others to dq, one after the other.
 
-    A piece begins with its sums cleared, and its rows prepared if `passes` has them. Programs take
-    pieces from a counter: those of the first sections to begin, then of the next section, then of
-    the first one to be converted, when all of it is added, and so on. A piece waits for work that
-    was taken before it alone, so that programs may be as few as they like.
+    To begin a piece is to clear its sums, and to prepare its rows if `passes` has them. Programs
+    take pieces from a counter: first pieces of the first sections to begin, then of the next
+    section, then of the first section to be converted, once all of it is added, and so on. A piece
+    waits only for work that was taken before it, so any number of programs will do.
 
     Args:
         dq_sum: descriptor of the sums.
-        passes: `Passes` with descriptors. dq's pointer is among them if sequences are packed: the
+        passes: `Passes` with descriptors. It includes dq's pointer if sequences are packed: the
             last rows of one share a box with the next one's.
     """
-    step = 0  # over all that comes to the stages
+    step = 0  # counted over all boxes that are staged
     pieces = sections.size * sections.pieces * MEMBERS
     total = (sections.ahead + 2 * sections.count) * pieces
     taken = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
     while taken < total:
-        # The next one is known when this one is done.
+        # The next piece is known when this one is done.
         following = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
         turn, part = taken // pieces - sections.ahead, taken % pieces
         converts = (turn >= 0) & (turn % 2 != 0)
@@ -136,7 +136,7 @@ def _clear(staging, dq_sum, piece, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _convert(staging, dq_sum, passes, piece, step, problem, scale, HEAD_DIM: gl.constexpr):
-    """Make dq of a piece's sums; returns how many boxes these are."""
+    """Convert a piece's sums to dq; return how many boxes these are."""
     BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     ACROSS: gl.constexpr = sum_columns(HEAD_DIM) // COLUMNS
     AHEAD: gl.constexpr = STAGES - 1
@@ -153,12 +153,12 @@ def _convert(staging, dq_sum, passes, piece, step, problem, scale, HEAD_DIM: gl.
 
 @gluon.jit
 def _convert_box(staging, passes, piece, row, column, step, problem, scale, HEAD_DIM: gl.constexpr):
-    """Scale, round and store a box of a piece, whose first row and column are given."""
+    """Scale, round and store a box of a piece, from a given first row and column."""
     IS_PACKED: gl.constexpr = passes.dq_rows is not None
     slot = step % STAGES
     box, rounded = staging.sums.index(slot), staging.dq.index(step & 1)
     mbarrier.wait(staging.full.index(slot), step // STAGES & 1)
-    # The box before the last one is stored. Of packed sequences not all are stored from there.
+    # Wait until the box before the previous one is stored. Packed: some are not stored by TMA.
     tma.store_wait(0 if IS_PACKED else 1)
     is_whole = True
     if IS_PACKED:
@@ -195,7 +195,7 @@ def _sixteen_rows(box, INDEX: gl.constexpr):
 
 @gluon.jit
 def _store_rows(x, dq_ptr, piece, first, first_column, is_whole, problem, HEAD_DIM: gl.constexpr):
-    """Store what exists of 16 rows of packed sequences, unless TMA stores the whole box."""
+    """Store the rows that exist of 16 rows of packed sequences, unless TMA stores the whole box."""
     if not is_whole:
         row = first + gl.arange(0, 16, gl.SliceLayout(1, x.type.layout))
         column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, x.type.layout))

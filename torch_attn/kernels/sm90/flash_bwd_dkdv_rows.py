@@ -1,7 +1,7 @@
 """lse in base 2 and delta of a backward's rows, prepared beside the products that need them.
 
-They are what `kernels.preprocess` stores before other kernels. One warp computes them, a piece of
-rows at a time, which TMA brings to shared memory.
+They are the same as `kernels.preprocess` stores before other kernels. One warp computes them, a
+piece of rows at a time, which TMA loads to shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch_attn.kernels.library.tiles import ROW_PADDING, padded_head_dim
 from torch_attn.layouts import Layout
 from torch_attn.tensor_maps import TensorMap
 
-# Elements in a box of out or dout at most.
+# The most elements in a box of out or dout.
 BOX_SIZE = gl.constexpr(1024)
 
 
@@ -28,11 +28,11 @@ class Piece(NamedTuple):
     """Locate the rows of a piece.
 
     Attributes:
-        batch, head: the head.
+        batch, head: where the piece is.
         index: of the piece, over all heads.
         first: its first row.
         end: the end of the head's rows, or of the sequence's.
-        end_of_queries: the same, but in the padding behind packed sequences there are no queries.
+        end_of_queries: the same, but the padding behind packed sequences has no queries.
     """
 
     batch: Any
@@ -61,13 +61,13 @@ def _boxes(width):
 
 @triton.constexpr_function
 def _box_layout(height):
-    """Return the layout of a box's rows in registers, of which a thread has eight columns."""
+    """Return the layout of a box's rows in registers, with eight columns a thread."""
     return gl.BlockedLayout([1, 8], [height, 32 // height], [1, 1], [1, 0])
 
 
 @triton.constexpr_function
 def _swizzled_layout(width):
-    """Return `box_layout` as columns of it can be sliced."""
+    """Return a variant of `box_layout` whose columns can be sliced."""
     return gl.SwizzledSharedLayout(8, 64 // width, width // 8, [1, 0])
 
 
@@ -77,7 +77,7 @@ def locate_piece(batch, head, index, pieces, problem):
     gl.static_assert(PIECE == ROW_PADDING)
     first, end, end_of_queries = index * PIECE, problem.size_other, problem.size_other
     if problem.num_sequences is not None:
-        # With the queries for the other axis as well, that of padding is empty.
+        # With the queries as the other axis as well, the sequence of padding is empty.
         _sequence, _first, first, end, first_other, size_other = locate_tile(
             problem.offsets_other, problem.offsets_other, index, problem.size_other,
             problem.size_other, problem.num_sequences, PIECE,
@@ -92,9 +92,9 @@ def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
     """Store lse2 and delta of a piece's rows.
 
     Args:
-        staging: a stage of its sums holds a box of out and one of dout here.
+        staging: one stage of its sums holds a box of out and one of dout here.
         passes: `Passes` with rows.
-        step: over all that came to the stages.
+        step: counted over all boxes that are staged.
         SIZE: columns of out.
 
     Returns:
@@ -125,7 +125,7 @@ def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
 
 @gluon.jit
 def _load_rows(staging, passes, piece, row, column, step, WIDTH: gl.constexpr):
-    """Start to load a box of out and one of dout. What does not exist becomes 0."""
+    """Start to load a box of out and one of dout, with 0 for what does not exist."""
     slot = step % staging.sums.shape[0]
     full = staging.full.index(slot)
     mbarrier.expect(full, 2 * 2 * _box_rows(WIDTH) * WIDTH)
@@ -137,7 +137,7 @@ def _load_rows(staging, passes, piece, row, column, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
-    """Add the sums of ``dout ∘ out`` over the columns of a step's boxes."""
+    """Add to delta the sums of ``dout ∘ out`` over the columns of a step's boxes."""
     STAGES: gl.constexpr = staging.sums.shape[0]
     HEIGHT: gl.constexpr = _box_rows(WIDTH)
     COLUMNS: gl.constexpr = 8 * (32 // HEIGHT)  # a thread has eight at a time
@@ -159,7 +159,7 @@ def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_lse2(statistics, piece, problem):
-    """Store lse in base 2 of a piece's rows, +inf where a row saw no key or does not exist."""
+    """Store lse in base 2 of a piece's rows; +inf where a row saw no key or does not exist."""
     rows, _exists, lse = _load_lse(statistics, piece, problem)
     lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
     gl.store(statistics.lse2 + piece.index.to(gl.int64) * PIECE + rows, lse2)
@@ -167,9 +167,9 @@ def _store_lse2(statistics, piece, problem):
 
 @gluon.jit
 def _store_delta(staging, statistics, piece, problem):
-    """Store ``rowsum(dout ∘ out) - dlse`` of a piece's rows, 0 where a row does not exist.
+    """Store ``rowsum(dout ∘ out) - dlse`` of a piece's rows; 0 where a row does not exist.
 
-    dout counts as 0 in padding, and dlse in a row that saw no key.
+    In padding dout counts as 0; in a row that saw no key dlse does.
     """
     rows = gl.arange(0, PIECE, _rows_layout())
     delta = staging.delta.load(_rows_layout())
@@ -184,7 +184,7 @@ def _store_delta(staging, statistics, piece, problem):
 
 @gluon.jit
 def _load_lse(statistics, piece, problem):
-    """Return a piece's rows from 0 on, which of them exist, and their lse, +inf of the others."""
+    """Return a piece's rows from 0 on, which of them exist, and their lse; +inf for the others."""
     rows = gl.arange(0, PIECE, _rows_layout())
     exists = rows < piece.end - piece.first
     lse = gl.load(statistics.lse + _first_row(piece, problem) + rows, exists, other=float("inf"))

@@ -56,22 +56,21 @@ def flash_bwd_dq_kernel(
     """One program computes tiles of 128 rows of dq, one after the other.
 
     Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
-    of keys with q·kᵀ of the next. Under a tile's first q·kᵀ it computes lse2 and delta of its
+    of keys with q·kᵀ of the next. During a tile's first q·kᵀ it computes lse2 and delta of its
     rows, and stores them for the kernel of dk and dv. Operands: those of the portable
-    `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; of the statistics lse2 and delta are
-    outputs. Loop
-    invariant and accumulation: as in the latter. Packed sequences and counter_ptr, as in
-    `flash_fwd_kernel`: of a tile without rows the producer prepares those of lse2 and delta.
+    `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; the statistics lse2 and delta are
+    outputs. Loop invariant and accumulation: as in the latter. Packed sequences and counter_ptr: as
+    in `flash_fwd_kernel`; for a tile without rows the producer prepares those of lse2 and delta.
 
-    With intervals in the mask dq, in float32 by its pointer, holds that through other keys, and the
-    program adds to it. The statistics' lse2 and delta are inputs then, and lse and out None; a tile
+    With intervals in the mask dq is float32, passed as a pointer. It holds dq through other keys,
+    and the program adds to it. lse2 and delta are then inputs, and lse and out are None; a tile
     that sees no key is passed over.
 
-    out, out_strides: its descriptors and None; or, where shared memory has no room for its rows,
-        nor for more than NUM_STAGES - 1 tiles of v, its pointer and `Strides`.
+    out, out_strides: its descriptors and None. Where shared memory has no room for its rows, nor
+        for more than NUM_STAGES - 1 tiles of v: its pointer and `Strides`.
     """
     dtype: gl.constexpr = q[0].dtype
-    # The next tile of keys is awaited before the last one is released.
+    # The next tile of keys is awaited before the previous one is released.
     gl.static_assert(NUM_STAGES >= 2)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
     q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
@@ -99,7 +98,8 @@ def flash_bwd_dq_kernel(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
-    # Constants stand in the calls: variables would make tensors of them. The last part loads.
+    # Constants are written in the calls: variables would turn them into tensors. The last partition
+    # loads.
     gl.warp_specialize(
         [
             (consume_keys, (

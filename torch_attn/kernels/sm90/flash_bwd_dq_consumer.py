@@ -64,7 +64,7 @@ def consume_keys(
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     total_q, heads_q = problem.size, problem.heads_q
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    # The keys are some of all; rows are prepared, and dq joins that through others.
+    # These keys are some of all; the rows are prepared, and dq is added to that of the others.
     IS_PART: gl.constexpr = problem.intervals is not None
     HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -75,7 +75,7 @@ def consume_keys(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = own_item(turn, problem, shared, CONSUMER)
     while item < problem.num_items:
@@ -101,7 +101,7 @@ def consume_keys(
         else:
             lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
-        # The first tile of keys has no ds·k to run under its exponentials.
+        # The first tile of keys has no ds·k to overlap with its exponentials.
         of_keys = (0, 0, 0, False)
         if HAS_LISTS:
             start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
@@ -111,7 +111,7 @@ def consume_keys(
         mbarrier.wait(q_full.index(CONSUMER), turn & 1)
         mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
         if IS_PACKED:
-            # What is another sequence's, or padding, may be NaN.
+            # Rows of another sequence or of padding may be NaN.
             rest = seq_kv - step_start(0, begin, before, full, after, BLOCK_KV)
             clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
             clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
@@ -202,8 +202,8 @@ def consume_keys(
                 previous = (step - 1) % NUM_STAGES
                 own = CONSUMER
                 if len(out_tile) == 0:
-                    # 0, which the compiler does not know: it would compute the descriptors of q and
-                    # dout before the loop, for which there are no registers.
+                    # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of q
+                    # and dout out of the loop, and there are no registers for them.
                     own += step >> 30
                 if IS_PACKED and masked:
                     rest = seq_kv - step_start(index, begin, before, full, after, BLOCK_KV)
@@ -220,7 +220,7 @@ def consume_keys(
                         v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded,
                         v_full.index(slot_v), step // V_STAGES & 1,
                     )  # fmt: skip
-                # dq += ds k for the tile before, and s = scale · q kᵀ
+                # dq += ds k for the previous tile, and s = scale · q kᵀ
                 left = unpack(ds, dtype, layout, "loop")
                 dq = add_product(dq, left, k_tile, previous)
                 mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
@@ -246,7 +246,7 @@ def consume_keys(
                     s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
                     problem, marks, hidden, masked, BLOCK_KV, terms, of_head, of_tile,
                 )  # fmt: skip
-                # This wait passes at once. Its branch keeps ptxas from moving the next one up.
+                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
                 mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 arrive(V_READ + slot_v, READERS)
@@ -259,14 +259,14 @@ def consume_keys(
                 index += 1
                 step += 1
 
-        # The last ds·k
+        # The last ds·k.
         previous = (step - 1) % NUM_STAGES
         left = unpack(ds, dtype, layout, "end")
         dq = add_product(dq, left, k_tile, previous)
         dq, left = wait_product(dq, left)
         arrive(K_READ + previous, READERS)
 
-        # Scale and store where q was, or add to what other keys gave.
+        # Scale, and store where q was or add to dq through other keys.
         dq = scale_all(dq, rule.scale)
         if IS_PART:
             carried = head_rows(

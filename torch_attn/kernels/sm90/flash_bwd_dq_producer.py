@@ -1,4 +1,4 @@
-"""The warp that loads what a program of dq multiplies, in the SM90 backward."""
+"""The producer warp of dq's kernel in the SM90 backward."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,9 +22,9 @@ from torch_attn.kernels.library.tiles import visible_tiles
 def locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
     """Return batch, head, rows, keys, shift, rows to read and tiles of keys of a work item.
 
-    `place`: of `next_item`. shift: how far lse2's and delta's rows are from the queries. Of q and
-    dout no rows are read in padding. The tiles of keys are what `visible_tiles` returns; where
-    nothing is visible, one masked tile, so that no consumer has to do without.
+    `place`: of `next_item`. shift: how far the rows of lse2 and delta are from the queries. In
+    padding no rows of q and dout are read. The tiles of keys are those of `visible_tiles`; where
+    nothing is visible there is one masked tile, so that each consumer has one.
     """
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv, shift, read_rows = 0, 0, 64
@@ -73,7 +73,7 @@ def produce_keys(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Load all that the consumers of dq multiply."""
+    """Load all tiles that the consumers of dq multiply."""
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     q, dout, out = of_queries
@@ -81,7 +81,7 @@ def produce_keys(
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = next_item(
         turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV,

@@ -1,4 +1,4 @@
-"""dv of the backward for SM90, of heads above 128, in a kernel of its own."""
+"""dv of the backward for SM90, for head sizes above 128, in a kernel of its own."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -50,7 +50,7 @@ def consume_dv(
 ):
     """Compute 64 rows of dv of each of a program's work items. Keys are rows.
 
-    dv_tile: where dv is stored from, the tile of keys or one of its own.
+    dv_tile: the tile from which dv is stored, that of the keys or one of its own.
     """
     k_tile, _v_tile, q_tile, do_tile, lse2_row, _delta_row, _bias_tile = tiles
     k_full, _v_full, kv_read, q_full, do_full = barriers
@@ -61,7 +61,7 @@ def consume_dv(
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = own_item(turn, problem, shared, CONSUMER)
     while item < problem.num_items:
@@ -70,14 +70,14 @@ def consume_dv(
         )
         start_kv, seq_kv, diagonal = keys
         begin, before, full, after = visible
-        # Keys are counted as queries are.
+        # Key positions, in query coordinates.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
         reach = Reach(key, None, window_left, window_right)
         marks = mark_item(problem, place, batch, keys, key)
         first = start_kv + CONSUMER * 64
         pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
 
-        # The first tile of queries has no pᵀ·dout to run under its exponentials.
+        # The first tile of queries has no pᵀ·dout to overlap with its exponentials.
         slot = step % Q_STAGES
         mbarrier.wait(k_full.index(0), turn & 1)
         mbarrier.wait(q_full.index(slot), step // Q_STAGES & 1)
@@ -113,7 +113,7 @@ def consume_dv(
                 end = (before + after) * GROUP_SIZE
             while index < end:
                 if CLEARS and masked:
-                    # dout's next tile may need the place of this one: it is not there before.
+                    # dout's next tile may take the place of this one: it does not arrive before.
                     begun = step - index
                     clear_queries(
                         q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
@@ -124,7 +124,7 @@ def consume_dv(
                     )  # fmt: skip
                 slot = step % Q_STAGES
                 previous = (step - 1) % DO_STAGES
-                # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the tile before
+                # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the previous tile
                 mbarrier.wait(q_full.index(slot), step // Q_STAGES & 1)
                 s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
                 mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
@@ -146,7 +146,7 @@ def consume_dv(
                     of_tile,
                 )  # fmt: skip
                 p = gl.exp2(power)
-                # This wait passes at once. Its branch keeps ptxas from moving the next one up.
+                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
                 mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
                 dv, left = wait_product(dv, left)
                 arrive(DO_READ + previous, READERS)
@@ -159,7 +159,7 @@ def consume_dv(
                     do_tile, do_full, begun, index - 1, queries, visible, problem, marks, GROUP_SIZE
                 )
 
-        # The last pᵀ·dout
+        # The last pᵀ·dout.
         previous = (step - 1) % DO_STAGES
         mbarrier.wait(do_full.index(previous), (step - 1) // DO_STAGES & 1)
         left = unpack(packed, dtype, layout, "end")
@@ -169,7 +169,7 @@ def consume_dv(
 
         if terms.seed is not None:
             dv = scale_all(dv, terms.dropout.scale)
-        # Store. Nobody else reads these rows of k.
+        # Store dv. No other warpgroup reads these rows of k.
         head_kv = first_head // GROUP_SIZE
         store_result(
             dv_maps, dv_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,

@@ -1,4 +1,4 @@
-"""dk or dv of the backward for SM90, of heads above 128: a kernel for each."""
+"""dk or dv of the backward for SM90, for head sizes above 128: a kernel for each."""
 
 from typing import Any
 
@@ -62,13 +62,13 @@ def flash_bwd_large_kernel(
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
     BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
-    `flash_bwd_dkdv_kernel`. The gradient that is not computed is None: the registers have room for
-    one of the two. For dv, so are v and delta.
+    `flash_bwd_dkdv_kernel`. The gradient that is not computed is None, as the registers have room
+    for only one of the two. For dv, v and delta are None too.
     """
     dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 64)
     gl.static_assert(NUM_STAGES <= 2)
-    # dv is stored where k was, or has a tile in place of a stage of dout; dk is, always.
+    # dk is always stored where k was. dv is too, or has a tile that replaces a stage of dout.
     IN_K: gl.constexpr = dv is None or column_pieces(HEAD_DIM) == column_pieces(HEAD_DIM_V)
     DO_STAGES: gl.constexpr = NUM_STAGES if dv is None or not IN_K else NUM_STAGES + 1
     k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
@@ -102,7 +102,8 @@ def flash_bwd_large_kernel(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
-    # Constants stand in the calls: variables would make tensors of them. The last part loads.
+    # Constants are written in the calls: variables would turn them into tensors. The last partition
+    # loads.
     gl.warp_specialize(
         [
             (consume_dk if dv is None else consume_dv, (

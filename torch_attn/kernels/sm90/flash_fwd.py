@@ -1,9 +1,8 @@
 """Flash attention, forward, for SM90.
 
-The same formula as `torch_attn.kernels.portable.flash_fwd`. What the compiler decides there is
-written here: a warp that does nothing but load, warpgroups that do nothing but compute, what each
-waits for, and which products run under which softmax. Shah et al. 2024, FlashAttention-3,
-algorithms 1 and 2.
+The same formula as `torch_attn.kernels.portable.flash_fwd`. This file spells out what the compiler
+decides there: one warp only loads, warpgroups only compute, what each waits for, and which products
+overlap which softmax. Shah et al. 2024, FlashAttention-3, algorithms 1 and 2.
 """
 
 import torch
@@ -49,8 +48,8 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96
-# Steps of a dense problem's longest tile from which on uneven tiles come from a counter, by the
-# largest head dimension.
+# From this many steps in its longest tile on, a dense problem takes uneven tiles from a counter; by
+# the largest head dimension.
 COUNTED_STEPS = {128: 64, 256: 32}
 
 
@@ -90,29 +89,30 @@ def flash_fwd_kernel(
     registers that the producer does not need. A consumer issues q·kᵀ of the next tile of keys with
     p·v of the present one, and computes the softmax of the next while p·v runs; p is the left
     operand in the registers where it was computed. PING_PONG: the consumers issue in turn, so that
-    the softmax of one runs under the products of another; at 2, only the first waits for tiles of
+    the softmax of one overlaps the products of another; at 2, only the first waits for tiles of
     keys and values in the main loop.
 
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A carry and
-    lse are a result over other keys, which the keys join. The carry counts where lse is finite.
-    Where out is the carry's memory, and without sinks, a tile without keys is passed over. A wide
-    acc, see `rescales_on_demand`, has m_i at most RESCALE_ABOVE below the row maximum so far.
+    lse are the result over other keys, to which these keys are added. The carry counts where lse is
+    finite. Where out is the carry's memory, and without sinks, a tile without keys is passed over.
+    With a wide acc (see `rescales_on_demand`), m_i is at most RESCALE_ABOVE below the row maximum
+    so far.
 
-    A bias of pairs comes with the keys: a tile of it is part of their stage. What is dropped is
-    drawn while the tile's products run.
+    A bias of pairs is loaded with the keys: a tile of it is part of their stage. The dropout mask
+    is drawn while the tile's products run.
 
     Args:
         results: `Results`.
         terms: `torch_attn.kernels.library.terms.Terms`.
         num_items: tiles of queries of all heads, one work item each.
-        together: heads whose tiles follow each other by length, see `head_and_tile`.
+        together: how many heads' tiles follow each other by length, see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
         mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
-        counter_ptr: [1], zero at first: the producer takes the items as they come, see `next_item`,
-            and tells the consumers; None where programs take turns, and where tiles are listed.
-        AHEAD: the first q·kᵀ of an item is issued with the last p·v of the item before, for which
-            there are two tiles of queries in shared memory.
+        counter_ptr: [1], zero at first. The producer takes items from it (see `next_item`) and
+            tells the consumers. None where programs take turns, and where tiles are listed.
+        AHEAD: the first q·kᵀ of an item is issued with the last p·v of the previous item, for which
+            shared memory has two tiles of queries.
     """
     dtype: gl.constexpr = q[0].dtype
     OUT: gl.constexpr = results.place
@@ -145,7 +145,8 @@ def flash_fwd_kernel(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
-    # Constants stand in the calls: variables would make tensors of them. The last part loads.
+    # Constants are written in the calls: variables would turn them into tensors. The last partition
+    # loads.
     gl.warp_specialize(
         [
             (consume_keys, (
@@ -195,7 +196,7 @@ def launch_forward(
     tensors = (q, operands.k, operands.v, operands.sinks, results, counter)
     mask = listed_mask("flash_fwd", operands, spec, backend)
     tensors = (*tensors, terms_of(operands, spec), mask)
-    # Four warps are one consumer; Triton adds those of the other parts.
+    # Four warps are one consumer; Triton adds the warps of the other partitions.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
 
 
@@ -224,7 +225,7 @@ def _prepare(call: KernelCall) -> Prepared:
             place=tl.constexpr(_place_of_out(spec, config, size_of_bias)),
         ),
         "terms": terms._replace(bias=terms.bias._replace(boxes=boxes)),
-        # A list may be empty, and the one tile that is visited for it hides all.
+        # A list may be empty; then one tile is visited, and hides all.
         "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
         or spec.segmented
         or spec.tree
@@ -242,7 +243,7 @@ def _prepare(call: KernelCall) -> Prepared:
 def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
     """Return True where programs take uneven tiles of a dense problem from a counter.
 
-    Handing over an item takes time, which is little beside that of a long tile.
+    Handing over an item takes time, but little beside a long tile.
     """
     config = backend.configs(spec)["flash_fwd"]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
@@ -253,7 +254,7 @@ def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> 
 
 
 def _rule_of(spec: AttentionSpec) -> ScoreRule:
-    """Return the way from q·k to the exponent, which scales where terms can be divided by that."""
+    """Return the rule from q·k to the exponent, which scales where terms can be divided by that."""
     divides = 2.0**-60 <= spec.scale <= 2.0**60
     scale_first = bool(spec.terms) and not divides
     return ScoreRule.of(spec.scale, spec.softcap, scale_first, spec.precision)

@@ -68,7 +68,7 @@ def consume_keys(
     """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, v_tile, out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
-    # The keys are some of all, and join a result over others where there is one.
+    # These keys are some of all; they join a result over the others where there is one.
     IS_PART: gl.constexpr = problem.intervals is not None
     JOINS: gl.constexpr = results.carry is not None
     OUT_IN_Q: gl.constexpr = OUT == "in q"
@@ -81,21 +81,21 @@ def consume_keys(
     ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
     HAS_BOXES: gl.constexpr = terms.bias.boxes is not None
     DROPS: gl.constexpr = terms.seed is not None
-    # The main loop's turn comes from the first consumer, which has waited for the same tiles.
+    # At PING_PONG 2 the turn comes from the first consumer, which has waited for the same tiles.
     LOADS_AWAITED: gl.constexpr = PING_PONG < 2 or CONSUMER == 0 or HAS_BOXES
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
     HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     IS_PLAIN: gl.constexpr = not (HAS_LISTS or IS_PART)  # a row that sees one key is known
-    # Capped, scores need no maximum in a dtype with the range of float32: m_i stays 0.
+    # Capped scores need no maximum in a dtype with the range of float32: m_i stays 0.
     ASKS: gl.constexpr = ADDS or DROPS or results.row_max is not None
     BOUNDED: gl.constexpr = rule.small_cap and dtype == gl.bfloat16 and IS_PLAIN and not ASKS
-    # Where a row's largest score is asked for, it is m_i.
+    # Where the caller asks for a row's largest score, it is m_i.
     ON_DEMAND: gl.constexpr = rescales_on_demand(HEAD_DIM_V) and results.row_max is None
-    # A row's largest score is without the sink, which joins at the end.
+    # A row's largest score excludes the sink, which joins at the end.
     SINK_LAST: gl.constexpr = BOUNDED or results.row_max is not None
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     if PING_PONG and CONSUMER == NUM_CONSUMERS - 1:
         arrive(TURN, 256)
@@ -165,7 +165,7 @@ def consume_keys(
         else:
             e, alpha, m_i, l_i = _update(s, shift, m_i, l_i, rule, EDGES, ADDS, ON_DEMAND)
             if JOINS:
-                # No product runs. ptxas would move the scaling of acc into the next ones.
+                # No product runs here. ptxas would move the scaling of acc into the next products.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
             packed = pack(e, dtype)
             if DROPS:
@@ -181,7 +181,7 @@ def consume_keys(
             while index < end:
                 slot = step % NUM_STAGES
                 previous = (step - 1) % NUM_STAGES
-                # s = scale · q kᵀ, and acc += p v for the tile before
+                # s = scale · q kᵀ, and acc += p v for the previous tile
                 if LOADS_AWAITED:
                     mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
                 if PING_PONG:
@@ -212,7 +212,7 @@ def consume_keys(
                 if masked:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     if HAS_LISTS:
-                        # Its branch is behind no term: ptxas 12.8 crashes on some that are.
+                        # Its branch follows no term: ptxas 12.8 crashes where it follows some.
                         alike = step_is_alike(index, begin, before, problem.segments)
                         of_keys = load_keys(
                             problem, marks, start_kv, seq_kv, BLOCK_KV, layout, alike
@@ -224,8 +224,8 @@ def consume_keys(
                     if HAS_LISTS:
                         s = hide_keys(s, problem, marks, position, of_keys)
                 if BOUNDED:
-                    # Without a maximum each half goes by itself, and the second takes the registers
-                    # of the p that was multiplied.
+                    # Without a maximum each half is computed by itself; the second takes the
+                    # registers of the p that was multiplied.
                     left, right = split_columns(s)
                     left, l_i = bounded_update(left, l_i, rule, masked)
                     acc, p = wait_product(acc, p)
@@ -250,7 +250,7 @@ def consume_keys(
         if not OUT_IN_Q:
             mbarrier.arrive(q_read.index(q_slot), count=1)
 
-        # The last p·v, and q·kᵀ of the next item: of nothing and not looked at if there is none.
+        # The last p·v, and q·kᵀ of the next item; if there is none, that product is not used.
         turn += 1
         item, place = own_item(turn, problem, shared, CONSUMER)
         previous = (step - 1) % NUM_STAGES
@@ -272,7 +272,7 @@ def consume_keys(
             s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
             if item < problem.num_items:
                 arrive(K_READ + slot, READERS)
-        # Add the row sums of each quad.
+        # Reduce the row sums over each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
         factor = 1.0
         if BOUNDED:
@@ -297,7 +297,7 @@ def consume_keys(
 
 @gluon.jit
 def _own_terms(terms, batch, head, first_row, problem, place):
-    """Return the `HeadTerms` of a consumer's rows, and the first row as dropout counts it."""
+    """Return the `HeadTerms` of a consumer's rows, and the first row in dropout's numbering."""
     element, own_q = batch, first_row
     if problem.num_sequences is not None:
         element = place.sequence
@@ -321,9 +321,9 @@ def _terms_of_tile(
     LAYOUT: gl.constexpr,
     WHOLE: gl.constexpr,
 ):
-    """Return a tile's bias, unless TMA loads it, and what dropout keeps; 0 for what there is not.
+    """Return a tile's bias, unless TMA loads it, and the dropout mask; 0 for what is missing.
 
-    WHOLE: as `load_bias` takes it.
+    WHOLE: as in `load_bias`.
     """
     bias = 0
     if terms.bias.entries is not None and terms.bias.boxes is None:
@@ -335,10 +335,10 @@ def _terms_of_tile(
 
 @gluon.jit
 def _add_terms(s, terms, own, rule, offset, bias, MASKED: gl.constexpr):
-    """Add terms to products q·k; returns these, and the shifts of scores in base 2, 0 without one.
+    """Add terms to products q·k; return these and the shift of scores in base 2, 0 without one.
 
-    Where the exponent scales, terms join products that are not scaled yet. Otherwise scores are
-    returned, as they are without terms where they will be MASKED.
+    Where the exponent scales, terms are added to products that are not scaled yet. Otherwise the
+    result is scores; without terms, only if they will be MASKED.
     """
     ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
     shift = 0
@@ -362,7 +362,7 @@ def _update(
     ADDS: gl.constexpr,
     ON_DEMAND: gl.constexpr,
 ):
-    """Update the running softmax of what `_add_terms` returns; ADDS: there are terms."""
+    """Update the running softmax with the result of `_add_terms`; ADDS: there are terms."""
     if ADDS and not rule.scale_first:
         e, alpha, m_i, l_i = shifted_softmax_update(s, shift, m_i, l_i, rule.exp2_scale)
     else:
@@ -383,7 +383,7 @@ def _clear_values(
     seq_kv,
     start_kv,
 ):
-    """Clear what a tile of values has of other sequences, and of padding, once it is there."""
+    """Wait for a tile of values, then clear its rows of other sequences and of padding."""
     NUM_STAGES: gl.constexpr = v_tile[0].shape[0]
     if problem.num_sequences is not None:
         slot = step % NUM_STAGES

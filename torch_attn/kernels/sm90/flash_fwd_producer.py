@@ -1,4 +1,4 @@
-"""The warp that loads what a program of the SM90 forward multiplies."""
+"""The producer warp of the SM90 forward."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,10 +31,10 @@ def locate_queries(
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
-    """Return batch, head, rows, keys and tiles of keys of a work item; `place` is packed rows'.
+    """Return batch, head, rows, keys and tiles of keys of a work item; `place`: of packed rows.
 
-    The tiles of keys are what `visible_tiles` or `kept_tiles` returns; where nothing is visible,
-    one masked tile, so that no consumer has to do without.
+    The tiles of keys are those of `visible_tiles` or `kept_tiles`; where nothing is visible there
+    is one masked tile, so that each consumer has one.
     """
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv = 0
@@ -87,9 +87,9 @@ def produce_keys(
     HEAD_DIM_V: gl.constexpr,
     PASSES_OVER: gl.constexpr,
 ):
-    """Load all that the consumers of a program multiply, one warp for all of them.
+    """Load all tiles that a program's consumers multiply; runs in one warp.
 
-    PASSES_OVER: a tile that sees no key in its intervals has no work.
+    PASSES_OVER: a tile that sees no key in its intervals is not a work item.
     """
     q_tile, k_tile, v_tile, _out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
@@ -100,7 +100,7 @@ def produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     item, place = next_item(
         turn, problem, shared, counter_ptr, BLOCK_Q, True, (), (), problem.heads_q, BLOCK_KV,
@@ -119,11 +119,11 @@ def produce_keys(
             )
             prefetch_carry(first, rows.end - rows.start, problem.heads_q, BLOCK_Q, HEAD_DIM_V)
         for i in range(total + 1):
-            # Keys go one tile ahead of values, which is the order of use.
+            # Keys are loaded one tile ahead of values, in the order of use.
             if i < total:
                 slot = step % NUM_STAGES
                 if HAS_LISTS:
-                    # Loaded while the tile is still read.
+                    # Load while the previous tile is still read.
                     start = kept_start(lists, batch, head, rows.start, i, visible, BLOCK_KV)
                 if step >= NUM_STAGES:
                     wait_for_all(K_READ + slot, READERS)

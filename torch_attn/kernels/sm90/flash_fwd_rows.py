@@ -18,13 +18,13 @@ class Results(NamedTuple):
     """Hold what the kernel writes.
 
     Attributes:
-        out: in the kernel its descriptors, or in a tuple its pointer, see `stored_maps_of`.
+        out: in the kernel, its descriptors; or its pointer in a tuple, see `stored_maps_of`.
         lse: [B, Hq, Sq] float32, natural logarithm.
         row_max: [B, Hq, Sq] float32, each row's largest score; or None.
-        carry: [B, Sq, Hq, Dv] float32, the result over other keys whose lse is in `lse`; or None.
-        place: where a tile of out is on its way to memory, a constant: "staged" in shared memory of
-            its own; "in q", the queries', where there is no more; or "part", stored in float32 from
-            registers, by its pointer.
+        carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`; or None.
+        place: from where a tile of out is stored, a constant: "staged", shared memory of its own;
+            "in q", that of the queries, where there is no more; or "part", registers, in float32 by
+            its pointer.
     """
 
     out: Any
@@ -51,13 +51,13 @@ def start_rows(
 ):
     """Return m_i, l_i and acc of rows before their first tile of keys, and which rows have a carry.
 
-    A row with a carry starts from it. Without carries the last is 0.
+    A row with a carry starts from it. Without carries the last result is 0.
     """
     layout: gl.constexpr = product_layout(BLOCK_KV)
     m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, rows.type.layout)
     l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None and not SINK_LAST:
-        # The maximum has the sink from the start: acc is not rescaled for it at the end.
+        # Start the maximum at the sink, so that acc is not rescaled for it at the end.
         m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
     has_carry = 0
     if results.carry is not None:
@@ -73,12 +73,12 @@ def start_rows(
 def _load_part(
     results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V: gl.constexpr
 ):  # fmt: skip
-    """Start rows from a result over other keys; returns m_i, l_i, acc and which rows have one."""
+    """Start rows from a result over other keys; return m_i, l_i, acc and which rows have one."""
     carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
     m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
     has_carry = m_carry != float("-inf")
     carried = head_rows(results.carry, batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
-    # All of them are read, so that the loads do not wait for lse.
+    # Read all rows, so that the loads do not wait for lse.
     acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
     m_i = gl.maximum(m_i, m_carry * LOG2E)
     quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
@@ -102,11 +102,11 @@ def store_statistics(
     factor,
     SINK_LAST: gl.constexpr,
 ):
-    """Store what rows have beside out; returns what acc is multiplied by, and divided by.
+    """Store a row's statistics; return the factor and the divisor of acc.
 
     Args:
         factor: what acc is to be multiplied by anyway.
-        SINK_LAST: acc does not know of the sink's maximum.
+        SINK_LAST: the maximum of acc excludes the sink.
     """
     row_max = m_i
     if sinks_ptr is not None:
@@ -138,7 +138,7 @@ def store_out(
     OUT: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Store a consumer's rows, or start to."""
+    """Store a consumer's rows, or start to store them."""
     if OUT == "part":
         carried = head_rows(
             results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V

@@ -1,8 +1,8 @@
 """Paged attention of long chunks of new tokens, for SM90.
 
-The same formula as `torch_attn.kernels.portable.paged_attention`, in the parts of
-`torch_attn.kernels.sm90.flash_fwd`: a warp loads, with a TMA instruction for each page that a tile
-of keys has, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
+The same formula as `torch_attn.kernels.portable.paged_attention`, with the division of work of
+`torch_attn.kernels.sm90.flash_fwd`: one warp loads, with a TMA instruction for each page of a tile
+of keys, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
 PagedAttention (Kwon et al. 2023).
 """
 
@@ -97,14 +97,14 @@ def paged_attention_kernel(
     """One program computes BLOCK_Q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. The
-    work of the warps is that of `torch_attn.kernels.sm90.flash_fwd`: a producer, and two consumers
-    of 64 rows each, which PING_PONG makes take turns. GROUP_SIZE is a power of two up to 64, and
-    PAGE_SIZE one from 16 on.
+    warps divide the work as in `torch_attn.kernels.sm90.flash_fwd`: a producer, and two consumers
+    of 64 rows each, which take turns with PING_PONG. GROUP_SIZE is a power of two up to 64, and
+    PAGE_SIZE a power of two from 16 on.
 
     q, k and v are TMA descriptors, one for each column piece: of [Tq, Hq, D], and of
     [P, Hkv, page_size, D]. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
-    tiles of `locate_tokens`) in one axis, kv heads fastest and the last tiles first, which see most
-    keys. Loop invariant and accumulation: as in `flash_fwd_kernel`.
+    tiles of `locate_tokens`) in one axis, kv heads fastest and the last tiles first, as they see
+    most keys. Loop invariant and accumulation: as in `flash_fwd_kernel`.
     """
     gl.static_assert(BLOCK_Q == 128)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
@@ -129,7 +129,7 @@ def paged_attention_kernel(
     tiles = (q_tile, k_tile, v_tile)
     barriers = (q_full, k_full, v_full)
     place = (head_kv, first_token, tokens, start_row, length)
-    # Constants, and what may be None, stand in the calls: variables would make tensors of them.
+    # Constants, and what may be None, are written in the calls: variables would be tensors.
     gl.warp_specialize(
         [
             (_consume, (
@@ -158,9 +158,8 @@ def _visible_tiles(
 
     Returns:
         (begin, end, before, full, after): the first tile's first key, and the end of the visible
-        keys; `before`, `full` and `after` as `tiles_at_edges` has them. Where nothing is visible
-        there is one masked tile, so that no consumer has to do without; a program that has no rows
-        has no tiles.
+        keys; `before`, `full` and `after` as in `tiles_at_edges`. Where nothing is visible there is
+        one masked tile, so that each consumer has one. A program that has no rows has no tiles.
     """
     _head_kv, _first_token, tokens, start_row, length = place
     first = start_row // GROUP_SIZE
@@ -190,7 +189,7 @@ def _produce(
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    """Load all that the consumers of a program multiply, one warp for all of them."""
+    """Load all tiles that a program's consumers multiply; runs in one warp."""
     q_tile, k_tile, v_tile = tiles
     q_full, k_full, v_full = barriers
     q, k, v = loads
@@ -203,7 +202,7 @@ def _produce(
     )
     total = before + full + after
     for i in range(gl.where(total > 0, total + 1, 0)):
-        # Keys go one tile ahead of values, which is the order of use.
+        # Keys are loaded one tile ahead of values, in the order of use.
         if i < total:
             slot = i % NUM_STAGES
             start = step_start(i, begin, before, full, after, BLOCK_KV)
@@ -236,7 +235,7 @@ def _produce(
 def _load_queries(
     maps, tile, slot, token, head_kv, full, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr
 ):
-    """Load the 64 rows from a token on; `full` expects their bytes already."""
+    """Load 64 rows from a token on; `full` expects their bytes already."""
     for i in gl.static_range(num_pieces(SIZE)):
         box = tile[i].index(slot).reshape([64 // GROUP_SIZE, GROUP_SIZE, piece_width(SIZE, i)])
         load_box(maps[i], [token, head_kv * GROUP_SIZE, piece_start(SIZE, i)], full, box)
@@ -286,7 +285,7 @@ def _consume(
         m_i = gl.full([64], float("-inf"), gl.float32, of_row)
         l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
         if sinks_ptr is not None:
-            # The maximum has the sink from the start: acc is not rescaled for it at the end.
+            # Start the maximum at the sink, so that acc is not rescaled for it at the end.
             m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
         acc = zeros(64, HEAD_DIM_V)
 
@@ -311,7 +310,7 @@ def _consume(
             while index < steps:
                 slot = index % NUM_STAGES
                 previous = (index - 1) % NUM_STAGES
-                # s = scale · q kᵀ, and acc += p v for the tile before
+                # s = scale · q kᵀ, and acc += p v for the previous tile
                 mbarrier.wait(k_full.index(slot), index // NUM_STAGES & 1)
                 if PING_PONG:
                     wait_for_all(TURN + CONSUMER, 256)
@@ -345,7 +344,7 @@ def _consume(
         mbarrier.wait(v_full.index(previous), (index - 1) // NUM_STAGES & 1)
         p = unpack(packed, dtype, layout, "last")
         acc = add_product(acc, p, v_tile, previous)
-        # Add the row sums of each quad.
+        # Reduce the row sums over each quad.
         l_i = gl.convert_layout(gl.sum(l_i, 1), of_row)
         if sinks_ptr is not None:
             _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
@@ -361,7 +360,7 @@ def _consume(
 
 @gluon.jit
 def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
-    """Store rows of SIZE columns, as far as they exist, from where they were computed."""
+    """Store the rows of SIZE columns that exist, from the registers where they were computed."""
     for i in gl.static_range(num_pieces(SIZE)):
         _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
 
@@ -390,7 +389,7 @@ def paged_attention(
     out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
     tensors = (*operands[: PagedOperands._fields.index("k_scale")], out, lse)
-    # Four warps are one consumer; Triton adds those of the other parts.
+    # Four warps are one consumer; Triton adds the warps of the other partitions.
     launch("paged_attention", paged_attention_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse
 
@@ -424,7 +423,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _query_maps(layout: Layout, group_size: int) -> tuple[TensorMap, ...]:
-    """Return the descriptors of q: boxes of 64 rows, which are tokens of a group of heads."""
+    """Return the descriptors of q: boxes of 64 rows, which are tokens of a GQA group."""
     return tuple(
         TensorMap.of_boxes(
             layout.operand, layout.shape, layout.strides, (64 // group_size, group_size, width),

@@ -1,4 +1,4 @@
-"""dq of what the gradients through all keys left."""
+"""dq from the carry that the gradients through all keys left."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from twin_attention.targets.family import Backend
 def partial_dq(
     like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
 ) -> Tensor:
-    """Return dq of the carry: as the portable `partial_dq`, or of the sums that the kernel has."""
+    """Return dq from the carry, as the portable `partial_dq`, or from the kernel's sums."""
     if "flash_bwd_fused" not in backend.configs(spec):
         return carry.dq.to(like.dtype)
     dq = like.new_empty(like.shape)

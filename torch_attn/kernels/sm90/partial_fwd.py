@@ -1,4 +1,4 @@
-"""Attention over some of the keys, added to a result over others: the forward kernel with a carry.
+"""Attention over some keys, added to a result over other keys: the forward kernel with a carry.
 
 The twin of `torch_attn.kernels.portable.partial_fwd`.
 """
@@ -20,7 +20,7 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Add the keys of the operands to a result, in place: as the portable `partial_fwd`."""
+    """Add the keys of the operands to a result in place, as the portable `partial_fwd`."""
     out, lse = result_memory(operands.q, carry, lse, spec)
     launch_forward(operands, Results(out, lse, None, carry), spec, backend)
     return out, lse

@@ -1,4 +1,4 @@
-"""Tiles of queries, as the kernels of dk and dv load and visit them for a tile of keys."""
+"""Tiles of queries in the kernels of dk and dv: how they are loaded and visited."""
 
 from typing import Any, NamedTuple
 
@@ -44,9 +44,9 @@ from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec,
 from twin_attention.targets.kernels import FlashConfig
 from twin_attention.targets.steps import steps_of_keys
 
-# Named barriers: one for each stage of q, and of dout, from the first that Triton leaves alone
-# beside four parts. It has that one for a fifth part, which has one warp and so never uses it. The
-# last is for the tile of a bias, behind those of `flash_bwd_dkdv_adder`.
+# Named barriers: one for each stage of q, and of dout, from the first that Triton leaves free with
+# four partitions. Triton has reserved that one for a fifth partition, which has one warp and so
+# never uses it. The last is for the tile of a bias, after those of `flash_bwd_dkdv_adder`.
 Q_READ = gl.constexpr(5)
 DO_READ = gl.constexpr(8)
 BIAS_READ = gl.constexpr(15)
@@ -56,9 +56,9 @@ class Queries(NamedTuple):
     """The queries that a work item may visit.
 
     Attributes:
-        first: the first of the sequence, from which they are counted.
-        size: how many it has.
-        first_row: their first row of lse2, delta and the sums.
+        first: the sequence's first query; queries are counted from there.
+        size: how many queries it has.
+        first_row: the first row of lse2, delta and the sums.
     """
 
     first: Any
@@ -67,10 +67,10 @@ class Queries(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The keys that are rows of a consumer's scores, and how far from them queries see.
+    """The keys that are rows of a consumer's scores, and how far away queries see them.
 
     Attributes:
-        key: each key's position, counted as queries are.
+        key: each key's position, in query coordinates.
         end: the first position without a key; None where others hide keys that do not exist.
         left, right: of the window.
     """
@@ -84,7 +84,7 @@ class Reach(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory, and rows, as `produce_queries` loads them.
 
-    That of a bias is () where TMA does not load it, and so is v where nothing reads it.
+    The tile of a bias is () where TMA does not load it, and v is () where nothing reads it.
     """
 
     k: Any
@@ -97,7 +97,7 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Barriers: a tile is full, or the keys and values have been read."""
+    """Mbarriers: a tile is full, or the keys and values have been read."""
 
     k_full: Any
     v_full: Any
@@ -121,8 +121,8 @@ def locate_keys(
 
     `place`: of `next_item`.
 
-    Queries up to ROW_PADDING exist for this purpose: their p is 0 without a mask. Not those of
-    packed sequences, where they are another sequence's.
+    Query rows that pad the last tile count as existing here: their p is 0 without a mask. With
+    packed sequences they do not, as they belong to another sequence.
     """
     seq_kv, seq_q, diagonal = problem.size, problem.size_other, problem.diagonal
     num_tiles = gl.cdiv(seq_kv, 128)
@@ -150,11 +150,11 @@ def locate_keys(
                 start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
             )
         total = before + full + after
-        # Where nothing is visible, one masked tile, so that no consumer has to do without.
+        # Where nothing is visible, visit one masked tile, so that each consumer has one.
         begin = gl.where(total == 0, 0, begin)
         before = gl.where(total == 0, 1, before)
         if FUSED:
-            # Keys that do not exist are hidden in every tile: their ds, times 0, must be finite.
+            # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
             ragged = start_kv + 128 > seq_kv
             before = gl.where(ragged, gl.maximum(total, 1), before)
             full = gl.where(ragged, 0, full)
@@ -165,7 +165,7 @@ def locate_keys(
 
 @gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
-    """Return the batch element of a head of work items, and its first query head."""
+    """Return the batch element and the first query head of a head of work items."""
     heads = problem.heads_q // MEMBERS
     is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
     if problem.elements_adjoin and not is_counted and problem.intervals is None:
@@ -176,7 +176,7 @@ def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def mark_item(problem, place, batch, keys, key):
-    """Return the `Marks` of a work item's keys, which are counted as queries are."""
+    """Return the `Marks` of a work item's keys, in query coordinates."""
     first = 0
     if problem.num_sequences is not None and problem.tree is not None:
         first, _size = rows_of_sequence(
@@ -207,10 +207,10 @@ def produce_queries(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Load all that the consumers of dk and dv multiply, and what belongs to the queries' rows.
+    """Load all tiles that the consumers of dk and dv multiply, and the values of the queries' rows.
 
-    Without a tile of v neither v nor delta is loaded. A bias comes with dout: its tile, of which
-    there is one, is read early in a step.
+    Without a tile of v neither v nor delta is loaded. The single tile of a bias is loaded with
+    dout, and read early in a step.
 
     sections: (), or the `Sections` whose rows must be begun.
     loads: descriptors, and the library's `Bias`.
@@ -227,7 +227,7 @@ def produce_queries(
     rows_per_head = count_sequence_tiles(
         problem.size_other, problem.num_sequences, ROW_PADDING
     ) * (ROW_PADDING // BLOCK_Q)  # fmt: skip
-    step = 0  # over all items
+    step = 0  # counted over all items
     turn = 0
     begun = -1  # the last section that was awaited
     heads = problem.heads_q // MEMBERS
@@ -259,7 +259,7 @@ def produce_queries(
                 begun = section
             load_box(lse2, [row, 0], ready, lse2_row.index(slot))
             if i == 0:
-                # After q, which does not wait for the end of the item before.
+                # After q, which does not wait for the end of the previous item.
                 mbarrier.wait(kv_read.index(0), (turn & 1) ^ 1)
                 mbarrier.wait(kv_read.index(1), (turn & 1) ^ 1)
                 ready = k_full.index(0)
@@ -297,13 +297,13 @@ def produce_queries(
 def clear_queries(
     tile, full, first, index, queries, visible, problem, marks, MEMBERS: gl.constexpr
 ):
-    """Clear what is another sequence's, or padding, of a tile of queries or dout: it may be NaN.
+    """Clear rows of another sequence or of padding in a tile of queries or dout: they may be NaN.
 
-    No product is in flight here: among products the compiler would wait for each.
+    No product is in flight here; otherwise the compiler would wait for each product.
 
     Args:
         first: the item's first step.
-        index: of the tile among the item's; one behind the last is the last.
+        index: the tile's index in the item; one past the last means the last.
     """
     STAGES: gl.constexpr = tile[0].shape[0]
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
@@ -324,9 +324,9 @@ def clear_queries(
 
 @gluon.jit
 def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
-    """Clear what is another sequence's, or padding, of 64 rows of a tile of keys or values.
+    """Clear rows of another sequence or of padding in 64 rows of a tile of keys or values.
 
-    Keys that no query sees may be NaN as well, and have a gradient of 0.
+    Keys that no query sees may be NaN as well; their gradient is 0.
     """
     if problem.segments is not None:
         padded = rows_have_padding(visible[0])
@@ -340,9 +340,9 @@ def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
 
 @gluon.jit
 def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the `TileTerms` of a consumer's keys with the bias that TMA loaded, if it did.
+    """Return the `TileTerms` of a consumer's keys, with the bias if TMA loaded one.
 
-    The tile may be handed back by `hand_back_bias` where a product has p, which needs all of it.
+    `hand_back_bias` may hand back the tile once a product has p, which needs all of it.
 
     LAYOUT: of the scores, keys down.
     """
@@ -354,9 +354,9 @@ def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def hand_back_bias(terms):
-    """Say that the tile of a bias is read, if TMA loads it.
+    """Report that the tile of a bias is read, if TMA loads it.
 
-    An arrival does not wait for loads, and TMA writes there next: it follows a use of them.
+    An arrival does not wait for loads, and TMA writes there next, so it follows a use of the loads.
     """
     if terms.bias.boxes is not None:
         arrive(BIAS_READ, READERS)
@@ -370,9 +370,9 @@ def exponents(
     """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
 
     reach: `Reach` of the rows.
-    problem, marks, of_queries: as `hide_queries` takes them.
-    terms, own, of_tile: of the scores, their head, and the tile.
-    FAR: as `terms.add_terms` takes it.
+    problem, marks, of_queries: as in `hide_queries`.
+    terms, own, of_tile: terms of the scores, of their head, and of the tile.
+    FAR: as in `terms.add_terms`.
     """
     rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
@@ -392,13 +392,13 @@ def persistent_keys(
     is_counted: bool = False,
     has_sections: bool = False,
 ) -> Prepared:
-    """Return `persistent` of a kernel whose work items are tiles of keys.
+    """Return `persistent` for a kernel whose work items are tiles of keys.
 
     Args:
-        members: query heads that an item visits, all of a kv head's or one.
-        arguments: what only this kernel has.
-        ragged: keys that do not exist are hidden in every tile.
-        is_counted, has_sections: as `persistent` has them.
+        members: query heads that an item visits: all of a GQA group, or one.
+        arguments: arguments that only this kernel has.
+        ragged: hide keys that do not exist in every tile.
+        is_counted, has_sections: as in `persistent`.
     """
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)
@@ -411,6 +411,6 @@ def persistent_keys(
 def items_of_keys(
     spec: AttentionSpec, config: FlashConfig, members: int
 ) -> tuple[tuple[int, ...], int]:
-    """Return how many steps each tile of keys takes, and how many heads have such tiles."""
+    """Return how many steps each tile of keys takes, and how many heads have tiles of keys."""
     steps = steps_of_keys(spec, config.block_q, config.block_kv)
     return tuple(members * each for each in steps), spec.heads_q // members * spec.batch

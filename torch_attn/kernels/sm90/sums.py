@@ -1,4 +1,4 @@
-"""Gradients' float32 sums: their order in memory, what adds to them, and what reads them."""
+"""Float32 sums of gradients: their order in memory, what adds to them, and what reads them."""
 
 import math
 
@@ -29,7 +29,7 @@ BOX = gl.constexpr((4, 256))
 
 @triton.constexpr_function
 def dq_blocks(size):
-    """Return first column and width of the parts of dq's columns that one consumer multiplies."""
+    """Return first column and width of each block of dq's columns, which one consumer computes."""
     blocks, first = [], 0
     for width in column_pieces(size):
         for start in range(first, first + width, 64):
@@ -40,7 +40,7 @@ def dq_blocks(size):
 
 @triton.constexpr_function
 def consumer_blocks(size, consumer):
-    """Return which of `dq_blocks` a consumer multiplies: the first one the first."""
+    """Return which of `dq_blocks` a consumer computes: the first consumer, only the first."""
     every = tuple(range(len(dq_blocks(size))))
     return every[:1] if consumer == 0 else every[1:]
 
@@ -81,9 +81,9 @@ def _nth(values, index):
 
 @gluon.jit
 def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr):
-    """Allocate shared memory for ds of a tile of queries and of the one before, by halves of keys.
+    """Allocate shared memory for ds of this and of the previous tile of queries, by halves of keys.
 
-    STORED: with queries down, as boxes that TMA stores; otherwise with keys down.
+    STORED: queries down, as boxes that TMA stores; otherwise keys down.
     """
     if STORED:
         ds_buffer = gl.allocate_shared_memory(DTYPE, [4, 1, 1, BLOCK_Q, 64], box_layout(64))
@@ -94,7 +94,7 @@ def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr
 
 @gluon.jit
 def tile_of_ds(ds_buffer, step, half):
-    """Return the place of a step's ds of half of the keys, keys down."""
+    """Return the place of a step's ds for one half of the keys, keys down."""
     tile = ds_buffer.index(step % 2 * 2 + half)
     if len(ds_buffer.shape) == 5:
         tile = tile.reshape([ds_buffer.shape[3], ds_buffer.shape[4]]).permute((1, 0))
@@ -105,7 +105,7 @@ def tile_of_ds(ds_buffer, step, half):
 def start_dq(ds_buffer, step, k_tile, first, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Start to compute this consumer's part of ds·k, two products a block.
 
-    k_tile: the keys are its tiles `first` and the next.
+    k_tile: the keys are its tiles `first` and `first + 1`.
     """
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     dq = ()
@@ -129,7 +129,7 @@ def _start_block(ds_buffer, step, k_tile, first, BLOCK: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def allocate_dq(CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Allocate shared memory for this consumer's part of a tile's dq, boxes of each block."""
+    """Allocate shared memory for this consumer's part of a tile's dq, as boxes of each block."""
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     tiles = ()
     for i in gl.static_range(len(BLOCKS)):
@@ -152,8 +152,8 @@ def box_of_sums_layout():
 def write_dq(dq_tiles, dq):
     """Write this consumer's part of a tile's dq to shared memory.
 
-    The order is that of the sums in global memory. There 64 rows are consecutive, block by block,
-    each in the order in which registers hold it: four values of a thread, then the threads.
+    The order is that of the sums in global memory: 64 rows are consecutive, block by block. Each
+    block has the order in which registers hold it: four values of a thread, then the threads.
     """
     flat_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for i in gl.static_range(len(dq)):
@@ -163,7 +163,7 @@ def write_dq(dq_tiles, dq):
 
 @gluon.jit
 def add_dq(dq_sum, dq_tiles, tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start to add what a consumer wrote to the sums of a tile of 64 rows.
+    """Start to add a consumer's part to the sums of a tile of 64 rows.
 
     Tiles are counted over all heads.
     """
@@ -182,7 +182,7 @@ def _add_boxes(dq_sum, boxes, first):
 
 
 def map_sums(layout: Layout) -> TensorMap:
-    """Return the descriptor of float32 sums as rows of boxes, in the order that memory has."""
+    """Return the descriptor of float32 sums as rows of boxes, in memory order."""
     columns = BOX.value[1]
     fields = {
         "shape": [math.prod(layout.shape) // columns, columns],
@@ -211,7 +211,7 @@ def sum_columns(size):
 
 @gluon.jit
 def _order_as_registers(x):
-    """Return 64 rows of a product in one axis: column blocks, threads, then a thread's values."""
+    """Flatten 64 rows of a product to one axis: column blocks, threads, then a thread's values."""
     parts = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(parts, [3, 0, 2, 4, 1, 5]), [64 * x.shape[1]])
 
@@ -230,9 +230,9 @@ def flash_bwd_postprocess_kernel(
 ):
     """Scale and store 64 rows of a gradient of one head from the sums of `add_dq` or `add_rows`.
 
-    dq [B, Sq, Hq, D] contiguous; of dk and dv the problem has the keys' rows and heads. Grid:
-    (query tiles, heads, batch) in one axis; for packed sequences tiles of the sums, in which each
-    begins one of ROW_PADDING rows.
+    dq [B, Sq, Hq, D] contiguous; for dk and dv the problem has the keys' rows and heads. Grid:
+    (query tiles, heads, batch) in one axis. For packed sequences: tiles of the sums, where each
+    sequence begins a tile of ROW_PADDING rows.
     """
     gl.static_assert(BLOCK_Q == 64)
     num_tiles = gl.cdiv(seq_q, 64)

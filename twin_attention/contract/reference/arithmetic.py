@@ -17,7 +17,7 @@ def product(xp: Any, a: Array, b: Array, spec: AttentionSpec) -> Array:
 
 
 def takes_tf32(xp: Any, x: Array, spec: AttentionSpec) -> bool:
-    """Return whether products of these operands take them as TF32."""
+    """Return whether products round these operands to TF32."""
     return spec.precision == "tf32" and x.dtype == xp.float32
 
 

@@ -24,19 +24,19 @@ Array = Any
 def attention_forward(
     operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
-    """Attention output and log-sum-exp.
+    """Compute attention output and log-sum-exp.
 
     Args:
         operands: those of the call.
         spec: semantics; its shapes are those of the operands.
         dtype: dtype of every operation.
-        first: batch element and query head of a whole, as dropout counts them, with which the
+        first: the batch element and query head, in dropout's count over the whole, at which the
             operands begin.
 
     Returns:
-        out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that
-        sees no key gives 0, and -inf or its head's sink. Where the problem asks for it also each
-        row's largest score [B, Hq, Sq], -inf without a key.
+        out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that sees no
+        key gives 0, and -inf or its head's sink. If the problem asks for it, also each row's
+        largest score [B, Hq, Sq], -inf without a key.
     """
     xp = array_namespace(operands.q)
     position = positions(xp, operands, spec)
@@ -58,16 +58,15 @@ def attention_backward(
 ) -> FlashOperands[Array]:
     """Compute the gradients of `attention_forward`.
 
-    With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``:
-    ``ds = p ∘ (dp - delta)``, ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``.
-    A sink is a score without a value, so that its dp is 0. With dropout p of dv, and dp, are
-    multiplied by `dropout_weights`.
+    With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``: ``ds = p ∘ (dp - delta)``,
+    ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a
+    value, so its dp is 0. With dropout, dp and the p in dv are multiplied by `dropout_weights`.
 
-    With dropout delta is that of out, ``rowsum(dout ∘ out) - dlse``, as in the kernels: the other
-    one would cancel dp, without an error, where a row has one key that counts, but out of such a
-    row is a multiple of v that is rounded. Gradients of terms that sum ds over keys take it with
-    `precision` "tf32", too. The other one cancels there: the sum over all keys that a row sees
-    would have no error of a product.
+    With dropout, delta is computed from out, ``rowsum(dout ∘ out) - dlse``, as in the kernels. If
+    one key of a row counts, the delta above would cancel dp without an error, but such a row's out
+    is a rounded multiple of v. Gradients of terms that sum ds over keys also use it with
+    `precision` "tf32": with the delta above, the sum over all keys of a row would cancel, without a
+    product's error.
 
     Args:
         dout: gradient of out, [B, Sq, Hq, Dv].

@@ -17,9 +17,9 @@ Array = Any
 def block_sparse_forward(
     operands: BlockSparseOperands, spec: BlockSparseSpec, dtype: Any
 ) -> tuple[Array, ...]:
-    """Attention output and log-sum-exp over the tiles that a block mask keeps.
+    """Compute attention output and log-sum-exp over the tiles that a block mask keeps.
 
-    The mask is that of the tiles of keys which each tile of queries keeps.
+    The mask is made of the tiles of keys that each tile of queries keeps.
 
     Args:
         operands, spec, dtype: as `attention_forward` takes them.
@@ -53,7 +53,7 @@ def block_sparse_backward(
 
 
 def _kept_keys(xp: Any, operands: BlockSparseOperands, spec: BlockSparseSpec) -> Array:
-    """Return the mask [Bm, Hm, Sq, Skv] of the keys in the window and in tiles that are kept."""
+    """Return the mask [Bm, Hm, Sq, Skv] of the keys in the window and in kept tiles."""
     counts, tiles, on = operands.kv_counts, operands.kv_tiles, device(operands.q)
     listed = xp.arange(tiles.shape[-1], device=on) < counts[..., None]
     tile = xp.arange(operands.q_counts.shape[-1], device=on)

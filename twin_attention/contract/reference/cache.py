@@ -1,4 +1,4 @@
-"""Paged caches: the places of new tokens, numbers as a cache stores them, and its keys."""
+"""Paged caches: the places of new tokens, the stored form of numbers, and the keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 def positions_of_new(operands: AppendOperands, spec: AppendSpec) -> tuple[Array, Array, Array]:
     """Return where new tokens go: position, sequence, and whether they are tokens.
 
-    Each is [B, T], or [Tq] of packed ones. Padding counts as a token at position 0 of sequence 0.
+    Each is [B, T], or [Tq] for packed tokens. Padding counts as a token at position 0 of sequence
+    0.
     """
     lengths, offsets = operands.seq_lens, operands.cu_seqlens_q
     xp, on = array_namespace(lengths), device(lengths)

@@ -16,7 +16,7 @@ Array = Any
 
 
 def dilated_forward(operands: FlashOperands, spec: DilatedSpec, dtype: Any) -> tuple[Array, Array]:
-    """Attention output and log-sum-exp within dilated segments, merged by log-sum-exp.
+    """Compute attention output and log-sum-exp within dilated segments, merged by log-sum-exp.
 
     Args:
         operands, spec, dtype: as `attention_forward` takes them.
@@ -55,7 +55,7 @@ def dilated_backward(
 def _dilated_states(
     xp: Any, operands: FlashOperands, spec: DilatedSpec, dtype: Any
 ) -> tuple[Array, Array]:
-    """Return the outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of each pair by itself."""
+    """Return each pair's own outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S]."""
     states = [
         forward(xp, operands, spec, kept_tokens(xp, spec, dilation, device(operands.q)), dtype)
         for dilation in spec.dilations
@@ -65,7 +65,7 @@ def _dilated_states(
 
 
 def kept_tokens(xp: Any, spec: DilatedSpec, dilation: Dilation, on: Any) -> Array:
-    """Return the mask [1, Hq, S, S] of the keys that each query sees by one pair."""
+    """Return the mask [1, Hq, S, S] of the keys that each query sees in one pair."""
     position = xp.arange(spec.seq_q, device=on)
     segment = position // dilation.segment_length
     head = xp.arange(spec.heads_q, device=on)[:, None] // spec.group_size

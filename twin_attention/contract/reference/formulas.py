@@ -37,7 +37,7 @@ def forward(
     added: Array | None = None,
     kept: Array | None = None,
 ) -> tuple[Array, ...]:
-    """Return out, lse and, where the problem asks for it, each row's largest score.
+    """Return out, lse and, if the problem asks for it, each row's largest score.
 
     Args:
         xp, operands, spec, dtype: array namespace and what `attention_forward` takes.
@@ -112,7 +112,7 @@ def backward(
     of_terms = {}
     if isinstance(operands, FlashOperands) and spec.terms:
         summed = ds
-        if has_tf32:  # p is rounded in out, so that no sum over keys cancels
+        if has_tf32:  # p is rounded in out, so no sum over keys cancels
             summed = ds_of(delta + dot_of_out() - dot)
         shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
         of_pairs = (xp.reshape(x, shape) for x in (ds, summed))
@@ -132,7 +132,7 @@ def by_kv_head(
     spec: AttentionSpec,
     dtype: Any,
 ):
-    """Return q as [B, Hkv, group · Sq, D], so that no key is copied; k, v as [B, Hkv, Skv, D]."""
+    """Return q as [B, Hkv, group · Sq, D], so no key is copied; k, v as [B, Hkv, Skv, D]."""
     k, v = (xp.permute_dims(xp.astype(x, dtype), (0, 2, 1, 3)) for x in (operands.k, operands.v))
     return rows_of(xp, operands.q, spec, dtype), k, v
 

@@ -12,7 +12,7 @@ Array = Any
 
 
 def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
-    """Attention over the union of disjoint sets of keys, from the attention over each.
+    """Merge attention over disjoint sets of keys into attention over their union.
 
     Args:
         outs: [N, B, S, H, Dv].

@@ -21,9 +21,9 @@ Array = Any
 
 
 def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
-    """Attention output and log-sum-exp of packed sequences.
+    """Compute attention output and log-sum-exp of packed sequences.
 
-    Nothing but values depends on the offsets, so that it can be traced. Memory is O(Tq · Tkv).
+    Only values depend on the offsets, so it can be traced. Memory is O(Tq · Tkv).
 
     Args:
         operands: those of the call.
@@ -32,8 +32,8 @@ def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tu
 
     Returns:
         out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A row that sees no key,
-        such as padding, gives 0, and -inf or its head's sink. Where the problem asks for it also
-        each row's largest score [Hq, Tq].
+        such as padding, gives 0, and -inf or its head's sink. If the problem asks for it, also each
+        row's largest score [Hq, Tq].
     """
     xp = array_namespace(operands.q)
     batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
@@ -77,9 +77,9 @@ def _kept_of_packed(
     sequence: Array,
     position: Array,
 ) -> Array | None:
-    """Return the weights of dropout [Hq, Tq, Tkv], which hold within sequences; None without it.
+    """Return the weights of dropout [Hq, Tq, Tkv], valid within sequences; None without dropout.
 
-    Sequences count as batch elements, and their queries and keys from their first ones.
+    Sequences count as batch elements; queries and keys count from the first of their sequence.
     """
     if spec.dropout is None:
         return None
@@ -88,7 +88,7 @@ def _kept_of_packed(
     head = xp.arange(spec.heads_q, device=on)[:, None, None]
     query = xp.arange(spec.seq_q, device=on) - first_q
     key = xp.arange(spec.seq_kv, device=on) - first_kv[:, None]
-    # Pairs of different sequences are hidden: their numbers may be anything.
+    # Pairs across sequences are hidden, so their numbers may be anything.
     query, key = (xp.where(x < 0, xp.zeros_like(x), x) for x in (query, key))
     counters = sequence[:, None], head, query[:, None], key
     return weights_at(xp, operands, spec, counters, dtype)

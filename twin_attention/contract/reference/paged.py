@@ -1,4 +1,4 @@
-"""Attention of new tokens over a paged cache: as many in each sequence, or any number."""
+"""Attention of new tokens over a paged cache: the same number per sequence, or any number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = Any
 
 
 def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:
-    """Attention of new tokens over a paged cache, and log-sum-exp.
+    """Compute attention of new tokens over a paged cache, and log-sum-exp.
 
     Args:
         operands: those of a decode, q with its T.
@@ -65,10 +65,10 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
 
 
 def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tuple[Array, Array]:
-    """Attention of any number of new tokens a sequence over a paged cache, and log-sum-exp.
+    """Compute attention of any number of new tokens per sequence over a paged cache, and its lse.
 
-    Nothing but values depends on offsets, lengths and tables, so that it can be traced. All tokens
-    meet the keys of all sequences: memory is O(Tq · B · capacity).
+    Only values depend on offsets, lengths and tables, so it can be traced. Each token is multiplied
+    with the keys of all sequences: memory is O(Tq · B · capacity).
 
     Args:
         operands: those of the call.
@@ -129,12 +129,12 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
 
 
 def _ends_of_keys(xp: Any, tree_ends: Array, token: Array, is_new: Array) -> Array:
-    """Return the end of the tokens that see each key; no token is past that of an older key.
+    """Return where the tokens that see each key end; for older keys, past all tokens.
 
     Args:
         tree_ends: of the new tokens, in any shape.
         token: which of them a key is, counted over all sequences.
-        is_new: the key is one.
+        is_new: whether the key is a new token's.
     """
     size = math.prod(tree_ends.shape)
     token = xp.where(is_new & (token >= 0) & (token < size), token, xp.full_like(token, size))

@@ -1,4 +1,4 @@
-"""Attention over some of the keys, added to a result over others, and its gradients."""
+"""Attention over some of the keys, merged with a result over others, and its gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Array = Any
 def partial_forward(
     operands: PartialOperands, out: Array, lse: Array, spec: PartialSpec, dtype: Any
 ) -> tuple[Array, Array]:
-    """Attention output and log-sum-exp over the keys of a result and over those of the operands.
+    """Compute attention output and log-sum-exp over an earlier result's keys and the operands'
+    keys.
 
     Args:
         operands: those of the call.

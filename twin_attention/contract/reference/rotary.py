@@ -29,8 +29,8 @@ def rotate(
         dtype: dtype of every operation.
 
     Returns:
-        `x` rotated, in `dtype`. Where cos and sin have no row of a position, what is rotated is
-        NaN.
+        `x` rotated, in `dtype`. If cos and sin have no row for a position, the rotated dimensions
+        are NaN.
 
     Source: Su et al. 2021 (RoFormer).
     """

@@ -1,4 +1,4 @@
-"""Who sees whom: by window, tree, segment ids, interval of keys and packed sequence."""
+"""Masks: which query sees which key, by window, tree, segment ids, interval and packed sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def visibility(xp: Any, spec: AttentionSpec, on: Any) -> Array | None:
 
 def in_window(xp: Any, position: Array, spec: AttentionSpec) -> Array:
     """Return the mask [Sq, Skv] of the keys in the window of queries at these positions, [Sq]."""
-    window = spec.bounded_window  # wider ones see no more, and may not fit an index dtype
+    window = spec.bounded_window  # a wider one sees no more, and may not fit an index dtype
     position, key = position[:, None], xp.arange(spec.seq_kv, device=device(position))[None, :]
     seen = xp.ones((spec.seq_q, spec.seq_kv), dtype=xp.bool, device=device(position))
     if window.left is not None:
@@ -52,10 +52,10 @@ def apply_tree(
 def in_branch(
     xp: Any, operands: FlashOperands | VarlenOperands, spec: AttentionSpec, position: Array
 ) -> Array:
-    """Return the mask [..., Sq, Skv] of the keys whose branch queries at these positions are on.
+    """Return the mask [..., Sq, Skv] of the keys on whose branch queries at these positions are.
 
-    A query's own key is the last in the window, so that `causal` is a right side of 0. Depths count
-    where the window does.
+    A query's own key is the last in the window, so `causal` is a right side of 0. The window counts
+    depths if there are any.
 
     Args:
         xp, operands, spec: array namespace, operands with ends, and problem.
@@ -97,12 +97,12 @@ def seen_in_intervals(xp: Any, operands: PartialOperands, spec: PartialSpec) -> 
 
 
 def clear_padding(xp: Any, x: Array, kept: Array) -> Array:
-    """Return tokens [..., S, H, D] with padding, which may hold NaN, at 0."""
+    """Return tokens [..., S, H, D] with padding, which may hold NaN, set to 0."""
     return xp.where(kept[..., None, None], x, xp.zeros_like(x))
 
 
 def sequence_of_tokens(xp: Any, offsets: Array, tokens: int) -> Array:
-    """Return the sequence that each token belongs to, [T]; their number for padding."""
+    """Return the sequence of each token, [T]; the number of sequences for padding."""
     token = xp.arange(tokens, device=device(offsets))
     begun = offsets[None, 1:] <= token[:, None]
     return xp.sum(xp.astype(begun, offsets.dtype), axis=1, dtype=offsets.dtype)

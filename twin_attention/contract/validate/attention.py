@@ -57,7 +57,7 @@ def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
     """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv].
 
     Raises:
-        ValueError: it has another number of axes, or of one neither the size nor 1.
+        ValueError: the number of axes is wrong, or a size is neither `whole`'s nor 1.
     """
     sizes = zip(shape, whole, strict=False)
     if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
@@ -65,11 +65,11 @@ def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
 
 
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
-    """Refuse tensors that were saved for a backward and come back as others, but for their layout.
+    """Refuse saved tensors that come back to a backward changed in more than their layout.
 
     Args:
         dout: the gradient of out, which has the dtype, shape and device of the forward's.
-        q, out, lse: as they come back; q agrees with the other operands.
+        q, out, lse: as they come back; q already agrees with the other operands.
     """
     for x in (q, out):
         check_dtype(x, dout.dtype, "the saved ")
@@ -117,7 +117,7 @@ def _check_tree(
 
 
 def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], batch: int) -> None:
-    """Check what is added to the scores of that many sequences."""
+    """Check the terms added to the scores of `batch` sequences."""
     q, table, slopes = operands.q, operands.relative_bias, operands.alibi_slopes
     heads = q.shape[-2]
     if table is not None:
@@ -165,7 +165,7 @@ def _check_dropout(
 
 
 def _check_of_tokens(x: Operand, of: Operand, q: Operand) -> None:
-    """Check an array that has an integer for each token of `of`."""
+    """Check an array with one integer per token of `of`."""
     check_dtype(x, "int32")
     if x.shape != of.shape[:-2]:
         fail(ValueError, x.name, f"shape {of.shape[:-2]}, one of each token", x.shape)

@@ -48,7 +48,7 @@ def check_block_sparse_attention(
 
 
 def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tiles: Operand) -> None:
-    """Check the lists of a block mask, but for what they hold.
+    """Check the lists of a block mask, except their contents.
 
     Raises:
         TypeError: another dtype.
@@ -77,8 +77,8 @@ def check_list_values(
     """Check the data of a block mask's lists, whose shapes match.
 
     Raises:
-        ValueError: a count out of range, or a tile in a list that does not exist or does not come
-            after the one before it; a tile in a list of one direction that the other lacks. The
+        ValueError: a count out of range; a listed tile that does not exist or does not come after
+            the one before it; a tile that is listed in one direction and not in the other. The
             message names the first such entry or list.
     """
     of_queries = _kept_by_lists("kv", kv_counts, kv_tiles, q_counts.shape[2])
@@ -141,7 +141,7 @@ def check_mask(kept: Operand) -> None:
 
 
 def check_tiles(least: int = 0, **numbers: Any) -> None:
-    """Refuse what is no number of tiles, or less than `least`.
+    """Refuse numbers of tiles that are no integers or less than `least`.
 
     Raises:
         TypeError: it is no integer.

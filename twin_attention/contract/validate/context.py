@@ -1,4 +1,4 @@
-"""Checks of what ranks share: plans of a context, exchanges, shards and their operands."""
+"""Checks for context parallelism: plans, exchanges, shards and operands."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_context_plan(
 def check_context_attention(
     operands: FlashOperands[Operand], options: FlashOptions, local_len: int
 ) -> AttentionSpec:
-    """Check a rank's operands of `context_attention`, and describe them as a sequence of their own.
+    """Check a rank's operands of `context_attention`, and describe them as a separate sequence.
 
     Args:
         operands: the rank's tokens.
@@ -71,12 +71,12 @@ def check_exchange(
 
     Args:
         exchange: what the caller asked for, or None.
-        choices: the names that there are.
+        choices: the known names.
         heads: of queries and of keys.
-        size: ranks.
+        size: number of ranks.
 
     Raises:
-        ValueError: no such name, or heads that cannot be dealt out.
+        ValueError: no such name, or heads that do not divide evenly over the ranks.
     """
     check_choice("exchange", exchange, choices)
     for name, count in zip("qk", heads, strict=True):
@@ -101,13 +101,13 @@ def check_rank(rank: Any, size: int) -> int:
 
 
 def check_whole(name: str, shape: tuple[int, ...], axis: int, length: int) -> None:
-    """Refuse an array whose axis of tokens has another length than a plan's sequence."""
+    """Refuse an array whose token axis is not as long as the plan's sequence."""
     if not -len(shape) <= axis < len(shape) or shape[axis] != length:
         fail(ValueError, name, f"{length} tokens along axis {axis}", f"shape {tuple(shape)}")
 
 
 def check_shards(shapes: list[tuple[int, ...]], axis: int, size: int, length: int) -> None:
-    """Refuse the tokens of another number of ranks, or of other lengths, than a plan has."""
+    """Refuse shards whose number or lengths do not match the plan."""
     if len(shapes) != size:
         fail(ValueError, "xs", f"the tokens of {size} ranks", len(shapes))
     for rank, shape in enumerate(shapes):

@@ -16,7 +16,7 @@ def check_dilations(segment_lengths: Any, dilation_rates: Any) -> tuple[Dilation
     """Check the pairs of `dilated_attention`, as `check_flash_options` checks options.
 
     Raises:
-        ValueError: there is none, a pair is not whole, or its numbers do not fit each other.
+        ValueError: there is no pair, a pair is incomplete, or its numbers do not fit each other.
         TypeError: what is no list or tuple of integers.
     """
     named = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
@@ -60,7 +60,7 @@ def check_segments(dilations: tuple[Dilation, ...], length: int) -> None:
     """Check that segments are whole in a sequence of this length.
 
     Raises:
-        ValueError: those of a pair are not.
+        ValueError: a pair's segments are not whole.
     """
     for i, (segment_length, _) in enumerate(dilations):
         if length % segment_length:

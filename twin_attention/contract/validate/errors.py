@@ -1,7 +1,7 @@
 """Messages of errors about arguments, which read ``name: expected ..., got ...``.
 
-`ValueError` and `TypeError` are for what is wrong anywhere, `NotImplementedError` for what is
-valid but not supported here.
+`ValueError` and `TypeError` are for what is always wrong, `NotImplementedError` for what is valid
+but not supported here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def type_name(x: object) -> str:
 
 
 def not_differentiable(what: str, instead: str, function: str = "flash_attention") -> NoReturn:
-    """Refuse a derivative that has no formula here, and name the way out."""
+    """Refuse a derivative that has no formula here, and name an alternative."""
     raise NotImplementedError(
         f"{function}: {what} is not supported; reverse mode, once, is. {instead}"
     )
@@ -41,7 +41,7 @@ def no_gradient(function: str) -> NoReturn:
 
 
 def one_pool() -> NoReturn:
-    """Refuse one memory for the keys and the values of a cache that is written in place."""
+    """Refuse a cache written in place whose keys and values share memory."""
     fail(ValueError, "v_pages", "memory of its own", "k_pages' memory")
 
 
@@ -53,7 +53,7 @@ def not_mapped(function: str) -> NoReturn:
 
 
 def not_mapped_with_sinks() -> NoReturn:
-    """Refuse `vmap` over integers of tokens with what has no batch that it could join."""
+    """Refuse `vmap` over per-token integers with operands that have no batch to join."""
     raise NotImplementedError(
         "flash_attention: vmap over segment ids, ends or depths with sinks, relative_bias or "
         "alibi_slopes of heads is not supported; call it for each, or share them"

@@ -15,7 +15,7 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
 
     Raises:
         TypeError: one is no integer.
-        ValueError: one is less than 1, or does not divide what it has to.
+        ValueError: one is less than 1 or does not divide evenly.
         NotImplementedError: a head dimension that the kernels do not take.
     """
     for name, x in (("d_model", d_model), ("num_heads", num_heads)):
@@ -35,7 +35,7 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
 
 
 def check_tokens(shape: tuple[int, ...], d_model: int) -> None:
-    """Check the shape of what a multi-head module is called with.
+    """Check the shape of a multi-head module's input.
 
     Raises:
         ValueError: it is not [B, S, d_model].

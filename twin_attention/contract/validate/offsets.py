@@ -15,7 +15,7 @@ from twin_attention.contract.validate.options import check_integer
 def check_offsets_arguments(
     cu_seqlens_q: Operand, cu_seqlens_kv: Operand, tokens_q: Any, tokens_kv: Any
 ) -> None:
-    """Check the arguments of `check_offsets`, but for what they hold.
+    """Check the arguments of `check_offsets`, except their contents.
 
     Raises:
         As `check_flash_attention_varlen`.
@@ -26,7 +26,7 @@ def check_offsets_arguments(
 
 
 def check_offset_values(name: str, offsets: np.ndarray, tokens: int) -> None:
-    """Check the data that tells where packed sequences begin.
+    """Check the offsets where packed sequences begin.
 
     Args:
         name: the argument's.

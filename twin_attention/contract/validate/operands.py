@@ -24,7 +24,8 @@ class Operand(NamedTuple):
         dtype: the framework's dtype name without a prefix, such as "bfloat16".
         device: a comparable name such as "cpu" or "cuda:0"; None when it is not known (a tracer).
         contiguous_rows: False when the last dimension has a stride other than 1.
-        even_rows: False when a row begins at an odd offset or distance from others, in elements.
+        even_rows: False when a row begins at an odd offset, or at an odd distance from others, in
+            elements.
     """
 
     name: str
@@ -79,7 +80,7 @@ def check_sinks(
     | DecodeOperands[Operand]
     | PagedOperands[Operand],
 ) -> None:
-    """Check sinks, where there are any: one of each head of q."""
+    """Check sinks, if there are any: one for each head of q."""
     q, sinks = operands.q, operands.sinks
     if sinks is None:
         return
@@ -111,7 +112,7 @@ def check_device(x: Operand, other: Operand) -> None:
 
 
 def check_head_dim(x: Operand) -> None:
-    """Check the last dimension of a tensor, as one that the kernels take."""
+    """Check that the kernels take a tensor's last dimension."""
     if not is_head_dim(x.shape[-1]):
         fail(NotImplementedError, x.name, HEAD_DIMS, x.shape[-1])
 

@@ -23,8 +23,7 @@ def check_flash_options(
 ) -> FlashOptions:
     """Check the options that all functions of flash attention share.
 
-    The checks of options look at types and compare numbers, and do nothing else, so that
-    `torch.compile` traces them.
+    Option checks only look at types and compare numbers, so that `torch.compile` can trace them.
 
     Raises:
         ValueError: a number that is out of range, or a name that is no choice.
@@ -51,7 +50,7 @@ def check_attention_options(
     return_row_max: Any,
     return_lse: Any,
 ) -> FlashOptions:
-    """Check the options that `flash_attention` and `flash_attention_varlen` have, these alone too.
+    """Check all options of `flash_attention` and `flash_attention_varlen`.
 
     Raises:
         As `check_flash_options`.
@@ -137,7 +136,7 @@ def _got(x: object, described: str) -> str:
 
 
 def _check_cascade(cascade: Any, num_splits: Any) -> bool:
-    """Check an option whose sums depend on the batch, which num_splits excludes."""
+    """Check cascade: its sums depend on the batch, which num_splits excludes."""
     if _check_flag("cascade", cascade) and num_splits is not None:
         expected = "False with num_splits, whose results do not depend on the batch"
         fail(ValueError, "cascade", expected, cascade)
@@ -175,7 +174,7 @@ def _resolve_softcap(softcap: Any) -> float | None:
         return None
     expected = "a positive number up to 2**100 or None"
     value = _check_number("softcap", softcap, expected)
-    if not 0 < value <= 2.0**100:  # what a larger one divides would be flushed to 0
+    if not 0 < value <= 2.0**100:  # numbers divided by a larger one would be flushed to 0
         fail(ValueError, "softcap", expected, softcap)
     return value
 
@@ -189,10 +188,10 @@ def _scale_within(scale: float | None, softcap: float | None) -> float | None:
 
 
 def _check_number(name: str, value: Any, expected: str) -> float:
-    """Check a number that kernels take as float32, where one below the normal numbers is 0.
+    """Check a number that kernels take as float32, where numbers below the normal ones are 0.
 
-    It keeps its own precision: `torch.compile` could not trace the rounding of a number that it
-    does not know. Nor are the bounds globals, which it would take for such numbers.
+    It keeps its own precision: `torch.compile` could not trace the rounding of an unknown number.
+    The bounds are no globals, because it would treat those as unknown numbers too.
     """
     infinite, tiny = 2.0**128 - 2.0**103, 2.0**-126  # what rounds to infinity; the least normal
     if isinstance(value, bool) or not isinstance(value, Real):

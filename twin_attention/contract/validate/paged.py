@@ -101,13 +101,13 @@ def _check_cache(
     batch: int,
     tokens: int = 1,
 ) -> PagedCache:
-    """Check what the functions of a paged cache take alike.
+    """Check what all functions of a paged cache take.
 
     Args:
         new: q, or the new keys.
         operands: all of them.
         batch: how many sequences there are.
-        tokens: how many new ones each has, where that is limited.
+        tokens: how many new tokens each has, if that is limited.
     """
     k_pages, v_pages = operands.k_pages, operands.v_pages
     block_tables, seq_lens = operands.block_tables, operands.seq_lens
@@ -142,7 +142,7 @@ def _check_cache(
 def _check_queries(
     operands: DecodeOperands[Operand] | PagedOperands[Operand], cache: PagedCache
 ) -> None:
-    """Check what a decode takes beside its cache: heads, scales and sinks."""
+    """Check what a decode takes besides its cache: heads, scales and sinks."""
     head_dim = operands.q.shape[-1]
     if head_dim != cache.head_dim:
         fail(ValueError, "q", f"k_pages' head dimension {cache.head_dim}", head_dim)
@@ -164,7 +164,7 @@ def _check_tree_ends(
         fail(ValueError, "tree_ends", f"shape {shape}, one of each new token", x.shape)
     check_device(x, operands.q)
     check_rows(x)
-    if options.window_left is not None:  # what it counts in a tree, positions or depths, is open
+    if options.window_left is not None:  # undecided: would it count positions or depths?
         expected = "no window to the left with tree_ends"
         fail(NotImplementedError, "window_size", expected, options.window_left)
 

@@ -1,4 +1,4 @@
-"""Checks of a pool of pages, and of the tables and lengths that say which of them are in use."""
+"""Checks of a pool of pages, and of the tables and lengths that say which pages are in use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_pages_arguments(
     cu_seqlens_q: Operand | None,
     num_new_tokens: Any,
 ) -> None:
-    """Check the arguments of `check_pages`, but for what they hold.
+    """Check the arguments of `check_pages`, except their contents.
 
     Raises:
         As `check_append_kv`.
@@ -47,14 +47,14 @@ def check_page_ids(
     num_new_tokens: int | None,
     pool: Sequence[int],
 ) -> None:
-    """Check the data that tells where a decode reads and writes: lengths, and the page ids in use.
+    """Check where a decode reads and writes: lengths, and the page ids in use.
 
     Args:
         tables: [B, max_pages] integers.
         lengths: [B] integers.
         offsets: [B + 1] integers, of new tokens that are packed, or None.
-        num_new_tokens: how many tokens at the end of each sequence are written where they are not
-            packed; None is 1.
+        num_new_tokens: without packing, how many tokens at the end of each sequence are written;
+            None is 1.
         pool: its pages and the size of a page.
 
     Raises:
@@ -99,7 +99,7 @@ def check_pool(k_pages: Operand) -> None:
 
 
 def check_tables(k_pages: Operand, block_tables: Operand, seq_lens: Operand, batch: int) -> None:
-    """Check the tables and the lengths of `batch` sequences, but for what they hold."""
+    """Check the tables and the lengths of `batch` sequences, except their contents."""
     for x in (block_tables, seq_lens):
         check_dtype(x, "int32")
     if len(block_tables.shape) != 2 or block_tables.shape[0] != batch:
