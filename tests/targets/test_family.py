@@ -229,6 +229,16 @@ def test_terms_that_are_slower_in_the_explicit_kernels_run_there_by_name(
     assert not foreign.gluon_is_faster(operation, spec, "sm90")
 
 
+def test_what_a_compiler_crashes_on_runs_in_the_portable_kernels():
+    fields = {"tree": True, "depths": True, "window": Window(40, 0), "terms": ("bias",)}
+    spec = replace(SPEC, **fields, dropout_rate=0.5)
+    assert choice(None, "sm90", spec)[0] == Backend(TRITON, "sm90")
+    with pytest.raises(NotImplementedError, match="crashes on windows of depths"):
+        choice("gluon", "sm90", spec)
+    for left_out in ({"depths": False}, {"terms": ()}, {"dropout_rate": 0}):
+        assert sm90.supports("flash_fwd", replace(spec, **left_out), "sm90") is None
+
+
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
 def test_paged_attention_runs_in_the_portable_kernels(package):
     case = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_tokens=(512,) * 4)

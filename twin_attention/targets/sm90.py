@@ -45,6 +45,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
     if not spec.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
+    if spec.depths and spec.dropout is not None and "bias" in spec.terms:
+        return "ptxas 12.8 crashes on windows of depths beside dropout and a bias"
     if operation in ("flash_bwd", "partial_bwd", "partial_dq"):
         return _supports_backward(spec)
     return None
