@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from interop.parity.cases import BlockSparseCase
 from interop.parity.fuzz.problems import Problem
 from tuning.__main__ import main
-from tuning.static import command, fuzz
+from tuning.static import command, fuzz, triton_aot
 
 
 @pytest.fixture
@@ -61,6 +62,12 @@ def test_a_mistake_names_the_problem(found, result, reason, capsys):
     line = run.strip().removeprefix("python -m interop.parity --problem ").strip("'")
     assert Problem.of_line(line) == mistake.compilation.problem
     assert "PTX" not in capsys.readouterr().out
+
+
+def test_problems_that_explicit_kernels_leave_are_not_compiled():
+    spec = BlockSparseCase("", tile_q=64, tile_kv=128).spec
+    with pytest.raises(NotImplementedError, match="tiles of 128 queries by 128 keys"):
+        triton_aot.compile_kernels(spec, "sm90", family="gluon")
 
 
 def test_what_kernels_refuse_is_no_mistake(found):
