@@ -40,7 +40,7 @@ from twin_attention.targets.family import Backend
 
 @dataclass(frozen=True)
 class _Type:
-    """What an outline depends on of an operand."""
+    """Hold the properties of an operand that an outline depends on."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -71,7 +71,7 @@ class Runs(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How a sequence's tokens are divided over the ranks of a group; made by `context_plan`.
+    """Describe how a sequence's tokens are divided over a group's ranks; made by `context_plan`.
 
     Attributes:
         seq_len: tokens of the sequence, or of all packed documents with their padding.
