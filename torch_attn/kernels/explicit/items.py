@@ -196,11 +196,11 @@ def next_item(
     BLOCK_OTHER: gl.constexpr,
     PASSES_OVER: gl.constexpr = False,
 ):
-    """Return the producer's work item of a turn, and its place if items come from a counter.
+    """Take the producer's work item of a turn from a counter and hand it over to `own_item`.
 
     Items come from a counter for packed sequences, for listed tiles, for rows with intervals, and
     wherever a counter is given. A program whose items are short then takes more of them. Tiles
-    without rows are passed over. The other warps call `own_item`.
+    without rows are passed over.
 
     Args:
         turn: how many items the program has had.
@@ -214,8 +214,7 @@ def next_item(
         PASSES_OVER: pass over tiles whose rows see nothing in their intervals.
 
     Returns:
-        (item, place): the second is a `Place`, a `ListedPlace` where tiles are listed, or a `Part`
-        where rows have intervals.
+        What `own_item` returns in this turn.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if problem.intervals is not None:
@@ -224,10 +223,7 @@ def next_item(
             while (item < problem.num_items) & (place.before + place.full + place.after == 0):
                 item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
         _hand_over(shared, turn, item, place)
-    elif len(shared) > 0 and not are_counted(problem.num_sequences, problem.segments, problem.tree):
-        item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        _hand_over(shared, turn, item, place)
-    if problem.num_sequences is not None:
+    elif problem.num_sequences is not None:
         item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         while (item < problem.num_items) & (place.start == place.end):
             if len(row_ptrs) > 0:
@@ -242,24 +238,31 @@ def next_item(
         item, place = _take_listed(problem, BLOCK, LAST_FIRST)
         place = _with_list(problem, place, place.head // heads, BLOCK, BLOCK_OTHER)
         _hand_over(shared, turn, item, place)
+    elif len(shared) > 0:
+        item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
+        _hand_over(shared, turn, item, place)
     return item, place
 
 
 @gluon.jit
-def own_item(turn, problem, shared, READER: gl.constexpr):
-    """Return what `next_item` gave the producer in this turn; READER: the caller among readers."""
+def own_item(turn, problem, shared, READER: gl.constexpr = None):
+    """Return a program's work item of a turn, and its place if `next_item` took it from a counter.
+
+    READER: the caller among those that the producer hands items over to; None for the producer.
+
+    Returns:
+        (item, place): the second is a `Place`, a `ListedPlace` where tiles are listed, or a `Part`
+        where rows have intervals.
+    """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
-    if are_counted(problem.num_sequences, problem.segments, problem.tree):
+    if len(shared) > 0:
         item, found = _receive(shared, turn, READER)
-        if are_listed(problem.segments, problem.tree):
+        if problem.intervals is not None:
+            place = Part(*found)
+        elif are_listed(problem.segments, problem.tree):
             place = ListedPlace(*found)
-        else:
+        elif problem.num_sequences is not None:
             place = Place(*found)
-    if problem.intervals is not None:
-        item, found = _receive(shared, turn, READER)
-        place = Part(*found)
-    elif len(shared) > 0 and not are_counted(problem.num_sequences, problem.segments, problem.tree):
-        item, _place = _receive(shared, turn, READER)
     return item, place
 
 
@@ -290,7 +293,7 @@ def are_counted(num_sequences, segments, tree):
 
 @gluon.jit
 def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return `steps.listed_tiles` for a work item from `next_item` or `own_item`."""
+    """Return `steps.listed_tiles` for a work item from `own_item`."""
     middle = middle_of_list(
         problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
         problem.num_sequences, BLOCK, BLOCK_OTHER,
@@ -377,14 +380,15 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr):
-    """Allocate shared memory for an item and its place, with mbarriers for written and for read.
+def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr, SLOTS: gl.constexpr = 1):
+    """Allocate shared memory for items and their places, with mbarriers for written and for read.
 
     LISTED: the place is a `ListedPlace`.
+    SLOTS: how many items it holds. With two, the producer may take an item ahead.
     """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    values = gl.allocate_shared_memory(gl.int32, [16 if LISTED else 8], layout)
-    return values, allocate_barriers(1), allocate_barriers(READERS)
+    values = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if LISTED else 8], layout)
+    return values, allocate_barriers(SLOTS), allocate_barriers(SLOTS * READERS)
 
 
 @gluon.jit
@@ -396,29 +400,35 @@ def _fields(COUNT: gl.constexpr):
 
 @gluon.jit
 def _hand_over(shared, turn, item, place):
-    """Give the others an item and its place, once they have read those of the previous turn."""
+    """Give the others an item and its place, once they have read what its slot had."""
     values, written, read = shared
-    READERS: gl.constexpr = read.shape[0]
+    SLOTS: gl.constexpr = values.shape[0]
+    READERS: gl.constexpr = read.shape[0] // SLOTS
+    slot, phase = turn % SLOTS, turn // SLOTS & 1
     for reader in gl.static_range(READERS):
-        mbarrier.wait(read.index(reader), (turn & 1) ^ 1)
-    field = _fields(values.shape[0])
+        mbarrier.wait(read.index(slot * READERS + reader), phase ^ 1)
+    field = _fields(values.shape[1])
     x = gl.where(field == 0, item, field)
     for i in gl.static_range(len(place)):
         x = gl.where(field == i + 1, place[i], x)
-    values.store(x)
-    mbarrier.arrive(written.index(0), count=1)
+    values.index(slot).store(x)
+    mbarrier.arrive(written.index(slot), count=1)
 
 
 @gluon.jit
 def _receive(shared, turn, READER: gl.constexpr):
     """Return what `_hand_over` gave in a turn: the item, and the numbers of its place."""
     values, written, read = shared
-    mbarrier.wait(written.index(0), turn & 1)
-    field = _fields(values.shape[0])
-    x = values.load(field.type.layout)
-    mbarrier.arrive(read.index(READER), count=1)
+    SLOTS: gl.constexpr = values.shape[0]
+    READERS: gl.constexpr = read.shape[0] // SLOTS
+    slot, phase = turn % SLOTS, turn // SLOTS & 1
+    mbarrier.wait(written.index(slot), phase)
+    field = _fields(values.shape[1])
+    x = values.index(slot).load(field.type.layout)
+    if READER is not None:
+        mbarrier.arrive(read.index(slot * READERS + READER), count=1)
     found = ()
-    for i in gl.static_range(7 if values.shape[0] == 8 else 11):
+    for i in gl.static_range(7 if values.shape[1] == 8 else 11):
         found = found + (gl.sum(gl.where(field == i + 1, x, 0), 0),)
     return gl.sum(gl.where(field == 0, x, 0), 0), found
 

@@ -138,7 +138,7 @@ def flash_fwd_kernel(
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
     if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
-        shared = allocate_hand_over(NUM_CONSUMERS, are_listed(mask.segments, mask.tree))
+        shared = allocate_hand_over(NUM_CONSUMERS, are_listed(mask.segments, mask.tree), 2)
     if results.carry is not None:
         carried = (results.carry,)
     problem = Problem(

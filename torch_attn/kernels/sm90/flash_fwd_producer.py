@@ -13,6 +13,7 @@ from torch_attn.kernels.explicit.items import (
     are_listed,
     head_and_tile,
     next_item,
+    own_item,
     tiles_of_list,
 )
 from torch_attn.kernels.explicit.terms import bias_box_bytes, load_bias_box
@@ -69,6 +70,17 @@ def locate_queries(
 
 
 @gluon.jit
+def _step_to_take(total):
+    """Return the step after which the next item is taken, for an item of `total` tiles of keys.
+
+    The counter and the search for a sequence take longer than a step. So an item is taken while the
+    consumers still have loaded tiles to visit. A longer one is not taken much earlier, as another
+    program may be free sooner.
+    """
+    return gl.maximum(total - 2, 1)
+
+
+@gluon.jit
 def produce_keys(
     tiles,
     barriers,
@@ -102,10 +114,11 @@ def produce_keys(
     HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     step = 0  # counted over all items
     turn = 0
-    item, place = next_item(
+    next_item(
         turn, problem, shared, counter_ptr, BLOCK_Q, True, (), (), problem.heads_q, BLOCK_KV,
         PASSES_OVER,
     )  # fmt: skip
+    item, place = own_item(turn, problem, shared)
     while item < problem.num_items:
         batch, head, rows, keys, visible = locate_queries(
             item, place, problem, window_left, window_right, lists, BLOCK_Q, BLOCK_KV
@@ -156,10 +169,12 @@ def produce_keys(
                 row = keys.first
                 row += kept_start(lists, batch, head, rows.start, i - 1, visible, BLOCK_KV)
                 load_tile(v, v_tile, slot, batch, head_kv, row, v_full.index(slot), HEAD_DIM_V)
+            if i == _step_to_take(total):
+                next_item(
+                    turn + 1, problem, shared, counter_ptr, BLOCK_Q, True, (), (), problem.heads_q,
+                    BLOCK_KV, PASSES_OVER,
+                )  # fmt: skip
             step += 1
         step -= 1
         turn += 1
-        item, place = next_item(
-            turn, problem, shared, counter_ptr, BLOCK_Q, True, (), (), problem.heads_q, BLOCK_KV,
-            PASSES_OVER,
-        )  # fmt: skip
+        item, place = own_item(turn, problem, shared)
