@@ -165,7 +165,7 @@ def store_result(
     x,
     batch,
     head,
-    start,
+    first,
     end,
     heads,
     IS_PACKED: gl.constexpr,
@@ -176,12 +176,12 @@ def store_result(
     Args:
         maps: descriptors. For packed sequences the first is a pointer, as the rows from `end` on
             belong to another sequence.
-        slot: of the tile; the first row is start + 64 * slot.
+        slot: of the tile.
+        first: the first row.
         heads: of the result.
     """
     write_rows(tile, slot, x)
     fence_async_shared()
-    first = start + slot * 64
     if IS_PACKED:
         barrier()
         for i in gl.static_range(num_pieces(SIZE)):

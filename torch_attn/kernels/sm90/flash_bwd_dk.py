@@ -186,7 +186,7 @@ def consume_dk(
         dk = scale_all(dk, rule.scale)
         head_kv = first_head // GROUP_SIZE
         store_result(
-            dk_maps, dk_tile, CONSUMER, dk, batch, head_kv, start_kv, seq_kv,
+            dk_maps, dk_tile, CONSUMER, dk, batch, head_kv, start_kv + CONSUMER * 64, seq_kv,
             problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
         )  # fmt: skip
         tma.store_wait(0)

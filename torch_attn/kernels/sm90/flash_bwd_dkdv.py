@@ -1,5 +1,6 @@
 """dk and dv of the backward for SM90, and optionally dq's sums."""
 
+import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,6 +13,7 @@ from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
+    column_pieces,
     maps_of,
     row_map,
     stored_maps_of,
@@ -32,6 +34,16 @@ from twin_attention.contract.spec import VarlenSpec
 
 # Queries of a tile.
 BLOCK_Q = gl.constexpr(64)
+
+
+@triton.constexpr_function
+def kv_stages(head_dim, head_dim_v, adds_dq, loads_bias):
+    """Return for how many work items shared memory holds k and v.
+
+    With two, an item's keys and values arrive while the previous item is computed.
+    """
+    columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
+    return 2 if columns <= (128 if adds_dq or loads_bias else 256) else 1
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
@@ -95,8 +107,11 @@ def flash_bwd_dkdv_kernel(
     if num_sequences is not None:
         # The next tile of queries is awaited, to be cleared, before the previous one is released.
         gl.static_assert(NUM_STAGES == 2)
-    k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
-    v_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    KV_STAGES: gl.constexpr = kv_stages(
+        HEAD_DIM, HEAD_DIM_V, sums.dq is not None, terms.bias.boxes is not None
+    )
+    k_tile = allocate_tile(dtype, 2 * KV_STAGES, 64, HEAD_DIM)
+    v_tile = allocate_tile(dtype, 2 * KV_STAGES, 64, HEAD_DIM_V)
     q_tile = allocate_tile(dtype, NUM_STAGES + 1, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_Q, HEAD_DIM_V)
     lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
@@ -110,9 +125,9 @@ def flash_bwd_dkdv_kernel(
         dq_tiles = (allocate_dq(0, HEAD_DIM), allocate_dq(1, HEAD_DIM))
     if sums.passes.dq is not None:
         staging = allocate_staging(dtype)
-    k_full = allocate_barriers(1)
-    v_full = allocate_barriers(1)
-    kv_read = allocate_barriers(2)
+    k_full = allocate_barriers(KV_STAGES)
+    v_full = allocate_barriers(KV_STAGES)
+    kv_read = allocate_barriers(2 * KV_STAGES)
     q_full = allocate_barriers(NUM_STAGES + 1)
     do_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()

@@ -1,5 +1,7 @@
 """A warpgroup that computes 64 rows of dk and dv of each work item of the SM90 backward."""
 
+from typing import Any, NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -67,6 +69,26 @@ HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 DS_WRITTEN = gl.constexpr(10)
 
 
+class Visit(NamedTuple):
+    """A work item's visit to a tile of queries.
+
+    Attributes:
+        step: counted over all items.
+        last: the item's last step.
+        start: the tile's first query.
+        member: which of the item's heads these queries are of.
+        alike: the tile's queries and the keys are of one segment.
+        keys: the first of the two tiles of 64 keys in shared memory.
+    """
+
+    step: Any
+    last: Any
+    start: Any
+    member: Any
+    alike: Any
+    keys: Any
+
+
 @gluon.jit
 def consume_queries(
     tiles,
@@ -98,6 +120,7 @@ def consume_queries(
     # Intervals say which keys are seen, and dk and dv stay in float32.
     IS_PART: gl.constexpr = problem.intervals is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
+    KV_STAGES: gl.constexpr = k_tile[0].shape[0] // 2
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
@@ -133,9 +156,12 @@ def consume_queries(
         dv = zeros(64, HEAD_DIM_V)
         ends = no_end_sums(terms)
         last = step + (before + full + after) * MEMBERS - 1
+        stage = turn % KV_STAGES
+        phase = turn // KV_STAGES & 1
+        tile = 2 * stage
 
         # The first tile of queries has no previous ds.
-        mbarrier.wait(k_full.index(0), turn & 1)
+        mbarrier.wait(k_full.index(stage), phase)
         mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
         held = ()
         if CLEARS:
@@ -146,32 +172,37 @@ def consume_queries(
             # Without dq that consumer may already have stored dk and dv where its rows were.
             if FUSED:
                 clear_keys(
-                    k_tile, 1 - CONSUMER, k_full.index(0), turn & 1, positions, queries, visible,
-                    problem, marks,
+                    k_tile, tile + 1 - CONSUMER, k_full.index(stage), phase, positions, queries,
+                    visible, problem, marks,
                 )  # fmt: skip
             clear_keys(
-                k_tile, CONSUMER, k_full.index(0), turn & 1, positions, queries, visible, problem,
-                marks,
+                k_tile, tile + CONSUMER, k_full.index(stage), phase, positions, queries, visible,
+                problem, marks,
             )  # fmt: skip
             clear_keys(
-                v_tile, CONSUMER, v_full.index(0), turn & 1, positions, queries, visible, problem,
-                marks,
+                v_tile, tile + CONSUMER, v_full.index(stage), phase, positions, queries, visible,
+                problem, marks,
             )  # fmt: skip
         if SMALL:
-            held = (load_left(k_tile, CONSUMER, HEAD_DIM, layout),)
+            held = (load_left(k_tile, tile + CONSUMER, HEAD_DIM, layout),)
         s = ()
         if FUSED or SMALL:
-            s = (product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout),)
-        mbarrier.wait(v_full.index(0), turn & 1)
+            slot_q = step % Q_STAGES
+            s = (product_scores(k_tile, tile + CONSUMER, q_tile, slot_q, HEAD_DIM, layout),)
+        mbarrier.wait(v_full.index(stage), phase)
         if SMALL:
-            held = (held[0], load_left(v_tile, CONSUMER, HEAD_DIM_V, layout))
+            held = (held[0], load_left(v_tile, tile + CONSUMER, HEAD_DIM_V, layout))
         s = wait_sums(s, 0)
+        if KV_STAGES > 1:
+            # The previous item's results are on their way.
+            tma.store_wait(0)
+            mbarrier.arrive(kv_read.index((tile ^ 2) + CONSUMER), count=1, pred=turn > 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
         alike = group_step_is_alike(0, begin, before, full, problem.segments, MEMBERS)
+        visit = Visit(step, last, start, member, alike, tile)
         s, dk, dv, ds, ends = _visit_queries(
-            s, dk, dv, None, ends, held, tiles, of_dq, barriers, start, reach, step, last, rule,
-            terms, pairs, member, problem, marks, alike, queries.size, CONSUMER, FUSED, EDGES,
-            False, HEAD_DIM, HEAD_DIM_V,
+            s, dk, dv, None, ends, held, tiles, of_dq, barriers, visit, reach, rule, terms, pairs,
+            problem, marks, queries.size, CONSUMER, FUSED, EDGES, False, HEAD_DIM, HEAD_DIM_V,
         )  # fmt: skip
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
@@ -201,6 +232,7 @@ def consume_queries(
                         index - 1, begin, before, full, after, BLOCK_Q, MEMBERS
                     )
                     ends = follow_head(ends, terms, first_head + member, first_head + earlier)
+                visit = Visit(step, last, start, member, alike, tile)
                 is_far = False
                 if SPLITS and not masked:
                     sides = table_sides(terms, pairs.position - start, 64, BLOCK_Q)
@@ -208,9 +240,9 @@ def consume_queries(
                 for far in gl.static_range(2 if SPLITS and not masked else 1):
                     if not SPLITS or masked or is_far == (far == 1):
                         s, dk, dv, ds, ends = _visit_queries(
-                            s, dk, dv, ds, ends, held, tiles, of_dq, barriers, start, reach, step,
-                            last, rule, terms, pairs, member, problem, marks, alike, queries.size,
-                            CONSUMER, FUSED, masked, far == 1, HEAD_DIM, HEAD_DIM_V,
+                            s, dk, dv, ds, ends, held, tiles, of_dq, barriers, visit, reach, rule,
+                            terms, pairs, problem, marks, queries.size, CONSUMER, FUSED, masked,
+                            far == 1, HEAD_DIM, HEAD_DIM_V,
                         )  # fmt: skip
                 index += 1
                 step += 1
@@ -218,7 +250,7 @@ def consume_queries(
         # The last dq and dk.
         previous = (step - 1) % Q_STAGES
         if FUSED:
-            dq = start_dq(ds_buffer, step - 1, k_tile, 0, CONSUMER, HEAD_DIM)
+            dq = start_dq(ds_buffer, step - 1, k_tile, tile, CONSUMER, HEAD_DIM)
             dk = add_shared(dk, tile_of_ds(ds_buffer, step - 1, CONSUMER), q_tile, previous)
         else:
             left = unpack(ds, dtype, layout, "end")
@@ -235,8 +267,8 @@ def consume_queries(
         elif dv_sum_ptr is None:
             # Store dv where v was, which no other warpgroup reads.
             store_result(
-                dv_maps, v_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
-                problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM_V,
+                dv_maps, v_tile, tile + CONSUMER, dv, batch, head_kv, first, seq_kv, heads_kv,
+                IS_PACKED, HEAD_DIM_V,
             )  # fmt: skip
         if FUSED:
             dq = wait_sums(dq, num_pieces(HEAD_DIM))
@@ -251,9 +283,7 @@ def consume_queries(
             store_carry(rows_of_dk, dk, exists, heads_kv, HEAD_DIM)
         elif dk_sum_ptr is not None:
             padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
-            row = (batch * (problem.heads_q // GROUP_SIZE) + head_kv).to(
-                gl.int64
-            ) * padded_keys + first
+            row = (batch * heads_kv + head_kv).to(gl.int64) * padded_keys + first
             add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
             add_rows(dk_sum_ptr, dk, row, HEAD_DIM)
         else:
@@ -261,13 +291,15 @@ def consume_queries(
             if FUSED:
                 wait_for_all(DS_WRITTEN, 256)
             store_result(
-                dk_maps, k_tile, CONSUMER, scale_all(dk, rule.scale), batch, head_kv, start_kv,
-                seq_kv, problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
+                dk_maps, k_tile, tile + CONSUMER, scale_all(dk, rule.scale), batch, head_kv, first,
+                seq_kv, heads_kv, IS_PACKED, HEAD_DIM,
             )  # fmt: skip
+        if KV_STAGES == 1:
             tma.store_wait(0)
-        mbarrier.arrive(kv_read.index(CONSUMER), count=1)
+            mbarrier.arrive(kv_read.index(CONSUMER), count=1)
         turn += 1
         item, place = own_item(turn, problem, shared, CONSUMER)
+    tma.store_wait(0)
 
 
 @triton.constexpr_function
@@ -291,17 +323,13 @@ def _visit_queries(
     tiles,
     of_dq,
     barriers,
-    start,
+    visit,
     reach,
-    step,
-    last,
     rule,
     terms,
     pairs,
-    member,
     problem,
     marks,
-    alike,
     size_q,
     CONSUMER: gl.constexpr,
     FUSED: gl.constexpr,
@@ -324,14 +352,14 @@ def _visit_queries(
     held: rows of k and v as left operands, so that shared memory is read only for q and dout; or
         ().
     reach: `Reach` of the keys.
-    pairs, member: where the pairs of the item's first head are, and which of its heads this is.
-    alike: the tile's queries and the keys are of one segment.
+    pairs: where the pairs of the item's first head are.
     FAR: as in `terms.add_terms`.
     size_q: how many queries the sequence has.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
     ds_buffer, dq_tiles = of_dq
     _k_full, _v_full, _kv_read, q_full, do_full = barriers
+    step, last, start, member, alike, keys = visit
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     FIRST: gl.constexpr = ds is None
@@ -348,6 +376,7 @@ def _visit_queries(
     # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
     # loop, and there are no registers for them.
     fresh = step >> 30
+    keys += fresh
 
     of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout, alike)
     own = head_terms(terms, pairs.element, pairs.head + member)
@@ -355,7 +384,7 @@ def _visit_queries(
     # dq += ds k and dk += dsᵀ q for the previous tile
     if not FIRST:
         if FUSED:
-            dq = start_dq(ds_buffer, step - 1, k_tile, fresh, CONSUMER, HEAD_DIM)
+            dq = start_dq(ds_buffer, step - 1, k_tile, keys, CONSUMER, HEAD_DIM)
         if FUSED and not SMALL:
             dk = add_shared(dk, tile_of_ds(ds_buffer, step - 1, CONSUMER), q_tile, previous)
         else:
@@ -386,13 +415,13 @@ def _visit_queries(
             # sᵀ = scale · k qᵀ
             slot_q = step % Q_STAGES
             mbarrier.wait(q_full.index(slot_q), step // Q_STAGES & 1)
-            now = product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout)
+            now = product_scores(k_tile, keys + CONSUMER, q_tile, slot_q, HEAD_DIM, layout)
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
     # dpᵀ = v doutᵀ
     if SMALL:
         dp = left_scores(held[1], do_tile, slot, HEAD_DIM_V, layout)
     else:
-        dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
+        dp = product_scores(v_tile, keys + CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
 
     # pᵀ = exp(sᵀ - lse)
     if SMALL or not AHEAD:
@@ -444,7 +473,7 @@ def _visit_queries(
         if SMALL:
             s = (left_scores(held[0], q_tile, slot_q, HEAD_DIM, layout),)
         else:
-            s = (product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, HEAD_DIM, layout),)
+            s = (product_scores(k_tile, keys + CONSUMER, q_tile, slot_q, HEAD_DIM, layout),)
     # A barrier or a branch follows: it keeps ptxas from hoisting the last waits.
     if FUSED:
         place = tile_of_ds(ds_buffer, step, CONSUMER)

@@ -1,5 +1,6 @@
 """dq of the backward for SM90, in a kernel of its own."""
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -12,7 +13,12 @@ from torch_attn.kernels.explicit.items import (
     are_listed,
     persistent,
 )
-from torch_attn.kernels.explicit.tma import allocate_tile, maps_of, stored_maps_of
+from torch_attn.kernels.explicit.tma import (
+    allocate_tile,
+    column_pieces,
+    maps_of,
+    stored_maps_of,
+)
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import consume_keys
@@ -21,6 +27,17 @@ from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
 from twin_attention.targets.steps import steps_of_queries
+
+
+@triton.constexpr_function
+def q_stages(head_dim, head_dim_v, is_packed):
+    """Return for how many work items shared memory holds q, dout and out.
+
+    With two, an item's rows arrive while the previous item is computed. Packed sequences are slower
+    with two.
+    """
+    columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
+    return 2 if columns <= 128 and not is_packed else 1
 
 
 @gluon.jit(do_not_specialize=[*UNSPECIALIZED, "num_items"])
@@ -73,18 +90,19 @@ def flash_bwd_dq_kernel(
     # The next tile of keys is awaited before the previous one is released.
     gl.static_assert(NUM_STAGES >= 2)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
-    q_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
-    do_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+    Q_STAGES: gl.constexpr = q_stages(HEAD_DIM, HEAD_DIM_V, num_sequences is not None)
+    q_tile = allocate_tile(dtype, 2 * Q_STAGES, 64, HEAD_DIM)
+    do_tile = allocate_tile(dtype, 2 * Q_STAGES, 64, HEAD_DIM_V)
     out_tile = ()
     if out is not None and out_strides is None:
-        out_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
+        out_tile = allocate_tile(dtype, 2 * Q_STAGES, 64, HEAD_DIM_V)
     V_STAGES: gl.constexpr = NUM_STAGES if out_strides is None else NUM_STAGES - 1
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, V_STAGES, BLOCK_KV, HEAD_DIM_V)
-    q_full = allocate_barriers(2)
-    do_full = allocate_barriers(2)
-    out_full = allocate_barriers(2)
-    q_read = allocate_barriers(2)
+    q_full = allocate_barriers(2 * Q_STAGES)
+    do_full = allocate_barriers(2 * Q_STAGES)
+    out_full = allocate_barriers(2 * Q_STAGES)
+    q_read = allocate_barriers(2 * Q_STAGES)
     k_full = allocate_barriers(NUM_STAGES)
     v_full = allocate_barriers(V_STAGES)
     fence_async_shared()

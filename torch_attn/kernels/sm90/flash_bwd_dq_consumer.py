@@ -67,6 +67,7 @@ def consume_keys(
     # These keys are some of all; the rows are prepared, and dq is added to that of the others.
     IS_PART: gl.constexpr = problem.intervals is not None
     HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
     HAS_TERMS: gl.constexpr = ADDS or terms.seed is not None
@@ -108,15 +109,17 @@ def consume_keys(
             of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
         slot = step % NUM_STAGES
         slot_v = step % V_STAGES
-        mbarrier.wait(q_full.index(CONSUMER), turn & 1)
+        slot_q = turn % Q_STAGES * 2 + CONSUMER
+        phase = turn // Q_STAGES & 1
+        mbarrier.wait(q_full.index(slot_q), phase)
         mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
         if IS_PACKED:
             # Rows of another sequence or of padding may be NaN.
             rest = seq_kv - step_start(0, begin, before, full, after, BLOCK_KV)
             clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
             clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
-            clear_rows(q_tile, CONSUMER, read_rows, q_full.index(CONSUMER), turn & 1)
-            clear_rows(do_tile, CONSUMER, read_rows, do_full.index(CONSUMER), turn & 1)
+            clear_rows(q_tile, slot_q, read_rows, q_full.index(slot_q), phase)
+            clear_rows(do_tile, slot_q, read_rows, do_full.index(slot_q), phase)
         if problem.segments is not None:
             padded = step_has_padding(0, begin, before)
             clear_padding(
@@ -129,14 +132,16 @@ def consume_keys(
             )  # fmt: skip
             padded, first = rows_have_padding(begin), start_q + CONSUMER * 64
             clear_padding(
-                q_tile, CONSUMER, marks.own_ids, first, seq_q, padded,
-                q_full.index(CONSUMER), turn & 1,
-            )  # fmt: skip
+                q_tile, slot_q, marks.own_ids, first, seq_q, padded, q_full.index(slot_q), phase
+            )
             clear_padding(
-                do_tile, CONSUMER, marks.own_ids, first, seq_q, padded,
-                do_full.index(CONSUMER), turn & 1,
-            )  # fmt: skip
-        s = product_scores(q_tile, CONSUMER, k_tile, slot, HEAD_DIM, layout)
+                do_tile, slot_q, marks.own_ids, first, seq_q, padded, do_full.index(slot_q), phase
+            )
+        if Q_STAGES > 1:
+            # The previous item's dq is on its way.
+            tma.store_wait(0)
+            mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
+        s = product_scores(q_tile, slot_q, k_tile, slot, HEAD_DIM, layout)
         of_tile = (0, 0, 0)
         if HAS_TERMS:
             start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
@@ -145,15 +150,15 @@ def consume_keys(
                 64, BLOCK_KV, layout,
             )  # fmt: skip
         # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
-        mbarrier.wait(do_full.index(CONSUMER), turn & 1)
+        mbarrier.wait(do_full.index(slot_q), phase)
         if len(out_tile) > 0:
-            mbarrier.wait(out_full.index(CONSUMER), turn & 1)
-            delta = _dot_rows(do_tile, out_tile, CONSUMER, of_row)
+            mbarrier.wait(out_full.index(slot_q), phase)
+            delta = _dot_rows(do_tile, out_tile, slot_q, of_row)
         elif not IS_PART:
             base = head_base(out, out_strides, batch, head)
             first = start_q + CONSUMER * 64
             delta = _dot_loaded(
-                do_tile, CONSUMER, base, first, seq_q, out_strides.row, HEAD_DIM_V, of_row
+                do_tile, slot_q, base, first, seq_q, out_strides.row, HEAD_DIM_V, of_row
             )
         if IS_PACKED:
             delta = gl.where(rows < seq_q, delta, 0.0)
@@ -173,7 +178,7 @@ def consume_keys(
             gl.store(statistics.lse2 + first_row + rows, lse2)
             gl.store(statistics.delta + first_row + rows, delta)
         mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
-        dp = product_scores(do_tile, CONSUMER, v_tile, slot_v, HEAD_DIM_V, layout)
+        dp = product_scores(do_tile, slot_q, v_tile, slot_v, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
@@ -200,7 +205,7 @@ def consume_keys(
                 slot = step % NUM_STAGES
                 slot_v = step % V_STAGES
                 previous = (step - 1) % NUM_STAGES
-                own = CONSUMER
+                own = slot_q
                 if len(out_tile) == 0:
                     # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of q
                     # and dout out of the loop, and there are no registers for them.
@@ -268,20 +273,21 @@ def consume_keys(
 
         # Scale, and store where q was or add to dq through other keys.
         dq = scale_all(dq, rule.scale)
+        first = start_q + CONSUMER * 64
         if IS_PART:
-            carried = head_rows(
-                dq_maps[0], batch, seq_q, start_q + CONSUMER * 64, head, heads_q, HEAD_DIM
-            )
+            carried = head_rows(dq_maps[0], batch, seq_q, first, head, heads_q, HEAD_DIM)
             add_carry(carried, dq, rows < seq_q, heads_q, HEAD_DIM)
         else:
             store_result(
-                dq_maps, q_tile, CONSUMER, dq, batch, head, start_q, seq_q, heads_q,
-                IS_PACKED, HEAD_DIM,
+                dq_maps, q_tile, slot_q, dq, batch, head, first, seq_q, heads_q, IS_PACKED,
+                HEAD_DIM,
             )  # fmt: skip
+        if Q_STAGES == 1:
             tma.store_wait(0)
-        mbarrier.arrive(q_read.index(CONSUMER), count=1)
+            mbarrier.arrive(q_read.index(CONSUMER), count=1)
         turn += 1
         item, place = own_item(turn, problem, shared, CONSUMER)
+    tma.store_wait(0)
 
 
 @gluon.jit

@@ -78,15 +78,15 @@ def produce_keys(
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     q, dout, out = of_queries
     k, v = of_keys
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     step = 0  # counted over all items
     turn = 0
     item, place = next_item(
-        turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
-        True,
-    )  # fmt: skip
+        turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV, True
+    )
     while item < problem.num_items:
         batch, head, rows, keys, _shift, _read_rows, visible = locate_queries(
             item, place, problem, window_left, window_right, BLOCK_KV
@@ -102,17 +102,15 @@ def produce_keys(
             if i == 0:
                 for consumer in gl.static_range(2):
                     first = rows.start + consumer * 64
-                    mbarrier.wait(q_read.index(consumer), (turn & 1) ^ 1)
+                    slot = turn % Q_STAGES * 2 + consumer
+                    mbarrier.wait(q_read.index(slot), (turn // Q_STAGES & 1) ^ 1)
+                    load_tile(q, q_tile, slot, batch, head, first, q_full.index(slot), HEAD_DIM)
                     load_tile(
-                        q, q_tile, consumer, batch, head, first, q_full.index(consumer), HEAD_DIM
+                        dout, do_tile, slot, batch, head, first, do_full.index(slot), HEAD_DIM_V
                     )
-                    load_tile(
-                        dout, do_tile, consumer, batch, head, first, do_full.index(consumer),
-                        HEAD_DIM_V,
-                    )  # fmt: skip
                     if len(out_tile) > 0:
                         load_tile(
-                            out, out_tile, consumer, batch, head, first, out_full.index(consumer),
+                            out, out_tile, slot, batch, head, first, out_full.index(slot),
                             HEAD_DIM_V,
                         )  # fmt: skip
             slot = step % V_STAGES

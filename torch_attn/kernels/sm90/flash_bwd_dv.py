@@ -172,7 +172,7 @@ def consume_dv(
         # Store dv. No other warpgroup reads these rows of k.
         head_kv = first_head // GROUP_SIZE
         store_result(
-            dv_maps, dv_tile, CONSUMER, dv, batch, head_kv, start_kv, seq_kv,
+            dv_maps, dv_tile, CONSUMER, dv, batch, head_kv, start_kv + CONSUMER * 64, seq_kv,
             problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM_V,
         )  # fmt: skip
         tma.store_wait(0)

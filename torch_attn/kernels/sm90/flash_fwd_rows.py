@@ -18,7 +18,7 @@ class Results(NamedTuple):
     """Hold what the kernel writes.
 
     Attributes:
-        out: in the kernel, its descriptors; or its pointer in a tuple, see `stored_maps_of`.
+        out: in the kernel, what `stored_maps_of` returns.
         lse: [B, Hq, Sq] float32, natural logarithm.
         row_max: [B, Hq, Sq] float32, each row's largest score; or None.
         carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`; or None.
@@ -139,16 +139,15 @@ def store_out(
     HEAD_DIM_V: gl.constexpr,
 ):
     """Store a consumer's rows, or start to store them."""
+    first = start_q + CONSUMER * 64
     if OUT == "part":
-        carried = head_rows(
-            results.out[0], batch, seq_q, start_q + CONSUMER * 64, head, problem.heads_q, HEAD_DIM_V
-        )
+        carried = head_rows(results.out[0], batch, seq_q, first, head, problem.heads_q, HEAD_DIM_V)
         store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
     else:
         if OUT != "in q":
             tma.store_wait(0)
             barrier()
         store_result(
-            results.out, out_tile, CONSUMER, acc, batch, head, start_q, seq_q, problem.heads_q,
+            results.out, out_tile, CONSUMER, acc, batch, head, first, seq_q, problem.heads_q,
             problem.num_sequences is not None, HEAD_DIM_V,
         )  # fmt: skip

@@ -221,6 +221,7 @@ def produce_queries(
     DELTA_BYTES: gl.constexpr = 4 * q_tile[0].shape[3] if WITH_V else 0
     k, v, q, dout, lse2, delta, bias = loads
     BIAS_BYTES: gl.constexpr = bias_box_bytes(bias.boxes, q_tile[0].shape[3], 128)
+    KV_STAGES: gl.constexpr = k_full.shape[0]
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -259,18 +260,21 @@ def produce_queries(
                 begun = section
             load_box(lse2, [row, 0], ready, lse2_row.index(slot))
             if i == 0:
-                # After q, which does not wait for the end of the previous item.
-                mbarrier.wait(kv_read.index(0), (turn & 1) ^ 1)
-                mbarrier.wait(kv_read.index(1), (turn & 1) ^ 1)
-                ready = k_full.index(0)
+                # After q, which does not wait for an earlier item's keys to be read.
+                stage = turn % KV_STAGES
+                for half in gl.static_range(2):
+                    mbarrier.wait(kv_read.index(2 * stage + half), (turn // KV_STAGES & 1) ^ 1)
+                ready = k_full.index(stage)
                 mbarrier.expect(ready, tile_bytes(128, HEAD_DIM))
-                load_pieces(k, k_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM)
-                load_pieces(k, k_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM)
+                for half in gl.static_range(2):
+                    tile, row_kv = 2 * stage + half, start_kv + 64 * half
+                    load_pieces(k, k_tile, tile, batch, head_kv, row_kv, ready, HEAD_DIM)
                 if WITH_V:
-                    ready = v_full.index(0)
+                    ready = v_full.index(stage)
                     mbarrier.expect(ready, tile_bytes(128, HEAD_DIM_V))
-                    load_pieces(v, v_tile, 0, batch, head_kv, start_kv, ready, HEAD_DIM_V)
-                    load_pieces(v, v_tile, 1, batch, head_kv, start_kv + 64, ready, HEAD_DIM_V)
+                    for half in gl.static_range(2):
+                        tile, row_kv = 2 * stage + half, start_kv + 64 * half
+                        load_pieces(v, v_tile, tile, batch, head_kv, row_kv, ready, HEAD_DIM_V)
             slot = step % DO_STAGES
             if step >= DO_STAGES:
                 wait_for_all(DO_READ + slot, READERS)
@@ -323,19 +327,20 @@ def clear_queries(
 
 
 @gluon.jit
-def clear_keys(tile, half, full, phase, keys, queries, visible, problem, marks):
-    """Clear rows of another sequence or of padding in 64 rows of a tile of keys or values.
+def clear_keys(tile, slot, full, phase, keys, queries, visible, problem, marks):
+    """Clear rows of another sequence or of padding in 64 rows of keys or values.
 
     Keys that no query sees may be NaN as well; their gradient is 0.
+
+    slot: of the tile; an item's two tiles of 64 rows follow each other.
     """
+    start = keys.start + slot % 2 * 64
     if problem.segments is not None:
         padded = rows_have_padding(visible[0])
-        clear_padding(
-            tile, half, marks.own_ids, keys.start + 64 * half, keys.end, padded, full, phase
-        )
+        clear_padding(tile, slot, marks.own_ids, start, keys.end, padded, full, phase)
     else:
-        count = gl.where(queries.size > 0, keys.end - keys.start - 64 * half, 0)
-        clear_rows(tile, half, count, full, phase)
+        count = gl.where(queries.size > 0, keys.end - start, 0)
+        clear_rows(tile, slot, count, full, phase)
 
 
 @gluon.jit
