@@ -471,7 +471,7 @@ def heads_at_a_time(
     """
     unknown = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
     if unknown and has_sections:
-        together = min(triton.cdiv(2 * programs, len(steps)), heads)
+        together = min(triton.cdiv(programs, len(steps)), heads)
     elif unknown:
         together = triton.cdiv(heads, triton.cdiv(heads, PACKED_HEADS))
     elif is_counted:

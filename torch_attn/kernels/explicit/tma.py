@@ -174,8 +174,8 @@ def store_result(
     """Start to store 64 rows of a result through a tile in shared memory that nobody reads.
 
     Args:
-        maps: descriptors. For packed sequences the first is a pointer, as the rows from `end` on
-            belong to another sequence.
+        maps: descriptors. For packed sequences there is a pointer before them, or alone. The rows
+            from `end` on belong to another sequence, and TMA would store all 64.
         slot: of the tile.
         first: the first row.
         heads: of the result.
@@ -183,9 +183,13 @@ def store_result(
     write_rows(tile, slot, x)
     fence_async_shared()
     if IS_PACKED:
-        barrier()
-        for i in gl.static_range(num_pieces(SIZE)):
-            _store_rows(maps[0], piece(tile[i], slot), head, first, end, heads, i, SIZE)
+        HAS_MAPS: gl.constexpr = len(maps) > 1
+        if HAS_MAPS and end - first >= 64:
+            store_tile(maps[1:], tile, slot, batch, head, first, SIZE)
+        else:
+            barrier()
+            for i in gl.static_range(num_pieces(SIZE)):
+                _store_rows(maps[0], piece(tile[i], slot), head, first, end, heads, i, SIZE)
     else:
         store_tile(maps, tile, slot, batch, head, first, SIZE)
 
@@ -213,15 +217,20 @@ def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
     return TensorMap.of(layout.operand, shape, strides, (rows, width), box_layout(width))
 
 
-def stored_maps_of(spec: AttentionSpec, layout: Layout, rows: int) -> tuple[Any, ...]:
-    """Return the descriptors of a result, or a tuple of its pointer.
+def stored_maps_of(
+    spec: AttentionSpec, layout: Layout, rows: int, by_rows: bool = False
+) -> tuple[Any, ...]:
+    """Return the descriptors of a result, after its pointer if sequences are packed.
 
-    The pointer is for packed sequences (see `store_result`), and for all parts (see `carry`) except
-    the last.
+    See `store_result`. All parts except the last have only the pointer: see `carry`.
+
+    by_rows: packed sequences have only the pointer too, which takes fewer registers.
     """
-    if isinstance(spec, VarlenSpec) or (isinstance(spec, PartialSpec) and not spec.last):
+    is_packed = isinstance(spec, VarlenSpec)
+    if (is_packed and by_rows) or (isinstance(spec, PartialSpec) and not spec.last):
         return (layout,)
-    return maps_of(layout, rows)
+    maps = maps_of(layout, rows)
+    return (layout, *maps) if is_packed else maps
 
 
 @gluon.jit

@@ -206,6 +206,8 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
             if passes.out is not None:
                 passes = passes._replace(dout=map_rows(passes.dout), out=map_rows(passes.out))
         sums = sums._replace(dq=map_sums(sums.dq), passes=passes)
+    # Beside dq there are no registers for descriptors as well as pointers.
+    by_rows = sums.dq is not None and max(spec.head_dim, spec.head_dim_v) > 64
     arguments = {
         "q": maps_of(q, config.block_q),
         "k": maps_of(k, 64),
@@ -213,8 +215,8 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
         "dout": maps_of(dout, config.block_q),
         "lse2": row_map(lse2, config.block_q),
         "delta": row_map(delta, config.block_q),
-        "dk": stored_maps_of(spec, dk, 64),
-        "dv": stored_maps_of(spec, dv, 64),
+        "dk": stored_maps_of(spec, dk, 64, by_rows),
+        "dv": stored_maps_of(spec, dv, 64, by_rows),
         "sums": sums,
         "terms": terms,
     }
