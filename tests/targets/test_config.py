@@ -273,11 +273,30 @@ def test_many_programs(sequences, changes, condition):
     assert conditions(spec) == ({condition} if condition else set())
 
 
-@pytest.mark.parametrize(("tokens", "held"), [(4095, {1024}), (4096, {1024, 2048}), (2047, set())])
-def test_packed_sequences_count_as_that_of_a_key_has_in_the_mean(tokens, held):
+SEES_640 = "sees 640 keys on average"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "held"),
+    [
+        (4096, {">= 1024 keys", ">= 2048 keys", SEES_640}),
+        (4095, {">= 1024 keys", SEES_640}),
+        (2047, {SEES_640}),
+        (1279, set()),
+    ],
+)
+def test_packed_sequences_count_by_their_expected_length(tokens, held):
     spec = FlashCase("when", 1, tokens, tokens, 1, 1).spec
     spec = VarlenSpec(**vars(spec), num_sequences=3)
-    assert conditions(spec) == {"packed"} | {f">= {keys} keys" for keys in held}
+    assert conditions(spec) == {"packed"} | held
+
+
+def test_keys_that_a_mask_hides_do_not_count():
+    case = FlashCase("when", 1, 1280, 1280, 1, 1)
+    assert SEES_640 in conditions(case.spec)
+    assert SEES_640 in conditions(replace(case, causal=True).spec)
+    assert SEES_640 not in conditions(replace(case, seq_q=1216, seq_kv=1216, causal=True).spec)
+    assert SEES_640 not in conditions(replace(case, window_size=(512, 0)).spec)
 
 
 def test_dq_is_summed_or_has_a_kernel_in_mosaic():

@@ -14,6 +14,7 @@ from twin_attention.contract.spec import (
     Window,
 )
 from twin_attention.targets.kernels import Spec
+from twin_attention.targets.steps import keys_of_query
 from twin_attention.targets.target import NUM_SMS
 
 # Up to this many keys, one program is faster than a split plus a merge launch.
@@ -87,6 +88,20 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
         )
 
     return has_keys
+
+
+def _sees_on_average(count: int) -> Callable[[Spec], bool]:
+    """Return the condition of a flash attention whose queries see at least `count` keys on average.
+
+    Parts of a sequence count as the queries of each, so that all parts count the same.
+    """
+
+    def sees_on_average(spec: Spec) -> bool:
+        if not isinstance(spec, AttentionSpec):
+            return False
+        return (spec.seq_q if isinstance(spec, PartialSpec) else keys_of_query(spec)) >= count
+
+    return sees_on_average
 
 
 def _sees_keys(count: int) -> Callable[[Spec], bool]:
@@ -163,6 +178,7 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     ">= 1024 keys": _has_keys(1024),
     ">= 2048 keys": _has_keys(2048),
     "sees 8192 keys": _sees_keys(8192),
+    "sees 640 keys on average": _sees_on_average(640),
     "> 32 rows": _has_many_rows,
     "<= 256 keys": _has_few_keys,
     "many programs": _has_many_programs,
