@@ -31,12 +31,14 @@ from tests.torch_attn.gluon_interpreter import (
     interpreted,
 )
 from torch_attn import BlockMask
+from torch_attn.kernels.explicit import items
 from torch_attn.kernels.explicit.items import item_counter
 from torch_attn.kernels.sm90 import flash_bwd as flash_bwd_module
 from torch_attn.kernels.sm90 import flash_fwd as flash_fwd_module
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
 from torch_attn.kernels.sm90.flash_bwd_dkdv_passes import run_passes
+from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from torch_attn.kernels.sm90.queries import produce_queries
@@ -149,6 +151,33 @@ def test_rows_of_few_keys_are_prepared_before_the_kernel(case, monkeypatch):
     monkeypatch.setattr(flash_bwd_module, "KEYS_BESIDE_ROWS", 1000)
     launched = check_backward(case, Mode(), BACKEND)
     assert [x for x in launched if x != "tile_lists"] == WITH_PASSES[:2]
+
+
+# What the next item's keys, queries and place wait for: that those of an earlier item are read.
+READ = {
+    "keys": (
+        produce_queries,
+        "mbarrier.wait(kv_read.index(2 * stage + half), (turn // KV_STAGES & 1) ^ 1)",
+    ),
+    "queries": (
+        produce_keys, "mbarrier.wait(q_read.index(slot), (turn // Q_STAGES & 1) ^ 1)",
+    ),
+}  # fmt: skip
+ITEMS = FlashCase("items", 2, 300, 300, 2, 2, 64, causal=True, deterministic=True)
+
+
+@pytest.mark.parametrize(("kernel", "text"), READ.values(), ids=READ)
+def test_tiles_of_an_earlier_item_are_read_first(kernel, text):
+    with pytest.raises(AssertionError):
+        check_backward(ITEMS, WRITES_FIRST, BACKEND, {kernel: edited(kernel, text, "pass")})
+
+
+def test_an_item_is_handed_over_once_an_earlier_one_is_read():
+    text = "mbarrier.wait(read.index(slot * READERS + reader), phase ^ 1)"
+    broken = {items._hand_over: edited(items._hand_over, text, "pass")}
+    lengths = ((70, 60), (30, 90), (200, 180), (40, 300), (9, 9))
+    with pytest.raises(DeadlockError):
+        check_forward(VarlenCase("", lengths, (9, 9), 2, 1), WRITES_FIRST, BACKEND, broken)
 
 
 @in_turn(SHARED)
