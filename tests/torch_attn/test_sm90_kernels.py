@@ -272,6 +272,8 @@ def test_gradient_of_a_bias_that_pairs_share(case, mode):
         FlashCase("ends", 1, 130, 330, 2, 1, 64, relative=9),
         FlashCase("no ends", 1, 70, 136, 1, 1, 128, causal=True, relative=500),
         VarlenCase("packed", ((130, 70), (0, 9), (9, 140)), (9, 9), 2, 1, relative=0, causal=False),
+        # Queries of the padding have a sink alone, and keys of the padding no query.
+        VarlenCase("padding", ((32, 32),), (14, 10), 2, 1, relative=2, sinks=True, causal=False),
     ],
     ids=lambda case: case.name,
 )

@@ -142,7 +142,12 @@ def consume_queries(
         begin, before, full, after = visible
         # Key positions, in query coordinates.
         key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
-        reach = Reach(key, seq_kv - diagonal, window_left, window_right)
+        end = seq_kv - diagonal
+        if IS_PACKED:
+            # If the sequence has no query, the rows visited may be padding with a sink. They see no
+            # key: q and dout count as 0, but a table's gradient is a sum of ds itself.
+            end = gl.where(queries.size > 0, end, -(2**30))
+        reach = Reach(key, end, window_left, window_right)
         if IS_PART:
             rows = key + diagonal
             exists = rows < seq_kv
