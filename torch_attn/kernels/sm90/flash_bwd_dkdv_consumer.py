@@ -199,7 +199,7 @@ def consume_queries(
             held = (held[0], load_left(v_tile, tile + CONSUMER, HEAD_DIM_V, layout))
         s = wait_sums(s, 0)
         if KV_STAGES > 1:
-            # The previous item's results are on their way.
+            # Once the previous item's dk and dv are out, its place is free.
             tma.store_wait(0)
             mbarrier.arrive(kv_read.index((tile ^ 2) + CONSUMER), count=1, pred=turn > 0)
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)

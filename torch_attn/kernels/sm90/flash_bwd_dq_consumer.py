@@ -138,7 +138,7 @@ def consume_keys(
                 do_tile, slot_q, marks.own_ids, first, seq_q, padded, do_full.index(slot_q), phase
             )
         if Q_STAGES > 1:
-            # The previous item's dq is on its way.
+            # Once the previous item's dq is out, its place is free.
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
         s = product_scores(q_tile, slot_q, k_tile, slot, HEAD_DIM, layout)
