@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from interop.parity.inputs import make_inputs
 from interop.parity.oracle import Expectation, evaluate, expectations, parts_of
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode, interpreted
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.targets import config
+from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import FAMILIES, Backend
 
 MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mode()}
@@ -54,6 +58,16 @@ LISTED = [
     ),
     FlashCase("large heads", 1, 70, 140, 1, 1, 192, segments="shuffled", tree="any", causal=True),
 ]  # fmt: skip
+
+
+@contextmanager
+def summing(sums: bool) -> Iterator[None]:
+    """Let backwards sum dq, or not, whatever the number of keys."""
+    names = (">= 1024 keys", ">= 2048 keys", "sees 640 keys on average")
+    with mock.patch.dict(CONDITIONS, dict.fromkeys(names, lambda spec: sums)):
+        config._shipped.cache_clear()
+        yield
+    config._shipped.cache_clear()
 
 
 def gluon_backend(target: str) -> Backend:

@@ -19,19 +19,20 @@ import pytest
 
 from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
 from interop.parity.fuzz.problems import VARIANTS, draw
-from tests.torch_attn.explicit_kernels import check_backward, check_forward, gluon_backend
+from tests.torch_attn.explicit_kernels import (
+    check_backward,
+    check_forward,
+    gluon_backend,
+    summing,
+)
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode
 from torch_attn.kernels.sm90 import flash_bwd, flash_fwd
-from twin_attention.targets import config
-from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import Backend
 
 SEED = int(os.environ.get("RANDOM_SEED", "0"))
 PROBLEMS = int(os.environ.get("RANDOM_PROBLEMS", "30"))  # of each target
 LONGEST = 150  # tokens of a long sequence; a few are longer
 MOST_PAIRS = 500_000  # of a query and a key, of all heads and any two sequences
-# Of these depends whether dq is summed.
-KEYS = (">= 1024 keys", ">= 2048 keys", "sees 640 keys on average")
 
 
 def random_cases(backend: Backend) -> Iterator[FlashCase | VarlenCase]:
@@ -56,17 +57,13 @@ def takes(backend: Backend, operation: str, case: FlashCase | VarlenCase) -> boo
 @contextmanager
 def any_choice(random: Random) -> Iterator[None]:
     """Choose at random what depends on sizes that no problem here has."""
-    sums = random.random() < 0.5
-    chosen = {name: lambda spec: sums for name in KEYS}
     with (
-        mock.patch.dict(CONDITIONS, chosen),
+        summing(random.random() < 0.5),
         mock.patch.object(flash_bwd, "KEYS_BESIDE_ROWS", random.choice((0, 1000))),
         mock.patch.object(flash_bwd, "SECTION_BYTES", random.choice((0, 2**24))),
         mock.patch.object(flash_fwd, "COUNTED_STEPS", random.choice(({256: 2**30}, {256: 1}))),
     ):
-        config._shipped.cache_clear()
         yield
-    config._shipped.cache_clear()
 
 
 @pytest.mark.parametrize(

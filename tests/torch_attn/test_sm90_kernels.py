@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from tests.torch_attn.explicit_kernels import (
     check_results,
     gluon_backend,
     in_turn,
+    summing,
 )
 from tests.torch_attn.gluon_interpreter import (
     READS_FIRST,
@@ -31,8 +31,7 @@ from tests.torch_attn.gluon_interpreter import (
     interpreted,
 )
 from torch_attn import BlockMask
-from torch_attn.kernels.explicit import items
-from torch_attn.kernels.explicit.items import item_counter
+from torch_attn.kernels.explicit.items import hand_over_item, item_counter
 from torch_attn.kernels.sm90 import flash_bwd as flash_bwd_module
 from torch_attn.kernels.sm90 import flash_fwd as flash_fwd_module
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
@@ -43,8 +42,6 @@ from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from torch_attn.kernels.sm90.queries import produce_queries
 from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
-from twin_attention.targets import config
-from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import use_configs
 
 BACKEND = gluon_backend("sm90")
@@ -56,11 +53,8 @@ WITH_PASSES = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess
 def _sums_of_few_keys(monkeypatch):
     """Sum dq and prepare rows beside the products for any number of keys."""
     monkeypatch.setattr(flash_bwd_module, "KEYS_BESIDE_ROWS", 0)
-    always = dict.fromkeys((">= 1024 keys", ">= 2048 keys"), lambda spec: True)
-    with mock.patch.dict(CONDITIONS, always):
-        config._shipped.cache_clear()
+    with summing(True):
         yield
-    config._shipped.cache_clear()
 
 
 CASES = [
@@ -174,7 +168,7 @@ def test_tiles_of_an_earlier_item_are_read_first(kernel, text):
 
 def test_an_item_is_handed_over_once_an_earlier_one_is_read():
     text = "mbarrier.wait(read.index(slot * READERS + reader), phase ^ 1)"
-    broken = {items._hand_over: edited(items._hand_over, text, "pass")}
+    broken = {hand_over_item: edited(hand_over_item, text, "pass")}
     lengths = ((70, 60), (30, 90), (200, 180), (40, 300), (9, 9))
     with pytest.raises(DeadlockError):
         check_forward(VarlenCase("", lengths, (9, 9), 2, 1), WRITES_FIRST, BACKEND, broken)

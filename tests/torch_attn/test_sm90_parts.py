@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -11,13 +10,11 @@ import torch
 from interop.parity.cases import FlashCase
 from interop.parity.ranks import run_ranks
 from tests.oracle import assert_within_budget
-from tests.torch_attn.explicit_kernels import MODES, gluon_backend
+from tests.torch_attn.explicit_kernels import MODES, gluon_backend, summing
 from tests.torch_attn.gluon_interpreter import interpreted
 from tests.torch_attn.test_context import attend, problem
 from torch_attn.distributed import context, context_plan
 from torch_attn.kernels.explicit import items
-from twin_attention.targets import config
-from twin_attention.targets.conditions import CONDITIONS
 
 BACKEND = gluon_backend("sm90")
 CASE = FlashCase("", 1, 512, 512, 1, 1, 64, causal=True, deterministic=False)
@@ -67,11 +64,8 @@ def test_ranks(monkeypatch, name):
     monkeypatch.setattr(context.Problem, "run", run)
     if name in ("causal", "documents"):  # one program takes all items
         monkeypatch.setattr(items, "num_sms", lambda *_: 1)
-    always = dict.fromkeys((">= 1024 keys", ">= 2048 keys"), lambda spec: True)
-    with mock.patch.dict(CONDITIONS, always):
-        config._shipped.cache_clear()
+    with summing(True):
         inputs, spec = problem(case, plan, torch.device("cpu"))
         got = attend(run_ranks, case, plan, inputs, exchange=exchange)
-    config._shipped.cache_clear()
     assert_within_budget(got, inputs, spec)
     assert ("flash_bwd_fused" in launched) != case.deterministic

@@ -222,7 +222,7 @@ def next_item(
         if PASSES_OVER:
             while (item < problem.num_items) & (place.before + place.full + place.after == 0):
                 item, place = _take_part(counter_ptr, problem, BLOCK, BLOCK_OTHER, LAST_FIRST)
-        _hand_over(shared, turn, item, place)
+        hand_over_item(shared, turn, item, place)
     elif problem.num_sequences is not None:
         item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         while (item < problem.num_items) & (place.start == place.end):
@@ -233,14 +233,14 @@ def next_item(
             item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         if problem.tree is not None:
             place = _with_list(problem, place, 0, BLOCK, BLOCK_OTHER)
-        _hand_over(shared, turn, item, place)
+        hand_over_item(shared, turn, item, place)
     elif are_listed(problem.segments, problem.tree):
         item, place = _take_listed(problem, BLOCK, LAST_FIRST)
         place = _with_list(problem, place, place.head // heads, BLOCK, BLOCK_OTHER)
-        _hand_over(shared, turn, item, place)
+        hand_over_item(shared, turn, item, place)
     elif len(shared) > 0:
         item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-        _hand_over(shared, turn, item, place)
+        hand_over_item(shared, turn, item, place)
     return item, place
 
 
@@ -399,7 +399,7 @@ def _fields(COUNT: gl.constexpr):
 
 
 @gluon.jit
-def _hand_over(shared, turn, item, place):
+def hand_over_item(shared, turn, item, place):
     """Give the others an item and its place, once they have read what its slot had."""
     values, written, read = shared
     SLOTS: gl.constexpr = values.shape[0]
@@ -417,7 +417,7 @@ def _hand_over(shared, turn, item, place):
 
 @gluon.jit
 def _receive(shared, turn, READER: gl.constexpr):
-    """Return what `_hand_over` gave in a turn: the item, and the numbers of its place."""
+    """Return what `hand_over_item` gave in a turn: the item, and the numbers of its place."""
     values, written, read = shared
     SLOTS: gl.constexpr = values.shape[0]
     READERS: gl.constexpr = read.shape[0] // SLOTS
