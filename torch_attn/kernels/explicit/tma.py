@@ -222,15 +222,18 @@ def stored_maps_of(
 ) -> tuple[Any, ...]:
     """Return the descriptors of a result, after its pointer if sequences are packed.
 
-    See `store_result`. All parts except the last have only the pointer: see `carry`.
+    See `store_result`. All parts except the last have only the pointer: see `carry`. Packed
+    sequences have only the pointer where there are several descriptors, as JAX passes two
+    addresses of a result at most.
 
-    by_rows: packed sequences have only the pointer too, which takes fewer registers.
+    by_rows: packed sequences have only the pointer in any case, which takes fewer registers.
     """
-    is_packed = isinstance(spec, VarlenSpec)
-    if (is_packed and by_rows) or (isinstance(spec, PartialSpec) and not spec.last):
+    if isinstance(spec, PartialSpec) and not spec.last:
         return (layout,)
     maps = maps_of(layout, rows)
-    return (layout, *maps) if is_packed else maps
+    if isinstance(spec, VarlenSpec):
+        return (layout,) if by_rows or len(maps) > 1 else (layout, *maps)
+    return maps
 
 
 @gluon.jit
