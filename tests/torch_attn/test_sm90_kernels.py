@@ -31,7 +31,10 @@ from tests.torch_attn.gluon_interpreter import (
     interpreted,
 )
 from torch_attn import BlockMask
+from torch_attn.kernels.explicit import items as items_module
 from torch_attn.kernels.explicit.items import hand_over_item, item_counter
+from torch_attn.kernels.explicit.sections import heads_with_sums
+from torch_attn.kernels.explicit.tma import stored_maps_of
 from torch_attn.kernels.sm90 import flash_bwd as flash_bwd_module
 from torch_attn.kernels.sm90 import flash_fwd as flash_fwd_module
 from torch_attn.kernels.sm90.flash_bwd import flash_bwd
@@ -41,6 +44,7 @@ from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd import flash_fwd
 from torch_attn.kernels.sm90.paged_attention import paged_attention
 from torch_attn.kernels.sm90.queries import produce_queries
+from torch_attn.layouts import layouts_of
 from twin_attention.contract.operands import BlockSparseOperands, PagedOperands, VarlenOperands
 from twin_attention.targets.config import use_configs
 
@@ -87,6 +91,8 @@ SECTIONS = [
     FlashCase("sections, listed", 3, 70, 260, 3, 3, 64, segments="documents", causal=True),
     VarlenCase("packed sections", ((90, 50), (200, 130)), (9, 9), 9, 3, 80, causal=False),
 ]
+# More packed heads than have sums at a time where there are two programs.
+MANY = VarlenCase("packed sections, many heads", ((60, 150),), (9, 0), 12, 12, 64)
 # One kv head, whose tiles of keys its query heads share.
 SHARED = [
     FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
@@ -103,6 +109,26 @@ def test_backward_that_sums_dq(case, mode):
 def test_backward_by_sections(case, mode):
     launched = check_backward(case, mode, BACKEND)
     assert launched[-1] == "flash_bwd_fused"
+
+
+@pytest.fixture
+def _few_sms(monkeypatch):
+    """Have two programs: then there are sums for some of the heads at a time."""
+    for module in (items_module, flash_bwd_module):
+        monkeypatch.setattr(module, "num_sms", lambda device, target: 2)
+
+
+@pytest.mark.usefixtures("_few_sms")
+@in_turn([*SECTIONS, MANY])
+def test_sections_have_the_places_of_earlier_ones(case, mode):
+    check_backward(case, mode, BACKEND)
+
+
+def test_sums_of_some_heads_at_a_time():
+    """Two sections being computed, one being added, two being converted, and two to spare."""
+    assert heads_with_sums(together=2, heads=100, items=4, pieces=2, programs=8) == 2 * 7
+    assert heads_with_sums(together=2, heads=9, items=4, pieces=2, programs=8) == 9
+    assert heads_with_sums(together=8, heads=3, items=4, pieces=2, programs=8) == 3
 
 
 # Text of a kernel, what replaces it, and a mode in which that shows.
@@ -125,9 +151,11 @@ def test_sums_are_awaited(kernel, text, mode):
 UNREPORTED = {
     "what is begun": (run_passes, "report(sections.begun_ptr + section)"),
     "what is added": (add_queries, "report_added(sections, item)"),
+    "what is converted": (run_passes, "report_read(sections.converted_ptr + section)"),
 }
 
 
+@pytest.mark.usefixtures("_few_sms")
 @pytest.mark.parametrize(("kernel", "text"), UNREPORTED.values(), ids=UNREPORTED)
 def test_what_is_not_reported_is_awaited_for_ever(kernel, text):
     with pytest.raises(DeadlockError):
@@ -548,3 +576,11 @@ def test_stages_with_which_warps_would_wait_for_each_other_do_not_compile(head_d
     case = VarlenCase("", ((70, 150),), (9, 9), 1, 1, head_dim, deterministic=True)
     with use_configs({kernel: {"num_stages": stages}}), pytest.raises(AssertionError, match=r"^$"):
         check_backward(case, WRITES_FIRST, BACKEND)
+
+
+@pytest.mark.parametrize("head_dim", range(16, 264, 8))
+def test_results_of_packed_sequences_have_two_addresses_at_most(head_dim):
+    """JAX passes no more."""
+    case = VarlenCase("", ((70, 150),), (9, 9), 1, 1, head_dim, dtype="bfloat16")
+    layout = layouts_of(torch.empty(1, 79, 1, head_dim, dtype=torch.bfloat16))
+    assert len(stored_maps_of(case.spec, layout, 64)) <= 2

@@ -53,10 +53,12 @@ class OwnPasses(NamedTuple):
     Attributes:
         sums: it first clears the sums of dq, and at the end turns them into dq.
         rows: it also prepares the rows.
+        heads: for how many query heads it needs sums of dq at a time.
     """
 
-    sums: bool
-    rows: bool
+    sums: bool = False
+    rows: bool = False
+    heads: int = 0
 
 
 class Passes(NamedTuple):
@@ -180,7 +182,7 @@ def make_flash_bwd(
         has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
         splits = has_sums and num_sums == 3 and _splits_group(spec, backend, q.device)
         members = 1 if splits else spec.group_size
-        own = OwnPasses(False, False)
+        own = OwnPasses()
         if has_sums and own_passes is not None:
             own = own_passes(spec, backend, q.device, members)
         statistics = Statistics(lse, dlse, lse2, delta)
@@ -200,15 +202,14 @@ def make_flash_bwd(
         if has_sums:
             assert postprocess is not None
             assert sum_columns is not None
-            summed = [(spec, grads[0], lse2.shape[-1])]
+            heads = (own.heads,) if own.sums else (spec.batch, spec.heads_q)
+            summed = [(spec, grads[0], (*heads, lse2.shape[-1]))]
             if splits:
                 rows = triton.cdiv(spec.seq_kv, ROW_PADDING.value) * ROW_PADDING.value
                 of_dk, of_dv = _as_queries(spec)
-                summed += [(of_dk, grads[1], rows), (of_dv, grads[2], rows)]
-            sums = [
-                lse2.new_empty((*lse2.shape[:-2], x.heads_q, rows, sum_columns(x.head_dim)))
-                for x, _grad, rows in summed
-            ]
+                shape = (spec.batch, spec.heads_kv, rows)
+                summed += [(of_dk, grads[1], shape), (of_dv, grads[2], shape)]
+            sums = [lse2.new_empty((*shape, sum_columns(x.head_dim))) for x, _grad, shape in summed]
             first = int(own.sums)
             for values in sums[first:]:
                 values.zero_()
@@ -226,7 +227,7 @@ def make_flash_bwd(
             of_sums = Sums(*sums)._replace(passes=passes)
             tensors = (*inputs, *grads[1:], of_sums, *counted, *stored, of_queries)
             launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
-            for (x, grad, _rows), values in zip(summed[first:], sums[first:], strict=True):
+            for (x, grad, _shape), values in zip(summed[first:], sums[first:], strict=True):
                 tensors = (values, grad, offsets.q)
                 launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
         else:

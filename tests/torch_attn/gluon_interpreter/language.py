@@ -205,6 +205,12 @@ def _report(count: Pointer) -> None:
     pause()
 
 
+def _report_read(count: Pointer) -> None:
+    """Do what `reports.report_read` does."""
+    count.memory[int(count.offset)] += 1
+    pause()
+
+
 def _await_reports(count: Pointer, reports: int) -> None:
     """Do what `reports.await_reports` does."""
     now.program.pause(lambda: int(count.memory[int(count.offset)]) >= reports, "reports")
@@ -261,6 +267,7 @@ _INSTRUCTIONS[r"cp\.async\.bulk\.prefetch\.L2\.global \[\$1\], \d+; mov\.u32 \$0
 _INSTRUCTIONS[re.escape(plain(terms.KEEP))] = _keep
 _INSTRUCTIONS[r"bar\.warp\.sync 0xffffffff; mov\.u32 \$0, \$1;"] = lambda _: pause()
 _INSTRUCTIONS[re.escape(plain(reports.REPORT))] = _report
+_INSTRUCTIONS[re.escape(plain(reports.REPORT_READ))] = _report_read
 _INSTRUCTIONS[re.escape(plain(reports.AWAIT_REPORTS))] = _await_reports
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.MASK_WORDS))] = _mask_words
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.WIDEN))] = lambda x: x.to(gl.float32)

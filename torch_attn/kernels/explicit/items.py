@@ -492,12 +492,12 @@ def item_counter(
             there are no more than heads.
 
     Returns:
-        [1] int32, or with sections [2 + 2 · batch · heads].
+        [1] int32, or with sections [2 + 3 · batch · heads].
     """
     is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
     if has_uneven and not (spec.segmented or spec.tree):
         is_counted |= is_uneven(spec)
-    counts = 2 + 2 * spec.batch * spec.heads_q if has_sections else 1
+    counts = 2 + 3 * spec.batch * spec.heads_q if has_sections else 1
     return q.new_zeros(counts, dtype=torch.int32) if is_counted else None
 
 

@@ -7,11 +7,18 @@ reports that it needs. Loads and TMA that follow then see what was written befor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+_COUNT = (
+    "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
+    "@first red.{order}.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
+)
 # TMA's stores are complete, not only read, and other programs see all stores of the warp.
 REPORT = gl.constexpr(
     "{ .reg .pred first; .reg .u32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
-    "bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; "
-    "@first red.release.gpu.global.add.s32 [$1], 1; mov.u32 $0, 0; }"
+    + _COUNT.replace("{order}", "release")
+)
+# Loads that are complete need no release, which would take as long as a round trip to memory.
+REPORT_READ = gl.constexpr(
+    "{ .reg .pred first; .reg .u32 lane; " + _COUNT.replace("{order}", "relaxed")
 )
 AWAIT_REPORTS = gl.constexpr(
     "{ .reg .pred missing; .reg .s32 count; again: ld.acquire.gpu.global.s32 count, [$1]; "
@@ -24,6 +31,14 @@ def report(count_ptr):
     """Add 1 to a count, after all that the only warp of a partition has written."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def report_read(count_ptr):
+    """Add 1 to a count, after all loads of the only warp of a partition that it has waited for."""
+    gl.inline_asm_elementwise(
+        REPORT_READ, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
 
 

@@ -5,6 +5,7 @@ Sums count as begun when they are 0 and the rows that belong to them are prepare
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -14,6 +15,8 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 
 # Rows of a piece, all of one packed sequence.
 PIECE = ROW_PADDING
+# How many sections there are places for beside those that are begun and those being converted.
+SPARE_PLACES = gl.constexpr(2)
 
 
 class Sections(NamedTuple):
@@ -26,31 +29,38 @@ class Sections(NamedTuple):
         size: heads of a section, whose items are mixed; the last section may have fewer.
         count: how many sections there are.
         ahead: how many sections are begun before the first one is converted.
+        places: for how many sections the sums have room. A section has the place of the one that
+            comes so many before it, once that one is converted.
         items: work items of a head.
         pieces: pieces of a query head's rows.
         heads: all heads.
         taken_ptr: how many pieces programs have taken, to begin or to convert them.
         begun_ptr: for each section, how many pieces are begun.
         added_ptr: for each section, how many items have been added.
+        converted_ptr: for each section, how many pieces are converted.
     """
 
     size: Any
     count: Any
     ahead: Any
+    places: Any
     items: Any
     pieces: Any
     heads: Any
     taken_ptr: Any
     begun_ptr: Any
     added_ptr: Any
+    converted_ptr: Any
 
 
 @gluon.jit
-def divide_heads(counter_ptr, problem):
+def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
     """Return the `Sections`.
 
     The sections that are begun ahead have two items for each program, in addition to one section
-    that is not fully added yet. So no program waits for the last item of a section.
+    that is not fully added yet. So no program waits for the last item of a section. Sums have
+    places for these, for as many sections as programs convert at a time, and for a few more. So
+    they need no more memory for more heads.
 
     counter_ptr: the counter of the work items, which the other counts follow.
     """
@@ -60,10 +70,33 @@ def divide_heads(counter_ptr, problem):
     size = gl.minimum(problem.together, heads)
     count = gl.cdiv(heads, size)
     ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + 1, count)
+    places = ahead + gl.cdiv(gl.num_programs(0), size * pieces * MEMBERS) + SPARE_PLACES
+    begun_ptr = counter_ptr + 2
     return Sections(
-        size, count, ahead, items, pieces, heads, counter_ptr + 1, counter_ptr + 2,
-        counter_ptr + 2 + count,
+        size, count, ahead, places, items, pieces, heads, counter_ptr + 1, begun_ptr,
+        begun_ptr + count, begun_ptr + 2 * count,
     )  # fmt: skip
+
+
+def heads_with_sums(together: int, heads: int, items: int, pieces: int, programs: int) -> int:
+    """Return for how many heads there are sums at a time, on the host as `divide_heads` does.
+
+    Args:
+        together: heads of a section, unless there are fewer.
+        heads: all heads, as work items count them.
+        items, pieces: of a head, as work items count heads.
+        programs: of the launch.
+    """
+    size = min(together, heads)
+    ahead = triton.cdiv(2 * programs, size * items) + 1
+    places = ahead + triton.cdiv(programs, size * pieces) + SPARE_PLACES.value
+    return min(size * places, heads)
+
+
+@gluon.jit
+def place_of_head(sections, index):
+    """Return where a head's sums are, as work items count heads."""
+    return index % (sections.size * sections.places)
 
 
 @gluon.jit
@@ -83,6 +116,14 @@ def await_begun(sections, section, MEMBERS: gl.constexpr):
     """Wait until all pieces of a section are begun."""
     pieces = heads_of_section(sections, section) * MEMBERS * sections.pieces
     await_reports(sections.begun_ptr + section, pieces)
+
+
+@gluon.jit
+def await_place(sections, section, MEMBERS: gl.constexpr):
+    """Wait until the sums that had a section's place are converted."""
+    if section >= sections.places:
+        pieces = sections.size * MEMBERS * sections.pieces
+        await_reports(sections.converted_ptr + (section - sections.places), pieces)
 
 
 @gluon.jit

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.kernels.explicit.items import heads_at_a_time, item_counter
+from torch_attn.kernels.explicit.sections import PIECE, heads_with_sums
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import OwnPasses, make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.sequences import num_padded_rows
@@ -47,13 +48,15 @@ def _own_passes(
     """Return which passes the kernel of dk and dv runs itself, beside its products."""
     columns = sum_columns(spec.head_dim)
     if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
-        return OwnPasses(False, False)
+        return OwnPasses()
     steps, heads = items_of_keys(spec, backend.configs(spec)["flash_bwd_fused"], members)
     programs = min(len(steps) * heads, num_sms(device, backend.target))
     together = heads_at_a_time(spec, steps, heads, programs, is_counted=True, has_sections=True)
     sums = 4 * together * members * num_padded_rows(spec) * columns <= SECTION_BYTES
     rows = sums and not spec.segmented and keys_of_query(spec) >= KEYS_BESIDE_ROWS
-    return OwnPasses(sums, rows)
+    pieces = members * (num_padded_rows(spec) // PIECE.value)
+    with_sums = heads_with_sums(together, heads, len(steps), pieces, programs)
+    return OwnPasses(sums, rows, members * with_sums)
 
 
 _flash_bwd_small = make_flash_bwd(

@@ -82,7 +82,8 @@ def flash_bwd_dkdv_kernel(
     BLOCK_Q queries (`consume_queries`). Operands, loop invariant and accumulation: as in the
     portable `flash_bwd_dkdv_kernel`.
 
-    sums.dq: None, or dq's float32 sums in the order of `write_dq`, to which the program adds ds·k.
+    sums.dq: None, or dq's float32 sums in the order of `write_dq`, to which the program adds ds·k;
+    with passes, of the heads that have a place at a time (`Sections`).
     Both consumers then write dsᵀ to shared memory. Each multiplies some columns of ds·k over all
     of the tile's keys and writes them to shared memory. A fourth partition of one warp adds them
     to the sums.
@@ -145,7 +146,7 @@ def flash_bwd_dkdv_kernel(
     )  # fmt: skip
     sections = ()
     if sums.passes.dq is not None:
-        sections = divide_heads(counter_ptr, problem)
+        sections = divide_heads(counter_ptr, problem, MEMBERS)
     # Constants are written in the calls: variables would turn them into tensors. The last
     # partitions load, add dq, and do the passes.
     gl.warp_specialize(

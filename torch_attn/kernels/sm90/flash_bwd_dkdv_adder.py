@@ -7,12 +7,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_attn.kernels.explicit.barriers import arrive, wait_for_all
 from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.reduction import add_box
-from torch_attn.kernels.explicit.sections import report_added
+from torch_attn.kernels.explicit.sections import place_of_head, report_added
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.tma import store_box
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.kernels.sm90.queries import locate_keys
+from torch_attn.kernels.sm90.queries import head_index, locate_keys
 from torch_attn.kernels.sm90.sums import add_dq, write_dq
 
 # Named barriers beside those of `queries` and the consumers', for each consumer's part of dq: it is
@@ -56,10 +56,13 @@ def add_queries(
         batch, first_head, keys, queries, visible = locate_keys(
             item, place, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
+        first_sums = batch * problem.heads_q + first_head
+        if len(sections) > 0:
+            first_sums = place_of_head(sections, head_index(item, place, problem)) * MEMBERS
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
-            tile = (batch * problem.heads_q + first_head + member) * tiles_per_head
+            tile = (first_sums + member) * tiles_per_head
             tile += (queries.first_row + start) // BLOCK_Q
             tma.store_wait(0)
             for consumer in gl.static_range(2):

@@ -13,8 +13,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers, meet_in_warp
-from torch_attn.kernels.explicit.reports import await_reports, report
-from torch_attn.kernels.explicit.sections import PIECE, heads_of_section
+from torch_attn.kernels.explicit.reports import await_reports, report, report_read
+from torch_attn.kernels.explicit.sections import (
+    PIECE,
+    await_place,
+    heads_of_section,
+    place_of_head,
+)
 from torch_attn.kernels.explicit.tma import (
     allocate_tile,
     load_box,
@@ -99,14 +104,21 @@ def run_passes(
         index = section * sections.size + part // (sections.pieces * MEMBERS)
         if index < sections.heads:
             batch, head = head_of_item(index, problem, sections.items, MEMBERS)
-            head += part // sections.pieces % MEMBERS
-            piece = locate_piece(batch, head, part % sections.pieces, sections.pieces, problem)
+            member, part = part // sections.pieces % MEMBERS, part % sections.pieces
+            piece = locate_piece(batch, head + member, part, sections.pieces, problem)
+            place = place_of_head(sections, index) * MEMBERS + member
+            box = (place * sections.pieces + part) * _boxes_of_piece(HEAD_DIM)
             if converts:
                 items = heads_of_section(sections, section) * sections.items
                 await_reports(sections.added_ptr + section, items)
-                step += _convert(staging, dq_sum, passes, piece, step, problem, scale, HEAD_DIM)
+                step += _convert(
+                    staging, dq_sum, box, passes, piece, step, problem, scale, HEAD_DIM
+                )
+                if sections.places < sections.count:
+                    report_read(sections.converted_ptr + section)
             else:
-                _clear(staging, dq_sum, piece, HEAD_DIM)
+                await_place(sections, section, MEMBERS)
+                _clear(staging, dq_sum, box, HEAD_DIM)
                 if passes.out is not None:
                     step += prepare_rows(staging, passes, piece, step, problem, HEAD_DIM_V)
                 report(sections.begun_ptr + section)
@@ -121,8 +133,8 @@ def _boxes_of_piece(head_dim):
 
 
 @gluon.jit
-def _clear(staging, dq_sum, piece, HEAD_DIM: gl.constexpr):
-    """Start to set a piece's sums to 0, from the place of dq in shared memory."""
+def _clear(staging, dq_sum, first, HEAD_DIM: gl.constexpr):
+    """Start to set a piece's sums to 0, whose first box is given, from dq's shared memory."""
     BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     zeros = reinterpret(staging.dq, gl.float32, [LINES, LINE], box_of_sums_layout())
@@ -131,16 +143,15 @@ def _clear(staging, dq_sum, piece, HEAD_DIM: gl.constexpr):
     fence_async_shared()
     meet_in_warp()
     for i in range(BOXES):
-        store_box(dq_sum, [(piece.index * BOXES + i) * LINES, 0], zeros)
+        store_box(dq_sum, [(first + i) * LINES, 0], zeros)
 
 
 @gluon.jit
-def _convert(staging, dq_sum, passes, piece, step, problem, scale, HEAD_DIM: gl.constexpr):
-    """Convert a piece's sums to dq; return how many boxes these are."""
+def _convert(staging, dq_sum, first, passes, piece, step, problem, scale, HEAD_DIM: gl.constexpr):
+    """Convert a piece's sums, whose first box is given, to dq; return how many boxes these are."""
     BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     ACROSS: gl.constexpr = sum_columns(HEAD_DIM) // COLUMNS
     AHEAD: gl.constexpr = STAGES - 1
-    first = piece.index * BOXES
     for i in gl.static_range(AHEAD):
         _load(staging, dq_sum, first + i, step + i)
     for i in range(BOXES):

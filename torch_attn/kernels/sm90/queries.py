@@ -164,6 +164,21 @@ def locate_keys(
 
 
 @gluon.jit
+def head_index(item, place, problem):
+    """Return which head of all a work item is of, as work items count them.
+
+    place: of `next_item`.
+    """
+    index = place.head
+    if problem.intervals is None and not are_counted(
+        problem.num_sequences, problem.segments, problem.tree
+    ):
+        num_tiles = gl.cdiv(problem.size, 128)
+        index, _tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
+    return index
+
+
+@gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
     """Return the batch element and the first query head of a head of work items."""
     heads = problem.heads_q // MEMBERS
