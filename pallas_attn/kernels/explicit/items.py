@@ -78,28 +78,58 @@ class Queue(NamedTuple):
     hand_over: Any
 
     def give(self, body):
-        """Call body(item, steps before) for each tile, in the producer, which takes them.
+        """Call body(item, steps before, turn) for each tile, in the producer, which takes them.
 
-        body returns its steps plus those before. Returns all steps.
+        body returns its steps plus those before. turn: how many tiles the program has had. Returns
+        all steps.
         """
-        return self._for_each(body, lambda: next_item(self.counter, self.items, self.hand_over))
+        return self._for_each(self._hand_over, body)
+
+    def give_ahead(self, body):
+        """Call body(item, steps before, turn, take_next) as `give` does.
+
+        It calls take_next() once, when the next tile is to be taken. The hand-over has two slots.
+        """
+
+        def take_next(turn):
+            if self.schedule is None:
+                self._hand_over(turn)
+
+        def visit(item, step, turn):
+            return body(item, step, turn, lambda: take_next(turn + 1))
+
+        take_next(jnp.int32(0))
+        return self._for_each(lambda turn: own_item(self.hand_over, turn, reads=False), visit)
 
     def take(self, body):
         """Call body as `give` does, in the other warps."""
-        return self._for_each(body, lambda: own_item(self.hand_over))
+        return self._for_each(lambda turn: own_item(self.hand_over, turn), body)
 
-    def _for_each(self, body, next_place):
+    def _for_each(self, place_of_turn, body):
         if self.schedule is None:
-            return for_each_place(next_place, body)
+            return for_each_place(place_of_turn, body)
         return for_each_tile(self.schedule, self.program, body)
+
+    def _hand_over(self, turn):
+        return hand_over_item(next_item(self.counter, self.items), self.hand_over, turn)
 
 
 class HandOver(NamedTuple):
-    """A place in shared memory, with mbarriers for when it is there, and when it is read."""
+    """Hand over places in shared memory.
 
-    place: Any
+    Attributes:
+        places: one for each slot.
+        written, read: mbarriers of each slot, for when its place is there, and when it is read.
+    """
+
+    places: Any
     written: Any
     read: Any
+
+    def free(self):
+        """Say for one reader that it has read all slots, before its first item."""
+        for slot in range(self.places.shape[0]):
+            plgpu.barrier_arrive(self.read.at[slot])
 
 
 def item_counter() -> jax.ShapeDtypeStruct:
@@ -107,50 +137,66 @@ def item_counter() -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
-def allocate_hand_over(readers: int) -> HandOver:
-    """Return the types of the shared memory that hands over a place.
+def allocate_hand_over(readers: int, slots: int = 1) -> HandOver:
+    """Return the types of the shared memory that hands over places.
 
-    readers: warpgroups and warps that read it; each arrives at `read` before its first item.
+    Args:
+        readers: warpgroups and warps that read a place; each calls `HandOver.free` first.
+        slots: how many places it holds. With two, the producer may take an item ahead.
     """
-    place = plgpu.SMEM((len(Place._fields),), jnp.int32)
-    return HandOver(place, plgpu.Barrier(), plgpu.Barrier(num_arrivals=readers))
+    return HandOver(
+        plgpu.SMEM((slots, len(Place._fields)), jnp.int32),
+        plgpu.Barrier(num_barriers=slots),
+        plgpu.Barrier(num_arrivals=readers, num_barriers=slots),
+    )
 
 
-def next_item(counter_ref, items: Items, hand_over: HandOver) -> Place:
-    """Take the next tile that has rows, and hand it over; runs in the producer warp."""
-    place = lax.while_loop(
+def next_item(counter_ref, items: Items) -> Place:
+    """Take the next tile that has rows; runs in the producer warp."""
+    return lax.while_loop(
         lambda place: (place.head >= 0) & (place.start == place.end),
         lambda _: take_place(counter_ref, items),
         take_place(counter_ref, items),
     )
-    plgpu.barrier_wait(hand_over.read)
+
+
+def hand_over_item(place: Place, hand_over: HandOver, turn: Any) -> Place:
+    """Give the other warps the place of a turn, once they have read what its slot had."""
+    slot = turn % hand_over.places.shape[0]
+    plgpu.barrier_wait(hand_over.read.at[slot])
     for i, x in enumerate(place):
-        hand_over.place[i] = x
-    plgpu.barrier_arrive(hand_over.written)
+        hand_over.places[slot, i] = x
+    plgpu.barrier_arrive(hand_over.written.at[slot])
     return place
 
 
-def own_item(hand_over: HandOver) -> Place:
-    """Return what `next_item` gave the producer; runs in the other warps."""
-    plgpu.barrier_wait(hand_over.written)
-    place = Place(*(hand_over.place[i] for i in range(len(Place._fields))))
-    plgpu.barrier_arrive(hand_over.read)
+def own_item(hand_over: HandOver, turn: Any, reads: bool = True) -> Place:
+    """Return the place that `hand_over_item` gave in a turn.
+
+    reads: the caller is one of the readers, and not the producer.
+    """
+    slot = turn % hand_over.places.shape[0]
+    plgpu.barrier_wait(hand_over.written.at[slot])
+    place = Place(*(hand_over.places[slot, i] for i in range(len(Place._fields))))
+    if reads:
+        plgpu.barrier_arrive(hand_over.read.at[slot])
     return place
 
 
-def for_each_place(next_place, body):
-    """Call body(place, steps before) for all places; it returns its steps plus those before.
+def for_each_place(place_of_turn, body):
+    """Call body(place, steps before, turn) for all places; it returns its steps plus those before.
 
-    next_place: returns a `Place`. Returns all steps.
+    place_of_turn: returns the `Place` of a turn. Returns all steps.
     """
 
     def visit(carry):
-        place, step = carry
-        step = body(place, step)
-        return next_place(), step
+        place, step, turn = carry
+        step = body(place, step, turn)
+        return place_of_turn(turn + 1), step, turn + 1
 
-    first = next_place(), jnp.int32(0)
-    return lax.while_loop(lambda carry: carry[0].head >= 0, visit, first)[1]
+    first = jnp.int32(0)
+    carry = place_of_turn(first), first, first
+    return lax.while_loop(lambda carry: carry[0].head >= 0, visit, carry)[1]
 
 
 def take_place(counter_ref, items):

@@ -41,12 +41,12 @@ def run_warpgroups(warpgroups, consume, *parts, alike=False):
 
 
 def for_each_tile(schedule_ref, program, body):
-    """Call body(tile, steps before) for each tile of this program; return its number of steps.
+    """Call body(tile, steps before, turn) for each tile of this program; return all its steps.
 
-    body returns its steps plus those before.
+    body returns its steps plus those before. turn: how many tiles the program has had.
     """
 
     def visit(i, step):
-        return body(schedule_ref[program, i], step)
+        return body(schedule_ref[program, i], step, i - 1)
 
     return lax.fori_loop(1, schedule_ref[program, 0] + 1, visit, jnp.int32(0))

@@ -30,7 +30,7 @@ from pallas_attn.kernels.explicit.wgmma import (
     wait_for,
     zeros,
 )
-from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
+from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch, size_of
 from pallas_attn.kernels.explicit.wgmma_scores import hide_queries, visible_scores
 from pallas_attn.kernels.gradients import Inputs
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
@@ -43,11 +43,12 @@ from pallas_attn.kernels.sm90.keys import (
     produce,
     release_all,
 )
-from pallas_attn.kernels.sm90.work import Work
+from pallas_attn.kernels.sm90.work import CONSUMERS, Work, own_tile
 from pallas_attn.targets import num_sms
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.steps import exchange_sides
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 class Outputs(NamedTuple):
@@ -84,7 +85,7 @@ def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory
         value_columns(inputs.k.shape[3]), value_columns(inputs.v.shape[3]),
     )  # fmt: skip
     run_warpgroups(
-        memory.kv_full.shape[0],
+        CONSUMERS,
         functools.partial(consume, kernel),
         functools.partial(produce, inputs, kernel.memory, problem, kernel.group, queue),
     )
@@ -121,24 +122,32 @@ class Keys(NamedTuple):
     """A warpgroup's rows of a tile of keys.
 
     Attributes:
-        w: the warpgroup's number.
+        tile: which tile of k and of v has them.
         work, first_step: the result of `locate`, and the number of steps before this tile.
         start_row: the first row.
     """
 
-    w: int
+    tile: Any
     work: Work
     first_step: Any
     start_row: Any
 
 
-def compute_tile(kernel, w, item, step):
+def compute_tile(kernel, w, item, step, turn):
     """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
     memory, members = kernel.memory, kernel.group.members
     work = locate(kernel.problem, kernel.group, item)
-    keys = Keys(w, work, step, work.place.start + w * WGMMA_ROWS)
+    tile, has_two = own_tile(memory.kv_full, turn, w), memory.kv_full.shape[0] > CONSUMERS
+    keys = Keys(tile, work, step, work.place.start + w * WGMMA_ROWS)
     no_ds = zeros(WGMMA_ROWS, kernel.problem.block_q).astype(kernel.inputs.k.dtype)
-    plgpu.barrier_wait(memory.kv_full.at[w])
+    plgpu.barrier_wait(memory.kv_full.at[tile])
+    if has_two:
+        # Once the previous item's dk and dv are out, its place is free.
+        @pl.when(turn > 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(memory.kv_empty.at[tile ^ CONSUMERS])
+
     end = step + work.steps * members
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
@@ -166,7 +175,9 @@ def compute_tile(kernel, w, item, step):
     dk = pl.run_scoped(last, accumulator(*dk.shape))
     warpgroup_barrier()
     store(kernel, keys, dk, dv)
-    plgpu.barrier_arrive(memory.kv_empty.at[w])
+    if not has_two:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(memory.kv_empty.at[tile])
     return end
 
 
@@ -237,7 +248,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
         plgpu.barrier_wait(memory.q_full.at[step.q_slot])
     dk_ref[...] = dk
     add_values(dk_ref, ds, step.multiplied)
-    k = memory.k_tiles.tile(keys.w + step.fresh)
+    k = memory.k_tiles.tile(keys.tile + step.fresh)
     add_scores(s_ref, k, memory.q_tiles.factors.tile(step.q_slot))
     if problem.block_q > WGMMA_ROWS:
         # dp takes the registers of ds.
@@ -248,7 +259,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
         pl.when(now < 0)(lambda: plgpu.barrier_wait(memory.dout_full.at[step.slot]))
     else:
         plgpu.barrier_wait(memory.dout_full.at[step.slot])
-    v = memory.v_tiles.tile(keys.w + step.fresh)
+    v = memory.v_tiles.tile(keys.tile + step.fresh)
     add_scores(dp_ref, v, memory.dout_tiles.factors.tile(step.slot))
     # pᵀ = exp(sᵀ - lse)
     s = wait_for(s_ref, len(v.multiplied))
@@ -288,8 +299,8 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
 
 def store(kernel, keys, dk, dv):
     """Scale dk, and store a warpgroup's rows of dk and dv from where k and v were."""
-    work, w = keys.work, keys.w
-    k, v = kernel.memory.k_tiles.tile(w), kernel.memory.v_tiles.tile(w)
+    work = keys.work
+    k, v = kernel.memory.k_tiles.tile(keys.tile), kernel.memory.v_tiles.tile(keys.tile)
     dk = dk * kernel.problem.rule.scale
     place = work.batch, work.head_kv, keys.start_row
     if kernel.problem.packed:
@@ -298,7 +309,6 @@ def store(kernel, keys, dk, dv):
     else:
         store_tile(dk, k, kernel.outputs.dk, *place)
         store_tile(dv, v, kernel.outputs.dv, *place)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def launch_dkdv(inputs, spec, backend, mask):
@@ -316,6 +326,10 @@ def launch_dkdv(inputs, spec, backend, mask):
     else:
         turned = replace(exchange_sides(spec), heads_q=spec.heads_kv, heads_kv=spec.heads_kv)
         schedule = make_schedule(turned, config.block_kv, config.block_q, programs)
+    for kv_stages in (2, 1):
+        memory = allocate_memory(spec, config, packed=is_packed, kv_stages=kv_stages)
+        if size_of(memory) <= SHARED_MEMORY_LIMIT["sm90"]:
+            break
     dk, dv, *_counter = launch(
         name,
         flash_bwd_dkdv_kernel,
@@ -325,7 +339,7 @@ def launch_dkdv(inputs, spec, backend, mask):
             Outputs(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k, inputs.v))),
             item_counter() if is_packed else None,
         ),
-        {"memory": allocate_memory(spec, config, packed=is_packed)},
+        {"memory": memory},
         spec,
         config,
         num_sums=int(is_packed),

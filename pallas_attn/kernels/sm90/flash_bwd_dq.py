@@ -40,7 +40,7 @@ from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.softmax import lse_in_base_2
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
-from pallas_attn.kernels.sm90.work import locate_queries
+from pallas_attn.kernels.sm90.work import CONSUMERS, locate_queries, own_tile
 from pallas_attn.targets import num_sms
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.sm90 import has_large_heads
@@ -50,12 +50,13 @@ class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
     Attributes:
-        q_tiles, dout_tiles, out_tiles: a tile of 64 rows for each consumer. out_tiles is None where
-            there is no room for it: rows of out are then read from global memory.
+        q_tiles, dout_tiles, out_tiles: a tile of 64 rows for each consumer, for one work item or
+            for two. Then an item's rows arrive while the previous item is computed. out_tiles is
+            None where there is no room for it: rows of out are then read from global memory.
         hand_over: where a program's warps find their next tile of packed sequences, else None.
         k_tiles, v_tiles: num_stages tiles of keys; one fewer of values where out_tiles is None.
         k_empty, k_full, v_empty, v_full: mbarriers of each of these: free, and loaded.
-        q_empty, q_full: likewise for each consumer's rows.
+        q_empty, q_full: likewise for each tile of 64 rows.
     """
 
     dout_tiles: Any
@@ -134,7 +135,7 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
     memory = memory._replace(k_tiles=k_tiles, **tiles)
     kernel = Kernel(sources, outputs, memory, problem, queue, scored_tiles)
     run_warpgroups(
-        memory.q_full.shape[0],
+        CONSUMERS,
         functools.partial(consume, kernel),
         functools.partial(produce, kernel),
     )
@@ -160,7 +161,7 @@ def produce(kernel):
     if not kernel.large:
         of_queries = *of_queries, (sources.out, memory.out_tiles)
 
-    def load_all(item, step):
+    def load_all(item, step, turn):
         work = locate(kernel, item)
         batch, place, steps = work.batch, work.place, work.steps
         head, start_q = place.head, place.start
@@ -168,11 +169,12 @@ def produce(kernel):
         if problem.packed:
             # Queries without a key may be padding, and NaN. Rows past the last are loaded as 0.
             start_q = jnp.where(place.size_other > 0, start_q, problem.seq_q)
-        for w in range(memory.q_full.shape[0]):
-            start, full = start_q + w * WGMMA_ROWS, memory.q_full.at[w]
-            plgpu.barrier_wait(memory.q_empty.at[w])
+        for w in range(CONSUMERS):
+            tile = own_tile(memory.q_full, turn, w)
+            start, full = start_q + w * WGMMA_ROWS, memory.q_full.at[tile]
+            plgpu.barrier_wait(memory.q_empty.at[tile])
             for matrix, tiles in of_queries:
-                load_tile(matrix, tiles.tile(w), batch, head, start, full)
+                load_tile(matrix, tiles.tile(tile), batch, head, start, full)
 
         @pl.loop(0, steps)
         def _(x):
@@ -198,13 +200,14 @@ def consume(kernel, w):
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
 
     # All tiles are free. For small heads the first step releases the last tile of keys.
-    plgpu.barrier_arrive(memory.q_empty.at[w])
+    for tile in range(w, memory.q_empty.shape[0], CONSUMERS):
+        plgpu.barrier_arrive(memory.q_empty.at[tile])
     for slot in range(num_stages if kernel.large else num_stages - 1):
         plgpu.barrier_arrive(memory.k_empty.at[slot])
     for slot in range(v_stages):
         plgpu.barrier_arrive(memory.v_empty.at[slot])
     if packed:
-        plgpu.barrier_arrive(memory.hand_over.read)
+        memory.hand_over.free()
 
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     if not packed:
@@ -215,13 +218,13 @@ class Rows(NamedTuple):
     """A warpgroup's rows of a tile of queries.
 
     Attributes:
-        w: the warpgroup's number.
+        tile: which tile of q, dout and out has them.
         work, first_step: the result of `locate`, and the number of steps before this tile.
         start_row: the first row.
         lse2, delta: the rows' lse2 and delta.
     """
 
-    w: int
+    tile: Any
     work: Any
     first_step: Any
     start_row: Any
@@ -229,14 +232,22 @@ class Rows(NamedTuple):
     delta: Any
 
 
-def compute_tile(kernel, w, item, step):
+def compute_tile(kernel, w, item, step, turn):
     """Compute a warpgroup's rows of dq of a tile of queries; return the steps so far."""
     memory, problem = kernel.memory, kernel.problem
     num_stages = memory.k_full.shape[0]
-    q = memory.q_tiles.tile(w)
+    tile, has_two = own_tile(memory.q_full, turn, w), memory.q_full.shape[0] > CONSUMERS
     work = locate(kernel, item)
     start_row = work.place.start + w * WGMMA_ROWS
-    rows = Rows(w, work, step, start_row, *prepare_rows(kernel, w, work))
+    rows = Rows(tile, work, step, start_row, *prepare_rows(kernel, tile, work, start_row))
+    q = memory.q_tiles.tile(tile)
+    if has_two:
+        # Once the previous item's dq is out, its place is free.
+        @pl.when(turn > 0)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(memory.q_empty.at[tile ^ CONSUMERS])
+
     masked_steps, steps = work.masked_steps, work.steps
 
     # Visit the tiles of keys that these queries see; only edges are masked.
@@ -273,16 +284,17 @@ def compute_tile(kernel, w, item, step):
         store_rows_of_pieces(dq, q, *place, work.place.end)
     else:
         store_tile(dq, q, *place)
+    if not has_two:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(memory.q_empty.at[w])
+        plgpu.barrier_arrive(memory.q_empty.at[tile])
     return step + steps
 
 
-def prepare_rows(kernel, w, work):
-    """Wait for a warpgroup's tiles; store lse2 and delta of its rows, and return both."""
+def prepare_rows(kernel, tile, work, start_row):
+    """Wait for a warpgroup's tile; store lse2 and delta of its rows, and return both."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     packed, of_row = problem.packed, WGMMA.reduce(1)
-    place = work.batch, work.place.head, work.place.start + w * WGMMA_ROWS
+    place = work.batch, work.place.head, start_row
     num_rows = work.place.end if packed or problem.seq_q % problem.block_q else None
     lse = load_row_values(sources.lse, *place, num_rows, float("inf"))
     dlse = 0.0
@@ -292,16 +304,16 @@ def prepare_rows(kernel, w, work):
     # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
     if kernel.large:
         delta = dot_loaded_rows(sources.dout, sources.out, *place, num_rows) - dlse
-        plgpu.barrier_wait(memory.q_full.at[w])
+        plgpu.barrier_wait(memory.q_full.at[tile])
     else:
-        plgpu.barrier_wait(memory.q_full.at[w])
-        delta = dot_rows(memory.dout_tiles.tile(w), memory.out_tiles.tile(w))
+        plgpu.barrier_wait(memory.q_full.at[tile])
+        delta = dot_rows(memory.dout_tiles.tile(tile), memory.out_tiles.tile(tile))
         if packed:
             # The next sequence's rows, or padding.
             delta = jnp.where(lse == float("inf"), 0.0, delta)
         delta = delta - dlse
     lse2 = lse_in_base_2(lse)
-    place = work.batch, work.place.head, work.first_row + w * WGMMA_ROWS
+    place = work.batch, work.place.head, work.first_row + (start_row - work.place.start)
     store_row_values(lse2, kernel.outputs.lse2, *place, None, of_row)
     store_row_values(delta, kernel.outputs.delta, *place, None, of_row)
     if packed:
@@ -318,8 +330,8 @@ class Step(NamedTuple):
         masked: some of its scores may be hidden.
         now: its number among all tiles of keys of the program.
         slot, previous, slot_v: the slots of its k, of the previous k, and of its v.
-        own: the warpgroup's number, but unknown to the compiler where there are no registers for
-            the descriptors of q and dout.
+        own: the tile of the warpgroup's queries, but unknown to the compiler where there are no
+            registers for the descriptors of q and dout.
     """
 
     x: Any
@@ -348,11 +360,11 @@ def visit(kernel, rows, masked, x, carry):
         left = rows.work.place.size_other - rows.work.visited(x)
         clear_values(memory.k_tiles.tile(slot), left)
         clear_values(memory.v_tiles.tile(slot_v), left)
-    own = rows.w
+    own = rows.tile
     if kernel.large or packed:
-        # w, but unknown to the compiler. Otherwise it would hoist the descriptors of q and dout out
-        # of the loop, and there are no registers for them.
-        own = rows.w + (now >> 30)
+        # The same, but unknown to the compiler. Otherwise it would hoist the descriptors of q and
+        # dout out of the loop, and there are no registers for them.
+        own = rows.tile + (now >> 30)
     step = Step(x, masked, now, slot, previous, slot_v, own)
     run = functools.partial(overlap, kernel, rows, step, carry)
     if carry is None:
@@ -454,8 +466,9 @@ def launch_dq(sources, spec, backend, mask):
     """Call `flash_bwd_dq_kernel`; return dq, lse2 and delta."""
     offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     config = backend.configs(spec)["flash_bwd_dq"]
-    warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
-    rows, keys = (warpgroups, WGMMA_ROWS), (stages, config.block_kv)
+    stages = config.num_stages
+    has_two = max(spec.head_dim, spec.head_dim_v) <= 64 and not is_packed
+    rows, keys = (2 * CONSUMERS if has_two else CONSUMERS, WGMMA_ROWS), (stages, config.block_kv)
     if has_large_heads(spec):
         v_stages = stages - 1
         tiles, pieces = block_tiles(
@@ -474,13 +487,13 @@ def launch_dq(sources, spec, backend, mask):
     of_queries = sum(pieces.get(name, 0) for name in ("q_tiles", "dout_tiles", "out_tiles"))
     memory = Memory(
         **{"out_tiles": None} | tiles,
-        hand_over=allocate_hand_over(warpgroups) if is_packed else None,
-        q_full=plgpu.Barrier(num_arrivals=of_queries, num_barriers=warpgroups),
-        q_empty=plgpu.Barrier(num_barriers=warpgroups),
+        hand_over=allocate_hand_over(CONSUMERS) if is_packed else None,
+        q_full=plgpu.Barrier(num_arrivals=of_queries, num_barriers=rows[0]),
+        q_empty=plgpu.Barrier(num_barriers=rows[0]),
         k_full=plgpu.Barrier(num_arrivals=pieces["k_tiles"], num_barriers=stages),
-        k_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        k_empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         v_full=plgpu.Barrier(num_arrivals=pieces["v_tiles"], num_barriers=v_stages),
-        v_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=v_stages),
+        v_empty=plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=v_stages),
     )
     num_tiles = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING)
     programs = num_sms(backend.target)

@@ -191,9 +191,9 @@ def add(kernel):
     """Add the tiles of dq that the consumers write to its sums."""
     plan, members = kernel.plan, kernel.group.members
     if kernel.problem.packed:
-        plgpu.barrier_arrive(kernel.memory.hand_over.read)
+        kernel.memory.hand_over.free()
 
-    def add_all(item, step):
+    def add_all(item, step, _turn):
         work = locate(kernel.problem, kernel.group, item)
         batch, steps = work.batch, work.steps
         first_row = work.first_row if kernel.problem.packed else 0
@@ -242,7 +242,7 @@ class Keys(NamedTuple):
     values: Any
 
 
-def compute_tile(kernel, w, item, step):
+def compute_tile(kernel, w, item, step, _turn):
     """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
     memory, plan, members = kernel.memory, kernel.plan, kernel.group.members
     q_stages = memory.lse2_rows.shape[0]

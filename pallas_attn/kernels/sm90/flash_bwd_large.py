@@ -207,7 +207,7 @@ def produce(kernel):
     if kernel.v is not None:
         keys.append((inputs.v, kernel.v, memory.v_full))
 
-    def load_all(item, step):
+    def load_all(item, step, _turn):
         work = locate(kernel, item)
         batch, place = work.batch, work.place
 
@@ -257,7 +257,7 @@ class Keys(NamedTuple):
     start_row: Any
 
 
-def compute_tile(kernel, w, item, step):
+def compute_tile(kernel, w, item, step, _turn):
     """Compute a warpgroup's rows of the gradient of a tile of keys; return the steps so far.
 
     kernel.visit(kernel, keys, masked, x, carry) returns ds or p of step x, and the gradient without

@@ -247,7 +247,7 @@ def produce(kernel):
     inputs, memory = kernel.inputs, kernel.memory
     group_size = inputs.q.shape[2] // inputs.k.shape[2]
 
-    def load_all(item, step):
+    def load_all(item, step, _turn, take_next):
         work = locate(kernel, item)
         batch, place, steps = work.batch, work.place, work.steps
 
@@ -276,11 +276,17 @@ def produce(kernel):
         def _(x):
             load_k(x)
             load_v(x - 1)
+            if kernel.problem.packed:
+                # The counter and the search for a sequence take longer than a step. So the next
+                # tile is taken while the consumers still have loaded tiles to visit.
+                pl.when(x == jnp.maximum(steps - 2, 1))(take_next)
 
         load_v(steps - 1)
+        if kernel.problem.packed:
+            pl.when(steps == 1)(take_next)
         return step + steps
 
-    kernel.queue.give(load_all)
+    kernel.queue.give_ahead(load_all)
 
 
 class Turns(NamedTuple):
@@ -327,7 +333,7 @@ def consume(kernel, w):
         plgpu.barrier_arrive(memory.k_empty.at[slot])
         plgpu.barrier_arrive(memory.v_empty.at[slot])
     if kernel.problem.packed:
-        plgpu.barrier_arrive(memory.hand_over.read)
+        memory.hand_over.free()
     pl.when(w == kernel.warpgroups - 1)(turns.end)
 
     kernel.queue.take(functools.partial(compute_tile, kernel, turns))
@@ -351,7 +357,7 @@ class Queries(NamedTuple):
     end_masked: Any
 
 
-def compute_tile(kernel, turns, item, step):
+def compute_tile(kernel, turns, item, step, _turn):
     """Compute a warpgroup's rows of out and lse of a tile of queries; return the steps so far."""
     work = locate(kernel, item)
     memory, problem, w = kernel.memory, kernel.problem, turns.w
@@ -600,7 +606,7 @@ def flash_fwd(
             for views, count in ((q, warpgroups), (k, stages), (v, stages))
         )
         return Memory(
-            hand_over=allocate_hand_over(warpgroups) if is_packed else None,
+            hand_over=allocate_hand_over(warpgroups, slots=2) if is_packed else None,
             k_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             k_full=k_full,
             k_tiles=plgpu.RefUnion(*k),

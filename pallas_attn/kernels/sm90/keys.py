@@ -23,7 +23,7 @@ from pallas_attn.kernels.sm90.gradient_tiles import (
     value_columns,
     values_and_factors,
 )
-from pallas_attn.kernels.sm90.work import Work, last_tile, place_of
+from pallas_attn.kernels.sm90.work import CONSUMERS, Work, last_tile, own_tile, place_of
 
 
 class Group(NamedTuple):
@@ -48,8 +48,9 @@ class Memory(NamedTuple):
     Attributes:
         delta_rows, lse2_rows: delta of each tile of dout's rows, lse2 of each tile of q's.
         dout_tiles, q_tiles: tiles of queries.
-        k_tiles, v_tiles: a tile of 64 rows for each consumer.
-        kv_full, kv_empty: mbarriers of each consumer's k and v: loaded, and free.
+        k_tiles, v_tiles: a tile of 64 rows for each consumer, for one work item or for two. Then
+            an item's keys arrive while the previous item is computed.
+        kv_full, kv_empty: mbarriers of each tile's k and v: loaded, and free.
         dout_full, dout_empty, q_full, q_empty: likewise for each tile of dout and of q.
         ds_tiles: two tiles of dsᵀ for each consumer where dq is summed, else None.
         dq_tiles: each consumer's part of a tile of dq, likewise.
@@ -118,13 +119,14 @@ def locate(problem: Problem, group: Group, item: Any) -> Work:
 
 def release_all(memory: Memory, w: int) -> None:
     """Tell the producer that all tiles are free; the first step releases the last tile of q."""
-    plgpu.barrier_arrive(memory.kv_empty.at[w])
+    for tile in range(w, memory.kv_empty.shape[0], CONSUMERS):
+        plgpu.barrier_arrive(memory.kv_empty.at[tile])
     for slot in range(memory.q_empty.shape[0] - 1):
         plgpu.barrier_arrive(memory.q_empty.at[slot])
     for slot in range(memory.dout_empty.shape[0]):
         plgpu.barrier_arrive(memory.dout_empty.at[slot])
     if memory.hand_over is not None:
-        plgpu.barrier_arrive(memory.hand_over.read)
+        memory.hand_over.free()
 
 
 def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queue: Queue) -> None:
@@ -151,7 +153,7 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
         memory.dout_empty,
     )  # fmt: skip
 
-    def load_all(item, step):
+    def load_all(item, step, turn):
         work = locate(problem, group, item)
         batch, place, steps = work.batch, work.place, work.steps
         head_kv, start_kv = work.head_kv, place.start
@@ -165,11 +167,12 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
             start_kv = jnp.where(has_queries, start_kv, problem.seq_kv)
 
         def load_keys():
-            for w in range(memory.kv_full.shape[0]):
-                start, full = start_kv + w * WGMMA_ROWS, memory.kv_full.at[w]
-                plgpu.barrier_wait(memory.kv_empty.at[w])
-                load_tile(inputs.k, memory.k_tiles.tile(w), batch, head_kv, start, full)
-                load_tile(inputs.v, memory.v_tiles.tile(w), batch, head_kv, start, full)
+            for w in range(CONSUMERS):
+                tile = own_tile(memory.kv_full, turn, w)
+                start, full = start_kv + w * WGMMA_ROWS, memory.kv_full.at[tile]
+                plgpu.barrier_wait(memory.kv_empty.at[tile])
+                load_tile(inputs.k, memory.k_tiles.tile(tile), batch, head_kv, start, full)
+                load_tile(inputs.v, memory.v_tiles.tile(tile), batch, head_kv, start, full)
 
         def load_queries(index):
             now = step + index
@@ -189,12 +192,15 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
         load_q(end, *[queue.program * 0] * 4)
 
 
-def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -> Memory:
+def allocate_memory(
+    spec, config, packed: bool = False, sums_dq: bool = False, kv_stages: int = 1
+) -> Memory:
     """Return the types of a program's shared memory.
 
     Args:
         spec, config: problem and configuration.
         packed: the operands are packed sequences.
+        kv_stages: for how many work items there are tiles of k and v.
         sums_dq: dq is summed as well, with one more tile of q, and ds in shared memory.
     """
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
@@ -203,8 +209,8 @@ def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -
         spec,
         sums_dq,
         ("dout_tiles",) if sums_dq else ("q_tiles", "dout_tiles"),
-        k_tiles=(warpgroups, WGMMA_ROWS),
-        v_tiles=(warpgroups, WGMMA_ROWS),
+        k_tiles=(kv_stages * warpgroups, WGMMA_ROWS),
+        v_tiles=(kv_stages * warpgroups, WGMMA_ROWS),
         q_tiles=queries,
         dout_tiles=douts,
     )
@@ -228,8 +234,8 @@ def allocate_memory(spec, config, packed: bool = False, sums_dq: bool = False) -
         places=places,
         lse2_rows=plgpu.SMEM(queries, jnp.float32),
         delta_rows=plgpu.SMEM(douts, jnp.float32),
-        kv_full=plgpu.Barrier(num_arrivals=of_keys, num_barriers=warpgroups),
-        kv_empty=plgpu.Barrier(num_barriers=warpgroups),
+        kv_full=plgpu.Barrier(num_arrivals=of_keys, num_barriers=kv_stages * warpgroups),
+        kv_empty=plgpu.Barrier(num_barriers=kv_stages * warpgroups),
         q_full=plgpu.Barrier(num_arrivals=pieces["q_tiles"] + 1, num_barriers=queries[0]),
         q_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=queries[0]),
         dout_full=plgpu.Barrier(num_arrivals=pieces["dout_tiles"] + 1, num_barriers=stages),

@@ -7,6 +7,9 @@ from pallas_attn.kernels.explicit.items import Place
 from pallas_attn.kernels.explicit.wgmma_launch import Problem
 from pallas_attn.kernels.library.tiles import Visible, cdiv, maximum, visible_tiles
 
+# Consumer warpgroups of a backward's kernel, each with 64 rows of a tile.
+CONSUMERS = 2
+
 
 class Work(NamedTuple):
     """A tile of queries or of keys, and the tiles of the other axis that it visits.
@@ -63,6 +66,15 @@ def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Work, Visib
     )  # fmt: skip
     work = Work(batch, place, None, first_row, diagonal)
     return work, visible, last_tile(place.size_other, problem.block_kv)
+
+
+def own_tile(full: Any, turn: Any, w: int) -> Any:
+    """Return which tile in shared memory has a consumer's rows in a turn.
+
+    full: mbarriers of the tiles, CONSUMERS for one work item or twice as many for two.
+    """
+    stages = full.shape[0] // CONSUMERS
+    return w if stages == 1 else turn % stages * CONSUMERS + w
 
 
 def last_tile(size: Any, block: int) -> Any:
