@@ -150,7 +150,7 @@ def test_sums_are_awaited(kernel, text, mode):
 
 UNREPORTED = {
     "what is begun": (run_passes, "report(sections.begun_ptr + section)"),
-    "what is added": (add_queries, "report_added(sections, item)"),
+    "what is added": (add_queries, "report_added(sections, index)"),
     "what is converted": (run_passes, "report_read(sections.converted_ptr + section)"),
 }
 

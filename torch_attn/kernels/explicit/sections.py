@@ -17,6 +17,8 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 PIECE = ROW_PADDING
 # How many sections there are places for beside those that are begun and those being converted.
 SPARE_PLACES = gl.constexpr(2)
+# How many heads at the end have mixed items, at least, where lengths of tiles are unknown.
+LAST_HEADS = gl.constexpr(6)
 
 
 class Sections(NamedTuple):
@@ -26,7 +28,8 @@ class Sections(NamedTuple):
     group counts as one.
 
     Attributes:
-        size: heads of a section, whose items are mixed; the last section may have fewer.
+        size: heads of a section, whose items are mixed; the last section may have fewer. Where
+            lengths are unknown, the items of the last sections are mixed as well.
         count: how many sections there are.
         ahead: how many sections are begun before the first one is converted.
         places: for how many sections the sums have room. A section has the place of the one that
@@ -58,9 +61,10 @@ def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
     """Return the `Sections`.
 
     The sections that are begun ahead have two items for each program, in addition to one section
-    that is not fully added yet. So no program waits for the last item of a section. Sums have
-    places for these, for as many sections as programs convert at a time, and for a few more. So
-    they need no more memory for more heads.
+    that is not fully added yet. So no program waits for the last item of a section. Sections with
+    mixed items count as one: all of them are begun before any is converted. Sums have places for
+    these, for as many sections as programs convert at a time, and for a few more. So they need no
+    more memory for more heads.
 
     counter_ptr: the counter of the work items, which the other counts follow.
     """
@@ -69,7 +73,11 @@ def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
     heads = problem.num_items // items
     size = gl.minimum(problem.together, heads)
     count = gl.cdiv(heads, size)
-    ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + 1, count)
+    mixed = 1
+    if problem.last_heads is not None:
+        before = heads_before_last(heads, size, problem.last_heads)
+        mixed = gl.cdiv(heads - before, size)
+    ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + mixed, count)
     places = ahead + gl.cdiv(gl.num_programs(0), size * pieces * MEMBERS) + SPARE_PLACES
     begun_ptr = counter_ptr + 2
     return Sections(
@@ -78,7 +86,9 @@ def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
     )  # fmt: skip
 
 
-def heads_with_sums(together: int, heads: int, items: int, pieces: int, programs: int) -> int:
+def heads_with_sums(
+    together: int, heads: int, items: int, pieces: int, programs: int, last_heads: int = 0
+) -> int:
     """Return for how many heads there are sums at a time, on the host as `divide_heads` does.
 
     Args:
@@ -86,9 +96,13 @@ def heads_with_sums(together: int, heads: int, items: int, pieces: int, programs
         heads: all heads, as work items count them.
         items, pieces: of a head, as work items count heads.
         programs: of the launch.
+        last_heads: how many heads at the end have mixed items at least; 0 for no more than others.
     """
     size = min(together, heads)
-    ahead = triton.cdiv(2 * programs, size * items) + 1
+    mixed = 1
+    if last_heads:
+        mixed = triton.cdiv(heads - max(heads - last_heads, 0) // size * size, size)
+    ahead = triton.cdiv(2 * programs, size * items) + mixed
     places = ahead + triton.cdiv(programs, size * pieces) + SPARE_PLACES.value
     return min(size * places, heads)
 
@@ -100,15 +114,21 @@ def place_of_head(sections, index):
 
 
 @gluon.jit
+def heads_before_last(heads, together, last_heads):
+    """Return how many heads come before the last ones, of which there are `last_heads` or more."""
+    return gl.maximum(heads - last_heads, 0) // together * together
+
+
+@gluon.jit
 def heads_of_section(sections, section):
     """Return how many heads a section has."""
     return gl.minimum(sections.size, sections.heads - section * sections.size)
 
 
 @gluon.jit
-def section_of(sections, item):
-    """Return the section of a work item."""
-    return item // (sections.size * sections.items)
+def section_of(sections, index):
+    """Return the section of a head, as work items count heads."""
+    return index // sections.size
 
 
 @gluon.jit
@@ -127,6 +147,6 @@ def await_place(sections, section, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def report_added(sections, item):
-    """Report that all of a work item has been added."""
-    report(sections.added_ptr + section_of(sections, item))
+def report_added(sections, index):
+    """Report that all of a work item of a head has been added."""
+    report(sections.added_ptr + section_of(sections, index))

@@ -12,8 +12,12 @@ kernel, with eight products in all.
 import torch
 from torch import Tensor
 
-from torch_attn.kernels.explicit.items import heads_at_a_time, item_counter
-from torch_attn.kernels.explicit.sections import PIECE, heads_with_sums
+from torch_attn.kernels.explicit.items import (
+    has_unknown_lengths,
+    heads_at_a_time,
+    item_counter,
+)
+from torch_attn.kernels.explicit.sections import LAST_HEADS, PIECE, heads_with_sums
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import OwnPasses, make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.sequences import num_padded_rows
@@ -38,6 +42,8 @@ NUM_WARPS = 4
 COLUMNS_BESIDE_BIAS = 224
 # How much of the L2 cache the sums of the heads being computed may take.
 SECTION_BYTES = 24 * 2**20
+# The same for the sums of one head, where lengths of tiles are unknown.
+HEAD_BYTES = 40 * 2**20
 # With this many keys, a query's products take longer than one warp takes to prepare its row.
 KEYS_BESIDE_ROWS = 1000
 
@@ -52,10 +58,13 @@ def _own_passes(
     steps, heads = items_of_keys(spec, backend.configs(spec)["flash_bwd_fused"], members)
     programs = min(len(steps) * heads, num_sms(device, backend.target))
     together = heads_at_a_time(spec, steps, heads, programs, is_counted=True, has_sections=True)
-    sums = 4 * together * members * num_padded_rows(spec) * columns <= SECTION_BYTES
+    is_unknown = has_unknown_lengths(spec)
+    most = HEAD_BYTES if is_unknown and together == 1 else SECTION_BYTES
+    sums = 4 * together * members * num_padded_rows(spec) * columns <= most
     rows = sums and not spec.segmented and keys_of_query(spec) >= KEYS_BESIDE_ROWS
     pieces = members * (num_padded_rows(spec) // PIECE.value)
-    with_sums = heads_with_sums(together, heads, len(steps), pieces, programs)
+    last = LAST_HEADS.value if is_unknown else 0
+    with_sums = heads_with_sums(together, heads, len(steps), pieces, programs, last)
     return OwnPasses(sums, rows, members * with_sums)
 
 
