@@ -126,9 +126,10 @@ def test_sections_have_the_places_of_earlier_ones(case, mode):
 
 def test_sums_of_some_heads_at_a_time():
     """Two sections being computed, one being added, two being converted, and two to spare."""
-    assert heads_with_sums(together=2, heads=100, items=4, pieces=2, programs=8) == 2 * 7
-    assert heads_with_sums(together=2, heads=9, items=4, pieces=2, programs=8) == 9
-    assert heads_with_sums(together=8, heads=3, items=4, pieces=2, programs=8) == 3
+    sizes = {"items": 4, "pieces": 2, "programs": 8, "unfinished": 1}
+    assert heads_with_sums(together=2, heads=100, **sizes) == 2 * 7
+    assert heads_with_sums(together=2, heads=9, **sizes) == 9
+    assert heads_with_sums(together=8, heads=3, **sizes) == 3
 
 
 # Text of a kernel, what replaces it, and a mode in which that shows.
@@ -150,7 +151,7 @@ def test_sums_are_awaited(kernel, text, mode):
 
 UNREPORTED = {
     "what is begun": (run_passes, "report(sections.begun_ptr + section)"),
-    "what is added": (add_queries, "report_added(sections, index)"),
+    "what is added": (add_queries, "report_added(sections, item)"),
     "what is converted": (run_passes, "report_read(sections.converted_ptr + section)"),
 }
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.intervals import tiles_of_rows
-from torch_attn.kernels.explicit.sections import heads_before_last, report_added
+from torch_attn.kernels.explicit.sections import report_added
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import TileList, listed_tiles, lists_of, middle_of_list
 from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
         diagonal: key position of the first query.
         heads_q: query heads.
         num_items: tiles of all heads, one work item each.
-        together, last_heads: of how many heads tiles follow each other, see `head_and_tile`.
+        together: how many heads' tiles follow each other by length, see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes; or None.
         num_sequences: how many packed sequences there are; or None.
         segments, tree, depths: of the kernel's `library.mask.Mask`.
@@ -60,7 +60,6 @@ class Problem(NamedTuple):
     depths: Any
     intervals: Any
     elements_adjoin: Any = None
-    last_heads: Any = None
 
 
 class Rows(NamedTuple):
@@ -170,25 +169,16 @@ def work_item(turn):
 
 
 @gluon.jit
-def head_and_tile(item, num_items, together, num_tiles, last_heads=None):
+def head_and_tile(item, num_items, together, num_tiles):
     """Return the head of a work item, and which of the head's tiles it is, the longest being 0.
 
     Items are in order of `together` heads at a time; among these, the longest tile of each head
     comes first. So the items of a turn are about equally long, and a program that had a longer one
     has a shorter one in the next turn. `heads_together` measures how well that works out.
-
-    last_heads: None, or how many heads at the end are together at least. Where lengths are unknown,
-        one head may end with a long tile, beside which the others' programs idle.
     """
-    total = num_items // num_tiles
     first = item // (together * num_tiles) * together
-    if last_heads is None:
-        heads = gl.minimum(together, total - first)
-    else:
-        before = heads_before_last(total, together, last_heads)
-        first = gl.minimum(first, before)
-        heads = gl.where(first < before, together, total - before)
     rest = item - first * num_tiles
+    heads = gl.minimum(together, num_items // num_tiles - first)
     return first + rest % heads, rest // heads
 
 
@@ -239,7 +229,7 @@ def next_item(
             if len(row_ptrs) > 0:
                 _prepare_rows(row_ptrs, place, problem, BLOCK)
             if len(sections) > 0:
-                report_added(sections, place.head)
+                report_added(sections, item)
             item, place = _take_item(counter_ptr, problem, BLOCK, LAST_FIRST)
         if problem.tree is not None:
             place = _with_list(problem, place, 0, BLOCK, BLOCK_OTHER)
@@ -317,9 +307,7 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
     # There may be no item left: then the place is that of the last one.
     num_tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
-    head, tile = head_and_tile(
-        existing, problem.num_items, problem.together, num_tiles, problem.last_heads
-    )
+    head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
     sequence, _first, start, end, first_other, size_other = locate_tile(
@@ -335,9 +323,7 @@ def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     # There may be no item left: then the place is that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
-    head, tile = head_and_tile(
-        existing, problem.num_items, problem.together, num_tiles, problem.last_heads
-    )
+    head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
     return item, Place(head, tile, tile * BLOCK, 0, 0, 0, 0)
@@ -371,9 +357,7 @@ def _take_part(
     # There may be no item left: then the place is that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
-    head, tile = head_and_tile(
-        existing, problem.num_items, problem.together, num_tiles, problem.last_heads
-    )
+    head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
     if LAST_FIRST:
         tile = num_tiles - 1 - tile
     start = tile * BLOCK

@@ -17,8 +17,6 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 PIECE = ROW_PADDING
 # How many sections there are places for beside those that are begun and those being converted.
 SPARE_PLACES = gl.constexpr(2)
-# How many heads at the end have mixed items, at least, where lengths of tiles are unknown.
-LAST_HEADS = gl.constexpr(6)
 
 
 class Sections(NamedTuple):
@@ -28,8 +26,7 @@ class Sections(NamedTuple):
     group counts as one.
 
     Attributes:
-        size: heads of a section, whose items are mixed; the last section may have fewer. Where
-            lengths are unknown, the items of the last sections are mixed as well.
+        size: heads of a section, whose items are mixed; the last section may have fewer.
         count: how many sections there are.
         ahead: how many sections are begun before the first one is converted.
         places: for how many sections the sums have room. A section has the place of the one that
@@ -56,15 +53,24 @@ class Sections(NamedTuple):
     converted_ptr: Any
 
 
+@triton.constexpr_function
+def unfinished_sections(has_unknown_lengths):
+    """Return how many sections may be not fully added while programs take items of the next.
+
+    This is one where the longest tiles come first. Otherwise a section may end with a tile that
+    takes longer than a section.
+    """
+    return 7 if has_unknown_lengths else 1
+
+
 @gluon.jit
-def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
+def divide_heads(counter_ptr, problem, UNFINISHED: gl.constexpr, MEMBERS: gl.constexpr):
     """Return the `Sections`.
 
-    The sections that are begun ahead have two items for each program, in addition to one section
-    that is not fully added yet. So no program waits for the last item of a section. Sections with
-    mixed items count as one: all of them are begun before any is converted. Sums have places for
-    these, for as many sections as programs convert at a time, and for a few more. So they need no
-    more memory for more heads.
+    The sections that are begun ahead have two items for each program, in addition to UNFINISHED
+    sections that are not fully added yet. So no program waits for the last item of a section. Sums
+    have places for these, for as many sections as programs convert at a time, and for a few more.
+    So they need no more memory for more heads.
 
     counter_ptr: the counter of the work items, which the other counts follow.
     """
@@ -73,11 +79,7 @@ def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
     heads = problem.num_items // items
     size = gl.minimum(problem.together, heads)
     count = gl.cdiv(heads, size)
-    mixed = 1
-    if problem.last_heads is not None:
-        before = heads_before_last(heads, size, problem.last_heads)
-        mixed = gl.cdiv(heads - before, size)
-    ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + mixed, count)
+    ahead = gl.minimum(gl.cdiv(2 * gl.num_programs(0), size * items) + UNFINISHED, count)
     places = ahead + gl.cdiv(gl.num_programs(0), size * pieces * MEMBERS) + SPARE_PLACES
     begun_ptr = counter_ptr + 2
     return Sections(
@@ -87,7 +89,7 @@ def divide_heads(counter_ptr, problem, MEMBERS: gl.constexpr):
 
 
 def heads_with_sums(
-    together: int, heads: int, items: int, pieces: int, programs: int, last_heads: int = 0
+    together: int, heads: int, items: int, pieces: int, programs: int, unfinished: int
 ) -> int:
     """Return for how many heads there are sums at a time, on the host as `divide_heads` does.
 
@@ -96,13 +98,10 @@ def heads_with_sums(
         heads: all heads, as work items count them.
         items, pieces: of a head, as work items count heads.
         programs: of the launch.
-        last_heads: how many heads at the end have mixed items at least; 0 for no more than others.
+        unfinished: of `unfinished_sections`.
     """
     size = min(together, heads)
-    mixed = 1
-    if last_heads:
-        mixed = triton.cdiv(heads - max(heads - last_heads, 0) // size * size, size)
-    ahead = triton.cdiv(2 * programs, size * items) + mixed
+    ahead = triton.cdiv(2 * programs, size * items) + unfinished
     places = ahead + triton.cdiv(programs, size * pieces) + SPARE_PLACES.value
     return min(size * places, heads)
 
@@ -114,21 +113,15 @@ def place_of_head(sections, index):
 
 
 @gluon.jit
-def heads_before_last(heads, together, last_heads):
-    """Return how many heads come before the last ones, of which there are `last_heads` or more."""
-    return gl.maximum(heads - last_heads, 0) // together * together
-
-
-@gluon.jit
 def heads_of_section(sections, section):
     """Return how many heads a section has."""
     return gl.minimum(sections.size, sections.heads - section * sections.size)
 
 
 @gluon.jit
-def section_of(sections, index):
-    """Return the section of a head, as work items count heads."""
-    return index // sections.size
+def section_of(sections, item):
+    """Return the section of a work item."""
+    return item // (sections.size * sections.items)
 
 
 @gluon.jit
@@ -147,6 +140,6 @@ def await_place(sections, section, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def report_added(sections, index):
-    """Report that all of a work item of a head has been added."""
-    report(sections.added_ptr + section_of(sections, index))
+def report_added(sections, item):
+    """Report that all of a work item has been added."""
+    report(sections.added_ptr + section_of(sections, item))

@@ -17,7 +17,11 @@ from torch_attn.kernels.explicit.items import (
     heads_at_a_time,
     item_counter,
 )
-from torch_attn.kernels.explicit.sections import LAST_HEADS, PIECE, heads_with_sums
+from torch_attn.kernels.explicit.sections import (
+    PIECE,
+    heads_with_sums,
+    unfinished_sections,
+)
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
 from torch_attn.kernels.gradients import OwnPasses, make_flash_bwd, prepare_postprocess
 from torch_attn.kernels.library.sequences import num_padded_rows
@@ -63,8 +67,8 @@ def _own_passes(
     sums = 4 * together * members * num_padded_rows(spec) * columns <= most
     rows = sums and not spec.segmented and keys_of_query(spec) >= KEYS_BESIDE_ROWS
     pieces = members * (num_padded_rows(spec) // PIECE.value)
-    last = LAST_HEADS.value if is_unknown else 0
-    with_sums = heads_with_sums(together, heads, len(steps), pieces, programs, last)
+    unfinished = unfinished_sections(is_unknown)
+    with_sums = heads_with_sums(together, heads, len(steps), pieces, programs, unfinished)
     return OwnPasses(sums, rows, members * with_sums)
 
 

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import allocate_barriers
 from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, are_listed
-from torch_attn.kernels.explicit.sections import LAST_HEADS, divide_heads
+from torch_attn.kernels.explicit.sections import divide_heads, unfinished_sections
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
@@ -140,19 +140,15 @@ def flash_bwd_dkdv_kernel(
     if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
         listed: gl.constexpr = are_listed(mask.segments, mask.tree)
         shared = allocate_hand_over(2 if sums.dq is None else 3, listed)
-    last_heads = None
-    if sums.passes.dq is not None:
-        counted: gl.constexpr = are_counted(num_sequences, mask.segments, mask.tree)
-        if counted or mask.intervals is not None:
-            last_heads = LAST_HEADS
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals, terms.dbias.adds,
-        last_heads,
     )  # fmt: skip
     sections = ()
     if sums.passes.dq is not None:
-        sections = divide_heads(counter_ptr, problem, MEMBERS)
+        counted: gl.constexpr = are_counted(num_sequences, mask.segments, mask.tree)
+        unfinished: gl.constexpr = unfinished_sections(counted or mask.intervals is not None)
+        sections = divide_heads(counter_ptr, problem, unfinished, MEMBERS)
     # Constants are written in the calls: variables would turn them into tensors. The last
     # partitions load, add dq, and do the passes.
     gl.warp_specialize(

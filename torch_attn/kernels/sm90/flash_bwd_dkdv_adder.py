@@ -57,9 +57,8 @@ def add_queries(
             item, place, problem, window_left, window_right, True, MEMBERS, BLOCK_Q
         )
         first_sums = batch * problem.heads_q + first_head
-        index = head_index(item, place, problem)
         if len(sections) > 0:
-            first_sums = place_of_head(sections, index) * MEMBERS
+            first_sums = place_of_head(sections, head_index(item, place, problem)) * MEMBERS
         begin, before, full, after = visible
         for i in range((before + full + after) * MEMBERS):
             member, start = group_step(i, begin, before, full, after, BLOCK_Q, MEMBERS)
@@ -85,7 +84,7 @@ def add_queries(
                         store_box(dbias, [batch, head, start, key], tile_of_half)
             step += 1
         if len(sections) > 0:
-            report_added(sections, index)
+            report_added(sections, item)
         turn += 1
         item, place = own_item(turn, problem, shared, 2)
     tma.store_wait(0)

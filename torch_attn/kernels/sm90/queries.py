@@ -269,7 +269,7 @@ def produce_queries(
             mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
             load_pieces(q, q_tile, slot, batch, head, queries.first + start, ready, HEAD_DIM)
             if len(sections) > 0:
-                section = section_of(sections, head_index(item, place, problem))
+                section = section_of(sections, item)
                 if section != begun:
                     await_begun(sections, section, MEMBERS)
                 begun = section
