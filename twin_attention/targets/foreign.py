@@ -1,33 +1,28 @@
 """Say for which problems kernels of the other side are faster.
 
-The records are ``bench/results/h200-packed-sm90.md``: Gluon's kernels in PyTorch beside Mosaic's
-and the portable ones in JAX. On an H100 JAX took 1.03 times as long as PyTorch for Gluon's packed
-backwards, and 0.83 and 0.81 of what its own took at head dimensions 128 and 64.
+The records are ``bench/results/h200-packed-sm90.md``: for packed sequences Gluon's kernels took 1.00
+to 1.03 times as long in JAX as in PyTorch. At head dimension 128 backwards took 0.87 to 0.94 of
+what Mosaic's took, and forwards 0.99 to 1.00. On an H100 backwards at 64 took 0.81 of what the
+portable kernels took.
 
 For dense backwards, ``bench/results/h100-sm90-peers.md`` gives TFLOP/s of Gluon's kernels in JAX
 over Mosaic's, without a mask and with a causal one:
 
 | tokens | 64 | 128 | 256 |
 |---|---|---|---|
-| 512 | 1.08, 1.01 | 1.14, 1.08 | 1.05, 1.16 |
-| 4096 | 1.05, 1.07 | 0.99, 1.02 | 1.03, 1.06 |
-| 16384 | 1.02, 1.02 | 1.02, 1.03 | 1.04, 1.06 |
+| 512 | 1.03, 1.00 | 1.16, 1.07 | 1.05, 1.17 |
+| 4096 | 1.11, 1.13 | 1.01, 1.07 | 1.04, 1.06 |
+| 16384 | 1.03, 1.04 | 0.93, 1.07 | 1.03, 1.04 |
 
-Mosaic's order of tiles was another one in that commit, in all causal columns of 512 tokens and that
-of 16384 at 256, in 1024 at 96 and in 2 x 6144. An older commit, with today's, gave 1.01, 1.09, 1.17
-and 0.99 there, and 1.07 and 1.01.
+With a causal mask 1024 tokens gave 1.10 at 96, 2 x 6144 gave 1.02 at 256, and 12288, 2 x 8192 and
+4 x 4096 with 32 heads gave 1.06, 1.04 and 1.10 at 128, where grouped heads gave 1.12 (4 x 3000, 16
+and 4 heads) and 0.98 (8 x 2048, 32 and 8), and with older kernels, in development scripts on an
+H100, 1.09 (32 x 512, 16 and 4), 1.11 (6 x 2000, 24 and 6), 0.98 (4 x 4096, 32 and 8), 0.96 (2 x
+5000, 40 and 8) and 0.98 (2 x 8192, 16 and 4).
 
-With a causal mask 1024 tokens gave 1.06 at 96, 2 x 6144 gave 1.01 at 256, and 12288, 2 x 8192 and
-4 x 4096 with 32 heads gave 1.05, 1.01 and 1.02 at 128. There grouped heads gave, in development
-scripts on an H100, 1.09 (32 x 512, 16 and 4 heads), 1.11 (6 x 2000, 24 and 6), 1.00 (8 x 2048, 32
-and 8), 1.08 (4 x 3000, 16 and 4), 0.98 (4 x 4096, 32 and 8), 0.96 (2 x 5000, 40 and 8) and 0.98
-(2 x 8192, 16 and 4). On an H200, with older kernels of both, 128 gave 0.99 and 1.01 at 4096
-tokens, and 0.92 and 0.93 at 16384.
-
-Of dense forwards at head dimension 64 an H100 gave 1.03 to 1.04 and 1.04 for 512 tokens, without a
-mask and with a causal one, 0.98 for 1024 without a mask, and 0.98 to 1.01 for 4096 and 16384.
-Causal ones of 1024 and 2048 were timed beside the other order of tiles alone. At 128 and 256 those
-of 512 gave 0.91 to 0.98.
+Of dense forwards at head dimension 64 an H100 gave 1.05 and 1.04 for 512 tokens, without a mask and
+with a causal one, 0.98 to 1.01 for 4096 and 16384, and 0.98 for 1024 without a mask. At 128 and 256
+those of 512 gave 0.91 to 0.98.
 
 Segment ids and ends run in JAX's portable kernels alone. A tree of 24576 tokens at head dimension
 64 took them 3.51 ms forward and 13.6 forward and backward on an H200, and Gluon's kernels 2.79 and
