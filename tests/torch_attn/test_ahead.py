@@ -117,7 +117,7 @@ def test_an_outline_says_what_is_read_written_and_zero():
     assert len(fused.read) == 8
     (counts,) = (fused.operands[i] for i in fused.zeroed)
     assert counts is not None
-    assert (counts.dtype, counts.shape) == ("int32", (2 + 2 * 4,))
+    assert (counts.dtype, counts.shape) == ("int32", (2 + 3 * 4,))
     written = [x.shape for x in (fused.operands[i] for i in fused.written) if x is not None]
     assert written.count((1, 4, 384)) == 2  # lse2 and delta
     assert (1, 4, 384, 64) in written  # the sums
