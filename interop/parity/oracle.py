@@ -114,8 +114,15 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
         ref, lp = (part.crop_inner(evaluate(own, part.spec, dtype, part.first)) for dtype in dtypes)
         cancelled = _cancelled(own, part.spec)
         if "dsinks" in ref:
-            lp["dsinks"] = _as_wrong_as_its_terms(own, ref, lp)
-            cancelled["dsinks"] = cancelled_sum(_terms_of_sinks(own, ref).flatten(1))
+            terms = _terms_of_sinks(own, ref)
+            errors = _terms_of_sinks(own, lp) - terms
+            lp["dsinks"] = _as_wrong_as(ref["dsinks"], lp["dsinks"], errors.square().sum(1).sqrt())
+            cancelled["dsinks"] = cancelled_sum(terms)
+        if "dbias" in ref and own["bias"].shape[-1] == 1:
+            # A sum of ds over a row's keys has delta's error.
+            errors = (_delta(own, lp) - _delta(own, ref)).nan_to_num()[..., None]
+            expected = errors.square().sum_to_size(own["bias"].shape).sqrt()
+            lp["dbias"] = _as_wrong_as(ref["dbias"], lp["dbias"], expected)
         found.append(Expectation(part, ref, lp, cancelled))
     return found
 
@@ -137,24 +144,26 @@ def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
     return found
 
 
+def _delta(inputs: Tensors, results: Tensors) -> torch.Tensor:
+    """Return the sums of dout · out over columns: [B, Hq, Sq], or [Hq, Tq]."""
+    return (inputs["dout"] * results["out"].double()).sum(-1).transpose(-1, -2)
+
+
 def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:
-    """Return what the gradient of the sinks sums over all rows, but for the sign: heads first."""
-    out, lse = results["out"].double(), results["lse"].double()
-    delta = (inputs["dout"] * out).sum(-1).transpose(-1, -2)
-    terms = ((inputs["sinks"][:, None] - lse).exp() * delta).nan_to_num(0.0, 0.0, 0.0)
-    return terms.movedim(-2, 0)
+    """Return what the gradient of the sinks sums over all rows, but for the sign: [Hq, rows]."""
+    p = (inputs["sinks"][:, None] - results["lse"].double()).exp()
+    terms = (p * _delta(inputs, results)).nan_to_num(0.0, 0.0, 0.0)
+    return terms.movedim(-2, 0).flatten(1)
 
 
-def _as_wrong_as_its_terms(inputs: Tensors, ref: Tensors, lp: Tensors) -> torch.Tensor:
-    """Return lp's gradient of the sinks, no nearer to ref than a sum of its terms is on average.
+def _as_wrong_as(ref: torch.Tensor, lp: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return lp's sums over many rows, no nearer to ref than their expected errors.
 
-    A head's gradient is one number, a sum over all rows, which lp may have right by chance. Its
-    error is expected to be the root of the sum of the squares of its terms' errors.
+    lp may have one number right by chance. The expected error of a sum is the root of the sum of
+    the squares of its terms' errors.
     """
-    errors = _terms_of_sinks(inputs, lp) - _terms_of_sinks(inputs, ref)
-    expected = errors.flatten(1).square().sum(1).sqrt()
-    error = lp["dsinks"].double() - ref["dsinks"]
-    return ref["dsinks"] + torch.copysign(torch.maximum(error.abs(), expected), error)
+    error = lp.double() - ref
+    return ref + torch.copysign(torch.maximum(error.abs(), expected), error)
 
 
 def parts_of(spec: Spec) -> list[Part]:

@@ -188,13 +188,14 @@ def test_a_sample_has_both_ends():
     assert [part.where["q"].start for part in decode] == chosen
 
 
-def test_the_gradient_of_a_sink_is_expected_to_be_as_wrong_as_its_terms(torch_device):
+@pytest.mark.parametrize(("name", "option"), [("dsinks", {"sinks": True}), ("dbias", {"bias": "h"})])
+def test_a_sum_over_rows_is_expected_to_be_as_wrong_as_its_terms(name, option, torch_device):
     """Over many heads, lp's own errors are as large as the expected ones; none is held to less."""
-    case = FlashCase("sinks", 2, 150, 90, 64, 64, 32, dtype="float16", sinks=True)
+    case = FlashCase("sums", 2, 150, 90, 64, 64, 32, dtype="float16", **option)
     inputs = make_inputs(case, torch_device)
     (expected,) = expectations(inputs, parts_of(case.spec))
-    ref, held = expected.ref["dsinks"], expected.lp["dsinks"]
-    lp = evaluate(inputs, case.spec, torch.float16)["dsinks"].double()
+    ref, held = expected.ref[name], expected.lp[name]
+    lp = evaluate(inputs, case.spec, torch.float16)[name].double()
     own, least = (lp - ref).abs(), (held - ref).abs()
     assert (least >= own * (1 - 1e-9)).all()
     raised = least > own * (1 + 1e-9)
