@@ -188,7 +188,9 @@ def test_a_sample_has_both_ends():
     assert [part.where["q"].start for part in decode] == chosen
 
 
-@pytest.mark.parametrize(("name", "option"), [("dsinks", {"sinks": True}), ("dbias", {"bias": "h"})])
+@pytest.mark.parametrize(
+    ("name", "option"), [("dsinks", {"sinks": True}), ("dbias", {"bias": "h"})]
+)
 def test_a_sum_over_rows_is_expected_to_be_as_wrong_as_its_terms(name, option, torch_device):
     """Over many heads, lp's own errors are as large as the expected ones; none is held to less."""
     case = FlashCase("sums", 2, 150, 90, 64, 64, 32, dtype="float16", **option)

@@ -55,8 +55,9 @@ WITH_PASSES = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess
 
 @pytest.fixture(autouse=True)
 def _sums_of_few_keys(monkeypatch):
-    """Sum dq and prepare rows beside the products for any number of keys."""
+    """Sum dq and run the passes beside the products for any number of keys and of work items."""
     monkeypatch.setattr(flash_bwd_module, "KEYS_BESIDE_ROWS", 0)
+    monkeypatch.setattr(flash_bwd_module, "ITEMS_OF_SECTIONS", 0)
     with summing(True):
         yield
 
@@ -89,7 +90,7 @@ SECTIONS = [
     FlashCase("sections", 3, 300, 140, 4, 4, 64, causal=True),
     FlashCase("sections of groups", 3, 140, 130, 4, 2, 40, dtype="float16"),
     FlashCase("sections, listed", 3, 70, 260, 3, 3, 64, segments="documents", causal=True),
-    VarlenCase("packed sections", ((90, 50), (200, 130)), (9, 9), 9, 3, 80, causal=False),
+    VarlenCase("packed sections", ((90, 50), (130, 130)), (9, 9), 6, 3, 80, causal=False),
 ]
 # More packed heads than have sums at a time where there are two programs.
 MANY = VarlenCase("packed sections, many heads", ((60, 150),), (9, 0), 12, 12, 64)
@@ -100,12 +101,18 @@ SHARED = [
 ]
 
 
+def is_wide(case):
+    """Return whether lengths are unknown and the rows of dq's sums wide."""
+    return isinstance(case, VarlenCase) and case.head_dim > 64
+
+
 @in_turn(CASES + PACKED)
 def test_backward_that_sums_dq(case, mode):
-    assert check_backward(case, mode, BACKEND) == SUMMED
+    launched = check_backward(case, mode, BACKEND)
+    assert launched == (WITH_PASSES[:2] if is_wide(case) else SUMMED)
 
 
-@in_turn(SECTIONS * len(MODES))
+@in_turn(SECTIONS, first="reads first")
 def test_backward_by_sections(case, mode):
     launched = check_backward(case, mode, BACKEND)
     assert launched[-1] == "flash_bwd_fused"
@@ -169,11 +176,18 @@ def test_sums_that_fill_the_cache_are_converted_behind_the_kernel(monkeypatch):
     assert launched == WITH_PASSES
 
 
-@pytest.mark.parametrize("case", SECTIONS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [SECTIONS[0], MANY], ids=lambda case: case.name)
 def test_rows_of_few_keys_are_prepared_before_the_kernel(case, monkeypatch):
     monkeypatch.setattr(flash_bwd_module, "KEYS_BESIDE_ROWS", 1000)
     launched = check_backward(case, Mode(), BACKEND)
     assert [x for x in launched if x != "tile_lists"] == WITH_PASSES[:2]
+
+
+@pytest.mark.parametrize("case", [PACKED[0], *filter(is_wide, PACKED)], ids=lambda case: case.name)
+def test_few_items_of_unknown_lengths_are_not_divided_into_sections(case, monkeypatch):
+    monkeypatch.setattr(flash_bwd_module, "ITEMS_OF_SECTIONS", 24)
+    launched = check_backward(case, Mode(), BACKEND)
+    assert launched == (WITH_PASSES if is_wide(case) else SUMMED)
 
 
 # What the next item's keys, queries and place wait for: that those of an earlier item are read.

@@ -50,6 +50,8 @@ SECTION_BYTES = 24 * 2**20
 HEAD_BYTES = 40 * 2**20
 # With this many keys, a query's products take longer than one warp takes to prepare its row.
 KEYS_BESIDE_ROWS = 1000
+# Fewer work items for each program end unevenly by sections of few heads, if lengths are unknown.
+ITEMS_OF_SECTIONS = 24
 
 
 def _own_passes(
@@ -63,13 +65,16 @@ def _own_passes(
     programs = min(len(steps) * heads, num_sms(device, backend.target))
     together = heads_at_a_time(spec, steps, heads, programs, is_counted=True, has_sections=True)
     is_unknown = has_unknown_lengths(spec)
+    is_wide = is_unknown and columns > 64
+    if is_wide and len(steps) * heads < ITEMS_OF_SECTIONS * programs:
+        return OwnPasses()
     most = HEAD_BYTES if is_unknown and together == 1 else SECTION_BYTES
     sums = 4 * together * members * num_padded_rows(spec) * columns <= most
-    rows = sums and not spec.segmented and keys_of_query(spec) >= KEYS_BESIDE_ROWS
+    beside_rows = not (spec.segmented or is_wide) and keys_of_query(spec) >= KEYS_BESIDE_ROWS
     pieces = members * (num_padded_rows(spec) // PIECE.value)
     unfinished = unfinished_sections(is_unknown)
     with_sums = heads_with_sums(together, heads, len(steps), pieces, programs, unfinished)
-    return OwnPasses(sums, rows, members * with_sums)
+    return OwnPasses(sums, sums and beside_rows, members * with_sums)
 
 
 _flash_bwd_small = make_flash_bwd(
