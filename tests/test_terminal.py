@@ -143,7 +143,8 @@ def test_tables_of_tuning_fit_80_columns():
     config = FlashConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
     taken = Resources(
         registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024,
-        shared=166912, warps=8, occupancy=1, serialized=False, unwritten=0, fixed_bounds=0,
+        shared=166912, warps=8, occupancy=1, serialized=False, unwritten=0, overwritten=0,
+        fixed_bounds=0,
         mma=1024, wgmma=0, cp_async=128, tma=0, ldmatrix=256, ex2=512,
     )  # fmt: skip
     name = "flash_bwd_preprocess"

@@ -19,7 +19,8 @@ CONFIGS = {
 }
 LARGE = Resources(
     registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024, shared=166912,
-    warps=8, occupancy=1, serialized=False, unwritten=0, fixed_bounds=0,
+    warps=8, occupancy=1, serialized=False, unwritten=0, overwritten=0,
+    fixed_bounds=0,
     mma=1024, wgmma=0, cp_async=128, tma=0,
     ldmatrix=256, ex2=512,
 )  # fmt: skip

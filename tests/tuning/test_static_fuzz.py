@@ -29,8 +29,8 @@ def found(monkeypatch):
     return run
 
 
-def binary(unwritten=0, serialized=False):
-    return SimpleNamespace(unwritten=unwritten, serialized=serialized)
+def binary(unwritten=0, overwritten=0, serialized=False):
+    return SimpleNamespace(unwritten=unwritten, overwritten=overwritten, serialized=serialized)
 
 
 def test_problems_are_random_and_again_the_same():
@@ -50,6 +50,7 @@ def test_fit_code_has_no_mistake(found):
     ("result", "reason"),
     [
         (binary(unwritten=2), "flash_fwd reads registers that nothing wrote"),
+        (binary(overwritten=1), "flash_fwd overwrites barriers' numbers"),
         (binary(serialized=True), "flash_fwd waits for each wgmma"),
         (RuntimeError("`ptxas` failed with error code -11\nRepro"), "failed with error code -11"),
     ],

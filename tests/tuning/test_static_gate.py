@@ -212,7 +212,8 @@ def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
 
 FIT = Resources(
     registers=128, spill_stores=0, spill_loads=0, loop_spills=0, stack=0, shared=48 * 1024, warps=4,
-    occupancy=4, serialized=False, unwritten=0, fixed_bounds=0,
+    occupancy=4, serialized=False, unwritten=0, overwritten=0,
+    fixed_bounds=0,
     mma=64, wgmma=64, cp_async=16, tma=16, ldmatrix=16,
     ex2=64,
 )  # fmt: skip
@@ -295,6 +296,8 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (GLUON_90, "flash_fwd", SPECIALIZED, {"serialized": True}, "waits for each wgmma"),
         (GLUON_90, "flash_fwd", SPECIALIZED, {"unwritten": 2},
          "reads registers that nothing wrote in 2 instructions"),
+        (GLUON_90, "flash_fwd", SPECIALIZED, {"overwritten": 1},
+         "overwrites the numbers of 1 barriers too early"),
         (GLUON_90, "flash_fwd", SPECIALIZED, {"fixed_bounds": 2},
          "begins or ends 2 loops always at the same place"),
         (MOSAIC, "paged_decode", WARPS, {"wgmma": 0, "tma": 0}, None),

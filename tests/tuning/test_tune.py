@@ -54,7 +54,8 @@ UNFIT = replace(PRESENT, num_warps=8)
 MILLISECONDS = {PRESENT: 1.0, BETTER: 0.7, NOISY: 0.85, UNFIT: 0.1, WRONG: 0.1}
 RESOURCES = Resources(
     registers=128, spill_stores=0, spill_loads=0, loop_spills=0, stack=0, shared=65536, warps=4,
-    occupancy=3, serialized=False, unwritten=0, fixed_bounds=0,
+    occupancy=3, serialized=False, unwritten=0, overwritten=0,
+    fixed_bounds=0,
     mma=64, wgmma=0, cp_async=16, tma=0, ldmatrix=32,
     ex2=16,
 )  # fmt: skip

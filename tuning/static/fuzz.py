@@ -96,6 +96,8 @@ def find_mistakes(of: Compilation) -> tuple[int, list[Mistake]]:
         taken = measure(binary, of.target)
         if taken.unwritten:
             mistakes.append(Mistake(of, f"{kernel} reads registers that nothing wrote"))
+        if taken.overwritten:
+            mistakes.append(Mistake(of, f"{kernel} overwrites barriers' numbers"))
         if taken.serialized:
             mistakes.append(Mistake(of, f"{kernel} waits for each wgmma"))
     return len(found), mistakes

@@ -435,6 +435,8 @@ def failures(
             found.append(f"spills {stores} B of stores, {loads} B of loads")
     if resources.unwritten:
         found.append(f"reads registers that nothing wrote in {resources.unwritten} instructions")
+    if resources.overwritten:
+        found.append(f"overwrites the numbers of {resources.overwritten} barriers too early")
     if resources.fixed_bounds:
         found.append(f"begins or ends {resources.fixed_bounds} loops always at the same place")
     limit = problem.shared_memory or (

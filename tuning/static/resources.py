@@ -9,6 +9,7 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tuning.static.barriers import overwritten
 from tuning.static.bounds import fixed_bounds
 from tuning.static.uniform import unwritten
 
@@ -53,6 +54,7 @@ class Resources:
         occupancy: blocks resident on an SM.
         serialized: the compiler waits for each wgmma, where the PTX does not (ptxas says C7512).
         unwritten: instructions that read a uniform register which nothing wrote, with wgmma.
+        overwritten: named barriers whose number is overwritten before it is read, with wgmma.
         fixed_bounds: bounds of loops that Triton made constant.
         mma, wgmma, cp_async, tma, ldmatrix, ex2: instructions in the PTX.
     """
@@ -67,6 +69,7 @@ class Resources:
     occupancy: int
     serialized: bool
     unwritten: int
+    overwritten: int
     fixed_bounds: int
     mma: int
     wgmma: int
@@ -97,6 +100,7 @@ def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
         occupancy=occupancy(target, registers, shared, warps),
         serialized=sass.count("WARPGROUP.DEPBAR") > ptx.count("wgmma.wait_group"),
         unwritten=len(unwritten(sass)) if "wgmma" in ptx else 0,
+        overwritten=len(overwritten(sass)) if "wgmma" in ptx else 0,
         fixed_bounds=fixed_bounds(compiled.asm["ttir"], compiled.asm["ttgir"])
         if "ttir" in compiled.asm
         else 0,

@@ -289,6 +289,8 @@ def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: An
     named = re.fullmatch(r"bar\.(arrive|sync) \$1, (\d+); mov\.u32 \$0, 0;", asm)
     if named:
         return _meet(args[0], int(named[2]), waits=named[1] == "sync")
+    if slots := re.findall(r"@here bar\.arrive (\d+), (\d+);", asm):
+        return _meet(*map(int, slots[args[0]]), waits=False)
     for pattern, function in _INSTRUCTIONS.items():
         if re.fullmatch(pattern, asm):
             return function(*args)

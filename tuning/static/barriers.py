@@ -1,0 +1,100 @@
+"""Find named barriers whose register a miscompiled kernel overwrites before it is read.
+
+A barrier's number may come from a register, which the instruction reads some cycles after its
+issue. It counts in a scoreboard until then, and what writes the register next must wait for that
+scoreboard. ptxas 12.8 leaves out that wait in some kernels. The number is then a wrong one: an
+illegal instruction, or a hang.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+# An instruction and its predicate, and in the next line the upper half of its encoding.
+_LINE = re.compile(
+    r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([^;]*?)\s*;.*\n.*/\* 0x([0-9a-f]{16}) \*/"
+)
+_BARRIER = re.compile(r"BAR\.[\w.]+ R(\d+)\b")
+_NO_SCOREBOARD = 7
+# Instructions that have no result, or none in a register of each thread.
+_WITHOUT_RESULT = re.compile(
+    r"U(?!2F)|ST|RED|ATOMS?\.|BAR|SYNCS|BRA|BRX|EXIT|\w*SETP|PLOP|MEMBAR|R2UR|VOTEU|WARP|NOP|DEPBAR"
+)
+
+
+class Instruction(NamedTuple):
+    """An instruction without its predicate.
+
+    Attributes:
+        text: name and operands.
+        has_predicate: it has one.
+        control: from bit 0 on: 4 bits of stall, 1 of yield, 3 of the scoreboard in which a late
+            result counts, 3 of the one for late reads, and a bit for each scoreboard to wait for.
+    """
+
+    text: str
+    has_predicate: bool
+    control: int
+
+
+def overwritten(sass: str) -> list[str]:
+    """Return the barriers of a kernel whose register a path overwrites too early.
+
+    A load writes its result late, and may follow.
+
+    Args:
+        sass: as ``cuobjdump -sass`` prints it for SM90.
+    """
+    lines = _LINE.findall(sass)
+    places = {int(address, 16): i for i, (address, *_) in enumerate(lines)}
+    instructions = [
+        Instruction(text, bool(predicate), int(upper, 16) >> 41)
+        for _, predicate, text, upper in lines
+    ]
+    found = []
+    for i, (text, _, control) in enumerate(instructions):
+        barrier, scoreboard = _BARRIER.match(text), control >> 8 & 7
+        if not barrier or scoreboard == _NO_SCOREBOARD:
+            continue
+        if _is_overwritten(instructions, places, i + 1, int(barrier[1]), scoreboard):
+            found.append(text)
+    return found
+
+
+def _is_overwritten(
+    instructions: list[Instruction],
+    places: dict[int, int],
+    begin: int,
+    register: int,
+    scoreboard: int,
+) -> bool:
+    """Return whether a path writes a register before it waits for a scoreboard."""
+    seen, waiting = set(), [begin]
+    while waiting:
+        i = waiting.pop()
+        while i < len(instructions) and i not in seen:
+            seen.add(i)
+            text, has_predicate, control = instructions[i]
+            if control >> 11 + scoreboard & 1:
+                break
+            is_late = control >> 5 & 7 != _NO_SCOREBOARD
+            if not is_late and register in _written(text):
+                return True
+            branch = re.match(r"BRA\b.*\b0x([0-9a-f]+)", text)
+            if branch and int(branch[1], 16) in places:
+                waiting.append(places[int(branch[1], 16)])
+            if not has_predicate and re.match(r"BRA 0x|EXIT|BRX", text):
+                break
+            i += 1
+    return False
+
+
+def _written(text: str) -> range:
+    """Return the registers that an instruction writes."""
+    name, _, operands = text.partition(" ")
+    result = re.match(r"(?:!?U?P\w+, )*R(\d+)\b", operands)
+    if _WITHOUT_RESULT.match(name) or not result:
+        return range(0)
+    first, count = int(result[1]), 2 if re.search(r"\.64|WIDE", name) else 1
+    return range(first, first + count)
