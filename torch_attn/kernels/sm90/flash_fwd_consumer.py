@@ -4,7 +4,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from torch_attn.kernels.explicit.barriers import K_READ, TURN, V_READ, arrive, wait_for_all
+from torch_attn.kernels.explicit.barriers import (
+    K_READ,
+    TURN,
+    V_READ,
+    arrive,
+    arrive_at_slot,
+    wait_for_all,
+)
 from torch_attn.kernels.explicit.block_mask import kept_start
 from torch_attn.kernels.explicit.carry import keep_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
@@ -153,7 +160,7 @@ def consume_keys(
             s = warpgroup_mma_wait(0, deps=(s,))
             if HAS_BOXES:
                 bias = read_bias_box(piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout)
-            arrive(K_READ + slot, READERS)
+            _report_read_keys(slot, NUM_STAGES, READERS, HAS_BOXES)
         s, shift = _add_terms(s, terms, own, rule, offset, bias, EDGES)
         if EDGES:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
@@ -208,7 +215,7 @@ def consume_keys(
                     s, kept = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s, kept))
                 else:
                     s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                arrive(K_READ + slot, READERS)
+                _report_read_keys(slot, NUM_STAGES, READERS, HAS_BOXES)
                 if masked:
                     start_kv = kept_start(lists, batch, head, start_q, index, visible, BLOCK_KV)
                     if HAS_LISTS:
@@ -293,6 +300,17 @@ def consume_keys(
             tma.store_wait(0)
             mbarrier.arrive(q_read.index(CONSUMER), count=1)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _report_read_keys(
+    slot, NUM_STAGES: gl.constexpr, READERS: gl.constexpr, HAS_BOXES: gl.constexpr
+):
+    """Report that a tile of keys has been read, and the tile of a bias beside it."""
+    if HAS_BOXES:
+        arrive_at_slot(slot, K_READ, NUM_STAGES, READERS)
+    else:
+        arrive(K_READ + slot, READERS)
 
 
 @gluon.jit
