@@ -1,8 +1,8 @@
 """Say for which problems kernels of the other side are faster.
 
 The records are ``bench/results/h200-packed-sm90.md``: for packed sequences Gluon's kernels took
-1.00 to 1.03 times as long in JAX as in PyTorch. At head dimension 128 backwards took 0.87 to 0.94
-of what Mosaic's took, and forwards 0.99 to 1.00. On an H100 backwards at 64 took 0.81 of what the
+1.00 to 1.03 times as long in JAX as in PyTorch. At head dimension 128 backwards took 0.84 to 0.89
+of what Mosaic's took, and forwards 0.98 to 1.00. On an H100 backwards at 64 took 0.81 of what the
 portable kernels took.
 
 For dense backwards, ``bench/results/h100-sm90-peers.md`` gives TFLOP/s of Gluon's kernels in JAX
