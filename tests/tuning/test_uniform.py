@@ -34,3 +34,18 @@ def test_a_register_that_is_read_to_make_itself_is_found():
 
 def test_a_register_that_is_written_behind_a_predicate_is_written():
     assert unwritten(SASS.format("ULOP3.LUT UP0, UR6, UR4, 0x2, URZ, 0xc0, !UPT")) == []
+
+
+def test_a_register_may_be_kept_and_copied_back_unwritten():
+    code = "UMOV UR6, URZ ; /*0061*/ MOV R4, UR19 ; /*0062*/ R2UR UR19, R4"
+    assert unwritten(SASS.format(code)) == []
+
+
+def test_a_register_that_is_copied_back_is_as_unwritten_as_before():
+    (found,) = unwritten(SASS.format("MOV R4, UR6 ; /*0061*/ R2UR UR6, R4"))
+    assert "HGMMA" in found
+
+
+def test_a_register_copied_from_a_result_is_written():
+    code = "MOV R4, UR6 ; /*0061*/ FADD R4, R1, R2 ; /*0062*/ R2UR UR6, R4"
+    assert unwritten(SASS.format(code)) == []
