@@ -33,6 +33,8 @@ OVERWRITES = [
     [("IMAD.MOV.U32 R9, RZ, RZ, R20",)],
     [("@!P0 FADD R9, R1, R2",)],
     [("IMAD.WIDE.U32 R8, R1, R2, RZ",)],
+    [("IADD3 R9, P0, R1, R2, RZ",)],
+    [("SHFL.BFLY PT, R9, R1, 0x2, 0x1f",)],
     [("FADD R1, R1, R2", 7, 0b000100), ("FADD R9, R1, R2",)],  # another scoreboard
     [("@P0 BRA 0x40",), ("EXIT",), ("FADD R9, R1, R2",)],
 ]
@@ -43,6 +45,7 @@ FITS = [
     [("EXIT",), ("FADD R9, R1, R2",)],
     [("BRA 0x40",), ("FADD R9, R1, R2",), ("EXIT",)],
     [("STS [R9], R1",), ("ISETP.NE.AND P0, PT, R9, RZ, PT",), ("FADD R19, R9, R9",)],
+    [("STG.E desc[UR46][R88.64], R9",), ("R2UR UR4, R9",), ("BAR.ARV R9, 0x120",)],
 ]
 
 

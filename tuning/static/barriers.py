@@ -11,16 +11,14 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from tuning.static.uniform import RESULT
+
 # An instruction and its predicate, and in the next line the upper half of its encoding.
 _LINE = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([^;]*?)\s*;.*\n.*/\* 0x([0-9a-f]{16}) \*/"
 )
 _BARRIER = re.compile(r"BAR\.[\w.]+ R(\d+)\b")
 _NO_SCOREBOARD = 7
-# Instructions that have no result, or none in a register of each thread.
-_WITHOUT_RESULT = re.compile(
-    r"U(?!2F)|ST|RED|ATOMS?\.|BAR|SYNCS|BRA|BRX|EXIT|\w*SETP|PLOP|MEMBAR|R2UR|VOTEU|WARP|NOP|DEPBAR"
-)
 
 
 class Instruction(NamedTuple):
@@ -91,10 +89,9 @@ def _is_overwritten(
 
 
 def _written(text: str) -> range:
-    """Return the registers that an instruction writes."""
-    name, _, operands = text.partition(" ")
-    result = re.match(r"(?:!?U?P\w+, )*R(\d+)\b", operands)
-    if _WITHOUT_RESULT.match(name) or not result:
+    """Return the registers that an instruction writes at once."""
+    result = RESULT.match(text)
+    if not result:
         return range(0)
-    first, count = int(result[1]), 2 if re.search(r"\.64|WIDE", name) else 1
+    first, count = int(result[2]), 2 if re.search(r"\.64|WIDE", result[1]) else 1
     return range(first, first + count)

@@ -13,7 +13,9 @@ _WRITES = re.compile("U(?!I?SETP|PLOP)|R2UR|C?S2UR|REDUX|VOTEU")
 _REGISTER = re.compile(r"(g?desc)?\[?\bUR(\d+)")
 # ptxas keeps a uniform register in a general one, written or not, and copies it back.
 _COPY = re.compile(r"(?:MOV|R2UR) (U?)R(\d+), (U?)R(\d+)")
-_RESULT = re.compile(r"(?!BAR|R2UR)\S+ (?:!?U?P\w+, )*R(\d+)\b")
+# An instruction with a result in general registers, of which it names the first. A predicate may
+# come before it.
+RESULT = re.compile(r"(?!BAR|BRX|R2P)(\S+) (?:U?P\w+, )?R(\d+)\b")
 _GENERAL = 64  # the bit of the first general register, behind those of uniform registers
 
 
@@ -68,8 +70,8 @@ def _registers(instruction: str) -> tuple[int, int]:
     name, _, rest = instruction.partition(" ")
     operands = rest.split(", ")
     reads = writes = 0
-    if general := _RESULT.match(instruction):
-        writes |= (1 << _count_results(name)) - 1 << _GENERAL + int(general[1])
+    if general := RESULT.match(instruction):
+        writes |= (1 << _count_results(name)) - 1 << _GENERAL + int(general[2])
     result = 1 if re.match("U?P", operands[0]) else 0  # a predicate may come first
     for index, operand in enumerate(operands):
         for kind, number in _REGISTER.findall(operand):
