@@ -64,19 +64,21 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _attention(operands, spec, backends, implementation, return_lse):
-    return _returned(_forward(operands, spec, backends), return_lse)
+    return _returned(_forward(operands, spec, backends), spec, return_lse)
 
 
-def _returned(results, return_lse):
+def _returned(results, spec, return_lse):
     """Return the results that the caller gets."""
     out, lse, *row_max = results
+    row_max = row_max[bool(spec.terms) :]  # before it is what lse lacks
     returned = (out, lse, *row_max) if return_lse else (out, *row_max)
     return returned if len(returned) > 1 else out
 
 
 def _attention_fwd(operands, spec, backends, implementation, return_lse):
     results = _forward(operands, spec, backends)
-    return _returned(results, return_lse), (operands, *results[:2])
+    rest = results[2] if spec.terms else None
+    return _returned(results, spec, return_lse), (operands, *results[:2], rest)
 
 
 def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradients):
@@ -99,11 +101,12 @@ def _forward(operands, spec, backends):
     return run_on_platform(backends, "flash_fwd", spec, operands)
 
 
-@partial(jax.jit, static_argnums=(5, 6))
-def _backward(dout, dlse, operands, out, lse, spec, backends):
+@partial(jax.jit, static_argnums=(6, 7))
+def _backward(dout, dlse, operands, out, lse, rest, spec, backends):
+    given = dout, dlse, operands, out, lse, rest
     if spec.is_empty:
-        return reference.flash_bwd(dout, dlse, operands, out, lse, spec, backends.elsewhere)
-    return run_on_platform(backends, "flash_bwd", spec, dout, dlse, operands, out, lse)
+        return reference.flash_bwd(*given, spec, backends.elsewhere)
+    return run_on_platform(backends, "flash_bwd", spec, *given)
 
 
 def or_as_xla_says(deterministic: Any) -> Any:

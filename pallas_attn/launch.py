@@ -132,14 +132,15 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     """Return what a program reads of `Terms`: those of its head.
 
     Args:
-        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], and
-            bias, as `of_pairs` takes it.
+        terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], bias, as
+            `of_pairs` takes it, and rest2 [B, Hq, S].
         group_size: query heads of the grid's kv head, whose terms it reads; None if the grid has
             query heads.
     """
     head = "head" if group_size is None else ("head", group_size)
     slopes, axes = terms.slopes, {1: (head,), 2: ("batch", head), 3: ("batch", head, ALL)}
     return terms._replace(
+        rest2=of_head(terms.rest2) if group_size is None else of_group(terms.rest2, group_size),
         relative=block_spec(terms.relative, _in_grid, head, ALL),
         slopes=None if slopes is None else block_spec(slopes, _in_grid, *axes[slopes.ndim]),
         seed=of_all(terms.seed),
@@ -166,9 +167,11 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 
     Args:
-        x: [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S].
+        x: None gives None, [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S].
         group_size: query heads of a kv head.
     """
+    if x is None:
+        return None
     heads = "head", group_size
     axes = {3: ("batch", heads, ALL), 4: ("batch", ALL, heads, COLUMNS)}
     return block_spec(x, _in_grid, *axes[len(x.shape)])

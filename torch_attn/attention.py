@@ -105,10 +105,11 @@ class Attention(ABC):
                 call = self._call(spec, others, operands.q.device)
                 if keep(self, operands, (*options, implementation), call):
                     return self.attend(call, operands, options[-1])
-        return self.operator_of(checked).op(*operands, *others)
+        operator = self.operator_of(operands, checked)
+        return operator.returned(operator.op(*operands, *others))
 
-    def operator_of(self, options: Any) -> Operator:
-        """Return the operator with the results that checked options ask for."""
+    def operator_of(self, operands: Any, options: Any) -> Operator:
+        """Return the operator with the results that operands and checked options ask for."""
         return self.operator
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:

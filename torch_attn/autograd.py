@@ -59,18 +59,22 @@ class Forward(_Differentiable):
     """The operator of a forward: it returns out and lse, and other results without a derivative.
 
     Attributes:
-        backward: the operator of its backward, which takes dout, dlse, the tensors, out and lse if
-            `saves_results`, and the options.
-        saves_results: whether the backward takes out and lse.
+        backward: the operator of its backward, which takes dout, dlse, the tensors, the saved
+            results and the options.
+        num_saved: how many results the backward takes: none, out and lse, or their rest as well.
     """
 
-    def __init__(self, *args: Any, backward: Backward, saves_results: bool = True) -> None:
-        self.backward, self.saves_results = backward, saves_results
+    def __init__(self, *args: Any, backward: Backward, num_saved: int = 2) -> None:
+        self.backward, self.num_saved = backward, num_saved
         super().__init__(*args)
+
+    def returned(self, results: Any) -> Any:
+        return *results[:2], *results[max(self.num_saved, 2) :]
 
     def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
         ctx.options, ctx.shape = options, results[0].shape
-        ctx.save_for_backward(*tensors, *(results[:2] if self.saves_results else ()))
+        saved = results[: self.num_saved]
+        ctx.save_for_backward(*tensors, *saved, *[None] * (3 - len(saved) if saved else 0))
         ctx.set_materialize_grads(False)
         if len(results) > 2:
             ctx.mark_non_differentiable(*results[2:])
@@ -130,9 +134,9 @@ class _Kept(_Once):
         results = call(*tensors)
         ctx.operator, ctx.returns_lse = operator, return_lse
         operator.save(ctx, tensors, call.others, results)
-        if return_lse:
-            return results
-        return results[0] if len(results) == 2 else (results[0], *results[2:])
+        out, lse, *more = operator.returned(results)
+        returned = (out, lse, *more) if return_lse else (out, *more)
+        return returned if len(returned) > 1 else out
 
     @staticmethod
     def backward(ctx, dout, *gradients):
@@ -151,7 +155,7 @@ def run_kept(
 ) -> tuple[Any, ...]:
     """Run a forward's cached call; lse may be None if it is not returned."""
     if not call.is_recorded:
-        return call(*tensors)
+        return operator.returned(call(*tensors))
     results = _record_kept(operator, call, return_lse, *tensors)
     if return_lse:
         return results

@@ -204,7 +204,7 @@ _MERGE_BACKWARD = Backward(
 MERGE = Forward(
     "merge_states(Tensor outs, Tensor lses, str? implementation) -> (Tensor out, Tensor lse)",
     2, partial(_merge_call, "combine", _merge), _fake_merge, "merge_states",
-    backward=_MERGE_BACKWARD, saves_results=False,
+    backward=_MERGE_BACKWARD, num_saved=0,
 )  # fmt: skip
 MERGE.register_vmap(partial(vmap.join_axes, (1, 1), 0))
 _MERGE_BACKWARD.register_vmap(partial(vmap.join_axes, (0, 0, 1, 1), 1))

@@ -1,8 +1,9 @@
 """Flash attention, dense, packed and sparse: its torch operators, and what they run.
 
 The operators are `torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd`,
-`::flash_varlen_bwd`, `::block_sparse_fwd` and `::block_sparse_bwd`. `::flash_row_max_fwd` and
-`::flash_varlen_row_max_fwd` return row maxima as well.
+`::flash_varlen_bwd`, `::block_sparse_fwd` and `::block_sparse_bwd`. `::flash_terms_fwd` returns the
+`rest_of_lse` of scores with terms as well, `::flash_row_max_fwd` row maxima, and
+`::flash_terms_row_max_fwd` both; so do those of `flash_varlen`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +30,7 @@ from twin_attention.contract.operands import (
     BlockSparseOperands,
     FlashOperands,
     VarlenOperands,
+    has_terms,
 )
 from twin_attention.contract.spec import FlashOptions
 from twin_attention.contract.validate.attention import (
@@ -36,6 +39,7 @@ from twin_attention.contract.validate.attention import (
     check_saved,
 )
 from twin_attention.contract.validate.block_mask import check_block_sparse_attention
+from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.options import check_attention_options, check_flash_options
 
 if TYPE_CHECKING:
@@ -47,7 +51,7 @@ class FlashAttention(Attention):
 
     Attributes:
         fwd, bwd: the operators.
-        row_max_fwd: the operator that also returns row maxima; fwd for a function without them.
+        forwards: each forward, by whether there are terms, and whether it returns row maxima.
     """
 
     operator: Forward
@@ -77,37 +81,61 @@ class FlashAttention(Attention):
         # An operator cannot return None: a missing gradient is an empty tensor.
         gradients = ", ".join(f"Tensor d{field}" for field in operands._fields)
         backward = Backward(
-            f"{name}_bwd(Tensor dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, {others}) "
-            f"-> ({gradients})",
-            count + 4, self._backward_call, self._fake_backward, function,
+            f"{name}_bwd(Tensor dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, "
+            f"Tensor? rest, {others}) -> ({gradients})",
+            count + 5, self._backward_call, self._fake_backward, function,
         )  # fmt: skip
 
-        def forward(name: str, results: str) -> Forward:
+        def forward(kind: tuple[bool, bool]) -> Forward:
+            with_terms, with_row_max = kind
+            full = f"{name}{'_terms' * with_terms}{'_row_max' * with_row_max}_fwd"
+            results = "Tensor out, Tensor lse" + ", Tensor rest" * with_terms
+            results += ", Tensor row_max" * with_row_max
             return Forward(
-                f"{name}_fwd({tensors}, {others}) -> ({results})",
-                count, self.call_of, self.fake, function, backward=backward,
+                f"{full}({tensors}, {others}) -> ({results})",
+                count, partial(self._call_of_kind, kind), partial(self._fake_of_kind, kind),
+                function, backward=backward, num_saved=2 + with_terms,
             )  # fmt: skip
 
-        self.operator = self._with_row_max = forward(name, "Tensor out, Tensor lse")
+        has_all = check_options is check_attention_options
+        kinds = product((False, True), repeat=2) if has_all else [(False, False)]
+        self.forwards = {kind: forward(kind) for kind in kinds}
+        self.operator = self.forwards[False, False]
         self.fwd, self.bwd = self.operator.op, backward.op
-        operators = [self.operator, backward]
-        if check_options is check_attention_options:
-            results = "Tensor out, Tensor lse, Tensor row_max"
-            self._with_row_max = forward(f"{name}_row_max", results)
-            operators.append(self._with_row_max)
-        self.row_max_fwd = self._with_row_max.op
-        for operator in operators:
+        for operator in (*self.forwards.values(), backward):
             operator.register_vmap(rule)
 
     def cast(self, operands: Any) -> Any:
         return self.operands(*cast_inputs(*operands[:3]), *operands[3:])
 
-    def operator_of(self, options: FlashOptions) -> Forward:
-        return self._with_row_max if options.row_max else self.operator
+    def operator_of(self, operands: Any, options: FlashOptions) -> Forward:
+        return self.forwards[has_terms(operands), options.row_max]
+
+    def _call_of_kind(
+        self, kind: tuple[bool, bool], tensors: tuple[Any, ...], others: tuple[Any, ...]
+    ) -> Call:
+        """Return the call of the operator of this kind, a key of `forwards`.
+
+        Raises:
+            ValueError: the arguments are those of another operator, which has other results.
+        """
+        self._check_kind(kind, tensors, others)
+        return self.call_of(tensors, others)
+
+    def _fake_of_kind(self, kind: tuple[bool, bool], *args: Any) -> tuple[Tensor, ...]:
+        self._check_kind(kind, args[: self.num_operands], args)
+        out, lse = self.fake(*args)
+        return out, lse, *(torch.empty_like(lse) for is_result in kind if is_result)
+
+    def _check_kind(self, kind: tuple[bool, bool], tensors: Any, others: Any) -> None:
+        found = has_terms(self.operands._make(tensors)), self.options_of(others).row_max
+        if found != kind:
+            name = self.forwards[found].op.name()
+            fail(ValueError, "operator", name, self.forwards[kind].op.name())
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
         spec: Any = call.spec
-        operator = self._with_row_max if spec.row_max else self.operator
+        operator = self.forwards[bool(spec.terms), spec.row_max]
         if call.is_new and call.is_recorded:
             from torch_attn.overlap import compiled_behind  # imports Triton
 
@@ -127,26 +155,24 @@ class FlashAttention(Attention):
             for x in operands
         )
         out, lse = self.new_outputs(tensors)
+        rest = torch.empty_like(lse) if spec.terms else None
         function = backend.family.function("flash_bwd")
         with torch.no_grad(), Capture() as found:
-            self.run_backward(function, spec, backend, out, None, *tensors, out, lse)
+            self.run_backward(function, spec, backend, out, None, *tensors, out, lse, rest)
         return [step.launcher for step in found.steps if hasattr(step, "launcher")]
-
-    def fake(self, *args: Any) -> tuple[Tensor, ...]:
-        out, lse = super().fake(*args)
-        return (out, lse, torch.empty_like(lse)) if self.options_of(args).row_max else (out, lse)
 
     def run_backward(self, function, spec, backend, dout, dlse, *tensors: Any):
         """Run a family's flash_bwd, copying the tensors that its kernels cannot read.
 
-        They read lse as the forward wrote it, and out by rows. TMA needs aligned rows.
+        They read lse and rest as the forward wrote them, and out by rows. TMA needs aligned rows.
         """
-        *operands, out, lse = tensors
+        *operands, out, lse, rest = tensors
         out, lse = readable(out, lse)
+        rest = None if rest is None else rest.contiguous()
         if backend.family.folder == "sm90":
             dout, out, *first = map(aligned, (dout, out, *operands[:3]))
             operands[:3] = first
-        return function(dout, dlse, self.operands._make(operands), out, lse, spec, backend)
+        return function(dout, dlse, self.operands._make(operands), out, lse, rest, spec, backend)
 
     def _backward_call(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
         """Return the call of a backward, which follows from all tensors that it reads.
@@ -157,11 +183,13 @@ class FlashAttention(Attention):
         Raises:
             TypeError, ValueError: a tensor's dtype, shape or device differs from the forward's.
         """
-        dout, _, *operands, out, lse = tensors
+        dout, _, *operands, out, lse, rest = tensors
         operands = self.operands._make(operands)
         spec = self.check(operands, self.options_of(others), dout, out)
         q = operand("q", operands.q)
         check_saved(operand("dout", dout), q, operand("out", out), operand("lse", lse))
+        if spec.terms and rest is None:
+            fail(ValueError, "rest", "the forward's, as there are terms", None)
         spec = replace(spec, row_max=False)  # the forward's alone
         if others[-1] is not None:
             spec = replace(spec, rows_aligned=True, compact=True)

@@ -37,9 +37,7 @@ from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
 
-@register_flop_formula(
-    [torch.ops.torch_attn.flash_fwd, torch.ops.torch_attn.flash_row_max_fwd], get_raw=True
-)
+@register_flop_formula([x.op.overloadpacket for x in DENSE.forwards.values()], get_raw=True)
 def _forward(*args, **_) -> int:
     return _of_ends(args, cost.forward_flops, cost.tree_forward_flops)
 

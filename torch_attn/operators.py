@@ -97,6 +97,10 @@ class Operator:
         """Return the tensors as a call takes them."""
         return tensors
 
+    def returned(self, results: Any) -> Any:
+        """Return those of the operator's results that a public function may return."""
+        return results
+
     def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> Any:
         """Return a call's results as the schema has them."""
         return results

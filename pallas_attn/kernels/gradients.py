@@ -17,8 +17,8 @@ from pallas_attn.kernels.library.sequences import (
     with_batch,
     without_batch,
 )
-from pallas_attn.kernels.library.softmax import LOG2E
-from pallas_attn.kernels.library.terms import terms_of
+from pallas_attn.kernels.library.softmax import LOG2E, probabilities
+from pallas_attn.kernels.library.terms import Terms, terms_of
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -50,6 +50,7 @@ class Sources(NamedTuple):
         q, k, v, dout: as in `Inputs`.
         out, lse: outputs of the forward.
         dlse: the gradient of lse, or None for zero.
+        rest: what lse lacks, if there are terms.
     """
 
     q: Array
@@ -59,6 +60,7 @@ class Sources(NamedTuple):
     out: Array
     lse: Array
     dlse: Array | None
+    rest: Array | None = None
 
 
 Launch = Callable[..., Any]  # from inputs, problem, backend and `Mask`
@@ -118,6 +120,7 @@ def make_flash_bwd(
         operands: AttentionOperands[Array],
         out: Array,
         lse: Array,
+        rest: Array | None,
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Array]:
@@ -126,38 +129,42 @@ def make_flash_bwd(
         Args:
             dout: [B, Sq, Hq, Dv].
             dlse: [B, Hq, Sq] float32, or None for zero.
-            operands, out, lse: inputs and outputs of the forward.
+            operands, out, lse: inputs and outputs of the forward, as is rest, its `rest_of_lse`,
+                None without terms.
 
         Returns:
             The gradient of each operand, in its dtype.
         """
-        q, k, v, dout, dlse, out, lse = with_batch(
-            spec, operands.q, operands.k, operands.v, dout, dlse, out, lse
+        q, k, v, dout, dlse, out, lse, rest = with_batch(
+            spec, operands.q, operands.k, operands.v, dout, dlse, out, lse, rest
         )
         mask = mask_of_keys(operands, spec)
-        sources = Sources(q, k, v, dout, out, lse, dlse)
-        gradients = {}
+        sources = Sources(q, k, v, dout, out, lse, dlse, rest)
+        gradients, rest2 = {}, None
         if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
             dq, dk, dv, lse2, delta = launch_fused(sources, spec, backend, mask)
         else:
-            terms = {"terms": terms_of(operands, spec)} if terms_gradients else {}
+            terms: dict[str, Terms] = {}
             if preprocess is None:
                 dq, lse2, delta = launch_dq(sources, spec, backend, mask)
                 inputs = Inputs(q, k, v, dout, lse2, delta)
             else:
-                lse2, delta = preprocess(sources, spec, backend, mask)
+                lse2, delta, *of_terms = preprocess(sources, spec, backend, mask)
+                if terms_gradients:
+                    rest2 = of_terms[0] if of_terms else None
+                    terms["terms"] = terms_of(operands, spec)._replace(rest2=rest2)
                 inputs = Inputs(q, k, v, dout, lse2, delta)
                 dq = launch_dq(inputs, spec, backend, mask, **terms)
             if isinstance(dq, tuple):
                 dq, gradients["bias"] = dq
             dk, dv = launch_dkdv(inputs, spec, backend, mask_of_queries(operands, spec), **terms)
             for gradient in terms_gradients if spec.terms else ():
-                gradients |= gradient(operands, inputs, mask, spec, backend)
+                gradients |= gradient(inputs, terms["terms"], mask, spec, backend)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
         if operands.sinks is not None:
             cu_seqlens_q = mask.offsets.cu_seqlens_q
-            dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q)
+            dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q, rest2)
         gradients |= {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
         return operands._make(map(gradients.get, operands._fields))
 
@@ -166,7 +173,12 @@ def make_flash_bwd(
 
 @fusion
 def sinks_gradient(
-    sinks: Array, lse2: Array, delta: Array, cu_seqlens_q: Array | None = None, num_rows: int = 0
+    sinks: Array,
+    lse2: Array,
+    delta: Array,
+    cu_seqlens_q: Array | None = None,
+    num_rows: int = 0,
+    rest2: Array | None = None,
 ) -> Array:
     """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows.
 
@@ -177,7 +189,12 @@ def sinks_gradient(
         lse2, delta: as in `Inputs`.
         cu_seqlens_q: offsets of packed sequences.
         num_rows: number of rows of the packed axis.
+        rest2: as in `Terms`.
     """
     exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, num_rows)[1]
-    p = jnp.exp2(sinks[:, None] * LOG2E - lse2)
+    of_heads = sinks[:, None]
+    if rest2 is None:
+        p = jnp.exp2(of_heads * LOG2E - lse2)
+    else:
+        p = probabilities(of_heads, lse2, rest2, LOG2E)
     return -jnp.sum(jnp.where(exists, p * delta, 0.0), (0, 2))

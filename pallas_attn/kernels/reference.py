@@ -35,8 +35,9 @@ def flash_fwd(
     """Compute out, lse and any other requested result in float32, with O(Sq · Skv) memory."""
     forward = forward_of(spec)
     with jax.default_matmul_precision("highest"):
-        out, *of_rows = forward(operands, spec, jnp.float32)
-    return out.astype(operands.q.dtype), *of_rows
+        out, lse, *of_rows = forward(operands, spec, jnp.float32)
+    rest = [jnp.zeros_like(lse)] if spec.terms else []  # its backward needs none
+    return out.astype(operands.q.dtype), lse, *rest, *of_rows
 
 
 def flash_bwd(
@@ -45,6 +46,7 @@ def flash_bwd(
     operands: AttentionOperands[Array],
     out: Array,
     lse: Array,
+    rest: Array | None,
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Array]:

@@ -50,7 +50,7 @@ def outline_of(spec, target, operation, sinks=False, dlse=True):
         batch = () if isinstance(spec, VarlenSpec) else (spec.batch,)
         out = of((*batch, spec.seq_q, spec.heads_q, spec.head_dim_v), spec.dtype)
         lse = of((*batch, spec.heads_q, spec.seq_q), "float32")
-        given = (out, lse if dlse else None, operands, out, lse)
+        given = (out, lse if dlse else None, operands, out, lse, None)
     else:
         given = (operands,)
     function, backend = family.function(operation), Backend(family, target)

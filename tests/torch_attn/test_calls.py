@@ -377,12 +377,12 @@ def test_a_family_asked_for_by_name_reads_a_copy_of_what_is_not_aligned(backward
     assert call.backend.family.folder == "sm90"
     read = []
 
-    def function(dout, dlse, operands, out, lse, spec, backend):
+    def function(dout, dlse, operands, out, lse, rest, spec, backend):
         read.extend((dout, *operands[:3], out))
 
     x, odd = rows(), unaligned(rows() + 2)
     DENSE.run_backward(
-        function, call.spec, call.backend, odd, None, x, odd, x, *LEFT_OUT, odd, None
+        function, call.spec, call.backend, odd, None, x, odd, x, *LEFT_OUT, odd, None, None
     )
     assert all(y.data_ptr() % 16 == 0 for y in read)
     assert all(torch.equal(y, odd) for y in (read[0], read[2], read[4]))

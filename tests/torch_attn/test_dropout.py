@@ -31,11 +31,12 @@ def test_opcheck(operands, implementation):
     *tensors, seed = operands
     q, k, v, bias = (x.requires_grad_() for x in tensors)
     given = FlashOperands(q, k, v, bias=bias, dropout_seed=seed)
-    opcheck(DENSE.fwd, (*given, *OPTIONS, implementation))
+    forward = DENSE.forwards[True, False].op
+    opcheck(forward, (*given, *OPTIONS, implementation))
     detached = FlashOperands(*(None if x is None else x.detach() for x in given))
-    out, lse = DENSE.fwd(*detached, *OPTIONS, implementation)
-    gradients = out, torch.ones_like(lse)
-    opcheck(DENSE.bwd, (*gradients, *detached, out, lse, *OPTIONS, implementation))
+    results = forward(*detached, *OPTIONS, implementation)
+    gradients = results[0], torch.ones_like(results[1])
+    opcheck(DENSE.bwd, (*gradients, *detached, *results, *OPTIONS, implementation))
 
 
 def test_vmap_drops_the_same_in_each_element(operands):

@@ -24,13 +24,14 @@ def qkv(torch_device):
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 def test_opcheck(qkv, implementation):
     given = FlashOperands(*(x.requires_grad_() for x in qkv))
-    opcheck(DENSE.row_max_fwd, (*given, *OPTIONS, implementation))
+    opcheck(DENSE.forwards[False, True].op, (*given, *OPTIONS, implementation))
 
 
 def test_opcheck_of_packed_sequences(qkv):
     q, k, v = (x[0].requires_grad_() for x in qkv)
     offsets = (torch.tensor(x, dtype=torch.int32, device=q.device) for x in ([0, 9], [0, 11]))
-    opcheck(PACKED.row_max_fwd, (*VarlenOperands(q, k, v, *offsets), *OPTIONS, "triton"))
+    forward = PACKED.forwards[False, True].op
+    opcheck(forward, (*VarlenOperands(q, k, v, *offsets), *OPTIONS, "triton"))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

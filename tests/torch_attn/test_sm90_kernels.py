@@ -535,7 +535,7 @@ def test_gradients_of_packed_sequences_do_not_see_their_neighbours(head_dim, det
             out[30:180], lse[:, 30:180] = torch.nan, torch.nan
         spec = replace(case.spec, deterministic=deterministic)
         with interpreted(Mode()):
-            gradients = flash_bwd(inputs["dout"], None, operands, out, lse, spec, BACKEND)
+            gradients = flash_bwd(inputs["dout"], None, operands, out, lse, None, spec, BACKEND)
         dq, dk, dv = gradients[:3]
         results.append((_without(dq, 30, 180), _without(dk, 40, 210), _without(dv, 40, 210)))
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
@@ -550,7 +550,7 @@ def test_no_offsets_lead_outside_the_tensors(offsets):
     operands = _operands(inputs)
     with interpreted(WRITES_FIRST) as launched:
         out, lse = flash_fwd(operands, case.spec, BACKEND)
-        flash_bwd(inputs["dout"], None, operands, out, lse, case.spec, BACKEND)
+        flash_bwd(inputs["dout"], None, operands, out, lse, None, case.spec, BACKEND)
     assert launched == ["flash_fwd", *SUMMED]
 
 

@@ -36,18 +36,22 @@ def test_opcheck(operands, implementation):
     q, k, v, table, slopes = operands
     terms = {"relative_bias": table.requires_grad_(), "alibi_slopes": slopes}
     given = FlashOperands(*(x.requires_grad_() for x in (q, k, v)), **terms)
-    opcheck(DENSE.fwd, (*given, *OPTIONS, implementation))
+    forward = DENSE.forwards[True, False].op
+    opcheck(forward, (*given, *OPTIONS, implementation))
     detached = FlashOperands(*(None if x is None else x.detach() for x in given))
-    out, lse = DENSE.fwd(*detached, *OPTIONS, implementation)
-    gradients = out, torch.ones_like(lse)
-    opcheck(DENSE.bwd, (*gradients, *detached, out, lse, *OPTIONS, implementation))
+    results = forward(*detached, *OPTIONS, implementation)
+    gradients = results[0], torch.ones_like(results[1])
+    opcheck(DENSE.bwd, (*gradients, *detached, *results, *OPTIONS, implementation))
+    with pytest.raises(ValueError, match=r"operator: expected .*flash_terms_fwd, got .*flash_fwd"):
+        DENSE.fwd(*detached, *OPTIONS, implementation)
 
 
 def test_opcheck_of_packed_sequences(operands):
     q, k, v = (x[0].requires_grad_() for x in operands[:3])
     offsets = (torch.tensor(x, dtype=torch.int32, device=q.device) for x in ([0, 9], [0, 11]))
     terms = {"relative_bias": operands[3], "alibi_slopes": operands[4][None].contiguous()}
-    opcheck(PACKED.fwd, (*VarlenOperands(q, k, v, *offsets, **terms), *OPTIONS, "triton"))
+    forward = PACKED.forwards[True, False].op
+    opcheck(forward, (*VarlenOperands(q, k, v, *offsets, **terms), *OPTIONS, "triton"))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])

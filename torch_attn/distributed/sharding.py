@@ -109,22 +109,24 @@ def _shard_forward(num_of_rows, q, k, v, sinks, *others):
     return found
 
 
-register_sharding(DENSE.fwd)(partial(_shard_forward, 1))
-register_sharding(DENSE.row_max_fwd)(partial(_shard_forward, 2))
+for kind, forward in DENSE.forwards.items():
+    register_sharding(forward.op)(partial(_shard_forward, 1 + sum(kind)))
 
 
 @register_sharding(DENSE.bwd)
 def _shard_backward(dout, dlse, q, k, v, sinks, *others):
-    _out, _lse, *options = others[_NUM_OTHERS:]
+    _out, _lse, rest, *options = others[_NUM_OTHERS:]
     no_options = [None] * len(options)
     found = []
     for p in _placements(k, others):
         x, of_dlse = p.whole, None if dlse is None else p.rows
         of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
+        of_rest = None if rest is None else p.rows
         ids = _of_others(p, others)
         bias, table, *_ = others[_NUM_IDS:]
         of_table = Replicate() if table is None else p.dtable
         of_terms = _of_bias(p, bias)[1], of_table, Replicate(), Replicate()
         gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS, *of_terms]
-        found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, x, p.rows, *no_options]))
+        of_results = x, p.rows, of_rest
+        found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, *of_results, *no_options]))
     return found

@@ -96,7 +96,7 @@ def flash_bwd_bias_kernel(
         batch = tl.cast(own_element, tl.int64)
         row = (batch * heads_q + own_head) * padded
         acc += score_gradients(
-            q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr + row, delta_ptr + row, terms, mask, strides, 0,
+            q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, row, 0,
             seq_q, tl.cast(0, tl.int32), seq_kv, batch, own_element, own_head, own_q, own_kv,
             diagonal, rule, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q,
             BLOCK_KV,

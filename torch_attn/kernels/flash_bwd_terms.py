@@ -20,6 +20,7 @@ from torch_attn.kernels.library.sequences import (
     first_tile,
     rows_of_sequence,
 )
+from torch_attn.kernels.library.softmax import probabilities
 from torch_attn.kernels.library.terms import Terms, added_scores, terms_argument
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, load_tile, strides_of
 from torch_attn.kernels.library.tree import in_branch
@@ -50,6 +51,7 @@ def score_gradients(
     terms,
     mask,
     strides,
+    row,
     first_q,
     seq_q,
     first_kv,
@@ -72,9 +74,9 @@ def score_gradients(
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
 
     Args:
-        q_ptr, k_ptr, v_ptr, dout_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides,
+        q_ptr ... delta_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides,
             diagonal and rule.
-        lse2_ptr, delta_ptr: point to the first row of the head's queries.
+        row: the first row of the head's queries in lse2 and delta.
         first_q, seq_q, first_kv, seq_kv: the first row and the number of the sequence's queries,
             and of its keys.
         batch: batch element of the tensors, 0 with packed sequences.
@@ -117,8 +119,9 @@ def score_gradients(
         segment_q, segment_kv, seen, added,
     )  # fmt: skip
     # p = exp(s - lse)
-    lse2 = tl.load(lse2_ptr + rows)
-    p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
+    lse2 = tl.load(lse2_ptr + row + rows)
+    rest2 = tl.load(terms.rest2 + row + rows)
+    p = probabilities(s, lse2[:, None], rest2[:, None], rule.exp2_scale)
     # dp = dout vᵀ
     do_base = head_base(dout_ptr, strides.dout, batch, head)
     v_base = head_base(v_ptr, strides.v, batch, head // GROUP_SIZE, first_kv)
@@ -132,7 +135,7 @@ def score_gradients(
     if kept is not None:
         dp = dp * kept
     # ds = p ∘ (dp - delta) ∘ dcap
-    delta = tl.load(delta_ptr + rows)
+    delta = tl.load(delta_ptr + row + rows)
     return p * (dp - delta[:, None]) * dcap
 
 
@@ -204,10 +207,10 @@ def flash_bwd_relative_kernel(
         for step in tl.range(0, count):
             start_q = (begin + step) * BLOCK_Q
             acc += score_gradients(
-                q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr + row, delta_ptr + row, terms, mask,
-                strides, first_q, size_q, first, size_kv, batch, element, head, start_q,
-                start_q + before, own_diagonal, rule, window_left, window_right, GROUP_SIZE,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_Q, BLOCK_KV,
+                q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, row,
+                first_q, size_q, first, size_kv, batch, element, head, start_q, start_q + before,
+                own_diagonal, rule, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_Q, BLOCK_KV,
             )  # fmt: skip
 
     # Store the band: its tile if its distances have entries of their own, otherwise its sum.

@@ -22,7 +22,7 @@ from torch_attn.kernels.library.terms import (
     terms_of,
 )
 from torch_attn.kernels.library.tiles import ROW_PADDING
-from torch_attn.kernels.preprocess import preprocess
+from torch_attn.kernels.preprocess import Statistics, preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -91,20 +91,6 @@ class Sums(NamedTuple):
     passes: Passes = Passes()
 
 
-class Statistics(NamedTuple):
-    """Hold the per-row values of a forward, as `kernels.preprocess` describes them.
-
-    Attributes:
-        lse, dlse: lse of the forward, and its gradient or None.
-        lse2, delta: what the kernel computes from them.
-    """
-
-    lse: Any
-    dlse: Any
-    lse2: Any
-    delta: Any
-
-
 def computed_mask(
     kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> Mask:
@@ -153,6 +139,7 @@ def make_flash_bwd(
         operands: AttentionOperands[Tensor],
         out: Tensor,
         lse: Tensor,
+        rest: Tensor | None,
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Tensor]:
@@ -163,7 +150,8 @@ def make_flash_bwd(
         Args:
             dout: [B, Sq, Hq, Dv], with strides that the family takes.
             dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
-            operands, out, lse: inputs and outputs of the forward.
+            operands, out, lse: inputs and outputs of the forward, as is rest, its `rest_of_lse`,
+                None without terms.
 
         Returns:
             The gradient of each operand, in its dtype, contiguous.
@@ -172,7 +160,8 @@ def make_flash_bwd(
         offsets, segments = offsets_of(operands), segments_of(operands)
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(rows) for _ in range(2))
-        terms = () if terms_gradients is None else (terms_of(operands, spec),)
+        rest2 = None if rest is None else lse.new_empty(rows)
+        terms = () if terms_gradients is None else (terms_of(operands, spec)._replace(rest2=rest2),)
         stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
         stores = all(is_multiplied(x.dbias, q) for x in stored)
         if postprocess is not None and (spec.wide_bias or not stores):
@@ -185,11 +174,11 @@ def make_flash_bwd(
         own = OwnPasses()
         if has_sums and own_passes is not None:
             own = own_passes(spec, backend, q.device, members)
-        statistics = Statistics(lse, dlse, lse2, delta)
+        statistics = Statistics(lse, dlse, lse2, delta, rest, rest2)
         rows_of_dq = (out, statistics)
         if not own.rows and (has_sums or not dq_prepares_rows):
             queries = offsets.q, segments and segments.q
-            preprocess(dout, out, lse, dlse, lse2, delta, spec, backend, *queries)
+            preprocess(dout, out, statistics, spec, backend, *queries)
             rows_of_dq = (lse2, delta)
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
@@ -248,7 +237,7 @@ def make_flash_bwd(
             if x.drelative is not None:
                 gradients["relative_bias"] = x.drelative.to(x.relative.dtype)
                 others = others._replace(relative_bias=None)
-        dsinks = sinks_gradient(operands.sinks, lse2, delta)
+        dsinks = sinks_gradient(operands.sinks, lse2, delta, rest2)
         gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
         if spec.terms and terms_gradients:
             if of_keys is None or mask_of is not computed_mask:
@@ -274,11 +263,17 @@ def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
     return keys, replace(keys, head_dim=spec.head_dim_v, scale=1.0)
 
 
-def sinks_gradient(sinks: Tensor | None, lse2: Tensor, delta: Tensor) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows."""
+def sinks_gradient(
+    sinks: Tensor | None, lse2: Tensor, delta: Tensor, rest2: Tensor | None = None
+) -> Tensor | None:
+    """Compute the gradient of the sinks [Hq] from lse2, delta and rest2 of all rows."""
     if sinks is None:
         return None
-    p = torch.exp2(sinks[:, None] * LOG2E.value - lse2)
+    of_heads = sinks[:, None]
+    if rest2 is None:
+        p = torch.exp2(of_heads * LOG2E.value - lse2)
+    else:
+        p = torch.exp2((of_heads - lse2) * LOG2E.value - rest2)
     return -(p * delta).sum((0, 2))
 
 

@@ -1,5 +1,7 @@
 """Prepare the rows of a backward, in the kernel that runs before a family's own."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,6 +16,24 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
 
+class Statistics(NamedTuple):
+    """Hold the values of rows, float32, as `flash_bwd_preprocess_kernel` describes them.
+
+    Attributes:
+        lse, dlse: lse of the forward, and its gradient or None, [B, Hq, Sq].
+        lse2, delta: what the kernel computes, [B, Hq, Sq rounded up to ROW_PADDING].
+        rest, rest2: `softmax.rest_of_lse` as lse, and what the kernel computes from it; None
+            without terms.
+    """
+
+    lse: Any
+    dlse: Any
+    lse2: Any
+    delta: Any
+    rest: Any = None
+    rest2: Any = None
+
+
 @triton.jit(do_not_specialize=["seq_q", "num_sequences"])
 def flash_bwd_preprocess_kernel(
     dout_ptr,
@@ -22,6 +42,8 @@ def flash_bwd_preprocess_kernel(
     dlse_ptr,
     lse2_ptr,
     delta_ptr,
+    rest_ptr,
+    rest2_ptr,
     cu_seqlens_q_ptr,
     q_segment_ids_ptr,
     strides,
@@ -35,11 +57,12 @@ def flash_bwd_preprocess_kernel(
     """Prepare the rows for the other kernels; one program takes BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
-    or does not exist, so that ``exp2(s - lse2)`` is 0 there. dlse counts as 0 in a row that saw no
-    key. dout is rounded as products of the precision take it, so that ds cancels in a row that sees
-    one key. Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse and dlse [B, Hq, Sq]
-    contiguous; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING], all float32. Grid: (query
-    tiles, heads, batch) in one axis.
+    or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, lse2 is lse
+    itself (`softmax.probabilities`), and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse
+    counts as 0 in a row that saw no key. dout is rounded as products of the precision take it, so
+    that ds cancels in a row that sees one key. Operands: dout and out [B, Sq, Hq, Dv] with the
+    given strides; lse, dlse and rest [B, Hq, Sq] contiguous; lse2, delta and rest2 [B, Hq, Sq
+    rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in one axis.
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
     ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, including
@@ -77,11 +100,16 @@ def flash_bwd_preprocess_kernel(
     rows = start_q + tl.arange(0, BLOCK_Q)
     offset = (batch * heads_q + head) * total_q
     lse = tl.load(lse_ptr + offset + rows, mask=rows < seq_q, other=float("inf"))
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse)
+    if rest_ptr is None:
+        lse2 *= LOG2E
     if dlse_ptr is not None:
         has_key = (rows < seq_q) & (lse != float("-inf"))
         delta -= tl.load(dlse_ptr + offset + rows, mask=has_key, other=0.0)
     padded_offset = (batch * heads_q + head) * num_rows
+    if rest_ptr is not None:
+        rest = tl.load(rest_ptr + offset + rows, mask=rows < seq_q, other=0.0)
+        tl.store(rest2_ptr + padded_offset + rows, rest * LOG2E)
     tl.store(lse2_ptr + padded_offset + rows, lse2)
     tl.store(delta_ptr + padded_offset + rows, delta)
 
@@ -89,10 +117,7 @@ def flash_bwd_preprocess_kernel(
 def preprocess(
     dout: Tensor,
     out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    lse2: Tensor,
-    delta: Tensor,
+    statistics: Statistics,
     spec: AttentionSpec,
     backend: Backend,
     offsets: Tensor | None,
@@ -101,15 +126,15 @@ def preprocess(
     """Launch `flash_bwd_preprocess_kernel`.
 
     Args:
-        dout, out, lse, dlse, spec, backend: as `flash_bwd` has them.
-        lse2, delta: outputs, [B, Hq, Sq rounded up to ROW_PADDING] float32.
+        dout, out, spec, backend: as `flash_bwd` has them.
+        statistics: of the rows, in part outputs.
         offsets, segment_ids: of the queries; None without packed sequences, and without ids.
     """
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
         _prepare_preprocess,
-        (dout, out, lse, dlse, lse2, delta, offsets, segment_ids),
+        (dout, out, *statistics, offsets, segment_ids),
         spec,
         backend,
     )

@@ -38,8 +38,9 @@ def flash_fwd(
     """Compute out, lse and any other requested result in float32, with O(Sq · Skv) memory."""
     forward = forward_of(spec)
     with without_autocast(operands.q.device):
-        out, *of_rows = forward(operands, spec, torch.float32)
-    return out.to(operands.q.dtype).contiguous(), *of_rows
+        out, lse, *of_rows = forward(operands, spec, torch.float32)
+        rest = [lse.new_zeros(lse.shape)] if spec.terms else []  # its backward needs none
+    return out.to(operands.q.dtype).contiguous(), lse, *rest, *of_rows
 
 
 def flash_bwd(
@@ -48,6 +49,7 @@ def flash_bwd(
     operands: AttentionOperands[Tensor],
     out: Tensor,
     lse: Tensor,
+    rest: Tensor | None,
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Tensor]:

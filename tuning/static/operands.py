@@ -71,9 +71,10 @@ def run_kernels(
         return found
     if isinstance(spec, AttentionSpec):
         out, lse, *others = run("flash_fwd")(*operands, spec, backend)
+        rest = others[0] if spec.terms else None
         kinds = [replace(spec, deterministic=x, row_max=False) for x in deterministic]
         return [out, lse, *others] + [
-            run("flash_bwd")(out, lse, *operands, out, lse, kind, backend)
+            run("flash_bwd")(out, lse, *operands, out, lse, rest, kind, backend)
             for kind in kinds
             if family.supports("flash_bwd", kind, backend.target) is None
         ]

@@ -140,6 +140,11 @@ class GradientCarry(NamedTuple, Generic[X]):
     delta: X
 
 
+def has_terms(operands: Any) -> bool:
+    """Return True if something is added to the scores."""
+    return any(getattr(operands, name, None) is not None for name in TERMS)
+
+
 # Of the operations that the flash attention kernels run.
 AttentionOperands = (
     FlashOperands[X] | VarlenOperands[X] | BlockSparseOperands[X] | PartialOperands[X]

@@ -34,7 +34,7 @@ from pallas_attn.kernels.explicit.rows import (
 from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.gradients import Sources
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
-from pallas_attn.kernels.library.softmax import lse_in_base_2
+from pallas_attn.kernels.library.softmax import lse_to_subtract
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
@@ -129,7 +129,7 @@ def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq
         if sources.dlse is not None:
             dlse = load_row_values(sources.dlse, *place, num_rows, 0.0)
             delta = delta - jnp.where(lse == float("-inf"), 0.0, dlse)
-        store(lse_in_base_2(lse), delta)
+        store(lse_to_subtract(lse), delta)
 
     if all_exist:
         prepare()

@@ -18,7 +18,7 @@ def visible_scores(
     segment_a=None,
     segment_b=None,
     seen=None,
-    added=None,
+    added=(),
 ):
     """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
 
@@ -36,7 +36,7 @@ def visible_scores(
             shares; None hides nothing.
         seen: the keys that a tree or an interval lets each query see, broadcast as a · bᵀ; None
             hides nothing.
-        added: what is added to the scaled scores, of the tile's shape; None adds nothing.
+        added: of `terms.added_scores`, what is added to the scaled scores.
 
     Returns:
         (s, dcap): a · bᵀ scaled, with `added`, capped and masked, float32; and the derivative of
@@ -58,7 +58,7 @@ def visible_scores(
     return s, dcap
 
 
-def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee", added=None):
+def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee", added=()):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
     `more`, the product of further columns, is added to the product. `added` is added after the
@@ -69,8 +69,8 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ie
         s = more + s
     if scale_first:
         s = s * scale
-    if added is not None:
-        s = s + added
+    for x in added:
+        s = s + x
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     return s

@@ -2,7 +2,10 @@
 
 Scores are kept in base 2: ``exp(x) = exp2(x * log2(e))``, so that one hardware instruction gives p.
 `exp2_scale` converts a score to base 2 and includes the scale where it can
-(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction.
+(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction. Where
+terms are added, a score may be any float32 number, such as -1e9 for a key that is to be hidden. The
+rounding of such a product would be the exponent, so the maximum stays a score, and is subtracted
+first.
 """
 
 import jax.numpy as jnp
@@ -11,35 +14,44 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
-def online_softmax_update(s, m_i, l_i, exp2_scale):
+def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
     """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
-    Invariant: m_i is the row maximum so far (base 2), l_i the sum of ``exp2(s * exp2_scale - m_i)``
-    and the caller's acc the product of that with v. A row without a key so far keeps m_i = -inf and
-    l_i = 0.
+    Invariant: m_i is the row maximum so far, in base 2, or the score itself where terms are added;
+    l_i is the sum of ``exp2(s * exp2_scale - m_i)``, or ``exp2((s - m_i) * exp2_scale)``, and the
+    caller's acc the product of that with v. A row without a key so far keeps m_i = -inf, l_i = 0.
 
     Returns (p, alpha, m_i, l_i): p of this tile, the factor that rescales acc to the new maximum,
     and the new m_i and l_i.
     """
-    m_new = jnp.maximum(m_i, jnp.max(s, 1) * exp2_scale)
-    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-    p = jnp.exp2(s * exp2_scale - m_safe[:, None])
-    alpha = jnp.exp2(m_i - m_safe)
+    if added:
+        m_new = jnp.maximum(m_i, jnp.max(s, 1))
+        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+        p = jnp.exp2((s - m_safe[:, None]) * exp2_scale)
+        alpha = jnp.exp2((m_i - m_safe) * exp2_scale)
+    else:
+        m_new = jnp.maximum(m_i, jnp.max(s, 1) * exp2_scale)
+        m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
+        p = jnp.exp2(s * exp2_scale - m_safe[:, None])
+        alpha = jnp.exp2(m_i - m_safe)
     l_i = l_i * alpha + jnp.sum(p, 1)
     return p, alpha, m_new, l_i
 
 
-def add_sink(sink, m_i, l_i):
+def add_sink(sink, m_i, l_i, in_base_2=True):
     """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
+
+    in_base_2: m_i is in base 2, otherwise a natural logarithm.
 
     Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
     l_i.
     """
-    sink = sink * LOG2E
+    scale = 1.0 if in_base_2 else LOG2E
+    sink = sink * LOG2E if in_base_2 else sink
     m_new = jnp.maximum(m_i, sink)
     m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = jnp.exp2(m_i - m_safe)
-    l_i = l_i * alpha + jnp.exp2(sink - m_safe)
+    alpha = jnp.exp2((m_i - m_safe) * scale)
+    l_i = l_i * alpha + jnp.exp2((sink - m_safe) * scale)
     return alpha, m_new, l_i
 
 
@@ -55,15 +67,30 @@ def row_statistics(m_i, l_i, in_base_2=True):
     return l_safe, maximum + jnp.log(l_safe)
 
 
-def lse_in_base_2(lse):
-    """Return lse2, which the backward subtracts: ``exp2(s - lse2)`` is 0 where a row saw no key."""
-    return jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+def rest_of_lse(lse, m_i, l_safe):
+    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key.
+
+    Next to a maximum of -1e9 the whole logarithm is lost, and without it p of the backward would be
+    1 for each of n equal scores, in place of 1 / n (Knuth 1997, the error of a sum).
+    """
+    log_l = jnp.log(l_safe)
+    kept = lse - m_i
+    rest = (m_i - (lse - kept)) + (log_l - kept)
+    return jnp.where(lse == float("-inf"), 0.0, rest)
 
 
-def add_sink_to_states(sink, m_i, l_i):
-    """Do what `add_sink` does, for a maximum that is a natural logarithm."""
-    m_new = jnp.maximum(m_i, sink)
-    m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = jnp.exp2((m_i - m_safe) * LOG2E)
-    l_i = l_i * alpha + jnp.exp2((sink - m_safe) * LOG2E)
-    return alpha, m_new, l_i
+def probabilities(s, lse2, rest2, exp2_scale):
+    """Compute p = exp(s - lse) from statistics of the rows, which are broadcast as s.
+
+    lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
+    subtracted first, and rest2 the `rest_of_lse` in base 2.
+    """
+    if rest2 is None:
+        return jnp.exp2(s * exp2_scale - lse2)
+    return jnp.exp2((s - lse2) * exp2_scale - rest2)
+
+
+def lse_to_subtract(lse, in_base_2=True):
+    """Return lse2 of `probabilities`, with which p is 0 where a row saw no key."""
+    lse = jnp.where(lse == float("-inf"), float("inf"), lse)
+    return lse * LOG2E if in_base_2 else lse

@@ -15,6 +15,9 @@ from pallas_attn.kernels.library.tiles import arange
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
 
+# Slopes above the first are rounded, and all are at most the second.
+STEEP, STEEPEST = 16.0, 2.0**64
+
 
 class Terms(NamedTuple):
     """Hold the operands that are added to scores, and dropout's; None for what a problem lacks.
@@ -24,15 +27,22 @@ class Terms(NamedTuple):
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
         seed: seed of dropout, [2] int32 or uint32.
         bias: [B, Hq, Sq, Skv], or 1 in place of any.
+        rest2: as lse2, `softmax.rest_of_lse` in base 2, for a backward.
     """
 
     relative: Any = None
     slopes: Any = None
     seed: Any = None
     bias: Any = None
+    rest2: Any = None
 
 
 NO_TERMS = Terms()
+
+
+def adds_terms(terms: Terms) -> bool:
+    """Return True if something is added to scores."""
+    return not (terms.relative is None and terms.slopes is None and terms.bias is None)
 
 
 def added_scores(
@@ -49,7 +59,9 @@ def added_scores(
     member=None,
     transposed=False,
 ):
-    """Return what is added to a tile's scores, [block_q, block_kv] float32; None for nothing.
+    """Return what is added to a tile's scores, in turn, each [block_q, block_kv] float32.
+
+    Every kernel adds them in this order: another order rounds otherwise beside a value of -1e9.
 
     Args:
         terms: `Terms` of a head: relative [2R + 1], slopes [] or, for packed sequences, [N], and
@@ -64,44 +76,56 @@ def added_scores(
         member: the head of a group; None for terms of one head.
         transposed: the tile has keys down and queries across.
     """
-    if terms.relative is None and terms.slopes is None and terms.bias is None:
-        return None
+    if not adds_terms(terms):
+        return []
     query, key = arange(block_q), arange(block_kv)
     if transposed:
         distance = offset + key[:, None] - query[None, :]
     else:
         distance = offset + key[None, :] - query[:, None]
-    added = jnp.zeros(distance.shape, jnp.float32)
-    head = () if member is None else (member,)
-    if terms.bias is not None:
-        added = _bias_scores(
-            terms.bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
-            masked, transposed,
-        )  # fmt: skip
+    added, head = [], () if member is None else (member,)
+    if terms.slopes is not None:
+        place = head
+        if len(terms.slopes.shape) > len(head):  # one of each sequence
+            place = (*head, jnp.where(element < terms.slopes.shape[-1], element, 0))
+        slope = round_steep(terms.slopes[place if place else ...])
+        added.append(-slope * jnp.abs(distance).astype(jnp.float32))
     if terms.relative is not None:
-        radius, before = terms.relative.shape[-1] // 2, added
+        radius = terms.relative.shape[-1] // 2
 
         def load_one():
             # No `jnp.where` of two literals: jax 0.11.2 makes them booleans on a GPU.
             place = jnp.minimum(jnp.maximum(offset, -radius), radius) + radius
             value = terms.relative[(*head, place)]
-            return before + value.astype(jnp.float32)
+            return jnp.broadcast_to(value.astype(jnp.float32), distance.shape)
 
         def load_all():
             place = jnp.minimum(jnp.maximum(distance, -radius), radius) + radius
             heads = tuple(jnp.broadcast_to(x, place.shape) for x in head)
-            return before + plt.load(terms.relative.at[(*heads, place)]).astype(jnp.float32)
+            return plt.load(terms.relative.at[(*heads, place)]).astype(jnp.float32)
 
         # Most tiles are so far off the diagonal that all their distances share an entry.
         is_far = (offset - block_q + 1 >= radius) | (offset + block_kv - 1 <= -radius)
-        added = lax.cond(is_far, load_one, load_all)
-    if terms.slopes is not None:
-        place = head
-        if len(terms.slopes.shape) > len(head):  # one of each sequence
-            place = (*head, jnp.where(element < terms.slopes.shape[-1], element, 0))
-        slope = terms.slopes[place if place else ...]
-        added = added - slope * jnp.abs(distance).astype(jnp.float32)
+        added.append(lax.cond(is_far, load_one, load_all))
+    if terms.bias is not None:
+        of_pairs = _bias_scores(
+            terms.bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
+            masked, transposed,
+        )  # fmt: skip
+        added.append(of_pairs)
     return added
+
+
+def round_steep(slope):
+    """Return a slope; one above STEEP is rounded to 16 bits of mantissa.
+
+    The penalties of up to 256 positions are then exact, and so are sums of two such. A query sees
+    nothing but its nearest key beside such a slope, and lse changes by less than its budget.
+    """
+    bits = lax.bitcast_convert_type(slope, jnp.int32)
+    rounded = lax.bitcast_convert_type((bits + jnp.int32(128)) & jnp.int32(-256), jnp.float32)
+    rounded = jnp.minimum(jnp.maximum(rounded, -STEEPEST), STEEPEST)
+    return jnp.where(jnp.abs(slope) > STEEP, rounded, slope)
 
 
 def _bias_scores(

@@ -14,7 +14,7 @@ from pallas_attn.kernels.explicit.barriers import warpgroup_barrier
 from pallas_attn.kernels.explicit.mma_launch import launch
 from pallas_attn.kernels.explicit.registers import WARPS, thread_index
 from pallas_attn.kernels.library.pages import splits_with_keys
-from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, row_statistics
+from pallas_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from pallas_attn.kernels.paged.memory import store_number
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -120,7 +120,7 @@ def combine_kernel(
 
             # Normalise and store.
             if sinks_ref is not None:
-                alpha, m_i, l_i = add_sink_to_states(sinks_ref[head], m_i, l_i)
+                alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i, in_base_2=False)
                 acc = [x * alpha for x in acc]
             l_safe, lse = row_statistics(m_i, l_i, in_base_2=False)
             store_number(lse, lse_ref, batch, head, token)

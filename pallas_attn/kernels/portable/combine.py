@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.pages import keys_of_sequence, load_rows_at, splits_with_keys
-from pallas_attn.kernels.library.softmax import LOG2E, add_sink_to_states, row_statistics
+from pallas_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from pallas_attn.kernels.library.tiles import arange, cdiv, load_rows
 from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
@@ -83,7 +83,7 @@ def combine_kernel(
 
         # Normalise and store.
         if sink_ref is not None:
-            alpha, m_i, l_i = add_sink_to_states(sink_ref[...], m_i, l_i)
+            alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i, in_base_2=False)
             acc = acc * alpha
         l_safe, lse = row_statistics(m_i, l_i, in_base_2=False)
         cols = arange(block_dv)

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.library.mask import Mask
-from pallas_attn.kernels.library.terms import shares_values, store_pairs, terms_of
+from pallas_attn.kernels.library.terms import Terms, shares_values, store_pairs
 from pallas_attn.kernels.library.tiles import cdiv, store_rows, visible_tiles
 from pallas_attn.kernels.portable.flash_bwd_terms import compiler_numbers, score_gradients
 from pallas_attn.launch import (
@@ -27,7 +27,6 @@ from pallas_attn.launch import (
     of_head,
     of_pairs,
 )
-from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 
@@ -119,8 +118,8 @@ def flash_bwd_bias_kernel(
 
 
 def bias_gradient(
-    operands: AttentionOperands[Array],
     inputs: Any,
+    terms: Terms,
     mask: Mask,
     spec: AttentionSpec,
     backend: Backend,
@@ -128,9 +127,8 @@ def bias_gradient(
     """Compute the gradient of a bias that pairs share, by name; empty without one.
 
     Args:
-        operands, inputs, mask, spec, backend: as `relative_gradient` takes them.
+        inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
     """
-    terms = terms_of(operands, spec)
     bias = terms.bias
     if bias is None or not shares_values(bias.shape, spec):
         return {}
@@ -143,6 +141,8 @@ def bias_gradient(
         sums = jax.ShapeDtypeStruct(shape, jnp.float32)
     heads_shared, batch_shared = spec.heads_q // sums.shape[1], spec.batch // sums.shape[0]
     rows = [x.reshape(-1, *x.shape[2:]) for x in inputs]
+    assert terms.rest2 is not None
+    terms = terms._replace(rest2=terms.rest2.reshape(-1, terms.rest2.shape[-1]))
     slopes = terms.slopes
     if slopes is not None and slopes.ndim == 2:
         terms = terms._replace(slopes=slopes.T)

@@ -19,7 +19,8 @@ from pallas_attn.kernels.library.mask import Mask
 from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import first_tile, num_sequences_of, rows_of_sequence
-from pallas_attn.kernels.library.terms import added_scores, terms_of
+from pallas_attn.kernels.library.softmax import probabilities
+from pallas_attn.kernels.library.terms import Terms, added_scores
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
     arange,
@@ -41,7 +42,6 @@ from pallas_attn.launch import (
     of_head,
     of_terms,
 )
-from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.bands import Bands, bands_of
 from twin_attention.targets.config import padded_head_dim
@@ -141,7 +141,8 @@ def score_gradients(
     )  # fmt: skip
     # p = exp(s - lse)
     lse2 = load_padded_rows(lse2_ref, first_row + start_q, block_q, row)
-    p = jnp.exp2(s * rule.exp2_scale - lse2[:, None])
+    rest2 = load_padded_rows(terms.rest2, first_row + start_q, block_q, row)
+    p = probabilities(s, lse2[:, None], rest2[:, None], rule.exp2_scale)
     # dp = dout vᵀ
     do, v = load_queries(dout_ref, head_dim_v), load_keys(v_ref, head_dim_v)
     dp = dot(do, v.T, rule.precision)
@@ -242,8 +243,8 @@ def flash_bwd_relative_kernel(
 
 
 def relative_gradient(
-    operands: AttentionOperands[Array],
     inputs: Any,
+    terms: Terms,
     mask: Mask,
     spec: AttentionSpec,
     backend: Backend,
@@ -251,12 +252,11 @@ def relative_gradient(
     """Compute the gradient of `relative_bias`, by name; empty without it.
 
     Args:
-        operands: operands of the call.
         inputs: `pallas_attn.kernels.gradients.Inputs`.
+        terms: of the call, as the kernel of dq takes them.
         mask: as the kernel of dq takes it.
         spec, backend: the problem, and what runs.
     """
-    terms = terms_of(operands, spec)
     if terms.relative is None:
         return {}
     config = config_of("flash_bwd_dq", spec, backend)
@@ -297,7 +297,9 @@ def relative_gradient(
             *(of_head(x, spec.group_size) for x in (k, v)),
             of_head(dout),
             *map(of_all_batches, of_rows),
-            of_terms(terms)._replace(bias=of_all_pairs(terms.bias)),
+            of_terms(terms)._replace(
+                bias=of_all_pairs(terms.bias), rest2=of_all_batches(terms.rest2)
+            ),
             *(x._make(map(of_all, x)) for x in small),
         ),
         (tiles, sums),

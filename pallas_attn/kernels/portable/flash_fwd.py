@@ -29,9 +29,10 @@ from pallas_attn.kernels.library.softmax import (
     LOG2E,
     add_sink,
     online_softmax_update,
+    rest_of_lse,
     row_statistics,
 )
-from pallas_attn.kernels.library.terms import added_scores, terms_of
+from pallas_attn.kernels.library.terms import added_scores, adds_terms, terms_of
 from pallas_attn.kernels.library.tiles import (
     arange,
     load_rows,
@@ -65,8 +66,7 @@ def flash_fwd_kernel(
     carry,
     out_ref,
     lse_ref,
-    row_max_ref=None,
-    *,
+    *more,
     place,
     seq_q,
     seq_kv,
@@ -83,8 +83,9 @@ def flash_fwd_kernel(
     """One program computes block_q rows of one query head.
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
-    [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log), row_max [Sq] float32, each
-    row's largest score, or None. Query i stands at key position i + Skv - Sq; rule:
+    [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log); then, as lse, `rest_of_lse`
+    if there are terms, and each row's largest score if it is asked for. Query i stands at key
+    position i + Skv - Sq; rule:
     `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
     `longest_first`; place: returns a program's tile, head and batch element, from its number. Loop
     invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's
@@ -105,6 +106,8 @@ def flash_fwd_kernel(
     problem lacks are None.
     """
     offsets, segments, lists, tree, depths, intervals = mask
+    added_to = adds_terms(terms)
+    row_max_ref = more[-1] if len(more) > added_to else None
     # Locate the tile of queries.
     tile, head, batch = place(pl.program_id(0))
     # Queries are counted from the first of all sequences, keys from the sequence's first.
@@ -127,7 +130,7 @@ def flash_fwd_kernel(
     if sink_ref is not None and row_max_ref is None:
         # Include the sink in the maximum from the start, so that acc is not rescaled for it at the
         # end.
-        m_i = jnp.maximum(m_i, sink_ref[...] * LOG2E)
+        m_i = jnp.maximum(m_i, sink_ref[...] * (1.0 if added_to else LOG2E))
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
     if carry is not None:
         m_carry = load_rows(carry.lse, start_q, seq_q, block_q, float("-inf")) * LOG2E
@@ -172,7 +175,7 @@ def flash_fwd_kernel(
                 segment_q, segment_kv, seen, added,
             )  # fmt: skip
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, added_to)
             acc = acc * alpha[:, None]
             kept = dropout_weights(
                 terms, dropout, element, head, start_q - first_q, start_kv, block_q, block_kv
@@ -190,12 +193,14 @@ def flash_fwd_kernel(
 
     # Normalise and store.
     if row_max_ref is not None:
-        store_rows(row_max_ref, m_i * LN2, start_q, seq_q, block_q)
+        store_rows(row_max_ref, m_i * (1.0 if added_to else LN2), start_q, seq_q, block_q)
     if sink_ref is not None:
-        alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i)
+        alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i, not added_to)
         if row_max_ref is not None:
             acc = acc * alpha[:, None]
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, not added_to)
+    if added_to:
+        store_rows(more[0], rest_of_lse(lse, m_i, l_safe), start_q, seq_q, block_q)
     out = acc / l_safe[:, None]
     store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
     store_rows(lse_ref, lse, start_q, seq_q, block_q)
@@ -207,8 +212,9 @@ def flash_fwd(
     """Call `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, if the problem asks for it,
-        each row's largest score, shaped as lse; without B for packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; then, shaped as lse,
+        `rest_of_lse` if there are terms, and each row's largest score if the problem asks for it;
+        without B for packed sequences.
     """
     return without_batch(spec, *launch_forward(operands, None, spec, backend))
 
@@ -229,7 +235,7 @@ def launch_forward(
     dtype = q.dtype if carry is None else jnp.float32
     out = jax.ShapeDtypeStruct((*q.shape[:3], spec.head_dim_v), dtype)
     lse = jax.ShapeDtypeStruct((spec.batch, spec.heads_q, spec.seq_q), jnp.float32)
-    results = (out, lse, lse) if spec.row_max else (out, lse)
+    results = (out, lse, *[lse] * (bool(spec.terms) + spec.row_max))
     terms = terms_of(operands, spec)
     before = (q, k, v, sinks, terms, mask)
     first = len(jax.tree.leaves(before))

@@ -45,9 +45,10 @@ def flash_bwd(
     operands: AttentionOperands[Array],
     out: Array,
     lse: Array,
+    rest: Array | None,
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Array]:
     """Call the kernels of the backward for the head size: see `make_flash_bwd`."""
     run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
-    return run(dout, dlse, operands, out, lse, spec, backend)
+    return run(dout, dlse, operands, out, lse, rest, spec, backend)

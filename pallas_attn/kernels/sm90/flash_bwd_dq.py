@@ -37,7 +37,7 @@ from pallas_attn.kernels.explicit.wgmma_launch import Problem, launch
 from pallas_attn.kernels.explicit.wgmma_scores import hide_keys, visible_scores
 from pallas_attn.kernels.gradients import Sources
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
-from pallas_attn.kernels.library.softmax import lse_in_base_2
+from pallas_attn.kernels.library.softmax import lse_to_subtract
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.kernels.sm90.gradient_tiles import block_tiles, make_tiles, values_and_factors
 from pallas_attn.kernels.sm90.work import CONSUMERS, locate_queries, own_tile
@@ -312,7 +312,7 @@ def prepare_rows(kernel, tile, work, start_row):
             # The next sequence's rows, or padding.
             delta = jnp.where(lse == float("inf"), 0.0, delta)
         delta = delta - dlse
-    lse2 = lse_in_base_2(lse)
+    lse2 = lse_to_subtract(lse)
     place = work.batch, work.place.head, work.first_row + (start_row - work.place.start)
     store_row_values(lse2, kernel.outputs.lse2, *place, None, of_row)
     store_row_values(delta, kernel.outputs.delta, *place, None, of_row)

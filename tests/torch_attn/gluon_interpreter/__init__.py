@@ -20,7 +20,7 @@ that a barrier which is missing between them is not found. Errors are raised for
 Missing waits show in the results: shared memory is NaN at first, and stale later.
 
     with interpreted(WRITES_FIRST, programs=3):
-        grads = flash_bwd(dout, dlse, operands, out, lse, spec, Backend(family, "sm90"))
+        grads = flash_bwd(dout, dlse, operands, out, lse, None, spec, Backend(family, "sm90"))
 """
 
 from __future__ import annotations

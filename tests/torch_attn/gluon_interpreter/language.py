@@ -29,6 +29,7 @@ from tests.torch_attn.gluon_interpreter.values import (
 )
 from torch_attn.kernels.explicit import reports, terms, wgmma_terms
 from torch_attn.kernels.library import dropout
+from torch_attn.kernels.library import terms as library_terms
 from twin_attention.contract.dropout import philox
 from twin_attention.targets.ptx import any_of_warp, cap_scores, capped_exponentials, rescale
 from twin_attention.targets.tanh import CLOSE, CLOSE_LIMIT, NEAR, NEAR_LIMIT
@@ -96,6 +97,14 @@ def _philox(*numbers: Any) -> tuple[Tensor, ...]:
     a, b, c, d, *key = (torch.as_tensor(values_of(x)).long() & 0xFFFFFFFF for x in numbers)
     words = philox(array_namespace(a), (a, b, c, d), (key[0], key[1]))
     return tuple(Tensor(x.to(torch.uint32)) for x in torch.broadcast_tensors(*words))
+
+
+@_fake(of=(library_terms,))
+def round_steep(slope: Any) -> Any:
+    """Do what `library.terms.round_steep` does; an interpreted number has no bits."""
+    bits = torch.tensor(float(slope)).view(torch.int32)
+    rounded = ((bits + 128) & -256).view(torch.float32).clamp(-(2.0**64), 2.0**64)
+    return scalar(rounded.item()) if abs(slope) > library_terms.STEEP.value else slope
 
 
 @_fake()
@@ -270,7 +279,7 @@ _INSTRUCTIONS[re.escape(plain(reports.REPORT))] = _report
 _INSTRUCTIONS[re.escape(plain(reports.REPORT_READ))] = _report_read
 _INSTRUCTIONS[re.escape(plain(reports.AWAIT_REPORTS))] = _await_reports
 _INSTRUCTIONS[re.escape(plain(wgmma_terms.MASK_WORDS))] = _mask_words
-_INSTRUCTIONS[re.escape(plain(wgmma_terms.WIDEN))] = lambda x: x.to(gl.float32)
+_INSTRUCTIONS[re.escape(plain(terms.WIDEN))] = lambda x: x.to(gl.float32)
 _INSTRUCTIONS |= {
     re.escape(terms.compare_words(halves)): functools.partial(_compare_words, halves=halves)
     for halves in (1, 2)

@@ -207,7 +207,8 @@ def next_item(
         shared: the result of `allocate_hand_over`, or () where programs take turns.
         counter_ptr: how many items all programs have taken, or None. Lists have their own counter.
         LAST_FIRST: the last tile is the longest.
-        row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
+        row_ptrs: lse2, delta and rest2 or None, which are prepared for tiles that are passed over;
+            or ().
         sections: (), or the `Sections` in which packed tiles that are passed over count as added.
         heads: heads of a batch element, as items count them.
         BLOCK_OTHER: rows of a tile of the other axis.
@@ -369,14 +370,16 @@ def _take_part(
 
 @gluon.jit
 def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
-    """Store lse2 and delta for a tile of ROW_PADDING missing rows, so that p and ds are 0."""
+    """Store statistics for a tile of ROW_PADDING missing rows, so that p and ds are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lse2_ptr, delta_ptr = row_ptrs
+    lse2_ptr, delta_ptr, rest2_ptr = row_ptrs
     tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
     first = (place.head.to(gl.int64) * tiles + place.tile) * BLOCK
     rows = first + gl.arange(0, BLOCK, layout)
     gl.store(lse2_ptr + rows, gl.full([BLOCK], float("inf"), gl.float32, layout))
     gl.store(delta_ptr + rows, gl.zeros([BLOCK], gl.float32, layout))
+    if rest2_ptr is not None:
+        gl.store(rest2_ptr + rows, gl.zeros([BLOCK], gl.float32, layout))
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.tma import box_layout, load_box
 from torch_attn.kernels.library.dropout import philox
-from torch_attn.kernels.library.terms import Bias
+from torch_attn.kernels.library.terms import Bias, round_steep
 from torch_attn.tensor_maps import TensorMap
 
 # Keeps $3 where the words $1 and $2 share a bit. In PTX, since LLVM would undo the bit operations.
@@ -25,6 +25,9 @@ KEEP = gl.constexpr(
     "{ .reg .pred kept; .reg .b32 bit; and.b32 bit, $1, $2; setp.ne.b32 kept, bit, 0; "
     "selp.f32 $0, $3, 0f00000000, kept; }"
 )
+
+# Widens two packed bfloat16 numbers. In PTX: Triton takes three instructions for them.
+WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
 class HeadTerms(NamedTuple):
@@ -78,6 +81,7 @@ def head_terms(terms, element, head):
     if terms.slopes is not None:
         place = element * terms.of_batch + head
         slope = gl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
+        slope = round_steep(slope)
     if terms.relative is not None:
         row = terms.relative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
         table = row + terms.radius
@@ -144,6 +148,8 @@ def add_terms(
 ):
     """Return products q·k, scaled, with the terms added: scores before the softcap.
 
+    Terms are added in the order of the library, so that sums are rounded as they are there.
+
     Args:
         s: the products.
         own: `HeadTerms`.
@@ -157,7 +163,7 @@ def add_terms(
     QUERIES: gl.constexpr = s.shape[1] if TRANSPOSED else s.shape[0]
     layout: gl.constexpr = s.type.layout
     shape: gl.constexpr = s.shape
-    eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8]) * rule.scale
+    eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
     eight, near = _distances(eights, offset, SIGN)
     if terms.slopes is not None:
         # On one side all distances have one sign, so the penalty is linear: only a tile on both
@@ -165,11 +171,14 @@ def add_terms(
         slope = own.slope
         if not terms.falling:
             slope = gl.where(offset >= QUERIES, -slope, slope)
-        eights += eight.to(gl.float32) * (slope * SIGN) + near.to(gl.float32) * slope
+        penalty = eight.to(gl.float32) * (slope * SIGN) + near.to(gl.float32) * slope
+        eights = eights * rule.scale + penalty
         if not terms.falling:  # noqa: SIM102 (Triton evaluates both sides of an "and")
             if (offset < QUERIES) & (offset + KEYS > 0):
                 after = gl.maximum(near + eight * SIGN, 0).to(gl.float32)
                 eights -= after * (2.0 * slope)
+    else:
+        eights = eights * rule.scale
     if terms.relative is not None:
         # Most tiles are so far off that all of their distances share an entry.
         is_before, is_behind = table_sides(terms, offset, KEYS, QUERIES)
@@ -298,6 +307,16 @@ def read_bias_box(tile, LAYOUT: gl.constexpr):
     bias = tile.load(LAYOUT)
     fence_async_shared()
     return bias
+
+
+@gluon.jit
+def widen(bias):
+    """Return a tile of a bias in float32."""
+    if bias.dtype == gl.bfloat16 and bias.shape[1] > 1:
+        bias = gl.inline_asm_elementwise(
+            WIDEN, "=f,=f,r", [bias], dtype=gl.float32, is_pure=True, pack=2
+        )
+    return bias.to(gl.float32)
 
 
 @gluon.jit

@@ -263,6 +263,11 @@ def read_row(row, slot, LAYOUT: gl.constexpr):
     return x.load(gl.SliceLayout(0, LAYOUT))
 
 
+def rows_map(layout: Layout | None, size: int) -> TensorMap | None:
+    """Return what `row_map` does, or None without an operand."""
+    return None if layout is None else row_map(layout, size)
+
+
 def row_map(layout: Layout, size: int) -> TensorMap:
     """Return the descriptor of rows of `size` values, into which a float32 operand is cut."""
     shape = [math.prod(layout.shape) // size, size]

@@ -1,18 +1,25 @@
 """Terms of the scores of wgmma, and dropout, in a forward, with the fewest instructions a score.
 
-Products q·k are not scaled: `exp2_scale` takes them to base 2, and a term is added in the units of
-the products. What all scores in a thread's row share is added to its maximum and its exponents
-instead. The functions below call it the shift, [rows, 4] like the sums of `softmax.add_columns`.
+What all scores in a thread's row share is added to its maximum and its exponents in place of each
+score. The functions below call it the shift, [rows, 4] like the sums of `softmax.add_columns`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from torch_attn.kernels.explicit.terms import axis_layout, draw_words, table_sides
+from torch_attn.kernels.explicit.terms import (
+    add_terms,
+    axis_layout,
+    draw_words,
+    table_sides,
+    widen,
+)
 from torch_attn.kernels.library.softmax import LOG2E
+from torch_attn.kernels.library.terms import STEEP
 
-# Widens two packed bfloat16 numbers. In PTX: Triton takes three instructions for them.
-WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+# The largest entry of a table that is a shift: beside a larger one the backward would round scores.
+LARGEST_SHIFT = gl.constexpr(4096.0)
+LEAST = gl.constexpr(-3.4028234663852886e38)
 
 
 def _mask_words() -> str:
@@ -41,61 +48,77 @@ _EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
 
 
 @gluon.jit
-def add_to_products(s, terms, own, rule, offset, bias):
-    """Add terms to products q·k; return these, and the shifts of scores in base 2.
+def scores_to_add(s, terms, own, rule, offset, bias):
+    """Return numbers whose product with `unit`, plus `shift`, are scores with their terms.
+
+    A tile whose pairs share an entry of the table, and ALiBi where no slope is steep, need a shift
+    only, and s stays products q·k. Numbers of a size that rounds a score are added to each score,
+    as the backward adds them, so that p is the same in both.
 
     Args:
-        s: the products.
+        s: products q·k.
         own, offset, bias: as in `terms.add_terms`.
         rule: `twin_attention.contract.spec.ScoreRule`, whose exponent scales.
+
+    Returns:
+        (s, shift, unit): shift is [rows, 4], unit a number.
     """
-    inverse = 1.0 / rule.scale
-    if terms.bias.entries is not None:
-        # Before any branch: ptxas 12.8 crashes where a bias is added behind one.
-        bias = _widen(bias)
-        if terms.bias.of_keys:
-            s += bias * inverse
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     layout: gl.constexpr = quads.type.layout
     of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, layout))
-    shift = gl.zeros([s.shape[0], 4], gl.float32, of_thread)
-    if terms.bias.entries is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
-        if not terms.bias.of_keys:
-            rows: gl.constexpr = gl.SliceLayout(1, of_thread)
-            bias = gl.convert_layout(gl.reshape(bias, [s.shape[0]]), rows, assert_trivial=True)
-            shift += bias[:, None] * LOG2E
-    # Distance from the thread's queries to a key in the middle, and from that key to the thread's
-    # keys. Both parts of a distance are rounded, so they should be small where it is small.
-    MIDDLE: gl.constexpr = s.shape[1] // 2
-    row = gl.arange(0, s.shape[0], gl.SliceLayout(1, of_thread))[:, None]
-    pair = gl.arange(0, 4, gl.SliceLayout(0, of_thread))[None, :]
-    middle = offset + MIDDLE + pair * 2 - row
-    of_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
-    of_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    eight = gl.arange(0, s.shape[1] // 8, of_eight)[None, :, None, None]
-    column = gl.arange(0, 2, of_column)[None, None, None, :]
-    other = eight * 8 + column - MIDDLE
-    # In a tile on both sides, or within the table, each score has its own term.
-    is_before, is_behind = offset + s.shape[1] <= 0, offset >= s.shape[0]
-    if terms.slopes is not None:
-        if terms.falling:
-            quads += other.to(gl.float32) * (own.slope * inverse)
-            shift += middle.to(gl.float32) * (own.slope * LOG2E)
-        elif is_before | is_behind:
-            slope = gl.where(is_behind, -own.slope, own.slope)
-            quads += other.to(gl.float32) * (slope * inverse)
-            shift += middle.to(gl.float32) * (slope * LOG2E)
-        else:
-            distance = middle.to(gl.float32)[:, None, :, None] + other.to(gl.float32)
-            quads -= gl.abs(distance) * (own.slope * inverse)
-    if terms.relative is not None:
+    shift = no_shift(s)
+    unit = 1.0
+    if terms.bias.entries is not None or (terms.relative is not None and terms.slopes is not None):
+        if terms.bias.entries is not None:
+            bias = widen(bias)
+        s = add_terms(s, terms, own, rule, offset, bias)
+    elif terms.relative is not None:
         is_before, is_behind = table_sides(terms, offset, s.shape[1], s.shape[0])
-        if is_before | is_behind:
-            shift += gl.where(is_before, own.first, own.last) * LOG2E
+        far = gl.where(is_before, own.first, own.last)
+        is_shifted = (is_before | is_behind) & (gl.abs(far) < LARGEST_SHIFT)
+        unit = gl.where(is_shifted, rule.scale, 1.0)
+        if is_shifted:
+            shift += far
         else:
-            quads += _table_values(terms, own, offset, quads) * inverse
-    s = gl.convert_layout(gl.reshape(quads, s.shape), s.type.layout, assert_trivial=True)
-    return s, shift
+            quads = quads * rule.scale + _table_values(terms, own, offset, quads)
+        s = gl.convert_layout(gl.reshape(quads, s.shape), s.type.layout, assert_trivial=True)
+    else:
+        # Distance from the thread's queries to a key in the middle, and from that key to the
+        # thread's keys. Both parts of a distance are rounded, so they should be small where it is.
+        MIDDLE: gl.constexpr = s.shape[1] // 2
+        row = gl.arange(0, s.shape[0], gl.SliceLayout(1, of_thread))[:, None]
+        pair = gl.arange(0, 4, gl.SliceLayout(0, of_thread))[None, :]
+        middle = offset + MIDDLE + pair * 2 - row
+        of_eight: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout)))
+        of_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+        eight = gl.arange(0, s.shape[1] // 8, of_eight)[None, :, None, None]
+        column = gl.arange(0, 2, of_column)[None, None, None, :]
+        other = (eight * 8 + column - MIDDLE).to(gl.float32)
+        # In a tile on both sides each score has its own distance.
+        is_behind = offset >= s.shape[0]
+        is_shifted = gl.abs(own.slope) <= STEEP
+        if not terms.falling:
+            is_shifted &= is_behind | (offset + s.shape[1] <= 0)
+        unit = gl.where(is_shifted, rule.scale, 1.0)
+        if is_shifted:
+            slope = own.slope
+            if not terms.falling:
+                slope = gl.where(is_behind, -slope, slope)
+            quads += other * (slope / rule.scale)
+            shift += middle.to(gl.float32) * slope
+        else:
+            distance = middle.to(gl.float32)[:, None, :, None] + other
+            quads = quads * rule.scale - gl.abs(distance) * own.slope
+        s = gl.convert_layout(gl.reshape(quads, s.shape), s.type.layout, assert_trivial=True)
+    return s, shift, unit
+
+
+@gluon.jit
+def no_shift(s):
+    """Return a shift of 0 for scores of a layout."""
+    quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+    of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads.type.layout))
+    return gl.zeros([s.shape[0], 4], gl.float32, of_thread)
 
 
 @gluon.jit
@@ -141,28 +164,28 @@ def _stack(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def shifted_softmax_update(s, shift, m_i, l_i, exp2_scale):
-    """Update the running softmax: `softmax.online_softmax_update` of shifted scores.
+def added_softmax_update(s, shift, unit, m_i, l_i):
+    """Update the running softmax of scores with terms: `library.softmax.online_softmax_update`.
 
-    Args:
-        s: products q·k, -inf where a key is hidden.
-        shift: added to s · exp2_scale, gives scores in base 2, for the columns of a thread.
+    s, shift, unit: as `scores_to_add` returns them, s -inf where a key is hidden.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
     shift = gl.convert_layout(shift, l_i.type.layout, assert_trivial=True)
     largest = gl.max(gl.max(quads, 1), 2)
-    largest = gl.convert_layout(largest, l_i.type.layout, assert_trivial=True) * exp2_scale + shift
+    largest = gl.convert_layout(largest, l_i.type.layout, assert_trivial=True) * unit + shift
     m_new = gl.convert_layout(gl.max(largest, 1), m_i.type.layout, assert_trivial=True)
     m_new = gl.maximum(m_i, m_new)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    below = gl.convert_layout(m_safe, rows, assert_trivial=True)[:, None] - shift
+    # Finite, as a hidden key's -inf less that is.
+    anchor = (gl.convert_layout(m_safe, rows, assert_trivial=True)[:, None] - shift) / unit
+    anchor = gl.maximum(anchor, LEAST)
     of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads.type.layout))
-    below = gl.convert_layout(below, of_thread, assert_trivial=True)[:, None, :, None]
-    p = gl.exp2(quads * exp2_scale - below)
+    anchor = gl.convert_layout(anchor, of_thread, assert_trivial=True)[:, None, :, None]
+    p = gl.exp2((quads - anchor) * (unit * LOG2E))
     sums = gl.convert_layout(gl.sum(gl.sum(p, 1), 2), l_i.type.layout, assert_trivial=True)
     p = gl.convert_layout(gl.reshape(p, s.shape), s.type.layout, assert_trivial=True)
-    alpha = gl.exp2(m_i - m_safe)
+    alpha = gl.exp2((m_i - m_safe) * LOG2E)
     l_i = l_i * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
     return p, alpha, m_new, l_i
 
@@ -221,13 +244,3 @@ def drop_packed(packed, kept):
 def _pairs(words):
     """Return the words of even columns, and of odd ones."""
     return gl.split(gl.reshape(words, [words.shape[0], 8, words.shape[2], 4, 2]))
-
-
-@gluon.jit
-def _widen(bias):
-    """Return a tile of a bias in float32."""
-    if bias.dtype == gl.bfloat16 and bias.shape[1] > 1:
-        bias = gl.inline_asm_elementwise(
-            WIDEN, "=f,=f,r", [bias], dtype=gl.float32, is_pure=True, pack=2
-        )
-    return bias.to(gl.float32)

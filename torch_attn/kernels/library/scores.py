@@ -20,7 +20,7 @@ def visible_scores(
     segment_a=None,
     segment_b=None,
     seen=None,
-    added=None,
+    added=(),
 ):
     """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
 
@@ -38,7 +38,7 @@ def visible_scores(
             shares; None hides nothing.
         seen: the keys that a tree or an interval lets each query see, broadcast as a · bᵀ; None
             hides nothing.
-        added: what is added to the scaled scores, of the tile's shape; None adds nothing.
+        added: of `terms.added_scores`, what is added to the scaled scores.
 
     Returns:
         (s, dcap): a · bᵀ scaled, with `added`, capped and masked, float32; and the derivative of
@@ -62,7 +62,7 @@ def visible_scores(
 
 @triton.jit
 def attention_scores(
-    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=None
+    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=()
 ):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
@@ -72,8 +72,8 @@ def attention_scores(
     s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
         s = s * scale
-    if added is not None:
-        s = s + added
+    for i in tl.static_range(len(added)):
+        s = s + added[i]
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     return s

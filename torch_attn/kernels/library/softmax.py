@@ -2,7 +2,10 @@
 
 Scores are kept in base 2: ``exp(x) = exp2(x * log2(e))``, so that one hardware instruction gives p.
 `exp2_scale` converts a score to base 2 and includes the scale where it can
-(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction.
+(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction. Where
+terms are added, a score may be any float32 number, such as -1e9 for a key that is to be hidden. The
+rounding of such a product would be the exponent, so the maximum stays a score, and is subtracted
+first.
 """
 
 import triton
@@ -13,54 +16,81 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def online_softmax_update(s, m_i, l_i, exp2_scale):
+def online_softmax_update(s, m_i, l_i, exp2_scale, ADDED: tl.constexpr = False):
     """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
-    Invariant: m_i is the row maximum so far (base 2), l_i the sum of ``exp2(s * exp2_scale - m_i)``
-    and the caller's acc the product of that with v. A row without a key so far keeps m_i = -inf and
-    l_i = 0.
+    Invariant: m_i is the row maximum so far, in base 2, or the score itself where terms are ADDED;
+    l_i is the sum of ``exp2(s * exp2_scale - m_i)``, or ``exp2((s - m_i) * exp2_scale)``, and the
+    caller's acc the product of that with v. A row without a key so far keeps m_i = -inf, l_i = 0.
 
     Returns (p, alpha, m_i, l_i): p of this tile, the factor that rescales acc to the new maximum,
     and the new m_i and l_i.
     """
-    m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * exp2_scale - m_safe[:, None])
-    alpha = tl.exp2(m_i - m_safe)
+    if ADDED:
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2((s - m_safe[:, None]) * exp2_scale)
+        alpha = tl.exp2((m_i - m_safe) * exp2_scale)
+    else:
+        m_new = tl.maximum(m_i, tl.max(s, 1) * exp2_scale)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s * exp2_scale - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
     l_i = l_i * alpha + tl.sum(p, 1)
     return p, alpha, m_new, l_i
 
 
 @triton.jit
-def row_statistics(m_i, l_i):
+def row_statistics(m_i, l_i, ADDED: tl.constexpr = False):
     """Return the divisor of a row's acc, and its log-sum-exp (natural log), from a softmax.
 
     A row without a key has lse -inf, and its acc of 0 is divided by 1.
     """
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
-    return l_safe, m_i * LN2 + tl.log(l_safe)
+    maximum = m_i if ADDED else m_i * LN2
+    return l_safe, maximum + tl.log(l_safe)
 
 
 @triton.jit
-def add_sink(sink, m_i, l_i):
+def rest_of_lse(lse, m_i, l_safe):
+    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key.
+
+    Next to a maximum of -1e9 the whole logarithm is lost, and without it p of the backward would be
+    1 for each of n equal scores, in place of 1 / n (Knuth 1997, the error of a sum).
+    """
+    log_l = tl.log(l_safe)
+    kept = lse - m_i
+    rest = (m_i - (lse - kept)) + (log_l - kept)
+    return tl.where(lse == float("-inf"), 0.0, rest)
+
+
+@triton.jit
+def probabilities(s, lse2, rest2, exp2_scale):
+    """Compute p = exp(s - lse) from statistics of the rows, which are broadcast as s.
+
+    lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
+    subtracted first, and rest2 the `rest_of_lse` in base 2.
+    """
+    if rest2 is None:
+        exponent = s * exp2_scale - lse2
+    else:
+        exponent = (s - lse2) * exp2_scale - rest2
+    return tl.exp2(exponent)
+
+
+@triton.jit
+def add_sink(sink, m_i, l_i, ADDED: tl.constexpr = False):
     """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
+
+    ADDED: m_i is a natural logarithm, as in `online_softmax_update`.
 
     Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
     l_i.
     """
-    sink = sink * LOG2E
+    scale: tl.constexpr = LOG2E if ADDED else 1.0
+    sink = sink if ADDED else sink * LOG2E
     m_new = tl.maximum(m_i, sink)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2(m_i - m_safe)
-    l_i = l_i * alpha + tl.exp2(sink - m_safe)
-    return alpha, m_new, l_i
-
-
-@triton.jit
-def add_sink_to_states(sink, m_i, l_i):
-    """Do what `add_sink` does, for a maximum that is a natural logarithm."""
-    m_new = tl.maximum(m_i, sink)
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    alpha = tl.exp2((m_i - m_safe) * LOG2E)
-    l_i = l_i * alpha + tl.exp2((sink - m_safe) * LOG2E)
+    alpha = tl.exp2((m_i - m_safe) * scale)
+    l_i = l_i * alpha + tl.exp2((sink - m_safe) * scale)
     return alpha, m_new, l_i

@@ -20,6 +20,9 @@ from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 # two is rounded once, and their order does not matter. With three, a partial sum would be rounded:
 # where a large one and its negative cancel, the error was 8 times the budget.
 MOST_SHARING = 2
+# Slopes above the first are rounded, and all are at most the second.
+STEEP = tl.constexpr(16.0)
+STEEPEST = tl.constexpr(2.0**64)
 
 
 class Bias(NamedTuple):
@@ -57,6 +60,8 @@ class Terms(NamedTuple):
         bias: a `Bias`.
         dbias: its gradient, if a kernel that computes ds stores it.
         drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
+        rest: as lse, what a forward stores of `softmax.rest_of_lse`; None in a backward.
+        rest2: as lse2, the same in base 2, for a backward.
         radius: R.
         of_batch: distance between two batch elements' slopes, 0 if they share them.
         count: number of batch elements with slopes.
@@ -70,6 +75,8 @@ class Terms(NamedTuple):
     bias: Bias = Bias()
     dbias: Bias = Bias()
     drelative: Any = None
+    rest: Any = None
+    rest2: Any = None
     radius: Any = None
     of_batch: Any = None
     count: Any = None
@@ -92,7 +99,9 @@ def added_scores(
     MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):
-    """Return what is added to a tile's scores, [BLOCK_Q, BLOCK_KV] float32; None for nothing.
+    """Return what is added to a tile's scores, in turn, each [BLOCK_Q, BLOCK_KV] float32.
+
+    Every kernel adds them in this order: another order rounds otherwise beside a value of -1e9.
 
     Args:
         terms: `Terms`.
@@ -109,34 +118,41 @@ def added_scores(
         distance = offset + key[:, None] - query[None, :]
     else:
         distance = offset + key[None, :] - query[:, None]
-    added = None
+    added = ()
+    if terms.slopes is not None:
+        place = element * terms.of_batch + head
+        slope = tl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
+        slope = round_steep(slope)
+        added = added + (-slope * tl.abs(distance).to(tl.float32),)  # noqa: RUF005
+    if terms.relative is not None:
+        row = terms.relative + head.to(tl.int64) * (2 * terms.radius + 1)
+        near = _relative_scores(row, terms.radius, offset, distance, BLOCK_Q, BLOCK_KV)
+        added = added + (near,)  # noqa: RUF005
     if terms.bias.entries is not None:
         tile = bias_tile(
             terms.bias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV, TRANSPOSED
         )
-        added = tl.zeros(distance.shape, tl.float32)
         if MASKED and terms.bias.of_keys:
             exists = (start_kv + key >= 0) & (start_kv + key < seq_kv)
             exists = exists[:, None] if TRANSPOSED else exists[None, :]
-            added += tl.load(tile, mask=exists, other=0.0).to(tl.float32)
+            values = tl.load(tile, mask=exists, other=0.0).to(tl.float32)
         else:
-            added += tl.load(tile).to(tl.float32)
-    if terms.relative is not None:
-        row = terms.relative + head.to(tl.int64) * (2 * terms.radius + 1)
-        near = _relative_scores(row, terms.radius, offset, distance, BLOCK_Q, BLOCK_KV)
-        if terms.bias.entries is not None:
-            added += near
-        else:
-            added = near
-    if terms.slopes is not None:
-        place = element * terms.of_batch + head
-        slope = tl.load(terms.slopes + place, mask=element < terms.count, other=0.0)
-        falling = -slope * tl.abs(distance).to(tl.float32)
-        if terms.relative is not None or terms.bias.entries is not None:
-            added += falling
-        else:
-            added = falling
+            values = tl.load(tile).to(tl.float32)
+        values = tl.zeros(distance.shape, tl.float32) + values
+        added = added + (values,)  # noqa: RUF005
     return added
+
+
+@triton.jit
+def round_steep(slope):
+    """Return a slope; one above STEEP is rounded to 16 bits of mantissa.
+
+    The penalties of up to 256 positions are then exact, and so are sums of two such. A query sees
+    nothing but its nearest key beside such a slope, and lse changes by less than its budget.
+    """
+    rounded = ((slope.to(tl.int32, bitcast=True) + 128) & -256).to(tl.float32, bitcast=True)
+    rounded = tl.minimum(tl.maximum(rounded, -STEEPEST), STEEPEST)
+    return tl.where(tl.abs(slope) > STEEP, rounded, slope)
 
 
 @triton.jit

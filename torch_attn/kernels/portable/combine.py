@@ -16,7 +16,7 @@ from torch_attn.kernels.library.pages import (
     strides_of_lses,
     strides_of_outputs,
 )
-from torch_attn.kernels.library.softmax import LOG2E, add_sink_to_states
+from torch_attn.kernels.library.softmax import LOG2E, add_sink
 from torch_attn.launch import KernelCall, Prepared, launch
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -101,7 +101,7 @@ def combine_kernel(
 
     # Normalise and store.
     if sinks_ptr is not None:
-        alpha, m_i, l_i = add_sink_to_states(tl.load(sinks_ptr + head), m_i, l_i)
+        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i, True)
         acc = acc * alpha
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)
     lse = m_i + tl.log(l_safe)

@@ -38,6 +38,7 @@ from torch_attn.kernels.library.sequences import (
     locate_tile,
     num_sequence_tiles,
 )
+from torch_attn.kernels.library.softmax import probabilities
 from torch_attn.kernels.library.terms import added_scores, store_bias_tile, terms_argument
 from torch_attn.kernels.library.tiles import (
     ROW_PADDING,
@@ -139,6 +140,9 @@ def flash_bwd_dq_kernel(
         offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING - first_q
     lse2 = tl.load(lse2_ptr + offset + rows)
     delta = tl.load(delta_ptr + offset + rows)
+    rest2 = None
+    if terms.rest2 is not None:
+        rest2 = tl.load(terms.rest2 + offset + rows)[:, None]
     begins, ends = None, None
     if mask.intervals is not None:
         begins, ends = load_intervals(mask.intervals, start_q, seq_q, BLOCK_Q)
@@ -170,7 +174,7 @@ def flash_bwd_dq_kernel(
                     masked,
                 )  # fmt: skip
                 # s = scale · q kᵀ
-                segment_kv, is_key, seen, added = None, None, None, None
+                segment_kv, is_key, seen = None, None, None
                 if segments is not None:
                     segment_kv, is_key = load_segments(
                         segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
@@ -197,7 +201,7 @@ def flash_bwd_dq_kernel(
                     masked, segment_q, segment_kv, seen, added,
                 )  # fmt: skip
                 # p = exp(s - lse)
-                p = tl.exp2(s * rule.exp2_scale - lse2[:, None])
+                p = probabilities(s, lse2[:, None], rest2, rule.exp2_scale)
                 # dp = dout vᵀ
                 v = load_tile(
                     v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
@@ -342,7 +346,7 @@ def flash_bwd_dkdv_kernel(
                 if num_sequences is not None:
                     offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
                 # sᵀ = scale · k qᵀ
-                segment_q, is_query, seen, added = None, None, None, None
+                segment_q, is_query, seen = None, None, None
                 if segments is not None:
                     segment_q, is_query = load_segments(segments.q, row_q, end_q, BLOCK_Q, VISITED)
                 q = load_tile(
@@ -369,7 +373,10 @@ def flash_bwd_dkdv_kernel(
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = tl.load(lse2_ptr + offset + rows)
-                p = tl.exp2(s * rule.exp2_scale - lse2[None, :])
+                rest2 = None
+                if terms.rest2 is not None:
+                    rest2 = tl.load(terms.rest2 + offset + rows)[None, :]
+                p = probabilities(s, lse2[None, :], rest2, rule.exp2_scale)
                 # dpᵀ = v doutᵀ
                 do = load_tile(
                     dout_base, row_q, end_q, strides.dout.row, BLOCK_Q, HEAD_DIM_V, masked, is_query

@@ -36,6 +36,7 @@ from torch_attn.kernels.library.softmax import (
     LOG2E,
     add_sink,
     online_softmax_update,
+    rest_of_lse,
     row_statistics,
 )
 from torch_attn.kernels.library.terms import added_scores, terms_argument, terms_of
@@ -111,6 +112,7 @@ def flash_fwd_kernel(
     num_sequences is None otherwise. A tile of a block mask has multiples of BLOCK_Q queries and
     BLOCK_KV keys.
     """
+    ADDED: tl.constexpr = terms.rest is not None
     # Locate the tile of queries.
     num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
     index, tile = longest_first(num_tiles, together)
@@ -151,7 +153,8 @@ def flash_fwd_kernel(
     if sinks_ptr is not None and row_max_ptr is None:
         # Include the sink in the maximum from the start, so that acc is not rescaled for it at the
         # end.
-        m_i = tl.maximum(m_i, tl.load(sinks_ptr + head) * LOG2E)
+        sink = tl.load(sinks_ptr + head)
+        m_i = tl.maximum(m_i, sink if ADDED else sink * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
     if carry_ptr is not None:
         lse_rows = lse_ptr + (batch * heads_q + head) * total_q + rows
@@ -189,7 +192,7 @@ def flash_fwd_kernel(
                     masked,
                 )  # fmt: skip
                 # s = scale · q kᵀ
-                segment_kv, is_key, seen, added = None, None, None, None
+                segment_kv, is_key, seen = None, None, None
                 if segments is not None:
                     segment_kv, is_key = load_segments(
                         segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
@@ -216,7 +219,7 @@ def flash_fwd_kernel(
                     masked, segment_q, segment_kv, seen, added,
                 )  # fmt: skip
                 # p = exp(s - max), and rescale what was accumulated
-                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, ADDED)
                 acc = acc * alpha[:, None]
                 kept = dropout_weights(terms, element, head, own_q, start_kv, BLOCK_Q, BLOCK_KV)
                 if kept is not None:
@@ -232,12 +235,15 @@ def flash_fwd_kernel(
     # Normalise and store.
     if row_max_ptr is not None:
         row_max = row_max_ptr + (batch * heads_q + head) * total_q + rows
-        tl.store(row_max, m_i * LN2, mask=rows < seq_q)
+        tl.store(row_max, m_i if ADDED else m_i * LN2, mask=rows < seq_q)
     if sinks_ptr is not None:
-        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i)
+        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i, ADDED)
         if row_max_ptr is not None:
             acc = acc * alpha[:, None]
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, ADDED)
+    if ADDED:
+        rest = terms.rest + (batch * heads_q + head) * total_q + rows
+        tl.store(rest, rest_of_lse(lse, m_i, l_safe), mask=rows < seq_q)
     out_row = heads_q * HEAD_DIM_V
     out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
     out = acc / l_safe[:, None]
@@ -253,18 +259,20 @@ def flash_fwd(
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, if the problem asks for it,
-        each row's largest score, shaped as lse; all contiguous, without B for packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; then, as lse, `rest_of_lse` if
+        there are terms, and each row's largest score if the problem asks for it. All are
+        contiguous, without B for packed sequences.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
-    lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    if not spec.row_max:
-        launch_forward(operands, out, lse, spec, backend)
-        return out, lse
-    row_max = lse.new_empty(lse.shape)
-    launch_forward(operands, out, lse, spec, backend, row_max)
-    return out, lse, row_max
+    shape = (*q.shape[:-3], spec.heads_q, spec.seq_q)
+    lse, rest, row_max = (
+        q.new_empty(shape, dtype=torch.float32) if is_result else None
+        for is_result in (True, spec.terms, spec.row_max)
+    )
+    assert lse is not None
+    launch_forward(operands, out, lse, spec, backend, row_max, rest=rest)
+    return tuple(x for x in (out, lse, rest, row_max) if x is not None)
 
 
 def launch_forward(
@@ -275,10 +283,11 @@ def launch_forward(
     backend: Backend,
     row_max: Tensor | None = None,
     carry: Tensor | None = None,
+    rest: Tensor | None = None,
 ) -> None:
     """Launch `flash_fwd_kernel` on given outputs."""
     mask = mask_of_keys(operands, spec)
-    terms = terms_of(operands, spec)
+    terms = terms_of(operands, spec)._replace(rest=rest)
     tensors = (*operands[:3], operands.sinks, out, lse, row_max, carry, terms, mask)
     launch(
         "flash_fwd",

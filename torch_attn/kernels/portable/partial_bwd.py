@@ -14,7 +14,7 @@ from torch_attn.kernels.portable.flash_bwd import (
     prepare_dkdv,
     prepare_dq,
 )
-from torch_attn.kernels.preprocess import preprocess
+from torch_attn.kernels.preprocess import Statistics, preprocess
 from torch_attn.launch import launch
 from twin_attention.contract.operands import GradientCarry, PartialOperands
 from twin_attention.contract.spec import PartialSpec
@@ -49,8 +49,8 @@ def partial_bwd(
         carry = GradientCarry(
             q.new_zeros(q.shape, dtype=lse.dtype), *(lse.new_empty(rows) for _ in range(2))
         )
-        of_rows = (dout, out, lse, dlse, carry.lse2, carry.delta)
-        preprocess(*of_rows, spec, backend, offsets=None, segment_ids=None)
+        statistics = Statistics(lse, dlse, carry.lse2, carry.delta)
+        preprocess(dout, out, statistics, spec, backend, offsets=None, segment_ids=None)
     dk, dv = (x.new_empty(x.shape, dtype=lse.dtype) for x in (k, v))
     inputs = (q, k, v, dout, carry.lse2, carry.delta)
     of_dq = (*inputs, carry.dq, Terms(), mask_of_keys(operands, spec))

@@ -53,10 +53,11 @@ from torch_attn.kernels.sm90.queries import (
     Reach,
     clear_keys,
     clear_queries,
-    exponents,
+    exponents_of_keys,
     hand_back_bias,
     locate_keys,
     mark_item,
+    read_lse,
     with_bias,
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
@@ -113,7 +114,7 @@ def consume_queries(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = tiles
     ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
@@ -361,7 +362,7 @@ def _visit_queries(
     FAR: as in `terms.add_terms`.
     size_q: how many queries the sequence has.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = tiles
     ds_buffer, dq_tiles = of_dq
     _k_full, _v_full, _kv_read, q_full, do_full = barriers
     step, last, start, member, alike, keys = visit
@@ -403,9 +404,9 @@ def _visit_queries(
         # Wait before dq is stored: testing a barrier later would wait until the stores are done.
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
-        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(
-            s[0], lse2, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
+        lse = read_lse(tiles, step % Q_STAGES, layout)
+        power, dcap = exponents_of_keys(
+            s[0], lse, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
             FAR,
         )  # fmt: skip
         if not FIRST:
@@ -437,9 +438,9 @@ def _visit_queries(
         if not FUSED:
             reach = Reach(reach.key, None, reach.left, reach.right)
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
-        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(
-            now, lse2, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
+        lse = read_lse(tiles, step % Q_STAGES, layout)
+        power, dcap = exponents_of_keys(
+            now, lse, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
             FAR,
         )  # fmt: skip
     p = gl.exp2(power)

@@ -126,7 +126,8 @@ def flash_bwd_dq_kernel(
             ))
             if part < 2
             else (produce_keys, (
-                tiles, barriers, shared, counter_ptr, (statistics.lse2, statistics.delta),
+                tiles, barriers, shared, counter_ptr,
+                (statistics.lse2, statistics.delta, statistics.rest2),
                 (q, dout, out), (k, v), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
                 HEAD_DIM_V,
             ))

@@ -33,7 +33,7 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.explicit.wgmma_scores import visible_scores
+from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
@@ -165,8 +165,14 @@ def consume_keys(
         if statistics.dlse is not None:
             has_key = (rows < seq_q) & (lse != float("-inf"))
             delta -= gl.load(statistics.dlse + first_row + rows, mask=has_key, other=0.0)
+        rest2 = 0
         if not IS_PART:
-            lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+            lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
+            if ADDS:
+                rest2 = gl.load(statistics.rest + first_row + rows, mask=rows < seq_q, other=0.0)
+                rest2 *= LOG2E
+            else:
+                lse2 *= LOG2E
         padded_rows = (
             count_sequence_tiles(total_q, problem.num_sequences, ROW_PADDING) * ROW_PADDING
         )
@@ -177,13 +183,16 @@ def consume_keys(
         else:
             gl.store(statistics.lse2 + first_row + rows, lse2)
             gl.store(statistics.delta + first_row + rows, delta)
+            if ADDS:
+                gl.store(statistics.rest2 + first_row + rows, rest2)
+                rest2 = rest2[:, None]
         mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
         dp = product_scores(do_tile, slot_q, v_tile, slot_v, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right, problem, marks,
-            of_keys, EDGES, BLOCK_KV, terms, of_head, of_tile,
+            s, position, key, lse2[:, None], rest2, seq_kv, rule, reach_left, reach_right, problem,
+            marks, of_keys, EDGES, BLOCK_KV, terms, of_head, of_tile,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
         arrive(V_READ + slot_v, READERS)
@@ -248,7 +257,7 @@ def consume_keys(
                 if HAS_LISTS and masked:
                     hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(
-                    s, position, key, lse2[:, None], seq_kv, rule, reach_left, reach_right,
+                    s, position, key, lse2[:, None], rest2, seq_kv, rule, reach_left, reach_right,
                     problem, marks, hidden, masked, BLOCK_KV, terms, of_head, of_tile,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
@@ -352,6 +361,7 @@ def _probabilities(
     position,
     start_kv,
     lse2,
+    rest2,
     end,
     rule,
     window_left,
@@ -373,4 +383,5 @@ def _probabilities(
     )  # fmt: skip
     if MASKED:
         s = hide_keys(s, problem, marks, position, of_keys)
-    return gl.exp2(s * scale - lse2) * dcap
+    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
+    return gl.exp2(exponents(s, scale, lse2, rest2, ADDS)) * dcap

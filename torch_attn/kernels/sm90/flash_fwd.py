@@ -173,15 +173,18 @@ def flash_fwd(
     """Launch `flash_fwd_kernel`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, lse [B, Hq, Sq] float32 and, where the problem asks for
-        it, each row's largest score, as lse; all contiguous, without B for packed sequences.
+        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; then, as lse, `rest_of_lse` if
+        there are terms, and each row's largest score if the problem asks for it. All are
+        contiguous, without B for packed sequences.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
     lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.seq_q), dtype=torch.float32)
-    row_max = lse.new_empty(lse.shape) if spec.row_max else None
-    launch_forward(operands, Results(out, lse, row_max, None), spec, backend)
-    return (out, lse) if row_max is None else (out, lse, row_max)
+    rest, row_max = (
+        lse.new_empty(lse.shape) if is_result else None for is_result in (spec.terms, spec.row_max)
+    )
+    launch_forward(operands, Results(out, lse, row_max, None, rest=rest), spec, backend)
+    return tuple(x for x in (out, lse, rest, row_max) if x is not None)
 
 
 def launch_forward(

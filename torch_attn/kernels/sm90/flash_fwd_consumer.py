@@ -40,10 +40,11 @@ from torch_attn.kernels.explicit.wgmma_scores import (
     softmax_update,
 )
 from torch_attn.kernels.explicit.wgmma_terms import (
-    add_to_products,
+    added_softmax_update,
     draw_masks,
     drop_packed,
-    shifted_softmax_update,
+    no_shift,
+    scores_to_add,
 )
 from torch_attn.kernels.library.sequences import rows_of_sequence
 from torch_attn.kernels.sm90.flash_fwd_producer import locate_queries
@@ -161,7 +162,7 @@ def consume_keys(
             if HAS_BOXES:
                 bias = read_bias_box(piece(bias_tile, slot).slice(64 * CONSUMER, 64, dim=0), layout)
             _report_read_keys(slot, NUM_STAGES, READERS, HAS_BOXES)
-        s, shift = _add_terms(s, terms, own, rule, offset, bias, EDGES)
+        s, shift, unit = _add_terms(s, terms, own, rule, offset, bias, EDGES)
         if EDGES:
             start_kv = kept_start(lists, batch, head, start_q, 0, visible, BLOCK_KV)
             s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
@@ -170,7 +171,7 @@ def consume_keys(
         if BOUNDED:
             packed, l_i = bounded_update(s, l_i, rule, EDGES)
         else:
-            e, alpha, m_i, l_i = _update(s, shift, m_i, l_i, rule, EDGES, ADDS, ON_DEMAND)
+            e, alpha, m_i, l_i = _update(s, shift, unit, m_i, l_i, rule, EDGES, ADDS, ON_DEMAND)
             if JOINS:
                 # No product runs here. ptxas would move the scaling of acc into the next products.
                 acc = wait_sums(scale_rows(keep_rows(acc, has_carry), alpha), 0)
@@ -225,7 +226,7 @@ def consume_keys(
                             problem, marks, start_kv, seq_kv, BLOCK_KV, layout, alike
                         )
                 # p = exp(s - max)
-                s, shift = _add_terms(s, terms, own, rule, offset, bias, masked)
+                s, shift, unit = _add_terms(s, terms, own, rule, offset, bias, masked)
                 if masked:
                     s = hide(s, position, start_kv, seq_kv, reach_left, reach_right)
                     if HAS_LISTS:
@@ -240,7 +241,9 @@ def consume_keys(
                     right, l_i = bounded_update(right, l_i, rule, masked)
                     packed = join_columns(left, right, packed)
                 else:
-                    e, alpha, m_i, l_i = _update(s, shift, m_i, l_i, rule, masked, ADDS, ON_DEMAND)
+                    e, alpha, m_i, l_i = _update(
+                        s, shift, unit, m_i, l_i, rule, masked, ADDS, ON_DEMAND
+                    )
                     # Rescale what was accumulated
                     acc, p = wait_product(acc, p)
                     arrive(V_READ + previous, READERS)
@@ -353,26 +356,24 @@ def _terms_of_tile(
 
 @gluon.jit
 def _add_terms(s, terms, own, rule, offset, bias, MASKED: gl.constexpr):
-    """Add terms to products q·k; return these and the shift of scores in base 2, 0 without one.
-
-    Where the exponent scales, terms are added to products that are not scaled yet. Otherwise the
-    result is scores; without terms, only if they will be MASKED.
-    """
+    """Return what `scores_to_add` does for products q·k; without terms, scores if MASKED."""
     ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
-    shift = 0
+    shift, unit = 0, 1.0
     if ADDS and not rule.scale_first:
-        s, shift = add_to_products(s, terms, own, rule, offset, bias)
+        s, shift, unit = scores_to_add(s, terms, own, rule, offset, bias)
     elif ADDS:
         s = scores_with_terms(s, terms, own, rule, offset, bias)
+        shift = no_shift(s)
     elif MASKED:
         s = scaled_scores(s, rule)
-    return s, shift
+    return s, shift, unit
 
 
 @gluon.jit
 def _update(
     s,
     shift,
+    unit,
     m_i,
     l_i,
     rule,
@@ -381,10 +382,10 @@ def _update(
     ON_DEMAND: gl.constexpr,
 ):
     """Update the running softmax with the result of `_add_terms`; ADDS: there are terms."""
-    if ADDS and not rule.scale_first:
-        e, alpha, m_i, l_i = shifted_softmax_update(s, shift, m_i, l_i, rule.exp2_scale)
+    if ADDS:
+        e, alpha, m_i, l_i = added_softmax_update(s, shift, unit, m_i, l_i)
     else:
-        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, MASKED or ADDS, ON_DEMAND)
+        e, alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, MASKED, ON_DEMAND)
     return e, alpha, m_i, l_i
 
 

@@ -11,7 +11,7 @@ from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
 from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.tma import store_result
 from torch_attn.kernels.explicit.wgmma import product_layout, zeros
-from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, row_statistics
+from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse, row_statistics
 
 
 class Results(NamedTuple):
@@ -25,6 +25,7 @@ class Results(NamedTuple):
         place: from where a tile of out is stored, a constant: "staged", shared memory of its own;
             "in q", that of the queries, where there is no more; or "part", registers, in float32 by
             its pointer.
+        rest: as lse, `rest_of_lse`; None without terms.
     """
 
     out: Any
@@ -32,6 +33,7 @@ class Results(NamedTuple):
     row_max: Any
     carry: Any
     place: Any = None
+    rest: Any = None
 
 
 @gluon.jit
@@ -58,7 +60,10 @@ def start_rows(
     l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None and not SINK_LAST:
         # Start the maximum at the sink, so that acc is not rescaled for it at the end.
-        m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+        sink = gl.load(sinks_ptr + head)
+        if results.rest is None:
+            sink *= LOG2E
+        m_i = gl.maximum(m_i, sink)
     has_carry = 0
     if results.carry is not None:
         m_i, l_i, acc, has_carry = _load_part(
@@ -108,18 +113,24 @@ def store_statistics(
         factor: what acc is to be multiplied by anyway.
         SINK_LAST: the maximum of acc excludes the sink.
     """
+    ADDED: gl.constexpr = results.rest is not None
     row_max = m_i
     if sinks_ptr is not None:
-        alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i, ADDED)
         if SINK_LAST:
             factor = factor * alpha
     if terms.seed is not None:
         factor = factor * terms.dropout.scale
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, ADDED)
     lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
+    if ADDED:
+        rest = rest_of_lse(lse, m_i, l_safe)
+        gl.store(results.rest + lse_row + rows, rest, mask=rows < seq_q)
+    else:
+        row_max *= LN2
     gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
     if results.row_max is not None:
-        gl.store(results.row_max + lse_row + rows, row_max * LN2, mask=rows < seq_q)
+        gl.store(results.row_max + lse_row + rows, row_max, mask=rows < seq_q)
     return factor, l_safe
 
 

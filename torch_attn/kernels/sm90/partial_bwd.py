@@ -7,11 +7,11 @@ The same as `torch_attn.kernels.portable.partial_bwd`, in either of the two ways
 from torch import Tensor
 
 from torch_attn.kernels.explicit.items import item_counter
-from torch_attn.kernels.gradients import Statistics, Sums
+from torch_attn.kernels.gradients import Sums
 from torch_attn.kernels.library.mask import mask_of_keys, mask_of_queries
 from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.library.terms import Terms
-from torch_attn.kernels.preprocess import preprocess
+from torch_attn.kernels.preprocess import Statistics, preprocess
 from torch_attn.kernels.sm90.flash_bwd import NUM_WARPS
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
 from torch_attn.kernels.sm90.flash_bwd_dq import flash_bwd_dq_kernel, prepare_dq
@@ -43,10 +43,9 @@ def partial_bwd(
         sums = (*rows, sum_columns(spec.head_dim))
         dq = q.new_zeros(sums if has_sums else q.shape, dtype=lse.dtype)
         carry = GradientCarry(dq, *(lse.new_empty(rows) for _ in range(2)))
-        of_rows = (dout, out, lse, dlse, carry.lse2, carry.delta)
-        preprocess(
-            *of_rows, spec, portable_backend("torch_attn", backend.target), None, segment_ids=None
-        )
+        statistics = Statistics(lse, dlse, carry.lse2, carry.delta)
+        portable = portable_backend("torch_attn", backend.target)
+        preprocess(dout, out, statistics, spec, portable, None, segment_ids=None)
     dk, dv = (x.new_empty(x.shape, dtype=lse.dtype) for x in (k, v))
     of_rows, sums = (carry.lse2, carry.delta), Sums(carry.dq) if has_sums else Sums()
     if not has_sums:
