@@ -24,7 +24,10 @@ from interop.parity.arguments import Refuse
 from interop.rendering.tables import console_of
 
 GIB = 2**30
-PEER_PACKAGES = ("fa3-fwd", "flash-attn-4", "flashinfer-python", "tokamax", "transformers")
+PEER_PACKAGES = (
+    "dew-flash-attn-cu13", "fa3-fwd", "flash-attn-4", "flashinfer-python", "tokamax",
+    "transformers",
+)  # fmt: skip
 _LOG_WIDTH = 160  # of tables where nothing says how wide the output is
 
 

@@ -33,7 +33,7 @@ from interop.rendering.tables import NARROW, to_terminal
 
 PEERS = (
     "FA2", "FA3", "FA4", "cuDNN", "FA2 dense", "cuDNN dense", "FlashInfer", "FA2 varlen",
-    "FA3 varlen", "FA4 varlen", "cuDNN padded",
+    "FA3 varlen", "FA4 varlen", "cuDNN padded", "jax FA3", "jax FA3 varlen",
 )  # fmt: skip
 NAMES = {*FAMILY_NAMES, "torch triton graph", *PEERS}
 

@@ -13,6 +13,7 @@ from functools import partial
 from bench.job import Call
 from bench.peers import (
     flashinfer,
+    jax_fa3,
     jax_peers,
     packed_peers,
     score_peers,
@@ -30,6 +31,7 @@ FLASH: Mapping[str, Callable[..., Call]] = {
     "FlexAttention": torch_peers.flex,
     "jax.nn XLA": partial(jax_peers.jax_nn, "xla"),
     "jax.nn cuDNN": partial(jax_peers.jax_nn, "cudnn"),
+    "jax FA3": jax_fa3.fa3,
     "jax Pallas mha": jax_peers.pallas_mha,
     "tokamax Mosaic": partial(jax_peers.tokamax, "mosaic"),
     "tokamax Triton": partial(jax_peers.tokamax, "triton"),
@@ -38,6 +40,7 @@ PACKED: Mapping[str, Callable[..., Call]] = {
     "FA2 varlen": packed_peers.fa2_varlen,
     "FA3 varlen": packed_peers.fa3_varlen,
     "FA4 varlen": packed_peers.fa4_varlen,
+    "jax FA3 varlen": jax_fa3.fa3_varlen,
     "FlexAttention": packed_peers.flex,
     "FA2 padded": partial(packed_peers.padded, FLASH["FA2"]),
     "cuDNN padded": partial(packed_peers.padded, FLASH["cuDNN"]),

@@ -51,15 +51,36 @@ def check_flash(
         raise Absent("no query heads that share a kv head")
 
 
-def check_fa4(case: FlashCase | VarlenCase) -> None:
-    """Refuse head dimensions that FlashAttention-4 does not take on Hopper.
+def check_packed(case: VarlenCase, dtypes: tuple[str, ...] = HALF) -> None:
+    """Refuse what an adapter does not pass on to its peer of packed sequences.
 
     Raises:
-        Absent: a head dimension over 256, or no multiple of 8.
+        Absent: the peer does not do the case; the text says why.
     """
-    for head_dim in (case.spec.head_dim, case.spec.head_dim_v):
+    if case.window_size is not None or case.softcap is not None or case.sinks:
+        raise Absent("this adapter has neither windows, capped scores nor sinks")
+    if case.dtype not in dtypes:
+        raise Absent(f"takes {' and '.join(dtypes)}, not {case.dtype}")
+    if any(queries != keys for queries, keys in case.lengths) or any(case.padding):
+        raise Absent("this adapter has documents of as many queries as keys, without padding")
+
+
+def check_head_dims(case: FlashCase | VarlenCase, *, same: bool = False) -> None:
+    """Refuse head dimensions that FlashAttention-3 and 4 do not take on Hopper.
+
+    Args:
+        case: the problem.
+        same: values must have the head dimension of queries and keys.
+
+    Raises:
+        Absent: a head dimension over 256, no multiple of 8, or another one of values.
+    """
+    head_dims = case.spec.head_dim, case.spec.head_dim_v
+    for head_dim in head_dims:
         if head_dim > 256 or head_dim % 8:
             raise Absent(f"takes head dimensions up to 256 that 8 divides, not {head_dim}")
+    if same and len(set(head_dims)) > 1:
+        raise Absent("takes values of the head dimension of keys alone")
 
 
 def check_dense(case: DecodeCase) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.calls import as_torch, compiled, jax_call, torch_call
 from bench.job import Absent, Call
-from bench.peers.limits import HALF, check_fa4, load
+from bench.peers.limits import HALF, check_head_dims, check_packed, load
 from bench.peers.sparse_peers import flex_mask
 from bench.problems import document_lengths, offsets_of
 from interop.parity.cases import FlashCase, VarlenCase
@@ -29,7 +29,7 @@ ARRAYS = {"forward": 1, "backward": 4}
 
 def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
     """Return a call of the FlashAttention-2 in torch, as `torch.nn.attention.varlen` calls it."""
-    _check(case)
+    check_packed(case)
     attend = _aten()._flash_attention_forward
     offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
 
@@ -42,7 +42,7 @@ def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
     """Return a call of FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
-    _check(case, dtypes=("bfloat16",))
+    check_packed(case, dtypes=("bfloat16",))
     if operation != "forward":
         raise Absent("its package has the forward alone")
     attend = getattr(load("fa3_fwd_interface"), "flash_attn_varlen_func", None)
@@ -53,8 +53,8 @@ def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 def fa4_varlen(case: VarlenCase, operation: str, tensors) -> Call:
     """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
-    _check(case)
-    check_fa4(case)
+    check_packed(case)
+    check_head_dims(case)
     attend = load("flash_attn.cute").flash_attn_varlen_func
     return _flash_attn_varlen(attend, case, operation, tensors)
 
@@ -64,7 +64,7 @@ def flex(case: VarlenCase, operation: str, tensors) -> Call:
 
     Compiling takes some 10 s for every shape.
     """
-    _check(case, dtypes=(*HALF, "float32"))
+    check_packed(case, dtypes=(*HALF, "float32"))
     from torch.nn.attention.flex_attention import flex_attention
 
     mask = document_mask(case, tensors[0].device)
@@ -100,7 +100,7 @@ def document_mask(case: VarlenCase, device: Any) -> Any:
 
 def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
     """Return a call of XLA's attention in `jax.nn` over all tokens, with a mask of documents."""
-    _check(case)
+    check_packed(case)
     tokens = len(tensors[0])
     if (scores := ARRAYS[operation] * 4 * case.heads_q * tokens**2) > SCORES_MAX:
         raise Absent(f"its scores would take {scores >> 30} GiB")
@@ -132,7 +132,7 @@ def padded(
         factory: the peer's, which takes (case, operation, tensors).
         case, operation, tensors: as those of the other factories here.
     """
-    _check(case)
+    check_packed(case)
     if not case.causal:
         raise Absent("without a causal mask it would see padding")
     import torch
@@ -185,20 +185,6 @@ def _documents(case: VarlenCase, device: Any) -> Tensor:
     lengths = torch.tensor(document_lengths(case), device=device)
     numbers = torch.arange(len(lengths), dtype=torch.int32, device=device)
     return numbers.repeat_interleave(lengths)
-
-
-def _check(case: VarlenCase, dtypes: tuple[str, ...] = HALF) -> None:
-    """Refuse what an adapter does not pass on to its peer.
-
-    Raises:
-        Absent: the peer does not do the case; the text says why.
-    """
-    if case.window_size is not None or case.softcap is not None or case.sinks:
-        raise Absent("this adapter has neither windows, capped scores nor sinks")
-    if case.dtype not in dtypes:
-        raise Absent(f"takes {' and '.join(dtypes)}, not {case.dtype}")
-    if any(queries != keys for queries, keys in case.lengths) or any(case.padding):
-        raise Absent("this adapter has documents of as many queries as keys, without padding")
 
 
 def _converted(call: Call, convert: Callable[[Any], Any]) -> Call:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from bench.calls import compiled, torch_call
 from bench.job import Absent, Call
-from bench.peers.limits import HALF, check_dense, check_fa4, check_flash, load
+from bench.peers.limits import HALF, check_dense, check_flash, check_head_dims, load
 from bench.problems import DecodeTensors
 from interop.parity.cases import DecodeCase, FlashCase
 
@@ -95,7 +95,7 @@ def fa4(case: FlashCase, operation: str, tensors) -> Call:
     Compiling takes some 5 s for every head dimension, with and without a causal mask.
     """
     check_flash(case, rectangles=True)
-    check_fa4(case)
+    check_head_dims(case)
     attend = load("flash_attn.cute").flash_attn_func
 
     def forward(q, k, v):

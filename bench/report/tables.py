@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 # What a summary shows: the twins and the peers that a reader compares them with first.
 SHOWN = {
     "torch gluon", "jax mosaic", "torch triton", "jax triton", "FA2", "FA3", "FA4",
-    "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
+    "jax FA3", "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
 }  # fmt: skip
 _STATUSES = {"out of memory": "OOM", "failed": "error"}
 _RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation's is a column

@@ -37,8 +37,8 @@ MORE = (
     (4, 4096, 32, 32, 128), (2, 6144, 8, 8, 256), (16, 1024, 16, 16, 96),
 )  # fmt: skip
 DOCUMENTS = (1531, 6145, 377, 2567, 8191, 1013, 1797, 647, 4099, 2041, 1291, 3069)
-MORE_PEERS = ("FA2", "FA3", "FA4", "cuDNN", "tokamax Mosaic")
-PACKED_PEERS = ("FA2 varlen", "FA3 varlen", "FA4 varlen", "cuDNN padded")
+MORE_PEERS = ("FA2", "FA3", "FA4", "jax FA3", "cuDNN", "tokamax Mosaic")
+PACKED_PEERS = ("FA2 varlen", "FA3 varlen", "FA4 varlen", "jax FA3 varlen", "cuDNN padded")
 
 
 def _of_shape(dense: str, packed: Callable[[Sequence[Sequence[int]]], int]) -> Column:

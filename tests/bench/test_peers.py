@@ -19,6 +19,7 @@ from bench.peers import (
     PREFILL,
     TREE,
     flashinfer,
+    jax_fa3,
     packed_peers,
     torch_peers,
     tree_peers,
@@ -27,6 +28,8 @@ from bench.problems import attention_check, attention_tensors, decode_tensors
 from bench.suites.tree import tree_case
 from interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from interop.parity.check import sample_check
+from pallas_attn import flash_attention as jax_flash_attention
+from pallas_attn import flash_attention_varlen as jax_flash_attention_varlen
 from torch_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference.attention import attention_forward
@@ -55,12 +58,45 @@ CHUNKS = PagedCase(
 )  # fmt: skip
 # What each adapter takes of the cases above.
 HALF = {"square", "causal", "groups"}
-TAKES = dict.fromkeys(FLASH, HALF) | dict.fromkeys(("FA2", "FA3", "FA4"), HALF | {"rectangle"})
+TAKES = dict.fromkeys(FLASH, HALF) | dict.fromkeys(
+    ("FA2", "FA3", "FA4", "jax FA3"), HALF | {"rectangle"}
+)
 TAKES |= dict.fromkeys(("eager", "FlexAttention"), HALF | {"rectangle", "float32"})
 TAKES |= {"jax.nn XLA": HALF | {"float32"}, "jax Pallas mha": {"square", "causal"}}
 # What of them a CPU can run; the operations themselves are tested in test_calls.py.
 OPERATION = dict.fromkeys(FLASH, "both") | dict.fromkeys(("FlexAttention", "FA3"), "forward")
 OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN", "tokamax Triton"), None)
+
+KERNELS = jax.ffi.ffi_call
+
+
+def fa3_call(name, results):
+    """The library's calls as its package makes them, by our attention in JAX."""
+    *_, rows, scratch = results
+    packed, backward = "varlen" in name, name.endswith("bwd")
+    assert name in jax_fa3.TARGETS
+
+    def call(*operands, softmax_scale, is_causal, **sizes):
+        dout, *operands = operands if backward else (None, *operands)
+        (q, k, v), saved, offsets = operands[:3], operands[3:][: 2 * backward], ()
+        if packed:
+            offsets = operands[-2:]
+            assert (sizes.pop("max_seqlen"), sizes.pop("max_seqlen_k")) == (max(LENGTHS),) * 2
+        assert sizes == {"window_size_left": -1, "window_size_right": -1}
+        options = {"causal": is_causal, "scale": float(softmax_scale)}
+        function = jax_flash_attention_varlen if packed else jax_flash_attention
+        attend = partial(function, return_lse=True, **options)
+        (out, lse), pull = jax.vjp(lambda *qkv: attend(*qkv, *offsets), q, k, v)
+        found = (out, lse, jax.numpy.zeros((1,) * 4), jax.numpy.zeros((1,) * 3))
+        if backward:
+            assert [x.shape for x in saved] == [out.shape, lse.shape]
+            least = -(-q.shape[-3] // 128) * 128 * (1 if packed else len(q)) * q.shape[-2]
+            assert scratch.shape == rows.shape >= (least,)
+            found = (*pull((dout, jax.numpy.zeros_like(lse))), *(2 * [jax.numpy.zeros(rows.shape)]))
+        assert [(x.shape, x.dtype) for x in results] == [(x.shape, x.dtype) for x in found]
+        return found
+
+    return call
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +134,8 @@ def stand_ins(monkeypatch):
     for module in (torch_peers, packed_peers, tree_peers):
         monkeypatch.setattr(module, "compiled", lambda function: function)
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3_module)
+    monkeypatch.setattr(jax_fa3, "register", lambda: None)
+    monkeypatch.setattr(jax.ffi, "ffi_call", fa3_call)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fa4)
     monkeypatch.setattr(jax_pallas, "mha", partial(jax_pallas.mha, interpret=True))
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=tokamax))
@@ -158,6 +196,9 @@ REFUSED += [
     (flash, "FA4", {"head_dim": 20}),
     (flash, "FA4", {"head_dim_v": 264}),
     (packed, "FA4 varlen", {"head_dim": 20}),
+    (flash, "jax FA3", {"head_dim_v": 32}),
+    (flash, "jax FA3", {"head_dim": 20}),
+    (packed, "jax FA3 varlen", {"head_dim_v": 32}),
     (packed, "FA2 padded", {"causal": False}),
     (decode, "FA2 dense", {"lengths": (5, 33)}),
     (decode, "FA2 dense", {"window_size": (8, 0)}),
@@ -213,6 +254,58 @@ def test_a_peer_that_needs_too_much_or_has_no_such_function_is_absent(monkeypatc
     monkeypatch.setitem(sys.modules, "tokamax", SimpleNamespace(dot_product_attention=refuse))
     with pytest.raises(Absent, match="only on TPUs"):
         flash("tokamax Mosaic")
+
+
+REGISTER = jax_fa3.register.__wrapped__  # without its cache
+
+
+def test_fa3_in_jax_needs_its_library_and_hopper(monkeypatch, tmp_path):
+    def expect(reason):
+        with pytest.raises(Absent, match=reason):
+            REGISTER()
+
+    expect("is not installed")
+    path = tmp_path / jax_fa3.PACKAGE / jax_fa3.LIBRARY
+    path.parent.mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    expect("is not installed")
+    path.touch()
+    expect("for Hopper alone")
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    expect("cannot be loaded")
+
+    functions, found = dict(zip(jax_fa3.TARGETS, range(4), strict=True)), {}
+
+    def keep(name, function, platform):
+        found[name] = function
+        assert platform == "CUDA"
+
+    library = {str(path): SimpleNamespace(**functions)}
+    monkeypatch.setattr(jax_fa3.ctypes.cdll, "LoadLibrary", library.__getitem__)
+    monkeypatch.setattr(jax.ffi, "pycapsule", lambda function: function)
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", keep)
+    REGISTER()
+    assert found == functions
+
+
+@pytest.mark.parametrize(("make", "peer", "kind", "lengths"), [
+    (flash, "jax FA3", "mha", ""),
+    (packed, "jax FA3 varlen", "mha_varlen", "max_seqlen = 12 : i64, max_seqlen_k = 12 : i64, "),
+])  # fmt: skip
+def test_xla_is_to_call_fa3_with_the_librarys_types(monkeypatch, make, peer, kind, lengths):
+    monkeypatch.setattr(jax.ffi, "ffi_call", KERNELS)
+    monkeypatch.setattr(jax_fa3, "jax_call", lambda attend, operation, tensors: (attend, tensors))
+    attend, tensors = make(peer, causal=True, scale=0.5)
+    q, k, v, dout = (jax.ShapeDtypeStruct(x.shape, "bfloat16") for x in tensors)
+    both = jax.jit(lambda dout, *qkv: jax.vjp(attend, *qkv)[1](dout))
+    text = both.trace(dout, q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    attributes = (
+        f"{{is_causal = true, {lengths}softmax_scale = 5.000000e-01 : f64, "
+        "window_size_left = -1 : i64, window_size_right = -1 : i64}"
+    )
+    for name in ("fwd", "bwd"):
+        (line,) = (x for x in text.splitlines() if f"@dew_flash3_{kind}_{name}(" in x)
+        assert attributes in line
 
 
 def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):

@@ -61,10 +61,10 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("flash", "32x512x32x64", both(*ours.NAMES, *ours.FOREIGN_NAMES) | set(FLASH)),
         ("flash", "4x3000x16-kv4x128-causal",
          on_hopper(*ours.NAMES, "jax gluon") - on_hopper("torch triton compiled")
-         | {"FA2", "FA3", "FA4", "cuDNN", "tokamax Mosaic"}),
+         | {"FA2", "FA3", "FA4", "jax FA3", "cuDNN", "tokamax Mosaic"}),
         ("flash", "12-documents-32768x16x128-causal",
          on_hopper(*PORTABLE, *EXPLICIT, *ours.FOREIGN_NAMES)
-         | {"FA2 varlen", "FA3 varlen", "FA4 varlen", "cuDNN padded"}),
+         | {"FA2 varlen", "FA3 varlen", "FA4 varlen", "jax FA3 varlen", "cuDNN padded"}),
         ("fa2", "1x4096x4096-kv32", both(*PORTABLE, *EXPLICIT) | {"FA2", "cuDNN"}),
         ("fa2", "1x4096x4096-kv8",
          both(*PORTABLE, *EXPLICIT) - {"jax triton sm80"} | {"FA2", "cuDNN"}),

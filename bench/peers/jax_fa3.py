@@ -1,0 +1,123 @@
+"""FlashAttention-3 in JAX, both passes: XLA's calls into the library of dew-flash-attn-cu13.
+
+Of that package only one library is read, so that a folder of its name on PYTHONPATH, with the
+library in it, is enough.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.calls import jax_call
+from bench.job import Absent, Call
+from bench.peers.limits import check_flash, check_head_dims, check_packed
+from bench.problems import document_lengths, offsets_of
+from interop.parity.cases import FlashCase, VarlenCase
+
+PACKAGE, LIBRARY = "dew_flash_attn", "libdew_flash_attn3.so"
+TARGETS = tuple(f"dew_flash3_{kind}_{x}" for kind in ("mha", "mha_varlen") for x in ("fwd", "bwd"))
+ROWS = 128  # to which the backward rounds a sequence's rows up, at most
+
+
+def fa3(case: FlashCase, operation: str, tensors) -> Call:
+    """Return a call of the kernels of FlashAttention-3."""
+    check_flash(case, rectangles=True)
+    check_head_dims(case, same=True)
+    register()
+    return jax_call(_attention(case, case.batch), operation, tensors)
+
+
+def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
+    """Return a call of the kernels of FlashAttention-3 for packed sequences."""
+    check_packed(case)
+    check_head_dims(case, same=True)
+    register()
+    from interop.exchange import to_jax
+
+    offsets = to_jax(offsets_of(case, tensors[0].device))
+    longest = np.int64(max(document_lengths(case)))
+    attend = _attention(
+        case, len(case.lengths), (offsets, offsets), max_seqlen=longest, max_seqlen_k=longest
+    )
+    return jax_call(attend, operation, tensors)
+
+
+@cache
+def register() -> None:
+    """Register the library's functions with JAX, whose devices load what it is linked to.
+
+    Raises:
+        Absent: there is no library, it cannot be loaded, or this card is not Hopper.
+    """
+    import jax
+
+    spec = find_spec(PACKAGE)
+    folders = spec.submodule_search_locations if spec else None
+    path = Path(next(iter(folders or ()), "")) / LIBRARY
+    if not folders or not path.exists():
+        raise Absent(f"{PACKAGE} with {LIBRARY} is not installed")
+    if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
+        raise Absent("its kernels are for Hopper alone")
+    try:
+        library = ctypes.cdll.LoadLibrary(str(path))
+    except OSError as error:
+        raise Absent(f"{LIBRARY} cannot be loaded: {error}") from error
+    for name in TARGETS:
+        function = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, function, platform="CUDA")
+
+
+def _attention(
+    case: FlashCase | VarlenCase, sequences: int, offsets: tuple[Any, ...] = (), **lengths: Any
+) -> Callable[..., Any]:
+    """Return out from q, k, v, [B, S, H, D] or [T, H, D], with the library's own backward.
+
+    Args:
+        case: the problem.
+        sequences: how many there are.
+        offsets: of packed queries and keys, [N + 1] int32.
+        lengths: of the longest packed sequence, by attribute.
+    """
+    import jax
+    from jax.ffi import ffi_call
+
+    kind = "mha_varlen" if offsets else "mha"
+    attributes = lengths | {
+        "softmax_scale": np.float64(case.spec.scale),
+        "is_causal": case.causal,
+        "window_size_left": np.int64(-1),
+        "window_size_right": np.int64(-1),
+    }
+
+    def like(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, np.float32)
+
+    def forward(q, k, v):
+        *batch, rows, heads, _ = q.shape
+        # Out, the log-sum-exp, and of splits, which this build has not, nothing.
+        results = (like(q), floats(*batch, heads, rows), floats(1, 1, 1, 1), floats(1, 1, 1))
+        out, lse, *_ = ffi_call(f"dew_flash3_{kind}_fwd", results)(q, k, v, *offsets, **attributes)
+        return out, (q, k, v, out, lse)
+
+    def backward(saved, dout):
+        q, k, v, out, lse = saved
+        heads = q.shape[-2]
+        rows = floats(q.size // q.shape[-1] + heads * ROWS * (sequences + 1))
+        results = (like(q), like(k), like(v), rows, rows)
+        call = ffi_call(f"dew_flash3_{kind}_bwd", results)
+        dq, dk, dv, *_ = call(dout, q, k, v, out, lse, *offsets, **attributes)
+        return dq, dk, dv
+
+    attend = jax.custom_vjp(lambda q, k, v: forward(q, k, v)[0])
+    attend.defvjp(forward, backward)
+    return attend
