@@ -23,7 +23,7 @@ from interop.parity.report import to_page as parity_page
 from tests.browser import ask, serving
 from twin_attention.contract.tolerances import Agreement
 
-RECORDS = Path(__file__).parents[1] / "bench/results/h200-prefill.jsonl.gz"
+RECORDS = Path(__file__).parents[1] / "bench/results/h100-flashinfer.jsonl.gz"
 # The width of the page, what is wider than it outside of boxes that scroll, the levels of headings,
 # pictures without a text, and the least contrast of a text, with that text. Where a text has a
 # colour of its own, it stands in a coloured cell: see `test_a_number_is_read_in_its_cell`.
@@ -84,7 +84,7 @@ def pages(tmp_path_factory):
     """Both pages, in a folder that is served."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "parity.html").write_text(parity_page(parity_report()))
-    (folder / "bench.html").write_text(bench_page("Benchmark prefill", load(RECORDS)))
+    (folder / "bench.html").write_text(bench_page("Benchmark", load(RECORDS)))
     with serving(folder) as address:
         yield folder, address
 
@@ -157,7 +157,7 @@ def test_every_output_has_its_lane():
 
 
 def test_no_label_crosses_a_line_of_benchs_plots():
-    for run in runs(load(RECORDS.with_name("h200-sm90-fa4.jsonl.gz"))):
+    for run in runs(load(RECORDS.with_name("h100-sm90-peers.jsonl.gz"))):
         pictures = [*of_run(run), *(picture for _, picture in headline(run))]
         for section in sections(run):
             pictures += of_suite(section.records, section.peaks, ())

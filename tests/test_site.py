@@ -12,7 +12,7 @@ from tests.browser import ask, serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("index.html", "docs/guide/serve.html", "docs/semantics.html", "docs/api/torch_attn.html",
-         "bench/results/h200-sm90-fa4.html")  # fmt: skip
+         "bench/results/h100-sm90-peers.html")  # fmt: skip
 # How wide a page became, and how much red its background has.
 LOOK = """(page, root, window) => [root.scrollWidth, Number(
   window.getComputedStyle(page.body).backgroundColor.match(/\\d+/g)[0])]"""
