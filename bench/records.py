@@ -197,8 +197,8 @@ def failed(record: Record, error: Exception) -> Record:
 def stem(path: Path) -> str:
     """Return the name of a file of records without its endings.
 
-    >>> stem(Path("results/h200.jsonl.gz"))
-    'h200'
+    >>> stem(Path("results/h100.jsonl.gz"))
+    'h100'
     """
     return Path(path.name.removesuffix(".gz")).stem
 
