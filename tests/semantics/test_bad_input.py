@@ -233,6 +233,10 @@ MISTAKES = {
         ValueError, "causal: expected True with kv_ends, got False",
         {"kv_ends": (2, 7)}, {"kv_ends": "int32"}, {},
     ),
+    "ends with keys to the right": (
+        ValueError, "causal: expected True with kv_ends, got False",
+        {"kv_ends": (2, 7)}, {"kv_ends": "int32"}, {"window_size": (None, 3)},
+    ),
     "depths of queries alone": (
         ValueError, "kv_depths: expected depths of queries and of keys, or of neither, got None",
         {"kv_ends": (2, 7), "q_depths": (2, 5)}, INT_DEPTHS, {"causal": True},

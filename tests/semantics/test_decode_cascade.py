@@ -92,9 +92,11 @@ def test_more_tiles_have_a_prefix_than_full_tiles_would(side, implementation, to
     assert_within_budget(decode(side, implementation, inputs), inputs, case.spec)
 
 
-def test_tables_that_agree_past_a_length_do_not_matter(side, implementation, torch_device):
+@pytest.mark.parametrize("new", [0, 1, 2, 3])
+def test_tables_that_agree_past_a_length_do_not_matter(side, implementation, torch_device, new):
     """New tokens' keys are not shared: 192 keys are full pages and full tiles of keys."""
-    case = replace(CASE, lengths=(300, 192, 250, 300, 192, 260, 299, 200), tokens=3)
+    length = 192 + new
+    case = replace(CASE, lengths=(300, length, 250, 300, length, 260, 299, 200), tokens=3)
     inputs = make_inputs(case, torch_device)
     inputs["block_tables"][:] = inputs["block_tables"][:1].clone()
     for name in ("k_pages", "v_pages"):

@@ -150,6 +150,17 @@ def test_numbers_that_are_no_tree_mean_what_the_formula_says(
     assert_within_budget(got, inputs, case.spec)
 
 
+def test_ends_about_the_edges_of_tiles(side, implementation, torch_device):
+    """A tile whose keys all end at its last query, before it or behind it."""
+    case = replace(CASE, dtype="bfloat16", seq_q=256, seq_kv=256)
+    for edge in (63, 64, 127, 128, 255):
+        inputs = make_inputs(replace(case, name=f"ends-{edge}"), torch_device)
+        for begin, end in ((0, edge), (edge // 2, edge + 1)):
+            inputs["kv_ends"][:, begin:edge] = end
+        got = attention(side, inputs, implementation=implementation, **case.options)
+        assert_within_budget(got, inputs, case.spec)
+
+
 def test_packed_trees_count_from_their_first_key(side, implementation, torch_device):
     options = CASE.options | {"implementation": implementation}
     inputs = with_ends(make_inputs(NO_TREE, torch_device))

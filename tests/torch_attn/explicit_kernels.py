@@ -39,6 +39,21 @@ def in_turn(cases: Iterable[Any], first: str = "writes first") -> pytest.MarkDec
     return pytest.mark.parametrize(("case", "mode"), runs)
 
 
+# Lengths that end one key behind a tile, and tiles of keys that begin where queries end.
+EDGES = [
+    FlashCase("one key more", 1, 130, 257, 1, 1, 64),
+    FlashCase("one key more, causal", 1, 129, 257, 1, 1, 128, causal=True),
+    FlashCase("slopes", 1, 256, 256, 1, 1, 64, alibi="heads"),
+    *(FlashCase(f"table of {n}", 1, 130, 130, 1, 1, 64, relative=n) for n in (1, 2, 3)),
+]
+
+
+def lower_scores(inputs: dict[str, torch.Tensor]) -> None:
+    """Bring all scores near -300, so that a key which does not exist would count alone."""
+    width = inputs["q"].shape[-1]
+    inputs["q"][..., 0], inputs["k"][..., 0] = 20.0, -15.0 * width**0.5
+
+
 # Of segment ids, trees and windows of depths: the tiles of every kernel are listed first.
 LISTED = [
     FlashCase("documents", 1, 260, 260, 1, 1, 64, segments="documents", causal=True),
@@ -87,7 +102,7 @@ def check_forward(
     mode: Mode,
     backend: Backend,
     replaced: Any = None,
-    change: Callable[[dict[str, torch.Tensor]], None] = lambda inputs: None,
+    change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> list[str]:
     """Hold out, lse and row maxima of a case to the contract; returns the names of the kernels.
 
@@ -95,7 +110,8 @@ def check_forward(
         change: changes the inputs first.
     """
     inputs, spec = make_inputs(case, "cpu"), case.spec
-    change(inputs)
+    if change is not None:
+        change(inputs)
     (expected,) = expectations(inputs, parts_of(spec))
     del inputs["dout"], inputs["dlse"]
     with interpreted(mode, replace=replaced) as launched:
@@ -108,13 +124,19 @@ def check_forward(
 
 
 def check_backward(
-    case: FlashCase | VarlenCase, mode: Mode, backend: Backend, replaced: Any = None
+    case: FlashCase | VarlenCase,
+    mode: Mode,
+    backend: Backend,
+    replaced: Any = None,
+    change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> list[str]:
     """Hold the gradients of a case to the contract; returns the names of the kernels.
 
-    The gradient of the log-sum-exp is NaN in rows without a key.
+    The gradient of the log-sum-exp is NaN in rows without a key. `change` as in `check_forward`.
     """
     inputs, spec = make_inputs(case, "cpu"), case.spec
+    if change is not None:
+        change(inputs)
     (expected,) = expectations(inputs, parts_of(spec))
     exact = evaluate(inputs, spec, torch.float32)
     out, lse = exact["out"].to(inputs["q"].dtype), exact["lse"]

@@ -8,11 +8,13 @@ import pytest
 
 from interop.parity.cases import FlashCase, VarlenCase
 from tests.torch_attn.explicit_kernels import (
+    EDGES,
     LISTED,
     MODES,
     check_backward,
     check_forward,
     gluon_backend,
+    lower_scores,
 )
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, edited
 from torch_attn.kernels.sm80.flash_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel
@@ -84,6 +86,14 @@ def test_races_make_wrong_results(mode, check, kernel, old, new):
     case = FlashCase("race", 1, 128, 192, 1, 1, deterministic=True)
     with pytest.raises(AssertionError, match="Agreement"):
         check(case, mode, BACKEND, {kernel: edited(kernel, old, new)})
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", EDGES[:2], ids=lambda case: case.name)
+def test_edges_of_tiles(case, deterministic):
+    case = replace(case, deterministic=deterministic)
+    check_forward(case, MODES["random"], BACKEND, change=lower_scores)
+    check_backward(case, MODES["random"], BACKEND, change=lower_scores)
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)

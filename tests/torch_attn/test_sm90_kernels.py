@@ -13,6 +13,7 @@ from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
 from interop.parity.suites.paged import paged_cases
 from tests.torch_attn.explicit_kernels import (
+    EDGES,
     LISTED,
     MODES,
     check_backward,
@@ -20,6 +21,7 @@ from tests.torch_attn.explicit_kernels import (
     check_results,
     gluon_backend,
     in_turn,
+    lower_scores,
     summing,
 )
 from tests.torch_attn.gluon_interpreter import (
@@ -316,6 +318,15 @@ def test_gradient_of_a_bias_that_pairs_share(case, mode):
 )
 def test_backward_that_adds_the_gradient_of_a_table(case):
     assert set(check_backward(case, WRITES_FIRST, BACKEND)) == set(SUMMED)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", EDGES, ids=lambda case: case.name)
+def test_edges_of_tiles(case, deterministic):
+    case = replace(case, deterministic=deterministic)
+    change = None if case.spec.terms else lower_scores
+    check_forward(case, MODES["random"], BACKEND, change=change)
+    check_backward(case, MODES["random"], BACKEND, change=change)
 
 
 @pytest.mark.parametrize("case", LISTED, ids=lambda case: case.name)
