@@ -10,7 +10,15 @@ import torch
 
 from interop.exchange import to_torch
 from interop.parity.inputs import Tensors
-from interop.parity.oracle import OF_ROWS, SAMPLES, Expectation, Spec, expectations, sample_of
+from interop.parity.oracle import (
+    OF_ROWS,
+    SAMPLES,
+    SUMS,
+    Expectation,
+    Spec,
+    expectations,
+    sample_of,
+)
 from interop.parity.records import ORACLE, Comparison
 from interop.parity.sides import Subject, twins
 from twin_attention.contract.paged_spec import AppendSpec, PagedSpec
@@ -41,8 +49,11 @@ def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
             unit = 1.0 if isinstance(spec, MergeSpec) else lse_unit(ref)
             return compare_lse(got, ref, lse_tolerance(ref, lp, dtype), unit)
         kind = "gradient" if name.startswith("d") else "output"
-        cancelled = expected.cancelled.get(name, 0.0)
-        return compare_to_reference(got, ref, lp, dtype, kind, expected.ref.get("lse"), cancelled)
+        return compare_to_reference(
+            got, ref, lp, dtype, kind, expected.ref.get("lse"), expected.cancelled.get(name, 0.0),
+            "number" if name in SUMS else "row" if name in ("out", "dq", "dk", "dv") else None,
+            expected.errors.get(name, 0.0),
+        )  # fmt: skip
 
     return {name: agreement(name, x) for name, x in expected.crop(results).items()}
 

@@ -33,12 +33,13 @@ from twin_attention.contract.spec import (
     VarlenSpec,
     Window,
 )
-from twin_attention.contract.tolerances import cancelled_gradient, cancelled_sum
+from twin_attention.contract.tolerances import cancelled_gradient, cancelled_sum, rounded_delta
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
+WIDER = 128  # distances on each side of a table, by which its ends' errors are found
 SUMS = ("dsinks", "drelative_bias", "dbias")  # over all sequences
 OF_ROWS = ("lse", "row_max")  # results of the forward, beside out
 
@@ -93,13 +94,15 @@ class Expectation:
     """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
 
     `cancelled` is by `cancelled_sum` for dsinks, and by `cancelled_gradient` for what comes from
-    ds: dq, dk, dbias and drelative_bias.
+    ds: dq, dk, dbias and drelative_bias. `errors` are those that each row or number of these may
+    have where lp has less by chance.
     """
 
     part: Part
     ref: Tensors
     lp: Tensors
     cancelled: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def crop(self, results: Tensors) -> Tensors:
         """Return what stands in results of the whole problem where `ref` and `lp` do."""
@@ -123,18 +126,68 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
             errors = (_delta(own, lp) - _delta(own, ref)).nan_to_num()[..., None]
             expected = errors.square().sum_to_size(own["bias"].shape).sqrt()
             lp["dbias"] = _as_wrong_as(ref["dbias"], lp["dbias"], expected)
-        found.append(Expectation(part, ref, lp, cancelled))
+        found.append(Expectation(part, ref, lp, cancelled, _errors(own, part, ref, lp)))
     return found
+
+
+def _errors(inputs: Tensors, part: Part, ref: Tensors, lp: Tensors) -> Tensors:
+    """Return the errors of rows of dq and dk, and of numbers of dbias and drelative_bias.
+
+    A delta has the error of a rounded output. The numbers of a bias are alike if they have queries
+    or keys in common.
+    """
+    spec, found = part.spec, {}
+    if "dq" not in ref or not isinstance(spec, AttentionSpec):
+        return found
+    dtype = "tf32" if spec.precision == "tf32" else spec.dtype
+    dout = part.crop_inner({"dout": inputs["dout"]})["dout"].double()
+    delta = rounded_delta(ref["out"], dout, dtype)
+    scale = abs(spec.scale)
+    found["dq"] = scale * delta * _rms(inputs["k"])
+    found["dk"] = scale * _rms(delta) * _rms(inputs["q"]) * _rows_of_a_key(spec) ** 0.5
+    if "dbias" in ref:
+        shape = (*ref["dbias"].shape[:3], 1)
+        of_rows = delta.mT[..., None].square().sum_to_size(shape).sqrt()
+        found["dbias"] = of_rows.hypot(_rms(lp["dbias"].double() - ref["dbias"], -1))
+    if "drelative_bias" in ref:
+        found["drelative_bias"] = _errors_of_table(inputs, spec)
+    return found
+
+
+def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
+    """Return the expected errors of a table's gradient, [Hq, 2R + 1].
+
+    Its ends sum many distances, so their errors are taken from a table that is wider.
+    """
+    table = inputs["relative_bias"]
+    first, last = (x.expand(-1, WIDER) for x in (table[:, :1], table[:, -1:]))
+    wide = inputs | {"relative_bias": torch.cat([first, table, last], 1)}
+    ref, lp = (
+        evaluate(wide, spec, dtype)["drelative_bias"].double()
+        for dtype in (torch.float64, getattr(torch, spec.dtype))
+    )
+    errors = (lp - ref).square()
+    if table.shape[1] == 1:
+        return errors.sum(1, keepdim=True).sqrt()
+    first, near, last = errors.tensor_split((WIDER + 1, errors.shape[1] - WIDER - 1), 1)
+    near = torch.full_like(near, float(_rms(near.sqrt())) ** 2)
+    return torch.cat([first.sum(1, keepdim=True), near, last.sum(1, keepdim=True)], 1).sqrt()
+
+
+def _rms(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
+    """Return the root mean square of the numbers that are neither 0 nor NaN."""
+    squares = x.double().nan_to_num().square()
+    keep = {} if axis is None else {"dim": axis, "keepdim": True}
+    return (squares.sum(**keep) / (squares > 0).sum(**keep).clamp(min=1)).sqrt()
 
 
 def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
     if "dout" not in inputs or not isinstance(spec, AttentionSpec):
         return {}
     q, k, v, dout = (inputs[name].double().nan_to_num() for name in ("q", "k", "v", "dout"))
-    rows = max(1.0, spec.seq_q * spec.group_size / max(1, spec.seq_kv))
     found = {
         "dq": cancelled_gradient(spec.scale, dout, v, k, 1.0),
-        "dk": cancelled_gradient(spec.scale, dout, v, q, rows),
+        "dk": cancelled_gradient(spec.scale, dout, v, q, _rows_of_a_key(spec)),
     }
     for name in ("bias", "relative_bias"):  # added to scores: ds, summed over rows that share it
         if name in inputs:
@@ -142,6 +195,11 @@ def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
             ones = torch.ones_like(v[:1])
             found[f"d{name}"] = cancelled_gradient(1.0, dout, v, ones, max(1.0, sharing))
     return found
+
+
+def _rows_of_a_key(spec: AttentionSpec) -> float:
+    """Return how many rows have their largest probability at the same key, on average."""
+    return max(1.0, spec.seq_q * spec.group_size / max(1, spec.seq_kv))
 
 
 def _delta(inputs: Tensors, results: Tensors) -> torch.Tensor:

@@ -15,6 +15,7 @@ from twin_attention.contract.tolerances import (
     compare_twins,
     lse_tolerance,
     lse_unit,
+    rounded_delta,
     ulp,
 )
 
@@ -238,6 +239,60 @@ def test_rows_of_zeros_have_no_errors_to_count():
     assert few.rmse_budget == few.max_budget
     ref[15], got[15] = 1.0, 1.9
     assert not compare_to_reference(got, ref, lp, "float32", "gradient").ok
+
+
+def test_each_row_has_the_budget_of_its_own_size_and_of_a_usual_error():
+    """A small row may be as wrong as others of lp's are, and not as wrong as large rows are."""
+    ref = np.ones((100, 16))
+    ref[0], ref[1] = 1000.0, 0.25
+    lp = ref * (1 + 1e-3)
+    usual = 1e-3 * math.sqrt((1000**2 + 0.25**2 + 98) / 100)
+    for row, size in ((0, 1000.0), (1, 0.25), (2, 1.0)):
+        of_lp = max(usual, 1e-3 * size)
+        for kind, factor in (("output", 2), ("gradient", 3)):
+            got = ref.copy()
+            got[row] += factor * of_lp + 2 * ulp(size, "float16")
+            agreement = compare_to_reference(got, ref, lp, "float16", kind, each="row")
+            assert agreement.each == pytest.approx(1.0)
+            assert compare_to_reference(got, ref, lp, "float16", kind).each == 0.0
+    zero = np.zeros((100, 16))  # rows that have no error leave the usual one as it is
+    padded = [np.concatenate((x, zero)) for x in (got, ref, lp)]
+    assert compare_to_reference(*padded, "float16", kind, each="row").each == pytest.approx(1.0)
+
+
+def test_each_number_has_the_budget_of_its_own_size():
+    ref = np.array([[100.0] + [0.1] * 15])
+    lp = ref * (1 + 1e-3)
+    lp[0, 1] = 0.1  # by chance
+    got = ref.copy()
+    for place, error in ((0, 0.3 + 2 * 2.0**-4), (1, 2 * 2.0**-14), (2, 3e-4 + 2 * 2.0**-14)):
+        got[:] = ref
+        got[0, place] += 0.99 * error + (place == 0) * 0.002
+        results = (got, ref, lp, "float16", "gradient")
+        assert compare_to_reference(*results, each="number").each == pytest.approx(
+            (got - ref)[0, place] / max(error, 4e-4)
+        )
+    expected = np.array([[0.0, 1.0] + [0.0] * 14])
+    got[:], got[0, 1] = ref, 3.0
+    assert compare_to_reference(*results, each="number").each > 1000
+    assert compare_to_reference(*results, each="number", expected=expected).each < 1
+
+
+def test_numbers_that_count_alone_are_enough_for_a_mean():
+    ref = np.ones((1, 16))
+    lp, got = ref + 1e-2, ref + 2e-2
+    assert compare_to_reference(got, ref, lp, "float16", "gradient").ok
+    assert compare_to_reference(got, ref, lp, "float16", "gradient", each="number").ratio > 1
+
+
+def test_the_error_of_a_delta_is_that_of_a_rounded_output():
+    random = np.random.default_rng(0)
+    out, dout = random.normal(0, 1, (2, 1000, 64))
+    rounded = out.astype(np.float16).astype(np.float64)
+    error = np.sum(dout * (rounded - out), axis=-1)
+    expected = rounded_delta(out, dout, "float16")
+    assert expected.shape == (1000,)
+    assert 0.3 < np.sqrt(np.mean(error**2) / np.mean(expected**2)) < 0.6
 
 
 @pytest.mark.parametrize("wrong", [NAN, INF, -INF])

@@ -8,7 +8,7 @@ import torch
 from interop.exchange import to_jax
 from interop.parity import harness, oracle
 from interop.parity.cases import DecodeCase, FlashCase, PagedCase
-from interop.parity.check import check_layout, compare, sample_check
+from interop.parity.check import agreements, check_layout, compare, sample_check
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
 from interop.parity.sides import Subject
@@ -124,6 +124,55 @@ def test_a_wrong_element_of_a_sampled_sequence_is_found(case, torch_device):
     assert 0 < check([out]) <= 1
     out[-1, ..., -1, -1] += 1
     assert check([out]) > 1
+
+
+def _one_row(x):
+    """Make one of many rows wrong by a quarter of the usual size."""
+    x[0, 300] += 0.26 * x.square().mean().sqrt()
+
+
+# What all numbers of a tensor together would hide.
+HIDDEN = {
+    "a row of out": ("out", _one_row),
+    "a row of dq": ("dq", _one_row),
+    "a row of dk": ("dk", _one_row),
+    "a row of dv": ("dv", _one_row),
+    "a table between its ends": ("drelative_bias", lambda x: x[:, 1:-1].mul_(1.3)),
+    "a number of a table": ("drelative_bias", lambda x: x[:, 7].mul_(2)),
+    "sinks": ("dsinks", lambda x: x.mul_(1.1)),
+    "some of a bias": ("dbias", lambda x: x[..., 40:45].mul_(1.3)),
+}
+
+
+@pytest.fixture(scope="module")
+def expected_and_right():
+    """The oracle of a problem in bfloat16, and a run in float32, rounded."""
+    case = FlashCase("hidden", 1, 400, 400, 1, 1, 32, sinks=True, relative=20, bias="k")
+    inputs = make_inputs(case, "cpu")
+    (expected,) = expectations(inputs, parts_of(case.spec))
+    right = evaluate(inputs, case.spec, torch.float32)
+    return expected, right | {x: right[x].bfloat16().float() for x in ("out", "dq", "dk", "dv")}
+
+
+@pytest.mark.parametrize(("name", "spoil"), HIDDEN.values(), ids=HIDDEN)
+def test_a_small_part_that_is_wrong_is_found(expected_and_right, name, spoil):
+    expected, right = expected_and_right
+    got = right[name].clone()
+    assert agreements({name: got}, expected)[name].ratio < 0.5
+    spoil(got)
+    assert not agreements({name: got}, expected)[name].ok
+
+
+def test_a_window_that_is_a_key_too_narrow_is_found():
+    """Of more than a thousand keys that each row sees."""
+    case = FlashCase("narrow", 1, 1300, 1300, 1, 1, 16, window_size=(1023, 0))
+    inputs = make_inputs(case, "cpu")
+    (expected,) = expectations(inputs, parts_of(case.spec))
+    for left, is_ok in ((1023, True), (1022, False)):
+        got = evaluate(inputs, replace(case, window_size=(left, 0)).spec, torch.float32)
+        for name in ("out", "dq", "dk", "dv"):
+            found = agreements({name: got[name].bfloat16()}, expected)[name]
+            assert found.ok == is_ok, (name, found)
 
 
 @pytest.mark.parametrize(

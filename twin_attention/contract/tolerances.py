@@ -2,21 +2,22 @@
 
 `ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in the
 inputs' dtype (see `reference`), with products in TF32 if that was asked for. A result's largest
-error and root mean square error may be a small multiple of `lp`'s. It must be NaN or infinite where
-`ref` is, and nowhere else.
+error and root mean square error may be a small multiple of `lp`'s, and so may the error of each row
+or number by itself. It must be NaN or infinite where `ref` is, and nowhere else.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from array_api_compat import array_namespace
 
 Array = Any
 
-# Limits of the largest error and of the root mean square error, in multiples of lp's.
+# Limits of the largest error, which are those of each row as well, and of the root mean square
+# error, in multiples of lp's.
 MAX_ERROR_FACTOR = {"output": 2.0, "gradient": 3.0}
 RMSE_FACTOR = {"output": 1.25, "gradient": 1.5}
 # With fewer errors, the root mean square is chance: for two sets of 4 errors from one distribution,
@@ -57,6 +58,7 @@ class Agreement:
         max_error, max_budget: largest absolute error.
         rmse, rmse_budget: root mean square error.
         finite: False if there is an unexpected NaN or infinity, or an expected one is missing.
+        each: the error of a row or number over its own budget, the worst of them.
     """
 
     max_error: float
@@ -64,15 +66,17 @@ class Agreement:
     rmse: float
     rmse_budget: float
     finite: bool = True
+    each: float = 0.0
 
     @property
     def ratio(self) -> float:
-        """Error over budget, the worse of the two measures; above 1 the comparison fails."""
+        """Error over budget, the worst of the measures; above 1 the comparison fails."""
         if not self.finite:
             return math.inf
         return max(
             _over(self.max_error, self.max_budget),
             _over(self.rmse, self.rmse_budget),
+            self.each,
         )
 
     @property
@@ -94,6 +98,8 @@ def compare_to_reference(
     kind: str,
     lse: Array | None = None,
     cancelled: float = 0.0,
+    each: Literal["row", "number"] | None = None,
+    expected: Array | float = 0.0,
 ) -> Agreement:
     """Compare an output or gradient with its budget.
 
@@ -105,6 +111,10 @@ def compare_to_reference(
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
         cancelled: from `cancelled_gradient` for what is computed from ds, or from `cancelled_sum`.
+        each: what has a budget of its own as well: rows, or numbers that have nothing in common, of
+            which also the root mean square counts.
+        expected: an error of each that is no defect where lp has less by chance; it broadcasts
+            against rows [...] or numbers.
     """
     largest = _max_abs(ref)
     exponent = 0.0 if lse is None else _max_abs(lse)
@@ -119,10 +129,44 @@ def compare_to_reference(
     if kind == "output" and lse is not None:  # of attention
         roundings = ROUNDINGS * 2.0 ** -(MANTISSA_BITS[dtype] + 1) * _rms(ref)
         rmse_budget = max(rmse_budget, roundings)
+    error, rmse, finite = _errors(got, ref)
+    if each == "number":
+        got, ref, lp = (x[..., None] for x in (got, ref, lp))
     if _count_rows(ref) < FEWEST_FOR_RMSE:
         rmse_budget = budget
-    error, rmse, finite = _errors(got, ref)
-    return Agreement(error, max(budget, floor), rmse, max(rmse_budget, floor), finite)
+    worst = 0.0
+    if each is not None and lp_finite and finite and math.prod(ref.shape):
+        worst = _worst(got, ref, lp, dtype, kind, floor, expected, typical=each == "row")
+    return Agreement(error, max(budget, floor), rmse, max(rmse_budget, floor), finite, worst)
+
+
+def _worst(
+    got: Array,
+    ref: Array,
+    lp: Array,
+    dtype: str,
+    kind: str,
+    floor: float,
+    expected: Array | float,
+    typical: bool,
+) -> float:
+    """Return the largest error of a row over its budget.
+
+    That is a multiple of lp's error in this row or, if `typical`, in a usual one, as lp may be
+    right by chance; and ulps of the row's own size.
+    """
+    xp = array_namespace(ref)
+    got, lp = xp.astype(got, xp.float64), xp.astype(lp, xp.float64)
+    error, own, size = (_rms_of_rows(xp, x) for x in (got - ref, lp - ref, ref))
+    likely = xp.maximum(own, expected + xp.zeros_like(own))
+    if typical:
+        count = max(1, int(xp.sum(size > 0)))
+        usual = math.sqrt(float(xp.sum(xp.where(size > 0, own * own, xp.zeros_like(own)))) / count)
+        likely = xp.maximum(likely, xp.zeros_like(own) + usual)
+    exponent = xp.floor(xp.log2(xp.maximum(size, 0.0 * size + 2.0 ** MIN_EXPONENT[dtype])))
+    budget = MAX_ERROR_FACTOR[kind] * likely
+    budget = budget + MAX_ERROR_ULPS * 2.0 ** (exponent - MANTISSA_BITS[dtype])
+    return float(xp.max(error / xp.maximum(budget, 0.0 * budget + floor)))
 
 
 def compare_lse(
@@ -200,6 +244,18 @@ def cancelled_sum(terms: Array) -> float:
     return FLOAT32_CLASS / SUM_ERROR * _max_abs(xp.sum(terms * terms, axis=-1)) ** 0.5
 
 
+def rounded_delta(out: Array, dout: Array, dtype: str) -> Array:
+    """Return the error that each row's delta, ``rowsum(dout ∘ out)``, has as out is rounded.
+
+    Args:
+        out, dout: float64, [..., Dv].
+        dtype: as `compare_to_reference` takes it.
+    """
+    xp = array_namespace(out)
+    terms = xp.where(xp.isfinite(out * dout), out * dout, xp.zeros_like(out))
+    return 2.0 ** -(MANTISSA_BITS[dtype] + 1) * xp.sqrt(xp.sum(terms * terms, axis=-1))
+
+
 def compare_twins(a: Array, b: Array, budget_a: Agreement, budget_b: Agreement) -> Agreement:
     """Compare two implementations by the sum of their budgets; neither may have a NaN."""
     error, rmse, finite = _errors(a, b)
@@ -241,6 +297,12 @@ def _same_infinities(xp: Any, got: Array, want: Array) -> bool:
     infinite = xp.isinf(got) | xp.isinf(want)
     same_nan = bool(xp.all(xp.isnan(got) == xp.isnan(want)))
     return same_nan and bool(xp.all(~infinite | (got == want)))
+
+
+def _rms_of_rows(xp: Any, x: Array) -> Array:
+    """Return the root mean square of each row; numbers that are not finite count as 0."""
+    finite = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
+    return xp.sqrt(xp.mean(finite * finite, axis=-1))
 
 
 def _max_abs(x: Array) -> float:
