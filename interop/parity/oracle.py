@@ -95,12 +95,14 @@ class Expectation:
 
     `cancelled` is by `cancelled_sum` for dsinks, and by `cancelled_gradient` for what comes from
     ds: dq, dk, dbias and drelative_bias. `errors` are those that each row or number of these may
-    have where lp has less by chance.
+    have where lp has less by chance. `exponents` are log-sum-exps of products q·k alone: a term
+    that hides keys makes a large score, but no row less exact.
     """
 
     part: Part
     ref: Tensors
     lp: Tensors
+    exponents: torch.Tensor | None = None
     cancelled: Mapping[str, float] = field(default_factory=dict)
     errors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -126,8 +128,17 @@ def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
             errors = (_delta(own, lp) - _delta(own, ref)).nan_to_num()[..., None]
             expected = errors.square().sum_to_size(own["bias"].shape).sqrt()
             lp["dbias"] = _as_wrong_as(ref["dbias"], lp["dbias"], expected)
-        found.append(Expectation(part, ref, lp, cancelled, _errors(own, part, ref, lp)))
+        errors = _errors(own, part, ref, lp)
+        found.append(Expectation(part, ref, lp, _exponents(own, part, ref), cancelled, errors))
     return found
+
+
+def _exponents(inputs: Tensors, part: Part, ref: Tensors) -> torch.Tensor | None:
+    if not isinstance(part.spec, AttentionSpec) or not part.spec.terms:
+        return ref.get("lse")
+    plain = replace(part.spec, terms=(), wide_bias=False)
+    own = {name: x for name, x in inputs.items() if name not in (*part.spec.terms, "dout", "dlse")}
+    return part.crop_inner(evaluate(own, plain, torch.float64, part.first))["lse"]
 
 
 def _errors(inputs: Tensors, part: Part, ref: Tensors, lp: Tensors) -> Tensors:
@@ -329,9 +340,9 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
         results["row_max"][:] = -torch.inf
     exact = torch.promote_types(dtype, torch.float32)
     shared = [name for name in ("sinks", "relative_bias") if name in inputs]
-    for name in ("q", "k", "v", *shared):
+    for name in ("q", "k", "v", *shared) if "dout" in inputs else ():
         results[f"d{name}"] = torch.zeros_like(inputs[name], dtype=exact)
-    if "sinks" in inputs:
+    if "dsinks" in results:
         results["dsinks"] += inputs["dlse"][:, bounds[0][-1] :].sum(1)
     for n, (begin_q, end_q, begin_kv, end_kv) in enumerate(
         zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False)

@@ -122,12 +122,14 @@ def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
         return call(SIDES[subject.side](), case, inputs, subject.implementation)
 
 
-def call(side: Side, case: Case, inputs: Tensors, implementation: str) -> Tensors:
+def call(
+    side: Side, case: Case, inputs: Tensors, implementation: str, constants: Sequence[str] = ()
+) -> Tensors:
     """Return a side's results of a case, by name: see `results`."""
     options = {**case.options, "implementation": implementation}
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)
-    return results(side, _function(case), inputs, **options)
+    return results(side, _function(case), inputs, constants, **options)
 
 
 def _results_of_ranks(
@@ -154,11 +156,15 @@ def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
         return side.api.explain(function, **operands, **options)
 
 
-def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tensors:
+def results(
+    side: Side, function: str, inputs: Tensors, constants: Sequence[str] = (), **options: Any
+) -> Tensors:
     """Call a function that returns out and lse; differentiate it where dout and dlse are given.
 
-    `append_kv` returns the pools, and q where it is given.
+    No gradient is asked for `constants`. `append_kv` returns the pools, and q where it is given.
     """
+    if constants:
+        options["constants"] = tuple(constants)
     operands = {name: x for name, x in inputs.items() if name not in GRADIENTS}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
     if function not in ("merge_states", "append_kv"):
@@ -168,8 +174,8 @@ def results(side: Side, function: str, inputs: Tensors, **options: Any) -> Tenso
         names = (*(["q"] if "q" in operands else []), *POOLS)
         return dict(zip(names, found, strict=True))
     outputs = (*OUTPUTS, "row_max") if options.get("return_row_max") else OUTPUTS
-    names = (*outputs, *(f"d{name}" for name, x in operands.items() if has_gradient(name, x)))
-    return dict(zip(names, found, strict=False))
+    of = (x for x in operands if has_gradient(x, operands[x]) and x not in constants)
+    return dict(zip((*outputs, *(f"d{name}" for name in of)), found, strict=False))
 
 
 class TorchSide:
@@ -194,7 +200,12 @@ class TorchSide:
         return tensors
 
     def call(
-        self, name: str, operands: Tensors, gradients: Sequence[torch.Tensor] = (), **options: Any
+        self,
+        name: str,
+        operands: Tensors,
+        gradients: Sequence[torch.Tensor] = (),
+        constants: Sequence[str] = (),
+        **options: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Call a public function.
 
@@ -202,14 +213,14 @@ class TorchSide:
             name: of the function.
             operands: its tensors, by argument name.
             gradients: of its outputs; with them the gradients of all operands that have one are
-                returned as well.
+                returned as well, but of `constants`.
             options: its other arguments.
 
         `append_kv` gets copies of the pools, because it writes in place.
         """
         if name == "append_kv":
             operands = operands | {x: operands[x].clone() for x in POOLS}
-        bound = {x: operands[x] for x in CONSTANTS if x in operands}
+        bound = {x: operands[x] for x in (*CONSTANTS, *constants) if x in operands}
         operands = {x: operands[x] for x in operands if x not in bound}
         attend = _by_position(partial(getattr(self.api, name), **bound, **options), operands)
         call = prepare_torch(
@@ -229,12 +240,20 @@ class PallasSide:
         return {name: to_jax(x, copy=not x.is_contiguous()) for name, x in tensors.items()}
 
     def call(
-        self, name: str, operands: Tensors, gradients: Sequence[torch.Tensor] = (), **options: Any
+        self,
+        name: str,
+        operands: Tensors,
+        gradients: Sequence[torch.Tensor] = (),
+        constants: Sequence[str] = (),
+        **options: Any,
     ) -> tuple[torch.Tensor, ...]:
         """Call a public function, as `TorchSide.call` does."""
-        arrays = self.share(operands)
+        # Constants come last.
+        order = sorted(operands, key=lambda x: x in (*CONSTANTS, *constants))
+        arrays = self.share({x: operands[x] for x in order})
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
-        compiled = self._compile(name, (*arrays,), bool(dout), tuple(sorted(options.items())))
+        chosen = tuple(sorted(options.items()))
+        compiled = self._compile(name, (*arrays,), bool(dout), (*constants,), chosen)
         found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
         return tuple(map(to_torch, leaves(found)))
 
@@ -251,15 +270,18 @@ class PallasSide:
         arrays = self.share(operands)
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
         attend = _by_position(attend_under_vmap(case, implementation=implementation), arrays)
-        call = _with_gradients(attend, (*arrays,)) if dout else lambda _, *x: attend(*x)
+        call = _with_gradients(attend, len(arrays)) if dout else lambda _, *x: attend(*x)
         compiled = jax.jit(call, compiler_options=self.compiler_options or None)
         found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
         return tuple(map(to_torch, leaves(found)))
 
     @cache  # noqa: B019 - for as long as the side lives
-    def _compile(self, name: str, operands: tuple[str, ...], both: bool, options: Any) -> Attend:
+    def _compile(
+        self, name: str, operands: tuple[str, ...], both: bool, constants: tuple[str, ...], options
+    ) -> Attend:
         attend = _by_position(partial(getattr(self.api, name), **dict(options)), operands)
-        call = _with_gradients(attend, operands) if both else lambda _, *arrays: attend(*arrays)
+        count = sum(x not in (*CONSTANTS, *constants) for x in operands)
+        call = _with_gradients(attend, count) if both else lambda _, *arrays: attend(*arrays)
         return jax.jit(call, compiler_options=self.compiler_options or None)
 
 
@@ -324,16 +346,15 @@ def _function(case: Case) -> str:
     return named.get(type(case), "flash_attention")
 
 
-def _with_gradients(attend: Attend, names: tuple[str, ...] = ()) -> Attend:
-    """Return a function of dout and the operands, which may have these argument names."""
-    constants = {i for i, name in enumerate(names) if name in CONSTANTS}
+def _with_gradients(attend: Attend, count: int | None = None) -> Attend:
+    """Return a function of dout and the operands, of which the first `count` have gradients."""
 
     def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
-        out, pull = jax.vjp(attend, *operands)
+        first, rest = operands[:count], operands[len(operands[:count]) :]
+        out, pull = jax.vjp(lambda *x: attend(*x, *rest), *first)
         if isinstance(out, tuple):  # what has no gradient comes last
             dout = (*dout, *map(jax.numpy.zeros_like, out[len(dout) :]))
-        found = [dx for i, dx in enumerate(pull(dout)) if i not in constants]
-        return out, *(dx for dx in found if dx.dtype != jax.dtypes.float0)
+        return out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
 
     return both
 

@@ -14,8 +14,18 @@ from interop.parity import __main__ as command
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from interop.parity.check import NAN
 from interop.parity.fuzz import trial
-from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged
-from interop.parity.fuzz.problems import HOOKS, KINDS, VARIANTS, Problem, Rows, draw
+from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged, with_odd_strides
+from interop.parity.fuzz.problems import (
+    HIDING,
+    HOOKS,
+    KINDS,
+    VARIANTS,
+    Problem,
+    Rows,
+    draw,
+    hidden_values,
+    tile_sizes,
+)
 from interop.parity.fuzz.shrink import failures_of, shrink
 from interop.parity.fuzz.trial import run_problem
 from interop.parity.records import ORACLE, CaseResult, Comparison, RunRecord
@@ -44,6 +54,54 @@ def test_problems_of_a_group_share_kernels():
         shared = ("dtype", "head_dim", "head_dim_v", "heads_q", "heads_kv", "causal", "sinks")
         for name in shared:
             assert len({getattr(problem.case, name, None) for problem in group}) == 1
+
+
+def test_problems_meet_edges_and_what_callers_do():
+    """A length at a tile's edge, one less and one more; pages, tables and windows likewise."""
+    problems = [draw(6, index, 200) for index in range(1500)]
+    found = {
+        "queries": {getattr(x.case, "seq_q", None) for x in problems},
+        "table": {getattr(x.case, "relative", None) for x in problems},
+        "window": {side for x in problems for side in getattr(x.case, "window_size", ()) or ()},
+    }
+    assert tile_sizes() == (16, 32, 64, 128, 192)
+    for name, sizes in found.items():
+        for tile in tile_sizes()[1 if name == "table" else 0 :]:
+            missing = {tile - 1, tile, tile + 1} - sizes
+            assert len(missing) < 3, (name, missing)
+    assert {63, 64, 65, 127, 128, 129} <= found["queries"]
+    pages = [
+        (n - x.case.page_size * (n // x.case.page_size), x.case.page_size)
+        for x in problems
+        if isinstance(x.case, DecodeCase)
+        for n in x.case.lengths
+        if n > x.case.page_size > 9
+    ]
+    assert {0, 1, -1} <= {rest if rest < 2 else rest - size for rest, size in pages}
+    assert {x.hiding for x in problems} == {None, *HIDING}
+    assert {name for x in problems for name in x.constants} >= {"q", "k", "v", "sinks", "bias"}
+    assert 100 < sum(x.odd_strides for x in problems) < 900
+
+
+@pytest.mark.parametrize("hiding", HIDING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_that_hide_keys_fit_their_dtype(dtype, hiding):
+    problem = Problem(FlashCase("hiding"), hiding=hiding)
+    bias, table, slopes = (torch.zeros(size, dtype=dtype) for size in ((2, 1, 8, 40), (2, 9), (4,)))
+    least = max(hiding, torch.finfo(dtype).min) if hiding > -torch.inf else hiding
+    got = hidden_values("bias", bias, problem)
+    assert set(got.flatten().tolist()) <= {0.0, torch.tensor(least, dtype=dtype).item()}
+    whole = (got == got.min()).all(-1)
+    assert hiding == 0 or (whole.any() and not whole.all())
+    assert hidden_values("relative_bias", table, problem).dtype == dtype
+    assert hidden_values("alibi_slopes", slopes.float(), problem).isfinite().all()
+
+
+def test_dimensions_of_size_1_have_odd_strides():
+    x = torch.randn(1, 5, 1, 4)
+    odd = with_odd_strides(x)
+    assert torch.equal(odd, x)
+    assert odd.stride() == (3, 4, 7, 1)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +171,15 @@ def test_gradients_are_right_however_saved_tensors_come_back(hook):
     problem = Problem(replace(SMALL, batch=3, heads_q=4, heads_kv=2), hook=hook, jax=False)
     result = run_problem(problem, [[TORCH]], "cpu")
     assert result.ok, result
+
+
+@pytest.mark.parametrize("side", ["torch_attn", "pallas_attn"])
+def test_no_gradient_is_asked_for_constants(side):
+    case = replace(SMALL, sinks=True)
+    problem = Problem(case, constants=("q", "sinks"), hook="contiguous")
+    result = run_problem(problem, [[Subject(side, "triton")]], "cpu")
+    assert result.ok, result
+    assert {c.output for c in result.comparisons} == {"out", "lse", "dk", "dv"}
 
 
 @pytest.mark.parametrize("jax", [True, False])

@@ -24,7 +24,13 @@ CASE = DecodeCase(
 any_case = st.builds(
     DecodeCase,
     name=st.just("any"),
-    lengths=st.lists(st.integers(0, 250), min_size=1, max_size=3).map(tuple),
+    # Any, or about the edges of tiles, and of pages with tiles.
+    lengths=st.lists(
+        st.integers(0, 250)
+        | st.sampled_from([n + i for n in (16, 64, 68, 96, 100, 128, 192) for i in (-1, 0, 1)]),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
     tokens=st.sampled_from([None, 1, 2, 7, 16]),
     heads_q=st.sampled_from([2, 6]),
     heads_kv=st.sampled_from([1, 2]),

@@ -25,13 +25,16 @@ CASE = FlashCase(
 )  # fmt: skip
 CAUSAL = replace(CASE, causal=True)
 
-sides_of_window = st.sampled_from([None, 0, 5, 40])
+# Edges of tiles, less 1 and plus 1.
+edges = st.sampled_from([n + i for n in (16, 32, 64, 96, 128) for i in (-1, 0, 1)])
+lengths = st.integers(1, 150) | edges
+sides_of_window = st.sampled_from([None, 0, 5, 40]) | edges
 any_case = st.builds(
     FlashCase,
     name=st.just("any"),
     batch=st.integers(1, 2),
-    seq_q=st.integers(1, 150),
-    seq_kv=st.integers(1, 150),
+    seq_q=lengths,
+    seq_kv=lengths,
     heads_q=st.sampled_from([2, 4]),
     heads_kv=st.sampled_from([1, 2]),
     head_dim=st.sampled_from([16, 40, 64, 72]),
@@ -42,6 +45,7 @@ any_case = st.builds(
     window_size=st.none() | st.tuples(sides_of_window, sides_of_window),
     softcap=st.sampled_from([None, 2.0, 25.0]),
     sinks=st.booleans(),
+    relative=st.none() | st.sampled_from([0, 1, 2, 3]) | edges,
 )
 # Query heads share a kv head, and some tile of keys has no full tile of queries to visit.
 no_full_tiles = FlashCase(

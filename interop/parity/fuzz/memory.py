@@ -33,6 +33,13 @@ def lay_out(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     return view.transpose(-3, -2) if rows.heads_first else view
 
 
+def with_odd_strides(x: torch.Tensor) -> torch.Tensor:
+    """Return a view whose dimensions of size 1 have odd strides, which lead nowhere."""
+    strides = [3 + 2 * i if n == 1 else stride
+               for i, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True))]  # fmt: skip
+    return x.as_strided(x.shape, strides)
+
+
 def poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a tensor of `count` elements whose bytes are `POISON`."""
     memory = torch.full((count * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)

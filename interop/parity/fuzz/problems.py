@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from math import inf, lcm
 from random import Random
 from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
 
 from interop.parity.cases import (
     AppendCase,
@@ -35,12 +40,17 @@ from twin_attention.contract.spec import (
     PRECISIONS,
     TILE_SIZES,
 )
+from twin_attention.targets.config import PACKAGES, load_table, table_path
+from twin_attention.targets.kernels import FAMILY_KERNELS
+from twin_attention.targets.target import TARGETS
 
 # Problems in a row that differ in lengths and values alone, and so share compiled Triton kernels.
 VARIANTS = 4
 COMMON_HEAD_DIMS = (64, 128, 256, 80, 96, 192)
 # What a tensor that autograd saved comes back as, in a layout or at an address of another kind.
 HOOKS = ("contiguous", "unaligned", "heads first")
+# What programs add to scores to hide keys; below the least number of a term's dtype it is that.
+HIDING = (0.0, -1e4, -1e9, -1e10, -1e12, -1e30, -3.5e38, -inf)
 KINDS = {
     kind.__name__: kind
     for kind in (
@@ -72,6 +82,10 @@ class Problem:
         case: the problem; its name seeds the values.
         rows: how operands lie in memory, by name; others are contiguous.
         spread: standard deviation of q and k, where a case has such.
+        hiding: one of `HIDING`, which some values of one of the terms are, and all of some rows of
+            a bias; None for as they were.
+        constants: operands that no gradient is asked for.
+        odd_strides: dimensions of size 1 have strides that no view of a tensor would need.
         hook: what tensors that autograd saves come back as, one of `HOOKS`, or "" for as they were.
         jax: run what JAX compiles as well, anew for each shape: pallas_attn, and its kernels in
             torch.
@@ -80,6 +94,9 @@ class Problem:
     case: Case
     rows: dict[str, Rows] = field(default_factory=dict)
     spread: float = 1.0
+    hiding: float | None = None
+    constants: tuple[str, ...] = ()
+    odd_strides: bool = False
     hook: str = ""
     jax: bool = True
 
@@ -108,7 +125,8 @@ class Problem:
             kind = KINDS[document.pop("kind")]
             case = {name: _as_tuples(x) for name, x in document.pop("case").items()}
             rows = {name: Rows(*x) for name, x in document.pop("rows", {}).items()}
-            return cls(kind(**case), rows, **document)
+            rest = {name: _as_tuples(x) for name, x in document.items()}
+            return cls(kind(**case), rows, **rest)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"expected a problem as a failure prints it, got {line!r}") from error
 
@@ -133,13 +151,64 @@ def draw(seed: int, index: int, longest: int) -> Problem:
     )  # fmt: skip
     case = kind(f"fuzz-{seed}-{index}", shared, own)
     differentiable = isinstance(case, FlashCase | VarlenCase)
+    # A tensor that needs no gradient has kernels of its own, so a group has the same ones.
+    constants = _constants(case, shared) if differentiable else ()
     return Problem(
         case,
         _rows(case, shared),
         own.weighted((1.0, 8), (3.0, 1), (0.0, 1)) if differentiable else 1.0,
+        own.pick(*HIDING) if differentiable and case.spec.terms and own.chance(0.4) else None,
+        constants,
+        own.chance(0.25),
         own.pick(*HOOKS) if differentiable and own.chance(0.25) else "",
         index % VARIANTS == 0,
     )
+
+
+def _constants(case: FlashCase | VarlenCase, draw: _Draw) -> tuple[str, ...]:
+    """Draw operands that no gradient is asked for, but not all of them."""
+    if isinstance(case, ContextCase) or not draw.chance(0.3):
+        return ()
+    names = ["q", "k", "v", *(["sinks"] if case.sinks else [])]
+    names += [x for x in ("bias", "relative_bias") if x in case.spec.terms]
+    kept = draw.pick(*names)
+    return tuple(x for x in names if x != kept and draw.chance(0.5))
+
+
+@cache
+def tile_sizes() -> tuple[int, ...]:
+    """Return the sizes of tiles of queries and of keys that the shipped tables have."""
+    paths = {
+        (table_path(package, target, folder), folder)
+        for package in PACKAGES for target in TARGETS for folder in FAMILY_KERNELS
+    }  # fmt: skip
+    tables = [load_table(path, folder) for path, folder in paths if path.exists()]
+    sizes = {
+        getattr(row.config, name, 0)
+        for table in tables for rows in table.values() for row in rows
+        for name in ("block_q", "block_kv")
+    }  # fmt: skip
+    return tuple(sorted(sizes - {0}))
+
+
+def hidden_values(name: str, x: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """Return a term of which some values, and all of some rows of a bias, are `problem.hiding`.
+
+    Slopes hide by the distance: they are finite, and so large that no product overflows.
+    """
+    generator = torch.Generator().manual_seed(crc32(problem.name.encode()))
+
+    def some(shape: tuple[int, ...], share: float) -> torch.Tensor:
+        return (torch.rand(shape, generator=generator) < share).to(x.device)
+
+    assert problem.hiding is not None
+    if name == "alibi_slopes":
+        return x.masked_fill(some(x.shape, 0.5), min(-problem.hiding, 1e30))
+    least = max(problem.hiding, torch.finfo(x.dtype).min) if problem.hiding > -inf else -inf
+    hidden = some(x.shape[-1:], 0.5)
+    if x.ndim == 4:
+        hidden = hidden & some((*x.shape[:3], 1), 0.8) | some((*x.shape[:3], 1), 0.1)
+    return x.masked_fill(hidden, least)
 
 
 class _Draw:
@@ -165,19 +234,32 @@ class _Draw:
         """Return a number between two, with few digits."""
         return float(f"{self._random.uniform(low, high):.3g}")
 
-    def length(self) -> int:
-        """Return a number of tokens: few, about a multiple of a tile, or any."""
+    def edge(self, *more: int) -> int:
+        """Return a multiple of a tile's size, or of one of `more`, less 1, or plus 1."""
+        size = self.pick(*(x for x in (*tile_sizes(), *more) if 0 < x <= max(64, self._longest)))
+        return size * self.integer(1, max(1, self._longest // size)) + self.integer(-1, 1)
+
+    def length(self, *more: int) -> int:
+        """Return a number of tokens: few, about an edge of tiles or of `more`, or any."""
         longest = self._longest * (4 if self.chance(0.1) else 1)
-        near = 64 * self.integer(1, max(1, longest // 64)) + self.integer(-1, 1)
         return self.weighted(
-            (self.integer(0, 3), 1), (self.integer(1, 40), 2), (near, 4),
-            (self.integer(1, longest), 5),
+            (self.integer(0, 3), 1), (self.integer(1, 40), 2), (self.edge(*more), 5),
+            (self.integer(1, longest), 4),
         )  # fmt: skip
 
-    def lengths(self, most: int) -> tuple[int, ...]:
+    def other_length(self, length: int) -> int:
+        """Return a number of keys: as many as queries, more or less by about a tile, or any."""
+        return self.weighted(
+            (length, 4), (max(0, length + self.pick(-1, 1) * self.edge()), 2), (self.length(), 4)
+        )
+
+    def lengths(self, most: int, *more: int) -> tuple[int, ...]:
         """Return the lengths of up to `most` sequences, whose sum is about that of one."""
         count = self.integer(0, most)
-        return tuple(self.length() // max(1, count // 3) for _ in range(count))
+        share = max(1, count // 3)
+        return tuple(
+            self.length(*more) if self.chance(0.3) else self.length() // share for _ in range(count)
+        )
 
     def long(self) -> int:
         """Return a number of tokens so large that kernels add up dq on a GPU."""
@@ -200,7 +282,9 @@ class _Draw:
 
     def side(self, reach: int) -> int | None:
         """Return a side of a window."""
-        return self.pick(None, 0, 1, self.integer(0, 70), self.integer(0, reach + 9), 2**31)
+        return self.pick(
+            None, 0, 1, self.integer(0, 70), self.edge(reach), self.integer(0, reach + 9), 2**31
+        )
 
     def window(self, reach: int) -> tuple[int | None, int | None]:
         return self.side(reach), self.side(reach)
@@ -233,7 +317,7 @@ def _options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
 
 def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_q = own.length()
-    seq_kv = seq_q if own.chance(0.4) else own.length()
+    seq_kv = own.other_length(seq_q)
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
     terms = _terms(shared)
     options = _options(shared, own, seq_kv) | _tree(shared) | terms
@@ -257,7 +341,10 @@ def _terms(shared: _Draw) -> dict[str, Any]:
     dropout = {"dropout_rate": shared.pick(0.1, 0.5, 0.9)} if shared.chance(0.2) else {}
     if not shared.chance(0.3):
         return dropout
-    radius = shared.weighted((0, 1), (shared.integer(1, 70), 6), (shared.integer(70, 3000), 2))
+    radius = shared.weighted(
+        (0, 1), (shared.integer(1, 3), 2), (shared.edge(), 3), (shared.integer(1, 70), 3),
+        (shared.integer(70, 3000), 2),
+    )  # fmt: skip
     return dropout | {
         "relative": shared.weighted((None, 1), (radius, 2)),
         "terms_in_q_dtype": shared.chance(0.3),
@@ -283,7 +370,7 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
 
 
 def _block_sparse(name: str, shared: _Draw, own: _Draw) -> BlockSparseCase:
-    seq_q, seq_kv = own.length(), own.length()
+    seq_q, seq_kv = own.length(*TILE_SIZES), own.length(*TILE_SIZES)
     return BlockSparseCase(
         name, own.integer(1, 3), seq_q, seq_kv, **_options(shared, own, seq_kv),
         gradients=shared.chance(0.85), tile_q=shared.pick(*TILE_SIZES),
@@ -308,12 +395,16 @@ def _context(name: str, shared: _Draw, own: _Draw) -> ContextCase:
     )  # fmt: skip
 
 
-def _cache(shared: _Draw, lengths: tuple[int, ...]) -> dict[str, Any]:
-    """Draw a paged cache that has room for sequences of some lengths, and a bit more or less."""
+def _cache(shared: _Draw, own: _Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Draw lengths of sequences, and a paged cache that has room for a bit more or less.
+
+    A split's or a cascade's keys end where pages and tiles do.
+    """
     page_size = shared.weighted((16, 4), (64, 2), (128, 1), (shared.integer(1, PAGE_SIZE_MAX), 3))
+    lengths = own.lengths(9, page_size, lcm(page_size, 64))
     heads, head_dims = shared.heads(), shared.head_dims()
     is_quantized = shared.chance(0.3)
-    return {
+    return lengths, {
         **heads,
         **head_dims,
         "dtype": shared.pick(*DECODE_DTYPES),
@@ -342,8 +433,7 @@ def _fitting(lengths: tuple[int, ...], cache: dict[str, Any]) -> tuple[int, ...]
 
 
 def _decode(name: str, shared: _Draw, own: _Draw) -> DecodeCase:
-    lengths = own.lengths(9)
-    cache = _cache(shared, lengths)
+    lengths, cache = _cache(shared, own)
     tokens = shared.weighted((None, 3), (1, 1), (shared.integer(1, TOKENS_MAX), 3))
     options = _decode_options(shared, own, max(lengths, default=0))
     if options["num_splits"] is None and shared.chance(0.3):
@@ -352,8 +442,7 @@ def _decode(name: str, shared: _Draw, own: _Draw) -> DecodeCase:
 
 
 def _paged(name: str, shared: _Draw, own: _Draw) -> PagedCase:
-    lengths = own.lengths(9)
-    cache = _cache(shared, lengths)
+    lengths, cache = _cache(shared, own)
     lengths = _fitting(lengths, cache)
     most = own.weighted((1, 1), (20, 2), (10**9, 3))
     new = tuple(min(n + own.integer(0, 2), own.integer(0, most)) for n in lengths)
@@ -364,8 +453,7 @@ def _paged(name: str, shared: _Draw, own: _Draw) -> PagedCase:
 
 
 def _append(name: str, shared: _Draw, own: _Draw) -> AppendCase:
-    lengths = own.lengths(9)
-    cache = _cache(shared, lengths)
+    lengths, cache = _cache(shared, own)
     lengths = _fitting(lengths, cache)
     heads_q = cache.pop("heads_q")
     is_rotated = shared.chance(0.5)

@@ -107,10 +107,12 @@ def _plain_rows(problem: Problem) -> Iterator[Problem]:
 
 
 def _plain_values(problem: Problem) -> Iterator[Problem]:
-    yield replace(problem, hook="", spread=1.0)
-    yield replace(problem, hook="")
-    yield replace(problem, spread=1.0)
-    yield replace(problem, jax=False)
+    plain: dict[str, Any] = {
+        "hook": "", "spread": 1.0, "hiding": None, "constants": (), "odd_strides": False
+    }  # fmt: skip
+    yield replace(problem, **plain)
+    for name, value in (plain | {"jax": False}).items():
+        yield replace(problem, **{name: value})
 
 
 def _default(name: str, problem: Problem) -> Iterator[Problem]:

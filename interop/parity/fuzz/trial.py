@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -18,14 +19,16 @@ from interop.parity.fuzz.memory import (
     poison_free_memory,
     saved_as,
     unchanged,
+    with_odd_strides,
 )
-from interop.parity.fuzz.problems import Problem
+from interop.parity.fuzz.problems import Problem, hidden_values
 from interop.parity.harness import describe
 from interop.parity.inputs import Tensors, make_inputs
 from interop.parity.oracle import Expectation, expectations, parts_of
 from interop.parity.records import CaseResult, Comparison, RunRecord
 from interop.parity.sides import POOLS, SIDES, Side, Subject, call, supports
 from interop.parity.workers import tell
+from twin_attention.contract.operands import TERMS
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
 
@@ -76,6 +79,10 @@ def _values(problem: Problem, device: str, again: bool) -> Values:
     for name in ("q", "k"):
         if problem.spread != 1 and name in inputs:
             inputs[name] *= problem.spread
+    terms = [name for name in TERMS if name in inputs]
+    if problem.hiding is not None and terms:
+        name = Random(problem.name).choice(terms)
+        inputs[name] = hidden_values(name, inputs[name], problem)
     expected = expectations(inputs, parts_of(case.spec))
     if "dlse" in inputs and "sinks" not in inputs and not isinstance(case, MergeCase):
         (whole,) = expected
@@ -83,6 +90,8 @@ def _values(problem: Problem, device: str, again: bool) -> Values:
     for name, rows in problem.rows.items():
         if name in inputs:
             inputs[name] = lay_out(inputs[name], rows)
+    if problem.odd_strides:
+        inputs = {name: with_odd_strides(x) for name, x in inputs.items()}
     return inputs, expected
 
 
@@ -147,7 +156,7 @@ def _run_round(
     hook = saved_as(problem.hook) if problem.hook and name == "again" else nullcontext()
     poison_free_memory(device)
     with use_target(subject.target), unchanged(inputs), guard, hook:
-        results = call(side, problem.case, inputs, subject.implementation)
+        results = call(side, problem.case, inputs, subject.implementation, problem.constants)
         if device.type == "cuda":
             torch.cuda.synchronize()
     if isinstance(guard, Guard):
@@ -185,6 +194,8 @@ def _is_readable(subject: Subject, inputs: Tensors) -> bool:
     if _is_torch(subject) and subject.implementation in _WITHOUT_STRIDES:
         return all(x.data_ptr() % 256 == 0 and x.is_contiguous() for x in inputs.values())
     return all(
-        x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:-1])
+        x.data_ptr() % 16 == 0
+        and all(n == 1 or stride * x.itemsize % 16 == 0
+                for n, stride in list(zip(x.shape, x.stride(), strict=True))[:-1])
         for x in inputs.values()
-    )
+    )  # fmt: skip
