@@ -163,6 +163,19 @@ def test_a_small_part_that_is_wrong_is_found(expected_and_right, name, spoil):
     assert not agreements({name: got}, expected)[name].ok
 
 
+def test_a_row_of_hidden_keys_does_not_loosen_the_others():
+    """Its log-sum-exp is -1e9, and that of another row still counts to the last digits."""
+    case = FlashCase("hidden row", 1, 40, 40, 1, 1, 32, bias="qk", dtype="float32")
+    inputs = make_inputs(case, "cpu")
+    inputs["bias"][..., 3, :] = -1e9
+    (expected,) = expectations(inputs, parts_of(case.spec))
+    got = evaluate(inputs, case.spec, torch.float32)["lse"]
+    assert got[..., 3] < -9e8
+    assert agreements({"lse": got}, expected)["lse"].ok
+    got[..., 5] += 1e-3
+    assert not agreements({"lse": got}, expected)["lse"].ok
+
+
 def test_a_window_that_is_a_key_too_narrow_is_found():
     """Of more than a thousand keys that each row sees."""
     case = FlashCase("narrow", 1, 1300, 1300, 1, 1, 16, window_size=(1023, 0))

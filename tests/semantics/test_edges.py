@@ -41,6 +41,17 @@ def test_rows_without_keys(side, implementation, torch_device, options, seq_q, s
         assert torch.equal(got[name], other[name]), f"rows without keys reached {name}"
 
 
+@pytest.mark.parametrize("tile", [32, 64, 128])
+def test_a_tile_of_which_one_key_is_hidden(side, implementation, torch_device, tile):
+    """From the first query its last key, by `causal`; from the last query its first key."""
+    behind = replace(CASE, seq_q=20, seq_kv=20 + tile - 2, causal=True)
+    before = replace(CASE, seq_q=20, seq_kv=2 * tile + 19, window_size=(tile + 17, None))
+    for case in (behind, before):
+        inputs = make_inputs(case, torch_device)
+        got = attention(side, inputs, implementation=implementation, **case.options)
+        assert_within_budget(got, inputs, case.spec)
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
