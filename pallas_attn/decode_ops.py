@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn.attention import Attention
-from pallas_attn.derivatives import once
+from pallas_attn.derivatives import once, together
 from pallas_attn.dispatch import Backends, Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
 from pallas_attn.operands import device_of
@@ -125,7 +125,7 @@ def _merge_forward(outs, lses, spec, backends):
         return out, jnp.full(lses.shape[1:], -jnp.inf, jnp.float32)
     states = _with_tokens(outs, lses, spec)
     out, lse = run_on_platform(backends, "combine", spec, *states)
-    return out.reshape(outs.shape[1:]), lse.reshape(lses.shape[1:])
+    return together(out.reshape(outs.shape[1:]), lse.reshape(lses.shape[1:]))
 
 
 @partial(jax.jit, static_argnums=(4,))

@@ -1,7 +1,10 @@
-"""Refuse derivatives that have no formula here, with errors that name the function.
+"""Refuse derivatives that have no formula here, and mend those of a mapped function.
 
 JAX's own error for forward mode of a `custom_vjp` names neither the function nor a way out. So the
 operands and results of a differentiable function pass through `once`.
+
+Under `vmap`, JAX hands the gradient of a result that is not mapped to each mapped copy of a
+`custom_vjp`, and adds up what they return. So several results pass through `together` inside it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,12 @@ def once(tree: Any, function: str) -> Any:
     return jax.tree.map(pass_on, tree)
 
 
+def together(*results: jax.Array) -> tuple[jax.Array, ...]:
+    """Return arrays unchanged; if `vmap` maps one of them, it maps all."""
+    traced = any(isinstance(x, Tracer) for x in results)
+    return tuple(_together.bind(*results)) if traced else results
+
+
 def _identity(name: str) -> Primitive:
     """Return a primitive that is the identity under all transformations but derivatives."""
     primitive = Primitive(name)
@@ -38,6 +47,12 @@ def _identity(name: str) -> Primitive:
     mlir.register_lowering(primitive, lambda _, x, *, function: [x])
     batching.defvectorized(primitive)
     return primitive
+
+
+def _map_all(xs, axes):
+    size = next(x.shape[i] for x, i in zip(xs, axes, strict=True) if i is not None)
+    mapped = (batching.bdim_at_front(x, i, size) for x, i in zip(xs, axes, strict=True))
+    return _together.bind(*mapped), [0] * len(xs)
 
 
 def _once_jvp(primals, tangents, *, function):
@@ -59,6 +74,13 @@ ad.primitive_jvps[_computed] = _refuse_second_derivative
 
 _once = _identity("attention_once")
 ad.primitive_jvps[_once] = _once_jvp
+
+_together = Primitive("attention_together")
+_together.multiple_results = True
+_together.def_impl(lambda *xs: xs)
+_together.def_abstract_eval(lambda *xs: xs)
+mlir.register_lowering(_together, lambda _, *xs: xs)
+batching.primitive_batchers[_together] = _map_all
 
 # The identity on tangents. Reverse mode transposes it and never computes it; forward mode does.
 _tangent = Primitive("attention_tangent")

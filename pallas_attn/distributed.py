@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_attn.derivatives import once
+from pallas_attn.derivatives import once, together
 from pallas_attn.dispatch import (
     Implementation,
     check_implementation,
@@ -390,7 +390,7 @@ def _forward(problem, q, k, v, sinks):
         operands = operands._replace(sinks=sinks if first else None)
         spec = replace(problem.part(operands), first=first, last=last)
         out, lse = problem.run("partial_fwd", spec, operands, out, lse)
-    return out, lse
+    return together(out, lse)
 
 
 def _attention_fwd(problem, q, k, v, sinks):

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pallas_attn.attention import Attention
-from pallas_attn.derivatives import once
+from pallas_attn.derivatives import once, together
 from pallas_attn.dispatch import Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
 from pallas_attn.operands import device_of
@@ -72,7 +72,7 @@ def _returned(results, spec, return_lse):
     out, lse, *row_max = results
     row_max = row_max[bool(spec.terms) :]  # before it is what lse lacks
     returned = (out, lse, *row_max) if return_lse else (out, *row_max)
-    return returned if len(returned) > 1 else out
+    return together(*returned) if len(returned) > 1 else out
 
 
 def _attention_fwd(operands, spec, backends, implementation, return_lse):

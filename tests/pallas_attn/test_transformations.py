@@ -11,11 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import Tensors, make_inputs
-from pallas_attn import flash_attention
+from pallas_attn import (
+    block_sparse_attention,
+    dilated_attention,
+    flash_attention,
+    flash_attention_varlen,
+    merge_states,
+)
+from pallas_attn.distributed import context_attention, context_plan
 from tests.oracle import assert_within_budget
+from twin_attention.contract.exchange import EXCHANGES
 
 CASE = FlashCase(
     "transformations", batch=1, seq_q=24, seq_kv=40, heads_q=4, heads_kv=2, head_dim=16,
@@ -109,6 +118,55 @@ def test_gradients_through_a_scan(attention, problems):
     got = jax.jit(partial(results_and_gradients, scanned))(*stacked(problems))
     for i, problem in enumerate(problems):
         assert_right([x[i] for x in got], problem)
+
+
+def functions_of_several_results():
+    """Functions of (x, mapped), whose lse does not depend on what is mapped."""
+    ends, tiles = jnp.array([0, 9, 24], jnp.int32), jnp.ones((1, 1), bool)
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"implementation": "reference", "return_lse": True}
+
+    def in_context(x, v, exchange):
+        place = partial(context_attention, plan=context_plan(24, 1), axis_name="context")
+        attend = jax.shard_map(
+            partial(place, exchange=exchange, **options), mesh=mesh, check_vma=False,
+            in_specs=(P(),) * 3, out_specs=(P(), P()),
+        )  # fmt: skip
+        return attend(x, x, v)
+
+    return {
+        "flash": lambda x, v: flash_attention(x, x, v, **options),
+        "vmap": lambda x, v: jax.vmap(lambda v: flash_attention(x, x, v, **options))(
+            jnp.stack([v, 2 * v])
+        ),
+        "row_max": lambda x, v: flash_attention(x, x, v, return_row_max=True, **options),
+        "seed": lambda x, seed: flash_attention(
+            x, x, x, dropout_rate=0.5, dropout_seed=seed.view(jnp.int32)[0, :2, 0, 0], **options
+        ),
+        "varlen": lambda x, v: flash_attention_varlen(x[0], x[0], v[0], ends, ends, **options),
+        "block_sparse": lambda x, v: block_sparse_attention(x, x, v, tiles, **options),
+        "dilated": lambda x, v: dilated_attention(x, x, v, [12, 24], [1, 2], **options),
+        "merge": lambda x, v: merge_states(
+            jnp.stack([v, v]), x.reshape(-1, 1, 2, 24)[:2], implementation="reference"
+        ),
+        **{f"context_{name}": partial(in_context, exchange=name) for name in EXCHANGES},
+    }
+
+
+@pytest.mark.parametrize("name", functions_of_several_results())
+def test_gradients_of_an_lse_that_is_not_mapped(name):
+    attend = functions_of_several_results()[name]
+    x, *each = jax.random.normal(jax.random.key(0), (4, 1, 24, 2, 16))
+
+    def loss(x, v):
+        out, lse, *_ = attend(x, v)
+        return jnp.sum(lse * jnp.cos(jnp.arange(24.0))) + jnp.sum(out)
+
+    def mapped(x):
+        return jax.vmap(loss, (None, 0))(x, jnp.stack(each)).sum()
+
+    got, want = (jax.jit(jax.grad(f))(x) for f in (mapped, lambda x: sum(loss(x, v) for v in each)))
+    assert jnp.allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
