@@ -69,7 +69,8 @@ def paged_decode(
     planned ahead, so a jitted function runs with other lengths and tables without being traced
     again. A length past the table's capacity counts as the capacity, one below 0 as 0. A page id
     out of range is clamped, so nothing outside the pool is read. `check_pages` finds both. Table
-    entries past a sequence's last page and slots past its length may hold anything.
+    entries past a sequence's last page and slots past its length may hold anything, and so may
+    those before the window of its first new token.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
     ``check_vma=False``. It has no derivative. The target of the kernel (see

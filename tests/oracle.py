@@ -31,3 +31,13 @@ def assert_twins(a: Tensors, b: Tensors, inputs: Tensors, spec: Spec) -> None:
     for name, budget in agreements(a, expected).items():
         agreement = compare_sides(name, a[name], b[name], budget, budget)
         assert agreement.ok, (name, agreement)
+
+
+def poison_before(inputs: Tensors, edges: Sequence[int]) -> None:
+    """Fill each sequence's slots of keys before an edge with NaN, and let go of pages of these."""
+    size = inputs["k_pages"].shape[1]
+    for table, edge in zip(inputs["block_tables"], edges, strict=True):
+        for key in range(edge):
+            for name in ("k_pages", "v_pages"):
+                inputs[name][table[key // size], key % size] = float("nan")
+        table[: max(0, edge) // size] = -1

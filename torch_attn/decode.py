@@ -72,7 +72,8 @@ def paged_decode(
     planned ahead, so a CUDA graph can be replayed with other lengths and tables. A length past the
     table's capacity counts as the capacity, one below 0 as 0. A page id out of range is clamped, so
     nothing outside the pool is read. `check_pages` finds both. Table entries past a sequence's last
-    page and slots past its length may hold anything.
+    page and slots past its length may hold anything, and so may those before the window of its
+    first new token.
 
     Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and autocast, which casts a
     float32 q; it never casts the cache. It has no derivative.

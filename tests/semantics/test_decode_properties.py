@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from interop.parity.cases import DecodeCase
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_within_budget
+from tests.oracle import assert_within_budget, poison_before
 from tests.sides import takes
 
 # Pages that fill no tile and straddle two, and a sequence that every split has a part of.
@@ -66,6 +66,17 @@ def used_slots(inputs):
         position = torch.arange(length, device=table.device)
         used[table[position // size].long(), position % size] = True
     return used
+
+
+@pytest.mark.parametrize("page_size", [5, 64])
+def test_keys_before_the_window_may_hold_anything(side, implementation, torch_device, page_size):
+    """Slots that no token sees hold NaN, and pages of such slots alone were given back."""
+    sizes = {"page_size": page_size, "max_pages": -(-150 // page_size)}
+    case = replace(CASE, **sizes, window_size=(40, 0))
+    inputs = make_inputs(case, torch_device)
+    want = decode(side, implementation, inputs, case)
+    poison_before(inputs, [n - 2 - 40 for n in case.lengths])
+    assert equal(decode(side, implementation, inputs, case), want)
 
 
 @settings(max_examples=settings.default.max_examples // 5)

@@ -8,7 +8,7 @@ import torch
 
 from interop.parity.cases import PagedCase
 from interop.parity.inputs import make_inputs
-from tests.oracle import assert_twins
+from tests.oracle import assert_twins, poison_before
 
 # A chunk of a prompt, nothing new, a whole prompt, a decode; pages straddle the tiles of keys.
 CASE = PagedCase(
@@ -47,6 +47,18 @@ def test_single_tokens_are_a_paged_decode(side, implementation, torch_device):
         assert_twins(*results, inputs, case.spec)
     else:
         assert equal(got, want)
+
+
+@pytest.mark.parametrize("page_size", [5, 64])
+def test_keys_before_the_window_may_hold_anything(side, implementation, torch_device, page_size):
+    """Slots that no token sees hold NaN, and pages of such slots alone were given back."""
+    sizes = {"page_size": page_size, "max_pages": -(-150 // page_size), "lengths": (150, 20, 9, 99)}
+    case = replace(CASE, **sizes, window_size=(40, 0))
+    inputs = make_inputs(case, torch_device)
+    want = attend(side, implementation, inputs, case)
+    lengths = zip(case.lengths, case.new_tokens, strict=True)
+    poison_before(inputs, [n - new - 40 for n, new in lengths])
+    assert equal(attend(side, implementation, inputs, case), want)
 
 
 def test_gathered_keys_give_flash_attention_varlen(side, implementation, torch_device):

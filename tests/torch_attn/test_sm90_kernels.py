@@ -12,6 +12,7 @@ from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
 from interop.parity.suites.paged import paged_cases
+from tests.oracle import poison_before
 from tests.torch_attn.explicit_kernels import (
     EDGES,
     LISTED,
@@ -598,11 +599,17 @@ def test_forward_with_a_block_mask(mode, counts, request):
     check_results(dict(zip(("out", "lse"), results, strict=True)), expected)
 
 
+@pytest.mark.parametrize("left", [None, 9])
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_paged_attention(mode):
+def test_paged_attention(mode, left):
+    """Keys before the window hold NaN."""
     (case,) = paged_cases("quick", "paged-chunks")
+    case = replace(case, window_size=None if left is None else (left, 0))
     inputs, spec = make_inputs(case, "cpu"), case.spec
     (expected,) = expectations(inputs, parts_of(spec))
+    if left is not None:
+        lengths = zip(case.lengths, case.new_tokens, strict=True)
+        poison_before(inputs, [n - new - left for n, new in lengths])
     with interpreted(mode) as launched:
         results = paged_attention(PagedOperands(**inputs), spec, BACKEND)
     assert launched == ["paged_attention"]

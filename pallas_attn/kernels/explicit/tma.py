@@ -178,23 +178,23 @@ def await_reads(_):
     synchronize("cp.async.bulk.wait_group.read 0;")
 
 
-def clear_values(tile, count):
-    """Set the rows after the first `count` values of a tile to 0.
+def clear_values(tile, count, before=False):
+    """Set the rows from `count` on of a tile to 0, or those before it.
 
     They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
     another consumer reads meanwhile either becomes 0 or does not change.
     """
 
-    @pl.when(count < tile.multiplied[0].shape[0])
+    @pl.when(count > 0 if before else count < tile.multiplied[0].shape[0])
     def _():
         for piece in tile.multiplied:
-            clear_rows(piece, count, tile.block_rows)
+            clear_rows(piece, count, tile.block_rows, before)
         plgpu.commit_smem()
 
 
 # Can go when stores take a mask.
-def clear_rows(piece, count, block_rows):
-    """Set rows `count` .. of a piece of a tile to 0, one row a thread.
+def clear_rows(piece, count, block_rows, before=False):
+    """Set rows `count` .. of a piece of a tile, or those before, to 0, one row a thread.
 
     Args:
         piece: [rows, width] in shared memory, as wgmma sees it.
@@ -210,9 +210,10 @@ def clear_rows(piece, count, block_rows):
         i8, i32 = (ir.IntegerType.get_signless(bits) for bits in (8, 32))
         thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
         less, at_least = arith.CmpIPredicate.slt, arith.CmpIPredicate.sge
+        side = less if before else at_least
         is_cleared = arith.andi(
             arith.cmpi(less, thread, mgpu.c(rows, i32)),
-            arith.cmpi(at_least, thread, count.registers.item()),
+            arith.cmpi(side, thread, count.registers.item()),
         )
         strides, _ = ir.MemRefType(piece.type).get_strides_and_offset()
         row_block, row = (f(thread, mgpu.c(block_rows, i32)) for f in (arith.divui, arith.remui))

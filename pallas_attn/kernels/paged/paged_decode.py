@@ -121,7 +121,10 @@ def paged_decode_kernel(
         last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
         page = table_ref[batch, jnp.minimum(lax.div(key, page_size), last_page)]
         page = jnp.clip(page, 0, num_pages - 1)
-        return jnp.where(key < end_fetch, page * page_size + lax.rem(key, page_size), -1)
+        exists = key < end_fetch
+        if window_left is not None:
+            exists &= key >= begin
+        return jnp.where(exists, page * page_size + lax.rem(key, page_size), -1)
 
     def fetch(slot, places):
         for pool, tiles in ((k_ref, k_tiles), (v_ref, v_tiles)):

@@ -137,6 +137,8 @@ def paged_attention_kernel(
             start = first_tile * block_kv + tile_start(index, visible, block_kv, masked)
             key = start + arange(block_kv)
             exists = key < end
+            if masked and window_left is not None:
+                exists &= key >= begin
             page, slot = locate_keys(
                 tables_ref, start, end, num_pages, page_size, block_kv, sequence
             )

@@ -130,6 +130,8 @@ def paged_decode_kernel(
             start = (first + lax.convert_element_type(index, jnp.int32)) * block_kv
             key = start + arange(block_kv)
             exists = key < length
+            if window_left is not None:
+                exists &= key >= begin
             page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
             # s = scale · q kᵀ
             k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)

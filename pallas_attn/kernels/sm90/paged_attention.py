@@ -200,6 +200,8 @@ def paged_attention_kernel(
         p = p.astype(v_ref.dtype)
         acc = zeros(WGMMA_ROWS, padded_columns(v_ref.shape[3]))
         wait_for_values(program * 0)
+        if window.left is not None:
+            clear_values(v_tiles.tile(0), begin - first_tile * block_kv, before=True)
 
         # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
         def visit(step, carry, masked):

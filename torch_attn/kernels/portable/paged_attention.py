@@ -151,6 +151,8 @@ def paged_attention_kernel(
             start = tile_start(index, first_tile * BLOCK_KV, before, full, BLOCK_KV, masked)
             key = start + tl.arange(0, BLOCK_KV)
             exists = key < end
+            if masked and window_left is not None:
+                exists = exists & (key >= begin)
             page, slot = locate_keys(
                 table_ptr, start, end, num_pages, cache.page_size, BLOCK_KV, PAST_2G
             )

@@ -166,6 +166,8 @@ def paged_decode_kernel(
             start = (first + index) * BLOCK_KV
             key = start + tl.arange(0, BLOCK_KV)
             exists = key < length
+            if window_left is not None:
+                exists = exists & (key >= begin)
             page, slot = locate_keys(
                 table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
             )

@@ -157,9 +157,10 @@ def _visible_tiles(
     """Return the tiles of keys that a program's rows see.
 
     Returns:
-        (begin, end, before, full, after): the first tile's first key, and the end of the visible
-        keys; `before`, `full` and `after` as in `tiles_at_edges`. Where nothing is visible there is
-        one masked tile, so that each consumer has one. A program that has no rows has no tiles.
+        (begin, end, before, full, after, hidden): the first tile's first key, and the end of the
+        visible keys; `before`, `full` and `after` as in `tiles_at_edges`; and how many of the first
+        tile's keys no row's window reaches. Where nothing is visible there is one masked tile, so
+        that each consumer has one. A program that has no rows has no tiles.
     """
     _head_kv, _first_token, tokens, start_row, length = place
     first = start_row // GROUP_SIZE
@@ -171,7 +172,8 @@ def _visible_tiles(
         diagonal + first, diagonal + last, first_tile, count, window_left, BLOCK_KV
     )
     before = gl.where(first < tokens, gl.maximum(before, 1 - full - after), 0)
-    return first_tile * BLOCK_KV, end, before, full, after
+    start = first_tile * BLOCK_KV
+    return start, end, before, full, after, begin - start
 
 
 @gluon.jit
@@ -197,7 +199,7 @@ def _produce(
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 2 * 128 + 32
-    begin, end, before, full, after = _visible_tiles(
+    begin, end, before, full, after, _hidden = _visible_tiles(
         place, window_left, GROUP_SIZE, BLOCK_Q, BLOCK_KV
     )
     total = before + full + after
@@ -271,7 +273,7 @@ def _consume(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_KV)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)
-    begin, end, before, full, after = _visible_tiles(
+    begin, end, before, full, after, hidden = _visible_tiles(
         place, window_left, GROUP_SIZE, BLOCK_Q, BLOCK_KV
     )
     if before + full + after > 0:
@@ -300,6 +302,8 @@ def _consume(
         e, _alpha, m_i, l_i = softmax_update(s, m_i, l_i, rule, True, ON_DEMAND)
         packed = pack(e, dtype)
         clear_rows(v_tile, 0, end - start, v_full.index(0), 0)
+        if window_left is not None:
+            clear_rows(v_tile, 0, hidden, v_full.index(0), 0, BEFORE=True)
 
         # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
         index = 1

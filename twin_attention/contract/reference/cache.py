@@ -74,8 +74,8 @@ def gather(
     if cache.num_pages == 0:
         shape = (batch, cache.heads, cache.capacity, size)
         return xp.zeros(shape, dtype=dtype, device=device(pages))
-    first = xp.reshape(exists, (batch, cache.max_pages, cache.page_size))[:, :, 0]
-    ids = xp.where(first, block_tables, xp.zeros_like(block_tables))
+    of_pages = xp.reshape(exists, (batch, cache.max_pages, cache.page_size))
+    ids = xp.where(xp.any(of_pages, axis=2), block_tables, xp.zeros_like(block_tables))
     ids = xp.clip(ids, 0, cache.num_pages - 1)
     x = xp.take(pages, xp.reshape(ids, (-1,)), axis=0)
     x = xp.reshape(x, (batch, cache.capacity, cache.heads, size))

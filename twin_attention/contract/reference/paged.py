@@ -36,6 +36,8 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]
     key = xp.arange(cache.capacity, dtype=length.dtype, device=device(q))[None, :]
     exists = key < length  # [B, keys]
+    if spec.window_left is not None:  # keys before all tokens' windows may hold anything
+        exists = exists & (key >= length - spec.tokens - min(spec.window_left, cache.capacity))
     k = gather(xp, k_pages, block_tables, exists, k_scale, cache, dtype)
     v = gather(xp, v_pages, block_tables, exists, v_scale, cache, dtype)
     rows = (spec.batch, spec.heads_kv, group * spec.tokens)
@@ -93,12 +95,14 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     token = xp.arange(spec.tokens, dtype=offsets.dtype, device=on)
     position = xp.take(length - offsets[1:], own, axis=0) + token
     seen = is_token[:, None] & (key <= position[:, None])  # [Tq, capacity]
+    begins_later = xp.arange(spec.batch, device=on) > 0  # the first offset counts as 0
+    first = xp.where(begins_later, offsets[:-1], xp.zeros_like(offsets[:-1]))
+    new = key - (length - (offsets[1:] - first))[:, None]  # [B, capacity], negative for older keys
     if spec.window_left is not None:
-        seen = seen & (key >= position[:, None] - min(spec.window_left, cache.capacity))
+        left = min(spec.window_left, cache.capacity)
+        seen = seen & (key >= position[:, None] - left)
+        exists = exists & (new >= -left)  # keys before all tokens' windows may hold anything
     if tree_ends is not None:
-        begins_later = xp.arange(spec.batch, device=on) > 0  # the first offset counts as 0
-        first = xp.where(begins_later, offsets[:-1], xp.zeros_like(offsets[:-1]))
-        new = key - (length - (offsets[1:] - first))[:, None]  # [B, capacity]
         end = _ends_of_keys(xp, tree_ends, first[:, None] + new, exists & (new >= 0))
         seen = seen & ((token - xp.take(first, own, axis=0))[:, None] < xp.take(end, own, axis=0))
     of_sequence = sequence[:, None] == xp.arange(spec.batch, dtype=sequence.dtype, device=on)
