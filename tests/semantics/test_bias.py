@@ -63,6 +63,21 @@ def test_minus_infinity_hides_keys(side, implementation, torch_device):
     torch.testing.assert_close(got["out"][:, keep], want["out"][:, keep], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("changes", [{"causal": True}, {"segments": "shuffled"}], ids=str)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_where_a_pair_is_hidden_it_may_be_nan(side, implementation, torch_device, softcap, changes):
+    case = replace(CASE, softcap=softcap, **changes)
+    inputs = make_inputs(case, torch_device)
+    want = run(side, case, inputs, implementation)
+    hidden = torch.ones(2, 1, 70, 90, dtype=torch.bool, device=torch_device).triu(21)
+    if not case.causal:
+        queries, keys = inputs["q_segment_ids"], inputs["kv_segment_ids"]
+        hidden = queries[:, None, :, None] != keys[:, None, None, :]
+    inputs["bias"].masked_fill_(hidden, torch.nan)
+    for name, x in run(side, case, inputs, implementation).items():
+        torch.testing.assert_close(x, want[name], rtol=1e-5, atol=1e-5)
+
+
 def test_strides_of_a_view(side, implementation, torch_device):
     """A bias may be a view of more heads and rows, and expanded."""
     inputs = make_inputs(CASE, torch_device)

@@ -306,6 +306,16 @@ def test_backward_that_stores_the_gradient_of_a_bias(case, mode):
     assert {*SUMMED} <= {*launched} <= {*WITH_PASSES}
 
 
+@pytest.mark.parametrize("case", [TERMS_OF_BACKWARD[4], BIASES_OF_BACKWARD[1]], ids=str)
+def test_a_bias_that_is_nan_where_causal_hides_the_pair(case):
+    def hide(inputs):
+        bias = inputs["bias"]
+        hidden = torch.ones(bias.shape[-2:], dtype=torch.bool).triu(1 + case.seq_kv - case.seq_q)
+        bias.masked_fill_(hidden, torch.nan)
+
+    check_backward(case, Mode(), BACKEND, change=hide)
+
+
 @in_turn(SHARED_BIASES)
 def test_gradient_of_a_bias_that_pairs_share(case, mode):
     check_backward(case, mode, BACKEND)

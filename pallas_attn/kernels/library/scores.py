@@ -48,6 +48,8 @@ def visible_scores(
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
+        if added is not None:
+            dcap = jnp.where(dcap > 0.0, dcap, 0.0)  # what is added to a hidden pair may be NaN
     if segment_a is not None:
         s = attention_mask(s, position, key, None, window.left, window.right)
         s = jnp.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))

@@ -72,6 +72,8 @@ def visible_scores(
         s = _cap(s, rule, 1.0 / rule.softcap if ADDS else rule.cap_scale, 1.0)
         exp2_scale = exp2_scale * rule.softcap
         dcap = 1.0 - s * s
+        if ADDS and MASKED:
+            dcap = gl.maximum(dcap, 0.0)  # what is added to a hidden pair may be NaN
     if ADDS:
         exp2_scale = 1.0 if rule.softcap is None else rule.softcap
     if MASKED:

@@ -50,6 +50,8 @@ def visible_scores(
     dcap = 1.0
     if rule.softcap is not None:
         dcap = softcap_derivative(s, rule.softcap)
+        if added is not None:
+            dcap = tl.maximum(dcap, 0.0)  # what is added to a hidden pair may be NaN
     if segment_a is not None:
         s = attention_mask(s, position, key, None, window_left, window_right)
         s = tl.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))

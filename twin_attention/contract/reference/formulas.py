@@ -175,6 +175,8 @@ def scores(
             seen = seen[:, None, :, :]
         seen = xp.reshape(xp.broadcast_to(seen, shape), s.shape)
         s = xp.where(seen, s, xp.full_like(s, float("-inf")))
+        if dcap is not None:  # what is added to a hidden pair may be NaN
+            dcap = xp.where(seen, dcap, xp.zeros_like(dcap))
     return s, dcap
 
 
