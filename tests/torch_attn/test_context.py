@@ -1,7 +1,9 @@
 """Context parallel attention: what each rank gets is what the whole sequence has."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from functools import reduce
 from itertools import product
@@ -381,3 +383,21 @@ def test_sum_kernel():
     interpreted(sum_rows_kernel)[(3, 2)](out, xs, places, strides, 3, 120, 64)
     assert torch.equal(out, sum_rows(xs, places, torch.bfloat16))
     assert torch.equal(out[:, 0], (xs[0][:, 2] + xs[1][:, 8]).bfloat16())
+
+
+def test_what_ranks_agreed_on_is_bounded_and_ends_with_them(ranks, monkeypatch):
+    """Two shapes at most; all ranks forget them together, or they would wait for each other."""
+    monkeypatch.setattr(context, "_AGREED_MAX", 2)
+
+    def on_rank(peers):
+        for tokens in (4, 8, 4, 12, 8, 16, 4):
+            plan = context_plan(2 * tokens, 2)
+            q, k, v = torch.randn(3, 1, tokens, 2, 16)
+            context_attention(q, k, v, plan=plan, mesh=peers, implementation="reference")
+        agreed = context._agreed[peers.group]
+        return weakref.ref(peers.group), len(agreed.said), len(agreed.calls)
+
+    for group, *sizes in ranks(2, on_rank):
+        assert max(sizes) <= 2
+        gc.collect()
+        assert group() is None

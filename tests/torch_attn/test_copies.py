@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -112,6 +113,25 @@ def check(into, received, keys):
         assert torch.equal(x, torch.cat(rows, 1))
 
 
+LEFT = set()  # threads that may query events while others capture graphs
+
+
+def test_an_only_row_may_have_any_stride():
+    """Torch calls it contiguous whatever the stride of an axis of one."""
+    memory = [torch.zeros(arena_bytes(2, SLOT_BYTES, 1), dtype=torch.uint8) for _ in range(2)]
+    plan, streams = context_plan(2, 2, "contiguous"), Streams(2)
+    keys = [
+        torch.randn(2, 1, 1, 2, 16).as_strided((2, 1, 1, 2, 16), (32, 9, 7, 16, 1)) for _ in "ab"
+    ]
+    for rank in range(2):
+        arena = Arena(rank, memory, SLOT_BYTES, 1)
+        (step,) = exchange_steps(plan, Window(), "gather", rank)
+        program = arena.next(tuple(keys[rank]), step.sent, step.received)
+        arena.run(program, tuple(keys[rank]), streams, rank)
+        streams.put(rank, partial(check, program.into, step.received, keys))
+    streams.run(lambda ready: ready)
+
+
 class AtOnce:
     """A driver that does all at once; a rank that waits lets the others run."""
 
@@ -123,6 +143,9 @@ class AtOnce:
 
     def copy(self, stream, target, source, size):
         ctypes.memmove(target, source, size)
+
+    def leave_captures(self):
+        LEFT.add(threading.get_ident())
 
     def wait(self, stream, address, number):
         end = time.monotonic() + 60
@@ -136,7 +159,7 @@ class CopyPeers(SimulatedPeers):
     """Ranks as threads on a CPU that exchange by copies, as those of a process group on GPUs do."""
 
     def prepare(self, device, sizes):
-        self.copies = copies.prepare_copies(self, torch.device("cuda", self.rank), self.say)
+        self.copies = copies.prepare_copies(self, torch.device("cuda", self.rank), CopyPeers.say)
         self.copies.reserve(sizes)
 
     def say(self, x):
@@ -160,13 +183,27 @@ def on_cpu(monkeypatch):
         own[:256] = 0  # the numbers
         return None, group.gather_objects(own)
 
+    def query():
+        if threading.get_ident() not in LEFT:
+            faults.append("a query spoils what other threads capture")
+        time.sleep(1e-5)  # lets others in
+        return True
+
+    def current_stream(device=None):
+        if device is None:
+            faults.append("a wait on the stream of any device")
+        return stream
+
+    faults = []
     stream = SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
-    event = SimpleNamespace(record=lambda stream: None, query=lambda: True)
+    event = SimpleNamespace(record=lambda stream: None, query=query)
     group = SimpleNamespace(get_rank=lambda x: x.rank, get_world_size=lambda x: x.size)
     monkeypatch.setattr(copies, "symmetric_memory", symmetric_memory)
     monkeypatch.setattr(copies, "dist", group)
     monkeypatch.setattr(copies.private, "timeout_of", lambda *_: 60.0)
-    for name, value in (("Stream", stream), ("current_stream", stream), ("Event", event)):
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(threading, "excepthook", faults.append)
+    for name, value in (("Stream", stream), ("Event", event)):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
@@ -181,15 +218,19 @@ def on_cpu(monkeypatch):
 
         return run_ranks(size, on_rank)
 
-    return run
+    yield run
+    time.sleep(2 * copies._PERIOD)  # until those who watch have looked
+    assert not faults
 
 
 @pytest.mark.parametrize(
     ("size", "layout", "name"),
     [(2, "zigzag", "causal"), (3, "stripe", "window"), (4, "contiguous", "all-options")],
 )
-def test_calls_of_several_sizes(on_cpu, size, layout, name):
-    """Memory grows with a call, and a ring and a gather have their own."""
+def test_calls_of_several_sizes(on_cpu, monkeypatch, size, layout, name):
+    """Memory grows with a call, and a ring and a gather have their own. All is watched."""
+    monkeypatch.setattr(copies, "_PERIOD", 1e-3)
+    monkeypatch.setattr(copies.private, "timeout_of", lambda *_: -1.0)  # what is not done ends it
     calls = (24, "ring"), (40, "gather"), (40, "ring"), (24, "gather"), (24, "ring")
     for tokens, exchange in calls:
         plan = context_plan(tokens * size, size, layout)
@@ -205,8 +246,8 @@ def test_a_group_that_says_no_timeout_has_no_copies(monkeypatch):
     for backend in (None, lambda *_: object()):
         monkeypatch.setattr(copies.private, "backend_of", backend)
         assert copies.private.timeout_of("group", device) is None
-    group = object()
-    assert copies.prepare_copies(group, device, lambda x: [x, x]) is None
+    group = type("Group", (), {})()
+    assert copies.prepare_copies(group, device, lambda _, x: [x, x]) is None
     assert copies.copies_of(group, device) is None
     options = SimpleNamespace(_timeout=timedelta(seconds=9))
     monkeypatch.setattr(copies.private, "backend_of", lambda *_: SimpleNamespace(options=options))

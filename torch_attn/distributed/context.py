@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import count
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -157,10 +158,20 @@ class _Call(NamedTuple):
     implementation: Implementation | None
 
 
-# Descriptions of calls that all ranks of a group have agreed on.
-_agreed: set[tuple[Any, ...]] = set()
-# The same calls, by the arguments as given.
-_calls: dict[tuple[Any, ...], _Call] = {}
+class _Agreed(NamedTuple):
+    """Hold the calls that all ranks of a group have agreed on.
+
+    Attributes:
+        said: their descriptions, the same on all ranks, which forget them together.
+        calls: the calls, by the arguments as given.
+    """
+
+    said: set[tuple[Any, ...]]
+    calls: dict[tuple[Any, ...], _Call]
+
+
+_agreed: WeakKeyDictionary[Any, _Agreed] = WeakKeyDictionary()  # by group
+_AGREED_MAX = 1024
 
 
 def _agree(
@@ -179,14 +190,15 @@ def _agree(
     Raises:
         On every rank, the error of the first rank that has one.
     """
+    agreed = _agreed.setdefault(peers.group, _Agreed(set(), {}))
     key = None
     plain = [type(x) in (Tensor, Parameter) for x in tensors]
     if isinstance(plan, ContextPlan) and all(plain[:3]) and (plain[3] or tensors[3] is None):
         given = repr((options, exchange, implementation))  # 1 is not True
         layouts = (x if x is None else (x.shape, x.dtype, x.device) for x in tensors)
-        key = peers.group, plan, given, *layouts, autocast_dtype(tensors[0].device)
-        if key in _calls:
-            return _calls[key], (*cast_inputs(*tensors[:3]), tensors[3])
+        key = plan, given, *layouts, autocast_dtype(tensors[0].device)
+        if key in agreed.calls:
+            return agreed.calls[key], (*cast_inputs(*tensors[:3]), tensors[3])
     checked, said, error = None, None, None
     try:
         checked = _check(peers, plan, tensors, options, exchange, implementation)
@@ -195,9 +207,9 @@ def _agree(
     if checked is not None:
         call, used = checked
         said = (plan, call.options, call.exchange, implementation, *map(_described, used))
-        if (peers.group, said) in _agreed:
+        if said in agreed.said:
             if key is not None:
-                _calls[key] = call
+                agreed.calls[key] = call
             return checked
     everyone = peers.gather_objects((repr(said), error))
     for rank, (_, found) in enumerate(everyone):
@@ -207,12 +219,16 @@ def _agree(
         if other != everyone[0][0]:
             fail(ValueError, "context_attention", f"rank 0's call on all: {everyone[0][0]}", other)
     assert checked is not None
+    assert said is not None
     call, used = checked
     if call.exchange != "heads":
         peers.prepare(used[0].device, _sizes(call, plan, peers.rank, used))
-    _agreed.add((peers.group, said))
+    if len(agreed.said) >= _AGREED_MAX:
+        agreed.said.clear()
+        agreed.calls.clear()
+    agreed.said.add(said)
     if key is not None:
-        _calls[key] = checked[0]
+        agreed.calls[key] = call
     return checked
 
 

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -36,6 +37,7 @@ _KEYS_SLOTS = 2  # one is read while the next is written
 _GRADIENTS_SLOTS = 6  # four are kept to be summed; see `GradientSums`
 _PERIOD = 1.0  # seconds between checks for exchanges that do not end
 _PROGRAMS_MAX = 1024
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _READY, _FREE = 0, 1  # numbers of the exchanges that a sender wrote and that a receiver awaits
 
 
@@ -62,6 +64,7 @@ class _Driver:
         )  # fmt: skip
         self._write, self._wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
         self._copy = library.cuMemcpyAsync
+        self._exchange_mode = library.cuThreadExchangeStreamCaptureMode
         for function in (self._write, self._wait):
             function.argtypes = [stream, address, number, flags]
         self._copy.argtypes = [address, address, ctypes.c_size_t, stream]
@@ -77,6 +80,11 @@ class _Driver:
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
         """Copy bytes."""
         _check("cuMemcpyAsync", self._copy(target, source, size, stream))
+
+    def leave_captures(self) -> None:
+        """Let this thread query events while other threads capture graphs."""
+        mode = ctypes.byref(ctypes.c_int(_THREAD_LOCAL))
+        _check("cuThreadExchangeStreamCaptureMode", self._exchange_mode(mode))
 
 
 def _check(name: str, error: int) -> None:
@@ -171,7 +179,7 @@ class Arena:
             return tuple(
                 _Block(
                     y[b, rows.place].data_ptr(), n, x[b, rows.start].data_ptr() - x.data_ptr(),
-                    (rows.end - rows.start) * x.stride(1) * x.itemsize,
+                    (rows.end - rows.start) * _bytes_of_row(x),
                 )
                 for rows in of_rank
                 for n, (x, y) in enumerate(zip(tensors, places[rank], strict=True))
@@ -199,7 +207,7 @@ class Arena:
 
     def _regions(self, rank: int, slot: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return where a rank receives tensors, [B, rows, H, D] each, with as many rows as fit."""
-        bytes_of_row = sum(x.shape[0] * x.stride(1) * x.itemsize for x in tensors)
+        bytes_of_row = sum(x.shape[0] * _bytes_of_row(x) for x in tensors)
         rows = self.slot_bytes // bytes_of_row // ALIGNMENT * ALIGNMENT
         start, found = _bytes_of_numbers(len(self._memory)) + slot * self.slot_bytes, []
         for x in tensors:
@@ -230,6 +238,11 @@ class Arena:
             driver.write(stream, there, number)
         for address in program.ready:
             driver.wait(stream, address, number)
+
+
+def _bytes_of_row(x: Tensor) -> int:
+    """Return the bytes of a row of a contiguous tensor [B, S, H, D]; an only row has any stride."""
+    return x.shape[2] * x.shape[3] * x.itemsize
 
 
 def arena_bytes(size: int, slot_bytes: int, slots: int) -> int:
@@ -279,25 +292,33 @@ class _Kind(NamedTuple):
 
 
 class Copies:
-    """Exchanges between the ranks of a group, each on a GPU of one host."""
+    """Exchanges between the ranks of a group, each on a GPU of one host.
 
-    def __init__(
-        self, group: Any, device: torch.device, say: Callable[[Any], list[Any]], limit: float
-    ) -> None:
+    They do not keep the group alive, nor does the thread that watches them keep them.
+    """
+
+    def __init__(self, group: Any, device: torch.device, say: Say, limit: float) -> None:
         """Take a group.
 
         Args:
             group: a process group.
             device: of this rank.
-            say: gathers an object from each rank.
+            say: as in `prepare_copies`.
             limit: seconds that a rank waits for another.
         """
-        self._group, self._device, self._say, self._limit = group, device, say, limit
+        self._group, self._device, self._gather = weakref.ref(group), device, say
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._limit = limit
         self._slot_bytes: dict[_Kind, int] = {}
         self._lanes: dict[_Kind, _Lane] = {}
         self._last: torch.cuda.Stream | None = None
+        # The main thread adds exchanges, and the watching one alone takes them away.
         self._open: deque[tuple[float, torch.cuda.Event]] = deque()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+
+    def _say(self, x: Any) -> list[Any]:
+        """Return an object from each rank."""
+        return self._gather(self._group(), x)
 
     def reserve(self, sizes: Sizes) -> None:
         """Make room for a call's exchanges on any rank. All ranks must call it alike."""
@@ -333,8 +354,8 @@ class Copies:
         arena.run(program, tensors, driver(), stream.cuda_stream)
         done = torch.cuda.Event()
         done.record(stream)
-        self._note(done)
-        return program.into, Waiting(done)
+        self._open.append((time.monotonic() + self._limit, done))
+        return program.into, Waiting(done, self._device)
 
     def _lane(self, kind: _Kind) -> _Lane:
         """Return memory that is large enough; all ranks grow it at the same time."""
@@ -342,12 +363,12 @@ class Copies:
         if lane is None or lane.arena.slot_bytes < slot_bytes:
             torch.cuda.synchronize(self._device)
             self._say(None)  # nobody writes into the old memory
-            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            size = self._size
             slots = 1 if kind.at_once else _GRADIENTS_SLOTS if kind.of_gradients else _KEYS_SLOTS
             slots = min(slots, size - 1)
             bytes_ = arena_bytes(size, slot_bytes, slots)
-            handle, memory = symmetric_memory(self._group, self._device, bytes_)
-            arena = Arena(rank, memory, slot_bytes, slots)
+            handle, memory = symmetric_memory(self._group(), self._device, bytes_)
+            arena = Arena(self._rank, memory, slot_bytes, slots)
             stream = torch.cuda.Stream(self._device)
             lane = self._lanes[kind] = _Lane(arena, stream, torch.cuda.Event(), handle)
             self._say(None)  # all numbers are 0
@@ -361,23 +382,23 @@ class Copies:
         self._last = current
         return current
 
-    def _note(self, done: torch.cuda.Event) -> None:
+    def check(self) -> None:
+        """End the process if another rank does not answer in time, as NCCL's watchdog does."""
         while self._open and self._open[0][1].query():
             self._open.popleft()
-        self._open.append((time.monotonic() + self._limit, done))
-
-    def _watch(self) -> None:
-        """End the process if another rank does not answer in time, as NCCL's watchdog does."""
-        while True:
-            time.sleep(_PERIOD)
-            if not self._open or time.monotonic() < self._open[0][0]:
-                continue
-            if self._open[0][1].query():
-                self._open.popleft()
-                continue
+        if self._open and time.monotonic() >= self._open[0][0]:
             waited = f"waited {self._limit:.0f} s for another rank, and ends the process"
-            print(f"rank {dist.get_rank(self._group)}: context_attention", waited, file=sys.stderr)
+            print(f"rank {self._rank}: context_attention", waited, file=sys.stderr)
             os.abort()
+
+
+def _watch(copies: weakref.ref[Copies]) -> None:
+    """Check exchanges as long as they are kept."""
+    driver().leave_captures()
+    while (found := copies()) is not None:
+        found.check()
+        del found
+        time.sleep(_PERIOD)
 
 
 def _aligned(count: int) -> int:
@@ -387,12 +408,12 @@ def _aligned(count: int) -> int:
 class Waiting:
     """Copies of an exchange."""
 
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self._done = done
+    def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
+        self._done, self._device = done, device
 
     def wait(self) -> None:
-        """Let the current stream wait until all rows have arrived and all sent rows are read."""
-        torch.cuda.current_stream().wait_event(self._done)
+        """Let the device's current stream wait until all rows arrived and sent rows are read."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 def _rows(region: Tensor, count: int) -> Tensor:
@@ -401,35 +422,43 @@ def _rows(region: Tensor, count: int) -> Tensor:
     return found[0].unsqueeze(0) if region.shape[0] == 1 else found
 
 
-_found: dict[tuple[Any, torch.device], Copies | None] = {}
+# Gathers an object from each rank of a group.
+Say = Callable[[Any, Any], list[Any]]
+# What `prepare_copies` found for each group that is still in use.
+_found: weakref.WeakKeyDictionary[Any, dict[torch.device, Copies | None]]
+_found = weakref.WeakKeyDictionary()
 
 
 def copies_of(group: Any, device: torch.device) -> Copies | None:
     """Return a group's exchange by copies; None if there is none or before `prepare_copies`."""
-    return _found.get((group, device))
+    return _found.get(group, {}).get(device)
 
 
-def prepare_copies(
-    group: Any, device: torch.device, say: Callable[[Any], list[Any]]
-) -> Copies | None:
-    """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike."""
+def prepare_copies(group: Any, device: torch.device, say: Say) -> Copies | None:
+    """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike.
+
+    Args:
+        group: a process group.
+        device: of this rank.
+        say: takes the group and an object, and returns an object from each rank.
+    """
     if device.type != "cuda":
         return None
-    key = group, device
-    if key not in _found:
+    found = _found.setdefault(group, {})
+    if device not in found:
         limit = private.timeout_of(group, device)
         needed = limit, private.symmetric_empty, private.symmetric_rendezvous
         able = os.environ.get(VARIABLE) != "0" and None not in needed
-        everyone = say((socket.gethostname(), able))
+        everyone = say(group, (socket.gethostname(), able))
         able = len(everyone) > 1 and set(everyone) == {(socket.gethostname(), True)}
-        _found[key] = None
+        found[device] = None
         if able and _reach_each_other(group, device, say):
             assert limit is not None
-            _found[key] = Copies(group, device, say, limit)
-    return _found[key]
+            found[device] = Copies(group, device, say, limit)
+    return found[device]
 
 
-def _reach_each_other(group: Any, device: torch.device, say: Callable[[Any], list[Any]]) -> bool:
+def _reach_each_other(group: Any, device: torch.device, say: Say) -> bool:
     """Return True if each rank's stream can write into all memory. All ranks must call it alike."""
     rank, size, kept = dist.get_rank(group), dist.get_world_size(group), None
     try:
@@ -441,8 +470,8 @@ def _reach_each_other(group: Any, device: torch.device, say: Callable[[Any], lis
         torch.cuda.synchronize(device)
     except (AttributeError, OSError, RuntimeError):
         kept = None
-    if not all(say(kept is not None)):
+    if not all(say(group, kept is not None)):
         return False
     assert kept is not None
     numbers = kept[1][rank].view(torch.int32)[:size].tolist()
-    return all(say(numbers == [other + 1 for other in range(size)]))
+    return all(say(group, numbers == [other + 1 for other in range(size)]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -57,7 +56,8 @@ class Peers(ABC):
 
     Attributes:
         rank, size: this rank, and the number of ranks.
-        group: identifies all of them, and is kept with the calls that they agreed on.
+        group: identifies all of them. It can be a key of a `WeakKeyDictionary`: what the ranks
+            agreed on is kept as long as it is.
         at_once: a call has one exchange of keys ("gather") and one of their gradients.
     """
 
@@ -106,7 +106,6 @@ class Peers(ABC):
 _Message = tuple[int, Sequence[Tensor]]  # a rank, and rows [B, ...] to send or receive
 
 
-@lru_cache
 def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return True if one call begins all transfers of an exchange, as with NCCL."""
     if None in (private.backend_of, private.start_coalescing, private.end_coalescing):
@@ -159,7 +158,7 @@ class GroupPeers(Peers):
         return Transfer(into if received else None, works, tensors)
 
     def prepare(self, device: torch.device, sizes: Sizes) -> None:
-        copies = prepare_copies(self._group, device, self.gather_objects)
+        copies = prepare_copies(self._group, device, _gather_objects)
         if copies is not None:
             copies.reserve(sizes)
 
@@ -206,6 +205,11 @@ class GroupPeers(Peers):
         return received
 
     def gather_objects(self, x: Any) -> list[Any]:
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, x, self._group)
-        return found
+        return _gather_objects(self._group, x)
+
+
+def _gather_objects(group: dist.ProcessGroup, x: Any) -> list[Any]:
+    """Return an object from each rank; the host waits."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, x, group)
+    return found
