@@ -4,6 +4,7 @@ import inspect
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from types import FunctionType, SimpleNamespace
 
@@ -15,6 +16,8 @@ from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 
 from interop.parity.cases import FlashCase
+from tests.torch_attn.test_ahead import DENSE as AHEAD
+from tests.torch_attn.test_ahead import kernels_of, outlined
 from torch_attn import (
     append_kv,
     calls,
@@ -26,12 +29,16 @@ from torch_attn import (
 )
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
+from torch_attn.launch import tensors_of
+from torch_attn.outline import operand_of, outline
 from torch_attn.replay import Capture
-from tuning.static.operands import flash_operands
+from torch_attn.targets import Card
+from tuning.static.operands import decode_operands, flash_operands
 from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
-from twin_attention.targets.target import use_target
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT, use_target
 
 SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
 SM90 = portable_backend("torch_attn", "sm90")
@@ -269,3 +276,46 @@ def test_launches_after_the_first_are_right(monkeypatch):
             out = flash_attention(*qkv)
             torch.testing.assert_close(out.float(), expected.float(), rtol=2e-3, atol=2e-3)
     assert len([function for (function, *_), *_ in calls._calls if function is DENSE]) == 4
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_a_kernel_with_other_tiles_than_its_lists_is_refused(target):
+    """`compile_to_fit` may take another row of a table than the lists were made for."""
+    spec, checked = replace(AHEAD, segmented=True, deterministic=True), 0
+    for operation in ("flash_fwd", "flash_bwd"):
+        _, found = outlined(("gluon", target), target, spec, operation)
+        for step in kernels_of(found):
+            if step.launch.name not in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"):
+                continue
+            config = step.launch.config
+            step.launch.prepared(config)
+            for field in ("block_q", "block_kv"):
+                other = replace(config, **{field: 2 * getattr(config, field)})
+                with pytest.raises(AssertionError):
+                    step.launch.prepared(other)
+                checked += 1
+    assert checked == 6
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_a_decode_with_other_tiles_than_its_merge_is_refused(cascade):
+    cache = PagedCache(
+        dtype="bfloat16",
+        num_pages=64,
+        page_size=16,
+        max_pages=64,
+        heads=2,
+        head_dim=64,
+        head_dim_v=64,
+    )
+    spec = DecodeSpec(8, 1, 8, cache, "bfloat16", 0.1, num_splits=4, cascade=cascade)
+    operands = decode_operands(spec, lambda dtype, *shape: operand_of(shape, dtype))
+    backend, tensors = portable_backend("torch_attn", "sm90"), tuple(tensors_of((operands,)))
+    function = partial(backend.family.function("paged_decode"), operands, spec, backend)
+    steps = kernels_of(outline(function, tensors, Card(90, 132, SHARED_MEMORY_LIMIT["sm90"])))
+    decodes = [x.launch for x in steps if x.launch.name == "paged_decode"]
+    assert len(decodes) == 1 + cascade
+    for x in decodes:
+        x.prepared(x.config)
+        with pytest.raises(AssertionError, match="counts other tiles"):
+            x.prepared(replace(x.config, block_kv=2 * x.config.block_kv))

@@ -264,8 +264,24 @@ def listed_mask(
 
 
 def _allocate(q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> Tensor:
+    return q.new_empty(_size(spec, of_keys, block_q, block_kv), dtype=torch.int32)
+
+
+def _size(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> int:
+    """Return the numbers of all lists."""
     tiles, most = _num_tiles(spec, of_keys, block_q, block_kv)
-    return q.new_empty(1 + tiles * (2 * most + HEADER.value), dtype=torch.int32)
+    return 1 + tiles * (2 * most + HEADER.value)
+
+
+def check_lists(call: KernelCall, of_keys: bool) -> None:
+    """Assert that a kernel has the tiles that its lists count, whatever it was compiled with."""
+    mask, spec, config = call.layouts[-1], call.spec, call.config
+    assert isinstance(spec, AttentionSpec)
+    assert isinstance(config, FlashConfig)
+    for x in (mask.segments, mask.tree):
+        if x is not None:
+            size = _size(spec, of_keys, config.block_q, config.block_kv)
+            assert x.ranges.shape == (size,), f"lists of other tiles than {config} has"
 
 
 def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from pallas_attn.kernels.library.quantized import (
 )
 from pallas_attn.kernels.library.softmax import online_softmax_update
 from pallas_attn.kernels.library.tiles import arange
-from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, config_of, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -206,7 +206,7 @@ def attend_to_shared_pages(
     if tile is None:
         return None
     q, k_pages, v_pages, block_tables, seq_lens, _, k_scale, *_ = operands
-    config = backend.configs(tile)["paged_decode"]
+    config = config_of("paged_decode", tile, backend)
     tiles = cascade_tiles(spec, tile, config, block_kv, num_sms(backend.target))
     rows, heads = block_rows(tile, config), ("head", tile.group_size)
 

@@ -34,7 +34,7 @@ from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, config_of, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.paged_spec import PagedSpec
@@ -183,7 +183,7 @@ def paged_attention(
         out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32.
     """
     kernel = decode_kernel(spec)
-    config = backend.configs(spec)[kernel]
+    config = config_of(kernel, spec, backend)
     rows, group, heads_kv = block_rows(spec, config), spec.group_size, spec.heads_kv
     splits = choose_splits(spec, config, num_sms(backend.target))
     if spec.cache.is_quantized:

@@ -32,7 +32,7 @@ from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update,
 from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.kernels.portable.cascade import Cascade, attend_to_shared_pages, join_prefix
 from pallas_attn.kernels.portable.combine import merge_splits
-from pallas_attn.launch import ALL, COLUMNS, block_spec, launch
+from pallas_attn.launch import ALL, COLUMNS, block_spec, config_of, launch
 from pallas_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -204,7 +204,7 @@ def paged_decode(
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
-    config = backend.configs(spec)["paged_decode"]
+    config = config_of("paged_decode", spec, backend)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, num_sms(backend.target))
     if spec.cache.is_quantized:

@@ -30,7 +30,7 @@ from torch_attn.kernels.library.quantized import (
     unpack,
 )
 from torch_attn.kernels.library.softmax import online_softmax_update
-from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.launch import KernelCall, Prepared, config_of, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -213,7 +213,7 @@ def attend_to_shared_pages(
     tile = cascade_tile(spec)
     if tile is None:
         return None
-    q, config = operands.q, backend.configs(tile)["paged_decode"]
+    q, config = operands.q, config_of("paged_decode", tile, backend, operands.q.device)
     tiles = cascade_tiles(spec, tile, config, block_kv, num_sms(q.device, backend.target))
     rows = tiles.num_states, spec.batch, spec.heads_q, spec.tokens
     maxima, sums = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
@@ -227,13 +227,15 @@ def attend_to_shared_pages(
         tile,
         backend,
         tiles,
+        config.block_kv,
     )
     return cascade, tiles
 
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return the grid and the arguments of `shared_pages_kernel`."""
-    tile, (tiles,) = call.spec, call.constants
+    tile, (tiles, block_kv) = call.spec, call.constants
+    assert call.config.block_kv == block_kv, "the decode counts other tiles"
     q, cache, cascade = call.layouts
     rows = block_rows(tile, call.config)
     grid = triton.cdiv(tile.rows, rows) * tile.heads_kv * tile.batch, tiles.num_states

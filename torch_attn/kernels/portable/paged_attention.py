@@ -35,7 +35,7 @@ from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
 from torch_attn.kernels.portable.combine import merge_splits
-from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.launch import KernelCall, Prepared, config_of, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import PagedOperands
 from twin_attention.contract.paged_spec import PagedSpec
@@ -199,7 +199,7 @@ def paged_attention(
         out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous.
     """
     kernel = decode_kernel(spec)
-    config = backend.configs(spec)[kernel]
+    config = config_of(kernel, spec, backend, operands.q.device)
     if spec.cache.is_quantized:
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)

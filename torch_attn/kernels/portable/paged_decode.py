@@ -42,7 +42,7 @@ from torch_attn.kernels.portable.cascade import (
     join_prefix,
 )
 from torch_attn.kernels.portable.combine import merge_splits
-from torch_attn.launch import KernelCall, Prepared, launch
+from torch_attn.launch import KernelCall, Prepared, config_of, launch
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -235,7 +235,7 @@ def paged_decode(
     Returns:
         out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
     """
-    config = backend.configs(spec)["paged_decode"]
+    config = config_of("paged_decode", spec, backend, operands.q.device)
     if spec.cache.is_quantized:
         operands = operands._replace(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
@@ -261,6 +261,7 @@ def paged_decode(
         backend,
         splits,
         tiles,
+        config.block_kv,
         launch_pdl=cascade is not None and backend.target == "sm90",
     )
     if parts is not None:
@@ -271,7 +272,8 @@ def paged_decode(
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return the grid and the arguments of `paged_decode_kernel`."""
-    spec, (splits, tiles) = call.spec, call.constants
+    spec, (splits, tiles, block_kv) = call.spec, call.constants
+    assert call.config.block_kv == block_kv, "the merge counts other tiles"
     q, cache, _, tree, cascade, *_ = call.layouts
     rows = block_rows(spec, call.config)
     arguments = decode_arguments(spec, call.target, q, cache)

@@ -38,7 +38,7 @@ from torch_attn.kernels.library.sequences import (
 )
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
 from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
-from torch_attn.kernels.tile_lists import listed_mask
+from torch_attn.kernels.tile_lists import check_lists, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -243,6 +243,7 @@ def flash_fwd(
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_fwd_kernel`."""
+    check_lists(call, of_keys=True)
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)

@@ -23,6 +23,7 @@ from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import consume_keys
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
+from torch_attn.kernels.tile_lists import check_lists
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -140,6 +141,7 @@ def flash_bwd_dq_kernel(
 
 def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert config.block_q == 128
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts

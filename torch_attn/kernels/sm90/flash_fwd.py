@@ -28,7 +28,7 @@ from torch_attn.kernels.library.terms import terms_argument, terms_of
 from torch_attn.kernels.sm90.flash_fwd_consumer import consume_keys
 from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd_rows import Results
-from torch_attn.kernels.tile_lists import listed_mask
+from torch_attn.kernels.tile_lists import check_lists, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch, rule_argument
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -205,6 +205,7 @@ def launch_forward(
 
 def _prepare(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_fwd_kernel`."""
+    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
