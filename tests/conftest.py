@@ -25,7 +25,10 @@ from hypothesis import settings
 
 from interop.parity.environment import choose_device, compile_quickly
 from tests.sides import EXPLICIT, IMPLEMENTATIONS, SIDES, Side
+from tests.skipped import pytest_sessionfinish, pytest_terminal_summary
 from twin_attention.targets.family import FAMILIES
+
+__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 ON_GPU = torch.cuda.is_available()
 # Some of their tests take most of a minute: at the end the other workers would wait for them.
