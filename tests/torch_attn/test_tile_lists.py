@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch_attn.kernels.tile_lists import (
     OTHERS_PADDED,
     PADDED,
     ROW,
+    allocate_lists,
     listed_mask,
 )
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
-from twin_attention.targets.family import Backend
+from twin_attention.targets.family import Backend, choose
 
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
 
@@ -197,3 +199,21 @@ def check_lists(lists, pairs, block: int, other: int, padding, padding_of_others
                 own, others = ids[0].split(block)[n], ids[1].split(other)[(x & ROW.value) // other]
                 assert len({*own.tolist(), *others.tolist()}) == 1
                 assert own[0] >= 0
+
+
+@pytest.mark.parametrize("field", ["segmented", "tree"])
+def test_lists_take_at_most_70_megabytes(field):
+    """Problems whose lists would take more run in the portable kernels."""
+    taken = []
+    for exponent in range(14, 23):
+        spec = VarlenSpec(
+            1, 2**exponent, 2**exponent, 8, 2, 64, 64, "bfloat16", 0.1, num_sequences=64
+        )
+        spec = replace(spec, **{field: True})
+        backend, _ = choose("torch_attn", None, "flash_fwd", spec, "sm90", True)
+        if backend.family.folder != "portable":
+            q = torch.empty(2**exponent, 8, 64, device="meta")
+            lists = allocate_lists(q, spec, True, 128, 64)
+            taken.append(lists.numel() * lists.itemsize)
+    assert len(taken) > 3
+    assert max(taken) < 70e6

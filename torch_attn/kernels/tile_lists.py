@@ -250,7 +250,7 @@ def listed_mask(
         config = config_of(kernel, spec, backend, operands.q.device)
         assert isinstance(config, FlashConfig)
         blocks = config.block_q, config.block_kv
-        lists = _allocate(operands.q, spec, of_keys, *blocks)
+        lists = allocate_lists(operands.q, spec, of_keys, *blocks)
         ids = (None, None) if segments is None else (segments.q, segments.kv)
         tensors = (lists, *ids, ends, *(depths or (None, None)), *offsets)
         launch("tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks)
@@ -263,7 +263,9 @@ def listed_mask(
     return Mask(kept, offsets, segments, tree, depths, intervals)
 
 
-def _allocate(q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> Tensor:
+def allocate_lists(
+    q: Tensor, spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int
+) -> Tensor:
     return q.new_empty(_size(spec, of_keys, block_q, block_kv), dtype=torch.int32)
 
 
