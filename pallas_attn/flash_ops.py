@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from pallas_attn.attention import Attention
 from pallas_attn.derivatives import once, together
@@ -25,6 +27,7 @@ from twin_attention.contract.operands import (
     BlockSparseOperands,
     FlashOperands,
     VarlenOperands,
+    frozen_operands,
 )
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.attention import (
@@ -76,9 +79,14 @@ def _returned(results, spec, return_lse):
 
 
 def _attention_fwd(operands, spec, backends, implementation, return_lse):
+    needed = (x is not None and x.perturbed for x in operands)
+    frozen = frozen_operands(operands._fields, operands, needed)
+    operands = jax.tree.map(lambda x: x.value, operands)
     results = _forward(operands, spec, backends)
     rest = results[2] if spec.terms else None
-    return _returned(results, spec, return_lse), (operands, *results[:2], rest)
+    # Names are a tree without arrays.
+    saved = operands, *results[:2], rest, dict.fromkeys(frozen)
+    return _returned(results, spec, return_lse), saved
 
 
 def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradients):
@@ -87,11 +95,15 @@ def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradie
         gradients = gradients if return_lse else gradients[0]
         spec = replace(spec, row_max=False)
     dout, dlse = gradients if return_lse else (gradients, None)
+    *residuals, frozen = residuals
+    dout = jnp.zeros_like(residuals[1]) if isinstance(dout, SymbolicZero) else dout
+    dlse = None if isinstance(dlse, SymbolicZero) else dlse
+    spec = replace(spec, frozen=tuple(frozen))
     backends = backends.of_backward(implementation, spec)
     return (_backward(dout, dlse, *residuals, spec, backends),)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_attn import private
 from torch_attn.calls import Call, is_recorded
 from torch_attn.operators import Operator, readable
+from twin_attention.contract.operands import frozen_operands
 from twin_attention.contract.validate.errors import not_differentiable
 
 
@@ -37,8 +38,8 @@ class _Differentiable(Operator):
     def save(self, ctx: Any, tensors: Any, options: Any, results: Any) -> None:
         """Save what `gradients` needs."""
 
-    def gradients(self, ctx: Any, *gradients: Any) -> Iterable[Tensor | None]:
-        """Return a gradient, or None, for each tensor."""
+    def gradients(self, ctx: Any, needed: Any, *gradients: Any) -> Iterable[Tensor | None]:
+        """Return a gradient, or None, for each tensor; `needed` says which ones are asked for."""
         raise NotImplementedError
 
 
@@ -51,7 +52,7 @@ class Backward(_Differentiable):
     def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> tuple[Tensor, ...]:
         return with_left_out(results, tensors[0])
 
-    def gradients(self, ctx: Any, *gradients: Any) -> NoReturn:
+    def gradients(self, *_: Any) -> NoReturn:
         refuse_second_derivative(self.function)
 
 
@@ -60,12 +61,15 @@ class Forward(_Differentiable):
 
     Attributes:
         backward: the operator of its backward, which takes dout, dlse, the tensors, the saved
-            results and the options.
+            results, the names of frozen operands if it has `names`, and the options.
         num_saved: how many results the backward takes: none, out and lse, or their rest as well.
+        names: of the tensors, if gradients that nobody asks for may be left out.
     """
 
-    def __init__(self, *args: Any, backward: Backward, num_saved: int = 2) -> None:
-        self.backward, self.num_saved = backward, num_saved
+    def __init__(
+        self, *args: Any, backward: Backward, num_saved: int = 2, names: tuple[str, ...] = ()
+    ) -> None:
+        self.backward, self.num_saved, self.names = backward, num_saved, names
         super().__init__(*args)
 
     def returned(self, results: Any) -> Any:
@@ -79,16 +83,22 @@ class Forward(_Differentiable):
         if len(results) > 2:
             ctx.mark_non_differentiable(*results[2:])
 
-    def gradients(self, ctx: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: Any) -> Any:
+    def gradients(
+        self, ctx: Any, needed: Any, dout: Tensor | None, dlse: Tensor | None = None, *_: Any
+    ) -> Any:
         saved = ctx.saved_tensors  # read once: a checkpoint recomputes them here
+        options = ctx.options
+        if self.names:
+            given = saved[: self.num_tensors], needed[: self.num_tensors]
+            options = (" ".join(frozen_operands(self.names, *given)), *options)
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
         # The operator refuses second derivatives; tensors of a transformation need it too.
         if not torch.is_grad_enabled() and type(dout) is Tensor:
             tensors = self.backward.prepare((dout, dlse, *saved))
-            call = self.backward.recall(tensors, ctx.options)
+            call = self.backward.recall(tensors, options)
             if call is not None:
                 return call(*tensors)
-        gradients = self.backward.op(dout, dlse, *saved, *ctx.options)
+        gradients = self.backward.op(dout, dlse, *saved, *options)
         both = zip(gradients, saved, strict=False)
         return (dx if has_gradient(x) and dx.shape == x.shape else None for dx, x in both)
 
@@ -119,7 +129,7 @@ class _Operation(_Once):
 
     @staticmethod
     def backward(ctx, *gradients):
-        found = ctx.operator.gradients(ctx, *gradients)
+        found = ctx.operator.gradients(ctx, ctx.needs_input_grad[1:], *gradients)
         return None, *found, *[None] * ctx.num_options
 
 
@@ -142,7 +152,8 @@ class _Kept(_Once):
     def backward(ctx, dout, *gradients):
         # Without lse, the gradient after out's is not lse's.
         gradients = (dout, *gradients) if ctx.returns_lse else (dout,)
-        return None, None, None, *ctx.operator.gradients(ctx, *gradients)
+        found = ctx.operator.gradients(ctx, ctx.needs_input_grad[3:], *gradients)
+        return None, None, None, *found
 
 
 # Function.apply binds the signature on every call, which takes longer than a launch does.

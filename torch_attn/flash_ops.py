@@ -30,6 +30,7 @@ from twin_attention.contract.operands import (
     BlockSparseOperands,
     FlashOperands,
     VarlenOperands,
+    frozen_operands,
     has_terms,
 )
 from twin_attention.contract.spec import FlashOptions
@@ -78,11 +79,12 @@ class FlashAttention(Attention):
         """
         super().__init__("flash_fwd", operands, FlashOptions, check_options, check)
         count, tensors, others = self.num_operands, self.tensors_schema, self.others_schema
-        # An operator cannot return None: a missing gradient is an empty tensor.
+        # An operator cannot return None: a missing gradient is an empty tensor. The names of frozen
+        # operands are words, since a list would not be a key.
         gradients = ", ".join(f"Tensor d{field}" for field in operands._fields)
         backward = Backward(
             f"{name}_bwd(Tensor dout, Tensor? dlse, {tensors}, Tensor out, Tensor lse, "
-            f"Tensor? rest, {others}) -> ({gradients})",
+            f"Tensor? rest, str frozen, {others}) -> ({gradients})",
             count + 5, self._backward_call, self._fake_backward, function,
         )  # fmt: skip
 
@@ -95,6 +97,7 @@ class FlashAttention(Attention):
                 f"{full}({tensors}, {others}) -> ({results})",
                 count, partial(self._call_of_kind, kind), partial(self._fake_of_kind, kind),
                 function, backward=backward, num_saved=2 + with_terms,
+                names=operands._fields,
             )  # fmt: skip
 
         has_all = check_options is check_attention_options
@@ -146,7 +149,9 @@ class FlashAttention(Attention):
 
     def _launches_of_backward(self, call: Call, operands: tuple[Any, ...]) -> list[Launch]:
         """Return what a call's backward will launch, found with tensors that hold no values."""
-        spec = replace(call.spec, row_max=False)  # pyright: ignore[reportArgumentType]
+        needed = (x is not None and x.requires_grad for x in operands)
+        frozen = frozen_operands(self.operands._fields, operands, needed)
+        spec = replace(call.spec, row_max=False, frozen=frozen)  # pyright: ignore[reportArgumentType]
         backend, _ = choose(call.others[-1], "flash_bwd", operands[0].device, spec)
         tensors = self.operands._make(
             None
@@ -190,16 +195,17 @@ class FlashAttention(Attention):
         check_saved(operand("dout", dout), q, operand("out", out), operand("lse", lse))
         if spec.terms and rest is None:
             fail(ValueError, "rest", "the forward's, as there are terms", None)
-        spec = replace(spec, row_max=False)  # the forward's alone
+        # Row maxima are the forward's alone.
+        spec = replace(spec, row_max=False, frozen=tuple(others[0].split()))
         if others[-1] is not None:
             spec = replace(spec, rows_aligned=True, compact=True)
         return Call("flash_bwd", self.run_backward, spec, dout.device, others)
 
     def _fake_backward(self, dout, dlse, *args):
-        operands = args[: self.num_operands]
+        operands, frozen = args[: self.num_operands], args[self.num_operands + 3].split()
         named = zip(self.operands._fields, operands, strict=True)
         gradients = (
-            x.new_empty(x.shape) if has_gradient(x) and name not in CONSTANTS else None
+            x.new_empty(x.shape) if has_gradient(x) and name not in (*CONSTANTS, *frozen) else None
             for name, x in named
         )
         return with_left_out(gradients, dout)

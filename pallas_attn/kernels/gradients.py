@@ -133,7 +133,7 @@ def make_flash_bwd(
                 None without terms.
 
         Returns:
-            The gradient of each operand, in its dtype.
+            The gradient of each operand that is not frozen, in its dtype.
         """
         q, k, v, dout, dlse, out, lse, rest = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse, rest
@@ -162,7 +162,7 @@ def make_flash_bwd(
                 gradients |= gradient(inputs, terms["terms"], mask, spec, backend)
         dq, dk, dv = without_batch(spec, dq, dk, dv)
         dsinks = None
-        if operands.sinks is not None:
+        if operands.sinks is not None and "sinks" not in spec.frozen:
             cu_seqlens_q = mask.offsets.cu_seqlens_q
             dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q, rest2)
         gradients |= {"q": dq, "k": dk, "v": dv, "sinks": dsinks}

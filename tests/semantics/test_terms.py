@@ -30,8 +30,10 @@ def run(side, case, inputs, implementation):
         {"seq_kv": 0},
         {"heads_q": 0, "heads_kv": 0},
         # A tile one off the diagonal has distances on both sides of R.
-        *({"dtype": "bfloat16", "seq_q": 130, "seq_kv": 130, "window_size": None, "relative": n}
-          for n in (1, 2, 3)),
+        *(
+            {"dtype": "bfloat16", "seq_q": 130, "seq_kv": 130, "window_size": None, "relative": n}
+            for n in (1, 2, 3)
+        ),
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ def test_opcheck(operands):
     detached = BlockSparseOperands(*(x.detach() for x in qkv), *lists)
     out, lse = SPARSE.fwd(*detached, *OPTIONS, "triton")
     gradients = out, torch.ones_like(lse)
-    opcheck(SPARSE.bwd, (*gradients, *detached, out, lse, None, *OPTIONS, "triton"))
+    opcheck(SPARSE.bwd, (*gradients, *detached, out, lse, None, "", *OPTIONS, "triton"))
 
 
 @pytest.mark.parametrize("mapped", [(0, None), (0, 0), (None, 0)], ids=str)

@@ -36,7 +36,7 @@ def test_opcheck(operands, implementation):
     detached = FlashOperands(*(None if x is None else x.detach() for x in given))
     results = forward(*detached, *OPTIONS, implementation)
     gradients = results[0], torch.ones_like(results[1])
-    opcheck(DENSE.bwd, (*gradients, *detached, *results, *OPTIONS, implementation))
+    opcheck(DENSE.bwd, (*gradients, *detached, *results, "", *OPTIONS, implementation))
 
 
 def test_vmap_drops_the_same_in_each_element(operands):

@@ -73,7 +73,7 @@ def backward_arguments(operands, with_dlse=True):
     given = FlashOperands(*(x.detach() for x in operands))
     out, lse = DENSE.fwd(*given, *OPTIONS)
     dlse = torch.randn_like(lse) if with_dlse else None
-    return torch.randn_like(out), dlse, *given, out, lse, None, *OPTIONS
+    return torch.randn_like(out), dlse, *given, out, lse, None, "", *OPTIONS
 
 
 def test_opcheck_forward(operands):
@@ -130,8 +130,8 @@ def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation, wi
     given = FlashOperands(q, k, v, torch.randn(4, device=torch_device) if with_sinks else None)
     meta = [None if x is None else x.to("meta") for x in given]
     real, fake = DENSE.fwd(*given, *options), DENSE.fwd(*meta, *options)
-    real += DENSE.bwd(real[0], real[1], *given, *real, None, *options)
-    fake += DENSE.bwd(fake[0], fake[1], *meta, *fake, None, *options)
+    real += DENSE.bwd(real[0], real[1], *given, *real, None, "", *options)
+    fake += DENSE.bwd(fake[0], fake[1], *meta, *fake, None, "", *options)
     for x, y in zip(real, fake, strict=True):
         assert x.shape == y.shape
         assert x.dtype == y.dtype

@@ -35,7 +35,7 @@ def test_opcheck(operands, implementation):
     detached = FlashOperands(*(x.detach() for x in qkv), None, q_ids, kv_ids)
     out, lse = DENSE.fwd(*detached, *OPTIONS, implementation)
     gradients = out, torch.ones_like(lse)
-    opcheck(DENSE.bwd, (*gradients, *detached, out, lse, None, *OPTIONS, implementation))
+    opcheck(DENSE.bwd, (*gradients, *detached, out, lse, None, "", *OPTIONS, implementation))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])

@@ -41,7 +41,8 @@ def test_opcheck(operands, implementation):
     detached = FlashOperands(*(None if x is None else x.detach() for x in given))
     results = forward(*detached, *OPTIONS, implementation)
     gradients = results[0], torch.ones_like(results[1])
-    opcheck(DENSE.bwd, (*gradients, *detached, *results, *OPTIONS, implementation))
+    frozen = "relative_bias"
+    opcheck(DENSE.bwd, (*gradients, *detached, *results, frozen, *OPTIONS, implementation))
     with pytest.raises(ValueError, match=r"operator: expected .*flash_terms_fwd, got .*flash_fwd"):
         DENSE.fwd(*detached, *OPTIONS, implementation)
 

@@ -42,7 +42,7 @@ def test_opcheck(operands, implementation):
     detached = FlashOperands(*(x.detach() for x in qkv), **tree)
     out, lse = DENSE.fwd(*detached, *OPTIONS, implementation)
     gradients = out, torch.ones_like(lse)
-    opcheck(DENSE.bwd, (*gradients, *detached, out, lse, None, *OPTIONS, implementation))
+    opcheck(DENSE.bwd, (*gradients, *detached, out, lse, None, "", *OPTIONS, implementation))
 
 
 def test_opcheck_of_packed_sequences(operands):

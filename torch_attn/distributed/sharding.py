@@ -115,17 +115,23 @@ for kind, forward in DENSE.forwards.items():
 
 @register_sharding(DENSE.bwd)
 def _shard_backward(dout, dlse, q, k, v, sinks, *others):
-    _out, _lse, rest, *options = others[_NUM_OTHERS:]
-    no_options = [None] * len(options)
+    _out, _lse, rest, frozen, *options = others[_NUM_OTHERS:]
+    no_options = [None] * (1 + len(options))
+    # A gradient that is left out is an empty tensor.
+    has_dsinks, has_dbias, has_dtable = (
+        x is not None and name not in frozen.split()
+        for name, x in (("sinks", sinks), *zip(TERMS[:2], others[_NUM_IDS:], strict=False))
+    )
     found = []
     for p in _placements(k, others):
         x, of_dlse = p.whole, None if dlse is None else p.rows
-        of_sinks, of_dsinks = (None, Replicate()) if sinks is None else (p.sinks, p.dsinks)
+        of_sinks = None if sinks is None else p.sinks
+        of_dsinks = p.dsinks if has_dsinks else Replicate()
         of_rest = None if rest is None else p.rows
         ids = _of_others(p, others)
-        bias, table, *_ = others[_NUM_IDS:]
-        of_table = Replicate() if table is None else p.dtable
-        of_terms = _of_bias(p, bias)[1], of_table, Replicate(), Replicate()
+        of_bias = _of_bias(p, others[_NUM_IDS] if has_dbias else None)[1]
+        of_table = p.dtable if has_dtable else Replicate()
+        of_terms = of_bias, of_table, Replicate(), Replicate()
         gradients = [x, x, x, of_dsinks, *[Replicate()] * _NUM_IDS, *of_terms]
         of_results = x, p.rows, of_rest
         found.append((gradients, [x, of_dlse, x, x, x, of_sinks, *ids, *of_results, *no_options]))

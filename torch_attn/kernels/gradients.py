@@ -154,7 +154,7 @@ def make_flash_bwd(
                 None without terms.
 
         Returns:
-            The gradient of each operand, in its dtype, contiguous.
+            The gradient of each operand that is not frozen, in its dtype, contiguous.
         """
         q, k, v = operands.q, operands.k, operands.v
         offsets, segments = offsets_of(operands), segments_of(operands)
@@ -208,7 +208,8 @@ def make_flash_bwd(
             shared = (shared_gradient(x.bias, q, spec) for x in stored)
             stored = [
                 x._replace(
-                    dbias=x.dbias if dbias.entries is None else dbias, drelative=added_gradient(x)
+                    dbias=x.dbias if dbias.entries is None else dbias,
+                    drelative=added_gradient(x, spec),
                 )
                 for x, dbias in zip(stored, shared, strict=True)
             ]
@@ -229,7 +230,8 @@ def make_flash_bwd(
                 no_sums = (Sums(),) if num_sums else ()
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
-        others = operands
+        others = operands._replace(**dict.fromkeys(spec.frozen))
+        dsinks = sinks_gradient(others.sinks, lse2, delta, rest2)
         for x in stored:
             if x.dbias.entries is not None:
                 gradients["bias"] = x.dbias.entries
@@ -237,7 +239,6 @@ def make_flash_bwd(
             if x.drelative is not None:
                 gradients["relative_bias"] = x.drelative.to(x.relative.dtype)
                 others = others._replace(relative_bias=None)
-        dsinks = sinks_gradient(operands.sinks, lse2, delta, rest2)
         gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
         if spec.terms and terms_gradients:
             if of_keys is None or mask_of is not computed_mask:

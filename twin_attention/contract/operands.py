@@ -6,7 +6,7 @@ checks, a layout for a launch. Optional operands default to None and come last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 X = TypeVar("X")
@@ -15,6 +15,8 @@ X = TypeVar("X")
 TERMS = ("bias", "relative_bias", "alibi_slopes")
 # Floating-point operands without a gradient.
 CONSTANTS = ("alibi_slopes",)
+# Operands whose gradient a backward leaves out if nobody asks for it.
+FREEZABLE = ("sinks", "bias", "relative_bias")
 
 
 class FlashOperands(NamedTuple, Generic[X]):
@@ -223,6 +225,22 @@ class AppendOperands(NamedTuple, Generic[X]):
     q: X | None = None
     rotary_cos: X | None = None
     rotary_sin: X | None = None
+
+
+def frozen_operands(
+    names: Iterable[str], operands: Iterable[Any], needed: Iterable[bool]
+) -> tuple[str, ...]:
+    """Return the names of the operands that have a gradient, which need not be computed.
+
+    Args:
+        names, operands: of a call; None for an omitted operand.
+        needed: whether somebody asks for the gradient of each.
+    """
+    return tuple(
+        name
+        for name, x, is_needed in zip(names, operands, needed, strict=True)
+        if name in FREEZABLE and x is not None and not is_needed
+    )
 
 
 def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:

@@ -162,6 +162,7 @@ class AttentionSpec:
         row_max: the forward returns each row's largest score as well.
         dropout_rate: the share of probabilities that are dropped. A seed, which is data on the
             device, decides which.
+        frozen: names, from `FREEZABLE`, of the operands whose gradient a backward leaves out.
         function: the public function's name, for messages.
     """
 
@@ -188,6 +189,7 @@ class AttentionSpec:
     wide_bias: bool = False
     row_max: bool = False
     dropout_rate: float = 0  # torch.compile takes an int as fixed, and follows a float
+    frozen: tuple[str, ...] = ()
 
     @classmethod
     def of(

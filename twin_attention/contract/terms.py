@@ -56,16 +56,23 @@ def added_scores(
 
 
 def gradients_of_terms(
-    xp: Any, operands: FlashOperands | VarlenOperands, position: Array, ds: Array, summed: Array
+    xp: Any,
+    operands: FlashOperands | VarlenOperands,
+    position: Array,
+    ds: Array,
+    summed: Array,
+    frozen: tuple[str, ...],
 ) -> dict[str, Array]:
-    """Return the gradients of the terms by name; `alibi_slopes` have none.
+    """Return the gradients of the terms by name; `alibi_slopes` and `frozen` terms have none.
 
     Args:
         xp, operands, position: as `added_scores` takes them.
         ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
         summed: the same, for gradients that sum it over keys.
+        frozen: as in `AttentionSpec`.
     """
     found = {}
+    operands = operands._replace(**dict.fromkeys(frozen))
     if isinstance(operands, FlashOperands) and operands.bias is not None:
         shape = operands.bias.shape
         shared = tuple(i for i in range(4) if shape[i] == 1 and ds.shape[i] != 1)

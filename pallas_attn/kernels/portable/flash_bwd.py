@@ -436,13 +436,14 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
 
     Returns:
         dq, in the memory and dtype of a `carry`; and the gradient of a bias that no two pairs
-        share.
+        share, unless it is frozen.
     """
     q, k, v, *of_rows = inputs
     before = (*inputs, terms, mask)
     dbias = None
-    if terms.bias is not None and not shares_values(terms.bias.shape, spec):
-        dbias = jnp.zeros(terms.bias.shape, terms.bias.dtype)
+    bias = None if "bias" in spec.frozen else terms.bias
+    if bias is not None and not shares_values(bias.shape, spec):
+        dbias = jnp.zeros(bias.shape, bias.dtype)
     dtype = q.dtype if carry is None else carry.dtype
     results = [(jax.ShapeDtypeStruct(q.shape, dtype), of_head(q))]
     aliases = {} if carry is None else {len(jax.tree.leaves(before)): 0}

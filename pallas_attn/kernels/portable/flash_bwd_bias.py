@@ -124,13 +124,13 @@ def bias_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradient of a bias that pairs share, by name; empty without one.
+    """Compute the gradient of a bias that pairs share, by name; empty without one, or if frozen.
 
     Args:
         inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
     """
     bias = terms.bias
-    if bias is None or not shares_values(bias.shape, spec):
+    if bias is None or "bias" in spec.frozen or not shares_values(bias.shape, spec):
         return {}
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
     kind = "pairs" if 1 not in bias.shape[2:] else "keys" if bias.shape[3] > 1 else "rows"

@@ -249,7 +249,7 @@ def relative_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradient of `relative_bias`, by name; empty without it.
+    """Compute the gradient of `relative_bias`, by name; empty without it, or if frozen.
 
     Args:
         inputs: `pallas_attn.kernels.gradients.Inputs`.
@@ -257,7 +257,7 @@ def relative_gradient(
         mask: as the kernel of dq takes it.
         spec, backend: the problem, and what runs.
     """
-    if terms.relative is None:
+    if terms.relative is None or "relative_bias" in spec.frozen:
         return {}
     config = config_of("flash_bwd_dq", spec, backend)
     bands = bands_of(spec, terms.relative.shape[1] // 2, config.block_q, config.block_kv)

@@ -234,13 +234,11 @@ def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
     return Terms(*(None if x is None else x.contiguous() for x in given), seed, Bias(bias))
 
 
-def added_gradient(terms: Terms) -> Tensor | None:
+def added_gradient(terms: Terms, spec: AttentionSpec) -> Tensor | None:
     """Return zeros [Hq, 2R + 1] float32, to which a kernel adds a table's gradient, or None."""
-    return (
-        None
-        if terms.relative is None
-        else terms.relative.new_zeros(terms.relative.shape, dtype=torch.float32)
-    )
+    if terms.relative is None or "relative_bias" in spec.frozen:
+        return None
+    return terms.relative.new_zeros(terms.relative.shape, dtype=torch.float32)
 
 
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
@@ -248,7 +246,7 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 
     Entries that no kernel visits are 0.
     """
-    if bias.entries is None or shares_values(bias.entries.shape, spec):
+    if bias.entries is None or "bias" in spec.frozen or shares_values(bias.entries.shape, spec):
         return Bias()
     values = bias.entries.new_empty(bias.entries.shape)
     hides = spec.window != Window() or spec.segmented or spec.tree
@@ -261,7 +259,9 @@ def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
     It has all query heads, in q's dtype.
     """
     own = (1, spec.heads_q, spec.seq_q, spec.seq_kv)
-    if bias.entries is None or tuple(bias.entries.shape) != own or 1 in own[2:]:
+    if bias.entries is None or "bias" in spec.frozen:
+        return Bias()
+    if tuple(bias.entries.shape) != own or 1 in own[2:]:
         return Bias()
     if not 1 < spec.batch <= MOST_SHARING or not is_multiplied(bias, q):
         return Bias()

@@ -125,11 +125,12 @@ def consume_queries(
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
+    HAS_TABLE: gl.constexpr = FUSED and terms.relative is not None
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, HAS_TABLE)
     # Tiles that are far off in a table have their own code: ptxas spills in code that they share
     # with others. Small heads leave enough registers.
     LARGE: gl.constexpr = not is_small(HEAD_DIM, HEAD_DIM_V, False, False)
-    SPLITS: gl.constexpr = FUSED and LARGE and terms.drelative is not None
+    SPLITS: gl.constexpr = LARGE and HAS_TABLE
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     step = 0  # counted over all items
@@ -309,13 +310,14 @@ def consume_queries(
 
 
 @triton.constexpr_function
-def is_small(head_dim, head_dim_v, capped_dq, adds_relative):
+def is_small(head_dim, head_dim_v, capped_dq, has_table):
     """Return True if a consumer's registers can also hold its rows of k and v.
 
-    capped_dq: scores are capped and dq is added; adds_relative: a table's gradient has addresses.
+    capped_dq: scores are capped and dq is added; has_table: a table has addresses, as has
+    its gradient.
     """
     columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
-    return columns <= 64 and not adds_relative and (HOLDS_CAPPED_KEYS or not capped_dq)
+    return columns <= 64 and not has_table and (HOLDS_CAPPED_KEYS or not capped_dq)
 
 
 @gluon.jit
@@ -371,7 +373,8 @@ def _visit_queries(
     FIRST: gl.constexpr = ds is None
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     CAPPED: gl.constexpr = FUSED and rule.softcap is not None
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, terms.drelative is not None)
+    HAS_TABLE: gl.constexpr = FUSED and terms.relative is not None
+    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, HAS_TABLE)
     AHEAD: gl.constexpr = FUSED or SMALL
     S_PIECES: gl.constexpr = num_pieces(HEAD_DIM)
     DP_PIECES: gl.constexpr = num_pieces(HEAD_DIM_V)

@@ -106,7 +106,7 @@ def backward(
     dk = product(xp, xp.matrix_transpose(ds), q, spec) * spec.scale
     dv = product(xp, xp.matrix_transpose(kept_p), dout, spec)
     dsinks = None
-    if p_sink is not None:
+    if p_sink is not None and "sinks" not in spec.frozen:
         dsink = xp.reshape(-p_sink * delta, (spec.batch, spec.heads_q, spec.seq_q))
         dsinks = xp.sum(dsink, axis=(0, 2))
     of_terms = {}
@@ -116,7 +116,7 @@ def backward(
             summed = ds_of(delta + dot_of_out() - dot)
         shape = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
         of_pairs = (xp.reshape(x, shape) for x in (ds, summed))
-        of_terms = gradients_of_terms(xp, operands, position, *of_pairs)
+        of_terms = gradients_of_terms(xp, operands, position, *of_pairs, frozen=spec.frozen)
     return FlashOperands(
         to_heads(xp, dq, spec),
         xp.permute_dims(dk, (0, 2, 1, 3)),
