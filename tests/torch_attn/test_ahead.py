@@ -41,7 +41,8 @@ def outlined(family, target, spec, operation, sinks=False):
     if operation == "flash_bwd":
         out, dout = (operand_of((*sizes, *rows, spec.head_dim_v), spec.dtype) for _ in range(2))
         lse = operand_of((*sizes, *rows[::-1]), "float32")
-        arguments = (dout, lse, operands, out, lse)
+        rest = operand_of((*sizes, *rows[::-1]), "float32") if spec.terms else None
+        arguments = (dout, lse, operands, out, lse, rest)
     (found,) = (x for x in FAMILIES["torch_attn"] if (x.name, x.folder) == family)
     card = Card(int(target.removeprefix("sm")), 132, SHARED_MEMORY_LIMIT[target])
     tensors = [x for x in (*operands, *arguments) if isinstance(x, torch.Tensor)]
