@@ -349,6 +349,16 @@ def test_a_layer_without_its_mask_is_refused(mask, options, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_without_a_mask_says_whether_it_is_causal(causal):
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    want = flash_attention(*(x.transpose(1, 2) for x in (q, k, k)), causal=causal)
+    layer = torch.nn.Module()
+    assert torch.equal(attention_forward(layer, q, k, k, None, is_causal=causal)[0], want)
+    layer.is_causal = causal
+    assert torch.equal(attention_forward(layer, q, k, k, None)[0], want)
+
+
 @pytest.mark.parametrize("position_ids", [None, torch.arange(8)[None] % 5])
 @pytest.mark.parametrize(
     "options",
