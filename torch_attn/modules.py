@@ -15,6 +15,7 @@ from torch_attn.operands import operand
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.validate.block_mask import check_mask
 from twin_attention.contract.validate.dilated import check_dilations
+from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.layers import check_heads, check_tokens
 
 
@@ -110,8 +111,8 @@ class MultiHeadBlockSparseAttention(_MultiHeadAttention):
     """Self-attention by `block_sparse_attention`, between projections to heads and back.
 
     Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are buffers, which
-    `state_dict` leaves out. It takes and returns [B, S, d_model], where S is the length that the
-    mask is for.
+    `state_dict` leaves out and the module fills again where memory is new. It takes and returns
+    [B, S, d_model], where S is the length that the mask is for.
 
     Args:
         d_model: size of a token, D · num_heads.
@@ -157,10 +158,23 @@ class MultiHeadBlockSparseAttention(_MultiHeadAttention):
         super().__init__(d_model, num_heads, num_heads_kv, implementation, **options)
         if not isinstance(block_mask, BlockMask):
             check_mask(operand("block_mask", block_mask))
-            block_mask = BlockMask.of(block_mask)
+            with block_mask.device:
+                block_mask = BlockMask.of(block_mask)
+        if any(x.is_meta for x in block_mask):
+            fail(ValueError, "block_mask", "tiles with values", "a mask on the meta device")
         for name, x in block_mask._asdict().items():
             self.register_buffer(name, x.to(device or x.device), persistent=False)
-        self.causal = causal
+        self.block_mask, self.causal = BlockMask(*(x.cpu() for x in block_mask)), causal
+
+    def reset_parameters(self) -> None:
+        """Give the mask's lists their values again: `to_empty` forgets them, as FSDP knows."""
+        for name, x in self.block_mask._asdict().items():
+            self.get_buffer(name).copy_(x)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.reset_parameters()
+        return self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = BlockMask(*(self.get_buffer(name) for name in BlockMask._fields))

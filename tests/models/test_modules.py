@@ -77,6 +77,25 @@ def test_it_is_the_function_between_projections(name):
     torch.testing.assert_close(module(x), want)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_module_made_on_meta_gets_all_that_no_checkpoint_has(name):
+    module, _ = make_pair(name)
+    given = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in OF_ATTENTION[name]]
+    x = torch.randn(1, 128, 64)
+    for device, default in (("meta", "cpu"), (None, "meta")):
+        with torch.device(default):
+            made = getattr(torch_modules, name)(64, 4, *given, **OPTIONS, device=device)
+        made.to_empty(device="cpu")
+        made.load_state_dict(module.state_dict(), strict=True)
+        assert torch.equal(made(x), module(x))
+
+
+def test_a_mask_without_values_is_refused():
+    mask = torch.ones(2, 2, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match="block_mask: expected tiles with values, got a mask on"):
+        torch_modules.MultiHeadBlockSparseAttention(64, 4, mask)
+
+
 def test_compile():
     module, _ = make_pair("MultiHeadBlockSparseAttention")
     x = torch.randn(2, 128, 64)

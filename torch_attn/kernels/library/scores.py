@@ -20,7 +20,7 @@ def visible_scores(
     segment_a=None,
     segment_b=None,
     seen=None,
-    added=(),
+    added=None,
 ):
     """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
 
@@ -64,7 +64,7 @@ def visible_scores(
 
 @triton.jit
 def attention_scores(
-    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=()
+    a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=None
 ):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
@@ -74,8 +74,9 @@ def attention_scores(
     s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
         s = s * scale
-    for i in tl.static_range(len(added)):
-        s = s + added[i]
+    if added is not None:
+        for i in tl.static_range(len(added)):
+            s = s + added[i]
     if softcap is not None:
         s = softcap * tanh(s / softcap)
     return s
