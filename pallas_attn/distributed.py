@@ -114,8 +114,8 @@ def context_attention(
             rank after the other, as ``shard_sequence(x, plan)`` has them.
         k: [B, S, Hkv, D], the rank's keys. Hq is a multiple of Hkv.
         v: [B, S, Hkv, Dv].
-        plan: `context_plan`. Padding after its last document sees nothing, gives 0, and holds
-            finite numbers.
+        plan: `context_plan`. Padding after its last document sees nothing, gives 0, and may hold
+            NaN.
         axis_name: the mesh axis, of ``plan.size`` devices.
         mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
             but that of the tokens are replicated.
@@ -173,8 +173,7 @@ def context_attention(
             (q, k, v, sinks), mesh, axis_name, plan, exchange, options, return_lse, implementation
         )
     check_group(plan.size, lax.axis_size(axis_name))
-    operands = FlashOperands(q, k, v, sinks)
-    described = describe_operands(operands, operand)
+    described = describe_operands(FlashOperands(q, k, v, sinks), operand)
     check_context_attention(described, options, plan.local_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)
     part = PartialOperands(*described[:3], *[None] * 4)
@@ -182,7 +181,15 @@ def context_attention(
     chosen, _ = choose_exchange(exchange, plan, options.window, spec, one_program=True)
     problem = _Problem(plan, axis_name, chosen, options, implementation)
     attend = _attend_heads if chosen == "heads" else _attend_in_hops
-    out, lse = attend(problem, operands)
+    if (plan.document_ids >= 0).all():
+        out, lse = attend(problem, FlashOperands(q, k, v, sinks))
+    else:  # padding, and the gradient of its output, may be NaN
+        own = jnp.asarray(plan.positions_by_rank)[lax.axis_index(axis_name)]
+        is_token = jnp.asarray(plan.document_ids >= 0)[own]
+        row = is_token[:, None, None]
+        q, k, v = (jnp.where(row, x, jnp.zeros_like(x)) for x in (q, k, v))
+        out, lse = attend(problem, FlashOperands(q, k, v, sinks))
+        out = jnp.where(row, out, jnp.zeros_like(out))
     return (out, lse) if return_lse else out
 
 

@@ -33,6 +33,13 @@ def assert_twins(a: Tensors, b: Tensors, inputs: Tensors, spec: Spec) -> None:
         assert agreement.ok, (name, agreement)
 
 
+def poison_padding(inputs: Tensors) -> None:
+    """Fill tokens of segment ids below 0, and the gradient of their output, with NaN."""
+    padding = inputs["q_segment_ids"] < 0
+    for name in ("q", "k", "v", "dout"):
+        inputs[name][padding] = float("nan")
+
+
 def poison_before(inputs: Tensors, edges: Sequence[int]) -> None:
     """Fill each sequence's slots of keys before an edge with NaN, and let go of pages of these."""
     size = inputs["k_pages"].shape[1]

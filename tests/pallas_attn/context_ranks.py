@@ -22,7 +22,7 @@ from pallas_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from tests.oracle import assert_within_budget
+from tests.oracle import assert_within_budget, poison_padding
 from twin_attention.contract import exchange
 from twin_attention.contract.exchange import equal_hops
 
@@ -63,11 +63,12 @@ def attend(case, plan, inputs, **options):
 
 def check(case, plan, **options):
     inputs, spec = make_inputs(case, "cpu"), case.spec
-    got = attend(case, plan, inputs, **options)
     if plan.cu_seqlens is not None:
         ids = torch.from_numpy(plan.document_ids).expand(case.batch, -1).contiguous()
         inputs |= {"q_segment_ids": ids, "kv_segment_ids": ids}
         spec = replace(spec, segmented=True)
+        poison_padding(inputs)
+    got = attend(case, plan, inputs, **options)
     assert_within_budget(got, inputs, spec)
 
 

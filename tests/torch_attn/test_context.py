@@ -17,7 +17,7 @@ import torch_attn
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 from interop.parity.ranks import Room, SimulatedPeers, run_ranks
-from tests.oracle import assert_within_budget
+from tests.oracle import assert_within_budget, poison_padding
 from torch_attn.dispatch import choose
 from torch_attn.distributed import (
     context,
@@ -60,6 +60,7 @@ def problem(case, plan, device):
         ids = torch.from_numpy(plan.document_ids).to(device).expand(case.batch, -1).contiguous()
         inputs |= {"q_segment_ids": ids, "kv_segment_ids": ids}
         spec = replace(spec, segmented=True)
+        poison_padding(inputs)
     return inputs, spec
 
 

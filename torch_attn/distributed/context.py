@@ -98,7 +98,7 @@ def context_attention(
         k: [B, S, Hkv, D], the rank's keys. Hq is a multiple of Hkv.
         v: [B, S, Hkv, Dv].
         plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
-            gives 0, and holds finite numbers.
+            gives 0, and may hold NaN.
         mesh: a one-dimensional `DeviceMesh`, a process group, or `Peers` that exchange in their own
             way, of ``plan.size`` ranks.
         exchange: "ring", "gather", or "heads", which needs query heads and kv heads that the ranks
@@ -145,7 +145,14 @@ def context_attention(
     peers.at_once = call.exchange == "gather"
     problem = Problem(peers, call, plan)
     attend = _attend_heads if call.exchange == "heads" else _Attention.apply
-    out, lse = attend(problem, *tensors)
+    is_token = _tokens(plan, peers.rank, tensors[0].device)
+    if is_token is None:
+        out, lse = attend(problem, *tensors)
+    else:  # padding, and the gradient of its output, may be NaN
+        row = is_token[:, None, None]
+        operands = (torch.where(row, x, 0) for x in tensors[:3])
+        out, lse = attend(problem, *operands, tensors[3])
+        out = torch.where(row, out, 0)
     return (out, lse) if return_lse else out
 
 
@@ -614,6 +621,13 @@ def _attend_heads(problem: Problem, q, k, v, sinks) -> tuple[Tensor, ...]:
     out = _Exchange.apply(problem, out, False)
     lse = _Exchange.apply(problem, lse.mT[..., None], False)
     return out, lse[..., 0].mT
+
+
+@lru_cache(maxsize=256)
+def _tokens(plan: ContextPlan, rank: int, device: torch.device) -> Tensor | None:
+    """Return which of a rank's tokens are no padding, [S]; None if all are."""
+    is_token = plan.document_ids[plan.positions(rank)] >= 0
+    return None if is_token.all() else torch.from_numpy(is_token).to(device)
 
 
 @lru_cache(maxsize=256)
