@@ -390,7 +390,8 @@ def _attention(problem, q, k, v, sinks):
 
 
 def _forward(problem, q, k, v, sinks):
-    out = lse = None
+    out: Any = None
+    lse: Any = None
     hops = [*problem.hops("partial_fwd", q, k, v)]
     for number, (_, operands) in enumerate(hops):
         first, last = number == 0, number == len(hops) - 1

@@ -150,8 +150,8 @@ def context_attention(
         out, lse = attend(problem, *tensors)
     else:  # padding, and the gradient of its output, may be NaN
         row = is_token[:, None, None]
-        operands = (torch.where(row, x, 0) for x in tensors[:3])
-        out, lse = attend(problem, *operands, tensors[3])
+        q, k, v = (torch.where(row, x, 0) for x in tensors[:3])
+        out, lse = attend(problem, q, k, v, tensors[3])
         out = torch.where(row, out, 0)
     return (out, lse) if return_lse else out
 
