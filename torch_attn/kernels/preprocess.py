@@ -85,6 +85,8 @@ def flash_bwd_preprocess_kernel(
         seq_dout = first_dout + size_dout
         lse2_ptr += padded - start_q
         delta_ptr += padded - start_q
+        if rest_ptr is not None:
+            rest2_ptr += padded - start_q
     dout_base = head_base(dout_ptr, strides.dout, batch, head)
     out_base = head_base(out_ptr, strides.out, batch, head)
     _segment_q, is_query = None, None
