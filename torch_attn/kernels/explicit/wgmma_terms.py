@@ -19,7 +19,8 @@ from torch_attn.kernels.library.terms import STEEP
 
 # The largest entry of a table that is a shift: beside a larger one the backward would round scores.
 LARGEST_SHIFT = gl.constexpr(4096.0)
-LEAST = gl.constexpr(-3.4028234663852886e38)
+# From here on the scores of a row that have weight are equal, apart from multiples of 16.
+HUGE = gl.constexpr(2.0**27)
 
 
 def _mask_words() -> str:
@@ -167,6 +168,9 @@ def _stack(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
 def added_softmax_update(s, shift, unit, m_i, l_i):
     """Update the running softmax of scores with terms: `library.softmax.online_softmax_update`.
 
+    m_i is the largest score. l_i is relative to a rounded
+    product with it, as `rounding_of_maximum` says.
+
     s, shift, unit: as `scores_to_add` returns them, s -inf where a key is hidden.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
@@ -177,17 +181,37 @@ def added_softmax_update(s, shift, unit, m_i, l_i):
     m_new = gl.convert_layout(gl.max(largest, 1), m_i.type.layout, assert_trivial=True)
     m_new = gl.maximum(m_i, m_new)
     m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-    # Finite, as a hidden key's -inf less that is.
-    anchor = (gl.convert_layout(m_safe, rows, assert_trivial=True)[:, None] - shift) / unit
-    anchor = gl.maximum(anchor, LEAST)
     of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads.type.layout))
-    anchor = gl.convert_layout(anchor, of_thread, assert_trivial=True)[:, None, :, None]
-    p = gl.exp2((quads - anchor) * (unit * LOG2E))
+    of_row: gl.constexpr = gl.SliceLayout(1, of_thread)
+    base = base_of(m_safe)
+    below = gl.convert_layout(m_safe, rows, assert_trivial=True)[:, None] - shift
+    below *= gl.convert_layout(base, rows, assert_trivial=True)[:, None]
+    below = gl.convert_layout(below, of_thread, assert_trivial=True)[:, None, :, None]
+    factor = gl.convert_layout(base * unit, of_row, assert_trivial=True)[:, None]
+    p = gl.exp2(gl.fma(quads, factor[:, None, :, None], -below))
     sums = gl.convert_layout(gl.sum(gl.sum(p, 1), 2), l_i.type.layout, assert_trivial=True)
     p = gl.convert_layout(gl.reshape(p, s.shape), s.type.layout, assert_trivial=True)
-    alpha = gl.exp2((m_i - m_safe) * LOG2E)
+    alpha = gl.exp2(m_i * base_of(m_i) - m_safe * base)
     l_i = l_i * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
     return p, alpha, m_new, l_i
+
+
+@gluon.jit
+def base_of(m):
+    """Return the factor that takes scores of rows with these maxima to base 2.
+
+    Beside a maximum of HUGE, a score is equal or has p = 0, for every factor. With 1 the product is
+    exact, while that with log2(e) would be rounded by as much as the exponents that p can have.
+    """
+    return gl.where(gl.abs(m) < HUGE, LOG2E, 1.0)
+
+
+@gluon.jit
+def rounding_of_maximum(m):
+    """Return by how much m in base 2 is more than what `added_softmax_update` subtracted."""
+    m_safe = gl.where(m == float("-inf"), 0.0, m)
+    base = base_of(m_safe)
+    return gl.fma(m_safe, base, -(m_safe * base))
 
 
 @gluon.jit

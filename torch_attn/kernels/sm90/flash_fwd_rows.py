@@ -11,6 +11,7 @@ from torch_attn.kernels.explicit.carry import head_rows, load_carry, store_carry
 from torch_attn.kernels.explicit.softmax import add_columns
 from torch_attn.kernels.explicit.tma import store_result
 from torch_attn.kernels.explicit.wgmma import product_layout, zeros
+from torch_attn.kernels.explicit.wgmma_terms import rounding_of_maximum
 from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse, row_statistics
 
 
@@ -115,6 +116,9 @@ def store_statistics(
     """
     ADDED: gl.constexpr = results.rest is not None
     row_max = m_i
+    if ADDED:
+        exact = gl.exp2(-rounding_of_maximum(m_i))
+        l_i, factor = l_i * exact, factor * exact
     if sinks_ptr is not None:
         alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i, ADDED)
         if SINK_LAST:
