@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torch_attn.operands import strides_in_memory
 from torch_attn.tensor_maps import TensorMap
 
 
@@ -20,7 +21,8 @@ class Layout(NamedTuple):
 
     Attributes:
         operand: which of the launch's tensors it is.
-        dtype, shape, strides: the tensor's.
+        dtype, shape: the tensor's.
+        strides: the tensor's, by `strides_in_memory`.
         is_aligned: whether it is aligned to 16 bytes, which Triton compiles for.
     """
 
@@ -38,7 +40,7 @@ def layouts_of(operands: Any) -> Any:
     def layout(x: torch.Tensor | None) -> Layout | None:
         if x is None:
             return None
-        return Layout(next(operand), x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0)
+        return Layout(next(operand), x.dtype, x.shape, strides_in_memory(x), x.data_ptr() % 16 == 0)
 
     return replace_leaves(operands, layout)
 

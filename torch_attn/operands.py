@@ -35,21 +35,43 @@ def operand(name: str, x: Tensor) -> Operand:
         fail(TypeError, name, "a dense tensor", f"quantized {x.dtype}")
     if x.layout is not torch.strided:
         fail(TypeError, name, "a dense tensor", f"layout {x.layout}")
-    *strides, last = x.stride() or (1,)
     return Operand(
         name,
         tuple(x.shape),
         dtype_name(x.dtype),
         _device_name(x.device),
-        last == 1 or x.numel() == 0,
-        x.itemsize > 1 or not any(n % 2 for n in (x.storage_offset(), *strides)),
+        has_rows(x) or x.numel() == 0,
+        x.itemsize > 1 or not any(n % 2 for n in (x.storage_offset(), *strides_in_memory(x)[:-1])),
     )
+
+
+def strides_in_memory(x: Tensor) -> tuple[int, ...]:
+    """Return a tensor's strides; an axis of size 1, whose stride means nothing, has the one that
+    follows from the axis behind it.
+    """
+    strides, behind = [], 1
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        strides.append(behind if size == 1 else stride)
+        behind = size * strides[-1]
+    return tuple(reversed(strides))
+
+
+def has_rows(x: Tensor) -> bool:
+    """Return True if a tensor's last dimension is contiguous."""
+    return x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] == 1
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """Return the tensor, or a copy if its last dimension is not contiguous."""
+    return x if has_rows(x) else x.contiguous()
 
 
 def rows_aligned(*tensors: Tensor) -> bool:
     """Return True if each row of the tensors begins at a multiple of 16 bytes."""
     for x in tensors:
-        if _start(x) % ALIGNED or any(stride * x.itemsize % ALIGNED for stride in x.stride()[:-1]):
+        if _start(x) % ALIGNED or any(
+            stride * x.itemsize % ALIGNED for stride in strides_in_memory(x)[:-1]
+        ):
             return False
     return True
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_attn import private
 from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.operands import with_rows
 from twin_attention.contract.operands import X
 from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate.errors import no_gradient
@@ -132,5 +133,4 @@ def readable(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
     Gradients may come expanded, and saved results in another layout.
     """
-    out = out if out.stride(-1) == 1 else out.contiguous()
-    return out, None if lse is None else lse.contiguous()
+    return with_rows(out), None if lse is None else lse.contiguous()

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torch_attn.operands import with_rows
 from twin_attention.contract.operands import TERMS
 from twin_attention.contract.validate.errors import (
     not_mapped,
@@ -48,7 +49,7 @@ def _call_for_each(op, num_tensors, size, in_dims, *args):
 
     def one(i):
         own = (x if dim is None else x.movedim(dim, 0)[i] for x, dim in tensors)
-        own = (x if x is None or x.stride()[-1:] in ((), (1,)) else x.contiguous() for x in own)
+        own = (None if x is None else with_rows(x) for x in own)
         return op(*own, *args[num_tensors:])
 
     results = zip(*map(one, range(size)), strict=True)

@@ -8,10 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase
+from interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    ContextCase,
+    DecodeCase,
+    DilatedCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
 from interop.parity.inputs import make_inputs
+from interop.parity.sides import call
 from tests.oracle import assert_within_budget
 from tests.sides import TorchSide, attention, poisoned_memory
+from torch_attn.layouts import layouts_of
+from torch_attn.operands import rows_aligned
 
 CASE = FlashCase(
     "strides", batch=2, seq_q=70, seq_kv=70, heads_q=2, heads_kv=2, head_dim=40, causal=True
@@ -127,6 +140,52 @@ def test_offsets_past_32_bits(torch_side, torch_device, dimension, sizes):
     }
     strided = inputs | far
     assert_layout_does_not_matter(torch_side, inputs, strided, case, "triton")
+
+
+ONE = {"batch": 1, "heads_q": 1, "heads_kv": 1, "head_dim": 16}
+PAGE = {"heads_kv": 1, "head_dim": 16, "page_size": 1, "max_pages": 1}
+# Every operand of every function, with as many axes of size 1 as it may have.
+SMALLEST = (
+    FlashCase("one key", **ONE, seq_q=1, seq_kv=1, bias="bhqk", sinks=True, alibi="all"),
+    FlashCase("one column", **ONE, seq_q=1, seq_kv=9, bias="bhq", relative=0),
+    FlashCase("ids", **ONE, seq_q=1, seq_kv=1, segments="documents", dropout_rate=0.5),
+    FlashCase("tree", **ONE, seq_q=1, seq_kv=1, tree="nested", causal=True),
+    VarlenCase("packed", ((1, 1),), (0, 0), 1, 1, 16, sinks=True, relative=0),
+    VarlenCase("slopes", ((1, 1),), (0, 0), 1, 1, 16, alibi="all", tree="nested"),
+    BlockSparseCase("mask", **ONE, seq_q=1, seq_kv=1, kept=1.0),
+    DilatedCase("dilated", **ONE, seq_q=1, seq_kv=1, segment_lengths=(1,), dilation_rates=(1,)),
+    ContextCase("ranks", **ONE, seq_q=2, seq_kv=2, sharding="contiguous"),
+    DecodeCase("decode", (1,), heads_q=1, **PAGE, sinks=True, kv_dtype="int8", scale_shape=(1,)),
+    DecodeCase("drafts", (1,), 1, 1, **PAGE, tree="drafts", kv_dtype="float8_e4m3fn"),
+    DecodeCase("cascade", (1, 1), heads_q=1, **PAGE, cascade=True, common_pages=1),
+    PagedCase("chunks", (1,), heads_q=1, **PAGE, new_tokens=(1,), sinks=True),
+    AppendCase("append", (1,), 1, heads_q=1, **PAGE, rotary_dim=2, positions=1),
+    MergeCase("merge", num_states=1, batch=1, tokens=1, heads=1, head_dim_v=16),
+)
+
+
+def with_odd_strides(x):
+    """`x` where each axis of size 1 has a stride that is a multiple of nothing."""
+    strides = (7 if size == 1 else n for size, n in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided(x.shape, tuple(strides))
+
+
+@pytest.mark.parametrize("case", SMALLEST, ids=lambda case: case.name)
+def test_an_axis_of_size_one_may_have_any_stride(torch_side, implementation, torch_device, case):
+    inputs = make_inputs(case, torch_device)
+    odd = {name: with_odd_strides(x) for name, x in inputs.items()}
+    assert any(x.stride() != inputs[name].stride() for name, x in odd.items())
+    got, want = (call(torch_side, case, x, implementation) for x in (odd, inputs))
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x, rtol=0, atol=0, equal_nan=True)
+
+
+def test_launches_do_not_see_the_stride_of_an_axis_of_size_one(torch_device):
+    for shape in ((1, 1, 1, 16), (1, 5, 1, 16), (1, 1), (3, 1, 1, 4, 1), (1,), ()):
+        x = torch.zeros(shape, dtype=torch.float16, device=torch_device)
+        odd = with_odd_strides(x)
+        assert layouts_of((odd,)) == layouts_of((x,))
+        assert rows_aligned(odd) == rows_aligned(x)
 
 
 def test_unwritten_memory_is_seen(torch_device):

@@ -185,6 +185,12 @@ def test_a_part_of_a_longer_cache(batch: int, slots: slice):
     assert_equal(flash_attn_with_kvcache(q, k_cache, v_cache), flash_attention(q, k_cache, v_cache))
 
 
+def test_caches_of_one_slot_may_have_any_stride():
+    k_cache, v_cache = (draw(1, 2, 2, 16).transpose(0, 1) for _ in "kv")
+    q = draw(2, 1, 4, 16)
+    assert_equal(flash_attn_with_kvcache(q, k_cache, v_cache), flash_attention(q, k_cache, v_cache))
+
+
 def test_several_tokens_under_a_window_that_ends_at_the_token_are_causal():
     theirs, _ = cached(False)
     q = draw(2, 3, 4, 16)

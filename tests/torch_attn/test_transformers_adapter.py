@@ -320,6 +320,9 @@ def test_t5_and_the_gradient_of_its_position_bias():
 
     for got, want in zip(*both(t5, loss), strict=True):
         assert_close(got, want)
+    # One query of one head: an axis of size 1, with any stride, comes last.
+    generated = both(t5, lambda t5: t5.generate(tokens(2, 9), max_new_tokens=5, do_sample=False))
+    assert torch.equal(*generated)
 
 
 def test_refuses_chunked_attention():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_attn import append_kv, flash_attention, flash_attention_varlen, paged_decode
 from torch_attn.adapters.seeds import draw_seed
+from torch_attn.operands import strides_in_memory
 from twin_attention.contract.paged_spec import PAGE_SIZE_MAX
 from twin_attention.contract.validate.errors import fail
 
@@ -285,8 +286,8 @@ def _as_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tens
         if cache.ndim != 4 or cache.shape[:2] != (len(q), k_cache.shape[1]):
             expected = f"[{len(q)}, S, Hkv, D] without block_table, S alike for both caches"
             fail(ValueError, name, expected, tuple(cache.shape))
-        dense = cache.stride(0) == cache.shape[1] * cache.stride(1)
-        if len(q) > 1 and cache.numel() > 0 and not dense:
+        sequence, token, *_ = strides_in_memory(cache)
+        if cache.numel() > 0 and sequence != cache.shape[1] * token:
             fail(ValueError, name, "sequences without gaps", f"strides {cache.stride()}")
     batch, length = k_cache.shape[:2]
     page_size = next(n for n in range(PAGE_SIZE_MAX, 0, -1) if length % n == 0)

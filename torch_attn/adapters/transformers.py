@@ -28,6 +28,7 @@ except ModuleNotFoundError as error:
 
 from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.adapters.seeds import draw_seed
+from torch_attn.operands import with_rows
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate.errors import fail
 
@@ -256,11 +257,8 @@ def attention_forward(
         )  # fmt: skip
         return out.unflatten(0, q.shape[:2]), None
     ids = attention_mask.segment_ids
-    if position_bias is not None and position_bias.stride(-1) != 1:
-        position_bias = position_bias.contiguous()
-    out = flash_attention(
-        q, k, v, q_segment_ids=ids, kv_segment_ids=ids, bias=position_bias, **options
-    )
+    bias = None if position_bias is None else with_rows(position_bias)
+    out = flash_attention(q, k, v, q_segment_ids=ids, kv_segment_ids=ids, bias=bias, **options)
     return out, None
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_attn.driver import launcher_of
 from torch_attn.layouts import layouts_of
+from torch_attn.operands import strides_in_memory
 from torch_attn.replay import Launcher
 
 _BLOCK_MAX, _NUM_WARPS = 2048, 4
@@ -61,9 +62,9 @@ def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype)
     if not out.numel():
         return out
     rows_behind_each_other = out.stride()[1:]
-    xs = [x if x.stride()[1:] == rows_behind_each_other else x.contiguous() for x in xs]
+    xs = [x if strides_in_memory(x)[1:] == rows_behind_each_other else x.contiguous() for x in xs]
     addresses = tuple([x.data_ptr() for x in (out, *xs, *places)])
-    strides = tuple([x.stride(0) for x in xs])
+    strides = tuple([strides_in_memory(x)[0] for x in xs])
     aligned = tuple([address % 16 == 0 for address in addresses])
     key = first.device, dtype, out.shape, strides, aligned
     with torch.cuda.device(first.device):

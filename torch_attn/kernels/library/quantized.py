@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.library.scores import attention_scores
+from torch_attn.operands import strides_in_memory
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
@@ -27,6 +28,9 @@ UPCAST_PACK = tl.constexpr(ptx.UPCAST_PACK)
 
 def as_packed(pages: Tensor) -> Tensor:
     """Return a view of an 8-bit pool as packed pairs of columns, int16."""
+    strides = strides_in_memory(pages)
+    if strides != pages.stride():  # `view` minds the stride of an axis of size 1
+        pages = pages.as_strided(pages.shape, strides)
     return pages.view(torch.int16)
 
 
