@@ -184,6 +184,20 @@ def _of_program(spec: pl.BlockSpec, place: Place) -> pl.BlockSpec:
     return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
 
 
+def in_32_bits(kernel: Callable[..., None]) -> Callable[..., None]:
+    """Return a kernel whose integers have 32 bits under `jax_enable_x64` too.
+
+    That holds wherever it is traced: `vmap` traces it again.
+    """
+
+    @functools.wraps(kernel)
+    def traced(*refs: Any, **memory: Any) -> None:
+        with jax.enable_x64(False):
+            kernel(*refs, **memory)
+
+    return traced
+
+
 def launch(
     name: str,
     kernel: Callable[..., None],
@@ -233,7 +247,7 @@ def launch(
         in_specs, out_specs = jax.tree.map(of_program, (in_specs, out_specs))
         arguments["place"], sizes = place, (math.prod(sizes),)
     return pl.pallas_call(
-        functools.partial(kernel, **arguments),
+        in_32_bits(functools.partial(kernel, **arguments)),
         grid=sizes,
         in_specs=in_specs,
         out_shape=out_shape,

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.aliases import of_batch
 from pallas_attn.kernels.explicit.lowering import SM80Params, compiler_params
-from pallas_attn.launch import flash_arguments
+from pallas_attn.launch import flash_arguments, in_32_bits
 from pallas_attn.targets import note_config, shared_memory
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.family import Backend
@@ -76,7 +76,7 @@ def launch(
     if warpgroups > 1:
         threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
     call = plgpu.kernel(
-        body,
+        in_32_bits(body),
         out_type=outputs,
         scratch_types=tuple(jax.tree.leaves(scratch)),
         grid=(programs(config),),
@@ -85,8 +85,7 @@ def launch(
         compiler_params=compiler_params(SM80Params, len(in_place)),
         **threads,
     )
-    with jax.enable_x64(False):  # a kernel's integers have 32 bits
-        return call(*inputs, *in_place)
+    return call(*inputs, *in_place)
 
 
 def fitting_config(

@@ -36,6 +36,7 @@ from pallas_attn.kernels.gradients import Sources
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.softmax import lse_to_subtract
 from pallas_attn.kernels.library.tiles import ROW_PADDING
+from pallas_attn.launch import in_32_bits
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 ROWS = 64  # rows of a program, which is one warpgroup
@@ -235,7 +236,7 @@ def _launch(name, kernel, programs, operands, outputs, tile, params):
         kernel(*places.unflatten(refs[: len(inputs)]), *others, *tiles)
 
     call = plgpu.kernel(
-        body,
+        in_32_bits(body),
         out_type=tuple(outputs),
         scratch_types=() if tile is None else (tile,),
         grid=(programs,),
@@ -243,5 +244,4 @@ def _launch(name, kernel, programs, operands, outputs, tile, params):
         kernel_name=name,
         compiler_params=compiler_params(params),
     )
-    with jax.enable_x64(False):  # a kernel's integers have 32 bits
-        return call(*inputs)
+    return call(*inputs)

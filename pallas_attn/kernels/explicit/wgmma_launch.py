@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import AliasingParams, compiler_params
+from pallas_attn.launch import in_32_bits
 from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec, ScoreRule, VarlenSpec, Window
 from twin_attention.contract.validate.errors import fail
@@ -124,7 +125,7 @@ def launch_programs(
         kernel(*operands, *out, **memory, **arguments)
 
     call = plgpu.kernel(
-        body,
+        in_32_bits(body),
         out_type=outputs,
         scratch_types=memory,
         grid=(programs,),
@@ -134,8 +135,7 @@ def launch_programs(
         kernel_name=kernel_name or name,
         compiler_params=compiler_params(AliasingParams, len(in_place)),
     )
-    with jax.enable_x64(False):  # a kernel's integers have 32 bits
-        return call(*inputs, *in_place)
+    return call(*inputs, *in_place)
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:

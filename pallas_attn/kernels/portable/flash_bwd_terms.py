@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
@@ -237,7 +238,7 @@ def flash_bwd_relative_kernel(
     is_near = (near >= 0) & (near < bands.num_near)
     shape = (block_q, block_kv)
     at = jnp.where(is_near, near, 0)
-    tile = tiles_ref.at[at, pl.ds(0, block_q), pl.ds(0, block_kv)]
+    tile = tiles_ref.at[at, *(pl.ds(np.int32(0), size) for size in shape)]
     plt.store(tile, acc, mask=jnp.broadcast_to(is_near, shape))
     sums_ref[band] = jnp.where(is_near, 0.0, jnp.sum(acc))
 

@@ -1,0 +1,69 @@
+"""Results and gradients under JAX's switches for types and shapes, which change none of them."""
+
+import jax
+import pytest
+
+from interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    ContextCase,
+    DecodeCase,
+    DilatedCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import call
+from tests.sides import PallasSide
+
+SHAPE = {"seq_q": 40, "seq_kv": 40, "heads_q": 4, "head_dim": 16, "dtype": "float32"}
+PAGES = {"head_dim": 16, "page_size": 4, "heads_q": 4}
+SWITCHES = {
+    "x64": lambda: jax.enable_x64(True),
+    "ranks": lambda: jax.numpy_rank_promotion("raise"),
+    "dtypes": lambda: jax.numpy_dtype_promotion("strict"),
+}
+# Every public function, and every operand and option.
+CASES = (
+    FlashCase("sinks", **SHAPE, causal=True, sinks=True, softcap=5.0),
+    FlashCase("window", **SHAPE | {"dtype": "bfloat16"}, window_size=(9, 3), row_max=True),
+    FlashCase("ids", **SHAPE, segments="documents", dropout_rate=0.5),
+    FlashCase("terms", **SHAPE, bias="hqk", relative=4, alibi="all", causal=True),
+    FlashCase("16 bits", **SHAPE | {"dtype": "float16"}, bias="bqk", relative=4, alibi="heads"),
+    FlashCase("one", **SHAPE, bias="k", terms_in_q_dtype=True, deterministic=True),
+    FlashCase("tree", **SHAPE, causal=True, tree="nested", depths=True, window_size=(9, None)),
+    VarlenCase("packed", head_dim=16, sinks=True, relative=4, alibi="all", dropout_rate=0.5),
+    VarlenCase("packed tree", head_dim=16, tree="nested"),
+    BlockSparseCase("mask", **SHAPE, tile_q=16, tile_kv=16, own_masks="all", sinks=True),
+    DilatedCase("dilated", **SHAPE, segment_lengths=(16, 40), dilation_rates=(1, 2), causal=True),
+    ContextCase("ranks", **SHAPE, causal=True, sinks=True),
+    ContextCase("documents", **SHAPE, causal=True, documents=(13, 20), exchange="gather"),
+    ContextCase("ring", **SHAPE, causal=True, exchange="ring"),
+    DecodeCase("decode", (9, 20), 2, **PAGES, kv_dtype="int8", sinks=True, num_splits=2),
+    DecodeCase("drafts", (9, 20), 3, **PAGES, tree="drafts", window_size=(5, None), softcap=5.0),
+    DecodeCase("cascade", (20, 20), **PAGES, cascade=True, common_pages=3),
+    PagedCase("chunks", (9, 20), **PAGES, new_tokens=(2, 9), tree="drafts", padding=2, sinks=True),
+    AppendCase("append", (9, 20), 2, **PAGES, rotary_dim=8, kv_dtype="float8_e4m3fn"),
+    MergeCase("merge", head_dim_v=16),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", ["reference", "triton"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_switches_change_nothing(implementation, torch_device, case):
+    inputs = make_inputs(case, torch_device)
+    want = call(PallasSide(torch_device), case, inputs, implementation)
+    errors = {}
+    for name, switch in SWITCHES.items():
+        try:
+            with switch():
+                got = call(PallasSide(torch_device), case, inputs, implementation)
+        except (TypeError, ValueError) as error:
+            errors[name] = str(error)
+            continue
+        assert {x: y.dtype for x, y in got.items()} == {x: y.dtype for x, y in want.items()}
+        for x, y in want.items():
+            assert got[x].equal(y) or (got[x] - y).nan_to_num().abs().max() < 1e-5, (name, x)
+    assert not errors
