@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from torch_attn import flash_attention  # noqa: E402
-from torch_attn.adapters.transformers import Mask, attention_forward, register  # noqa: E402
+from torch_attn.adapters.transformers import Mask, attention_forward, make_mask, register  # noqa: E402
 from twin_attention.contract.spec import Window  # noqa: E402
 
 SMALL = {
@@ -248,6 +248,27 @@ def test_rows_of_packed_sequences_by_position_ids():
         options = {"position_ids": positions, "use_cache": False}
         eager, ours = both(llama, lambda m: m(ids, **options).logits)
     assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order_within", [1, -1])
+def test_packed_masks_of_every_version(order, order_within):
+    """Versions join the same functions in another order."""
+    masks = transformers.masking_utils
+    ids, positions = torch.tensor([[0, 0, 1]]), torch.tensor([[0, 1, 0]])
+    packed = masks.packed_sequence_mask_function(ids)
+    sliding = [masks.sliding_window_overlay(2), masks.causal_mask_function][::order_within]
+    for within, window in ((sliding, 1), (sliding[:1] * 2, None), (sliding[1:], None)):
+        both = masks.and_masks(*within) if len(within) == 2 else masks.causal_mask_function
+        both = [packed, masks.remap_positions_for_packed_sequence(both, positions)][::order]
+        known = {"mask_function": masks.and_masks(*both), "allow_is_causal_skip": False}
+        if len(within) == 2 and within[0] is within[1]:
+            with pytest.raises(NotImplementedError, match="a mask function of the model's own"):
+                make_mask(1, 3, 3, **known)
+            continue
+        found = make_mask(1, 3, 3, local_size=None if window is None else 2, **known)
+        assert found.window == Window(window, 0)
+        assert torch.equal(found.segment_ids, ids.int())
 
 
 @pytest.mark.parametrize("missing", ["cu_seq_lens_q", "cu_seq_lens_k"])

@@ -266,19 +266,27 @@ def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | N
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
     transformers passes the function alone: the ids are in its closure. A function that is not
-    exactly the one of `packed_sequence_compatibility_function`, over a causal or sliding mask of
-    transformers, is another.
+    exactly the one of `packed_sequence_mask_function` beside a causal or sliding mask of
+    transformers, whose positions count within a sequence, is another. Versions differ in which of
+    two functions comes first.
     """
-    both = _closure(mask_function, "and_masks").get("mask_functions", ())
-    if len(both) != 2:
-        return None
-    packed = _closure(both[0], "packed_sequence_mask_function")
-    within = _closure(both[1], "remap_positions_for_packed_sequence").get("mask_function")
-    sliding = _closure(within, "and_masks").get("mask_functions", (None,))
-    is_sliding = len(sliding) == 2 and bool(_closure(sliding[0], "sliding_window_overlay"))
-    if not packed or (sliding[1] if is_sliding else within) is not causal_mask_function:
+    packed, remapped = _split(mask_function, "packed_sequence_mask_function")
+    within = _closure(remapped, "remap_positions_for_packed_sequence").get("mask_function")
+    _, rest = _split(within, "sliding_window_overlay")
+    if not packed or rest is not causal_mask_function:
         return None
     return packed["packed_sequence_mask"].int()
+
+
+def _split(function: Any, maker: str) -> tuple[dict[str, Any], Any]:
+    """Return the variables of the function that a maker made, and the other function, of the two
+    that a mask joins; none and the mask itself if it does not join two such functions.
+    """
+    both = _closure(function, "and_masks").get("mask_functions", ())
+    made = [_closure(x, maker) for x in both]
+    if len(both) != 2 or bool(made[0]) == bool(made[1]):
+        return {}, function
+    return (made[0], both[1]) if made[0] else (made[1], both[0])
 
 
 def _closure(function: Any, maker: str) -> dict[str, Any]:
