@@ -297,7 +297,7 @@ class _Problem(NamedTuple):
         in_sequence = Intervals(*(jnp.append(x, jnp.int32(plan.seq_len)) for x in seen))
         intervals = partial(self.intervals, in_sequence, jnp.asarray(plan.positions_by_rank))
         if self.exchange == "gather":
-            whole = [_in_sequence(lax.all_gather(x, self.axis_name), plan) for x in (k, v)]
+            whole = [_in_sequence(self.gather(x), plan) for x in (k, v)]
             yield None, PartialOperands(q, whole[0], whole[1], *intervals(None))
             return
         first, *others = equal_hops(plan, window)
@@ -326,13 +326,46 @@ class _Problem(NamedTuple):
         seeing = [_count_before(plan.runs, rank, x) for x in seeing]
         return Intervals(seen[0], seen[1], seeing[0], seeing[1])
 
+    @property
+    def is_mapped(self) -> bool:
+        """Return True if `vmap` makes the ranks.
+
+        There a permutation moves all ranks' arrays or fails, and JAX does not tell a backward the
+        size of the axis, which gathers and scatters ask for.
+        """
+        return self.axis_name not in jax.sharding.get_abstract_mesh().axis_names
+
+    def gather(self, x: Array) -> Array:
+        """Return the arrays of all ranks, in a new first axis."""
+        if not self.is_mapped:
+            return lax.all_gather(x, self.axis_name)
+        own = jnp.arange(self.plan.size) == lax.axis_index(self.axis_name)
+        return lax.psum(jnp.where(own.reshape(-1, *[1] * x.ndim), x[None], 0), self.axis_name)
+
+    def sum_and_scatter(self, x: Array) -> Array:
+        """Return this rank's part of the sum of all ranks' arrays; the first axis has the parts."""
+        if not self.is_mapped:
+            return lax.psum_scatter(x, self.axis_name)
+        return lax.psum(x, self.axis_name)[lax.axis_index(self.axis_name)]
+
+    def permute(self, xs: tuple[Array, ...], routes: Sequence[tuple[int, int]]) -> Any:
+        """Send arrays from rank to rank; a rank that none sends to gets zeros."""
+        if not self.is_mapped:
+            return lax.ppermute(xs, self.axis_name, routes)
+        used = [{route[end] for route in routes} for end in (0, 1)]
+        idle = ([x for x in range(self.plan.size) if x not in ranks] for ranks in used)
+        arrived = lax.ppermute(xs, self.axis_name, [*routes, *zip(*idle, strict=True)])
+        receives = jnp.asarray([x in used[1] for x in range(self.plan.size)])
+        own = receives[lax.axis_index(self.axis_name)]
+        return tuple(jnp.where(own, x, 0) for x in arrived)
+
     def fetch(self, hop: Hop, k: Array, v: Array) -> tuple[Array, Array]:
         """Send the keys that other ranks need, and return the keys received; zeros if none."""
         keys = k, v
         if hop.sent is not None:
             rows = jnp.asarray(hop.sent)[lax.axis_index(self.axis_name)]
             keys = tuple(jnp.take(x, rows, 1, mode="fill", fill_value=0) for x in keys)
-        return lax.ppermute(keys, self.axis_name, hop.routes)
+        return self.permute(keys, hop.routes)
 
     def send_back(self, hop: Hop, gradients: Sequence[Array]) -> Sequence[Array]:
         """Send gradients of keys to the rank that holds them.
@@ -341,7 +374,7 @@ class _Problem(NamedTuple):
             The gradients that other ranks send, for all of this rank's keys.
         """
         routes = [(to, rank) for rank, to in hop.routes]
-        arrived = lax.ppermute(tuple(gradients), self.axis_name, routes)
+        arrived = self.permute(tuple(gradients), routes)
         if hop.places is None:
             return arrived
         places = jnp.asarray(hop.places)[lax.axis_index(self.axis_name)]
@@ -371,8 +404,7 @@ def _on_each_platform(
     family does. Ranks made by `vmap` run families of `pallas_attn`, because JAX does not
     differentiate an exchange among them inside a branch.
     """
-    of_mesh = problem.axis_name in jax.sharding.get_abstract_mesh().axis_names
-    if problem.implementation is None and of_mesh:
+    if problem.implementation is None and not problem.is_mapped:
         q, k, v = jax.tree.leaves(operands)[:3]
         spec = problem.part(PartialOperands(q, k, v, *[None] * 4))
         cuda = choose_backends(None, operation, None, spec).cuda.family
@@ -425,7 +457,7 @@ def _backward(problem, residuals, gradients):
     dq = problem.run("partial_dq", spec, q, carry)
     if problem.exchange == "gather":
         parts = (_by_rank(x, problem.plan) for x in of_keys)
-        of_keys = [lax.psum_scatter(x, problem.axis_name) for x in parts]
+        of_keys = [problem.sum_and_scatter(x) for x in parts]
     dk, dv = (dx.astype(k.dtype) for dx in of_keys)
     dsinks = None
     if sinks is not None:

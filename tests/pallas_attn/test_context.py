@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from interop.parity.cases import ContextCase
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import call
 from pallas_attn import explain, flash_attention
 from pallas_attn.distributed import context_attention, context_plan
+from tests.oracle import assert_within_budget
+from tests.sides import PallasSide
 
 MESH = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 16))
@@ -31,6 +36,20 @@ def test_four_devices():
 def test_one_device(exchange):
     out = attend(exchange=exchange)
     assert jnp.allclose(out, flash_attention(Q, K, V, causal=True), atol=1e-4)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather", "heads"])
+@pytest.mark.parametrize("sharding", ["contiguous", "zigzag", "stripe"])
+def test_ranks_made_by_vmap(torch_device, exchange, sharding):
+    """In a contiguous causal ring some ranks send nothing."""
+    case = ContextCase(
+        "mapped", 1, 48, 48, 6, 3, 16, dtype="float32", causal=True, ranks=3, sharding=sharding,
+        exchange=exchange,
+    )  # fmt: skip
+    inputs = make_inputs(case, torch_device)
+    assert_within_budget(
+        call(PallasSide(torch_device), case, inputs, "reference"), inputs, case.spec
+    )
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
