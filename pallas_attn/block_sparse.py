@@ -10,6 +10,7 @@ import numpy as np
 from pallas_attn.dispatch import Implementation
 from pallas_attn.flash_ops import SPARSE, or_as_xla_says
 from pallas_attn.operands import operand
+from pallas_attn.switches import promoting
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, describe_operands
 from twin_attention.contract.spec import BlockSparseSpec, Precision
@@ -135,6 +136,7 @@ def block_sparse_attention(
     return SPARSE(operands, options, implementation)
 
 
+@promoting
 def _operands(
     q: Any, k: Any, v: Any, block_mask: Any, sinks: Any
 ) -> BlockSparseOperands[jax.Array]:
@@ -146,6 +148,7 @@ def _operands(
     return BlockSparseOperands(q, k, v, *block_mask, sinks=sinks)
 
 
+@promoting
 def check_block_mask(block_mask: BlockMask[jax.Array]) -> None:
     """Check a mask's lists, whose contents `block_sparse_attention` does not check.
 

@@ -11,6 +11,7 @@ from pallas_attn.decode_ops import PAGED_DECODE, append, merge
 from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.keywords import DecodeKeywords
 from pallas_attn.operands import device_of, operand
+from pallas_attn.switches import promoting
 from twin_attention.contract.operands import AppendOperands, describe_operands
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
@@ -340,6 +341,7 @@ def merge_states(
     return merge(outs, lses, spec, backends)
 
 
+@promoting
 def check_pages(
     k_pages: jax.Array,
     block_tables: jax.Array,

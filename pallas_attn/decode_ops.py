@@ -18,6 +18,7 @@ from pallas_attn.derivatives import once, together
 from pallas_attn.dispatch import Backends, Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
 from pallas_attn.operands import device_of
+from pallas_attn.switches import promoting
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.spec import MergeSpec
@@ -51,6 +52,7 @@ def attend(
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @partial(jax.jit, static_argnums=(1, 2))
+@promoting
 def _attend(operands, spec, backends):
     q, sinks, heads = operands.q, operands.sinks, spec.heads_q
     rows, of_lse = (spec.batch, spec.tokens), (spec.batch, heads, *q.shape[1:-2])
@@ -72,6 +74,7 @@ def _name(spec: DecodeSpec) -> str:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 @partial(jax.jit, static_argnums=(1, 2))
+@promoting
 def append(
     operands: AppendOperands[jax.Array], spec: AppendSpec, backends: Backends
 ) -> tuple[jax.Array, ...]:
@@ -119,6 +122,7 @@ def _merge(outs, lses, spec, backends):
 
 
 @partial(jax.jit, static_argnums=(2, 3))
+@promoting
 def _merge_forward(outs, lses, spec, backends):
     if spec.is_empty:
         out = jnp.zeros(outs.shape[1:], outs.dtype)
@@ -129,6 +133,7 @@ def _merge_forward(outs, lses, spec, backends):
 
 
 @partial(jax.jit, static_argnums=(4,))
+@promoting
 def _merge_backward(dout, dlse, outs, lses, spec):
     batch, tokens, heads = spec.batch, spec.tokens, spec.heads
     douts, dlses = reference.combine_bwd(

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn.switches import promoting
 from twin_attention.contract.spec import Dilation
 
 Pairs = tuple[Dilation, ...]
 
 
 @partial(jax.jit, static_argnums=(1, 2))
+@promoting
 def take(x: jax.Array, call: Pairs, heads_kv: int) -> jax.Array:
     """Return the tokens that the heads keep, each segment as a batch entry.
 
@@ -34,6 +36,7 @@ def take(x: jax.Array, call: Pairs, heads_kv: int) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
+@promoting
 def place(
     states: Sequence[tuple[jax.Array, jax.Array]],
     calls: tuple[Pairs, ...],

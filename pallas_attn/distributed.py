@@ -34,6 +34,7 @@ from pallas_attn.flash import flash_attention
 from pallas_attn.flash_ops import or_as_xla_says
 from pallas_attn.kernels import reference
 from pallas_attn.operands import operand
+from pallas_attn.switches import promoting
 from twin_attention.contract.context import (
     ContextPlan,
     Intervals,
@@ -421,6 +422,7 @@ def _attention(problem, q, k, v, sinks):
     return _on_each_platform(_forward, "partial_fwd", problem, q, k, v, sinks)
 
 
+@promoting
 def _forward(problem, q, k, v, sinks):
     out: Any = None
     lse: Any = None
@@ -442,6 +444,7 @@ def _attention_bwd(problem, residuals, gradients):
     return _on_each_platform(_backward, "partial_bwd", problem, residuals, gradients)
 
 
+@promoting
 def _backward(problem, residuals, gradients):
     (q, k, v, sinks, out, lse), (dout, dlse) = residuals, gradients
     carry: GradientCarry[Array] | None = None
@@ -499,6 +502,7 @@ def _to_tokens(problem: _Problem, x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
+@promoting
 def _attend_heads(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
     """Attend to all tokens with this rank's share of the heads."""
     plan, sinks = problem.plan, operands.sinks

@@ -22,6 +22,7 @@ from pallas_attn.derivatives import once, together
 from pallas_attn.dispatch import Implementation, choose_backends, run_on_platform
 from pallas_attn.kernels import reference
 from pallas_attn.operands import device_of
+from pallas_attn.switches import promoting
 from twin_attention.contract.operands import (
     AttentionOperands,
     BlockSparseOperands,
@@ -107,6 +108,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
+@promoting
 def _forward(operands, spec, backends):
     if spec.is_empty:  # runs no kernel
         return reference.flash_fwd(operands, spec, backends.elsewhere)
@@ -114,6 +116,7 @@ def _forward(operands, spec, backends):
 
 
 @partial(jax.jit, static_argnums=(6, 7))
+@promoting
 def _backward(dout, dlse, operands, out, lse, rest, spec, backends):
     given = dout, dlse, operands, out, lse, rest
     if spec.is_empty:

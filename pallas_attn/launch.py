@@ -13,6 +13,7 @@ import jax
 from jax.experimental import pallas as pl
 
 from pallas_attn.lowering import TritonCompilerParams
+from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import shared_memory
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -182,20 +183,6 @@ def _of_program(spec: pl.BlockSpec, place: Place) -> pl.BlockSpec:
     index_map = spec.index_map
     assert index_map is not None
     return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
-
-
-def in_32_bits(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a kernel whose integers have 32 bits under `jax_enable_x64` too.
-
-    That holds wherever it is traced: `vmap` traces it again.
-    """
-
-    @functools.wraps(kernel)
-    def traced(*refs: Any, **memory: Any) -> None:
-        with jax.enable_x64(False):
-            kernel(*refs, **memory)
-
-    return traced
 
 
 def launch(

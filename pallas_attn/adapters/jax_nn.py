@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from pallas_attn import flash_attention
 from pallas_attn.dispatch import IMPLEMENTATIONS, Implementation
+from pallas_attn.switches import promoting
 from twin_attention.contract.validate.attention import check_bias
 from twin_attention.contract.validate.errors import fail
 
@@ -18,6 +19,7 @@ from twin_attention.contract.validate.errors import fail
 _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
+@promoting
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -14,7 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.aliases import of_batch
 from pallas_attn.kernels.explicit.lowering import SM80Params, compiler_params
-from pallas_attn.launch import flash_arguments, in_32_bits
+from pallas_attn.launch import flash_arguments
+from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import note_config, shared_memory
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.family import Backend

@@ -36,8 +36,8 @@ from pallas_attn.kernels.gradients import Sources
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.softmax import lse_to_subtract
 from pallas_attn.kernels.library.tiles import ROW_PADDING
-from pallas_attn.launch import in_32_bits
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
+from pallas_attn.switches import in_32_bits
 
 ROWS = 64  # rows of a program, which is one warpgroup
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import AliasingParams, compiler_params
-from pallas_attn.launch import in_32_bits
+from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import note_config
 from twin_attention.contract.spec import AttentionSpec, ScoreRule, VarlenSpec, Window
 from twin_attention.contract.validate.errors import fail
