@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_attn import private
 from torch_attn.calls import Call, is_recorded, keep, recall
 from torch_attn.operands import with_rows
+from torch_attn.vmap import of_any_size
 from twin_attention.contract.operands import X
 from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate.errors import no_gradient
@@ -81,7 +82,7 @@ class Operator:
 
     def register_vmap(self, rule: Callable[..., Any]) -> None:
         """Register a rule of `torch_attn.vmap`."""
-        rule = partial(rule, self.op, self.num_tensors)
+        rule = partial(of_any_size, partial(rule, self.op, self.num_tensors))
         torch.library.register_vmap(self._name, rule, lib=_library)
 
     def run(self, *args: Any) -> Any:

@@ -135,6 +135,19 @@ def join_axes(of_tensors, of_results, op, num_tensors, info, in_dims, *args):
     return tuple(x.unflatten(of_results, (size, -1)) for x in results), (of_results, of_results)
 
 
+def of_any_size(rule: Any, info: Any, in_dims: Any, *args: Any) -> Any:
+    """Apply a rule, which needs an element: over none, take none of the results of one of zeros."""
+    if info.batch_size:
+        return rule(info, in_dims, *args)
+    pairs = zip(args, (*in_dims, *(None,) * len(args)), strict=False)
+    one = [
+        x if dim is None else x.new_zeros((*x.shape[:dim], 1, *x.shape[dim + 1 :]))
+        for x, dim in pairs
+    ]
+    outputs, dims = rule(info._replace(batch_size=1), in_dims, *one)
+    return tuple(x.narrow(dim, 0, 0) for x, dim in zip(outputs, dims, strict=True)), dims
+
+
 def refuse(function: str, *_: Any) -> NoReturn:
     """Refuse `vmap`: sequences of another batch are further sequences of a packed one."""
     not_mapped(function)

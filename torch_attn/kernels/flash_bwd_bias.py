@@ -59,16 +59,21 @@ def flash_bwd_bias_kernel(
 
     Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`. sums: a `Bias`. With all
     queries and keys, it is the gradient itself, in its dtype. A program then adds up one tile over
-    `shared` heads and batch elements, shared_heads of each; the grid has (tiles, heads, batch
-    elements) of the gradient. With all queries, or all keys, it is [B, Hq, Sq, 1] or [B, Hq, 1,
-    Skv] float32. A program of the grid (tiles of its axis, heads, batch elements) then adds up all
+    `shared` heads and batch elements, shared_heads of each; the programs are (tiles, heads, batch
+    elements) of the gradient, in one axis, tiles fastest. With all queries, or all keys, it is [B, Hq, Sq, 1] or [B, Hq, 1,
+    Skv] float32. A program of (tiles of its axis, heads, batch elements) then adds up all
     tiles of the other axis. Terms, mask, diagonal, rule: as in `flash_bwd_dq_kernel`. Loop
     invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
-    tile, head, element = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tiles_q, tiles_kv = tl.cdiv(seq_q, BLOCK_Q), tl.cdiv(seq_kv, BLOCK_KV)
+    if sums.of_rows and sums.of_keys:
+        tiles = tiles_q * tiles_kv
+    else:
+        tiles = tiles_q if sums.of_rows else tiles_kv
+    program, heads = tl.program_id(0), heads_q // shared_heads
+    tile, head, element = program % tiles, program // tiles % heads, program // tiles // heads
     start_q, start_kv, first = tile * BLOCK_Q, tile * BLOCK_KV, 0
     if sums.of_rows and sums.of_keys:
-        tiles_kv = tl.cdiv(seq_kv, BLOCK_KV)
         start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
     # Find the tiles that a row or a column of tiles sees.
     if sums.of_rows:
@@ -168,4 +173,4 @@ def _prepare(call: KernelCall) -> Prepared:
     tiles_q = triton.cdiv(spec.seq_q, config.block_q)
     tiles_kv = triton.cdiv(spec.seq_kv, config.block_kv)
     tiles = {"pairs": tiles_q * tiles_kv, "rows": tiles_q, "keys": tiles_kv}[kind]
-    return (tiles, heads, batch), arguments
+    return (tiles * heads * batch,), arguments

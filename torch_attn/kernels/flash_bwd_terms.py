@@ -172,11 +172,11 @@ def flash_bwd_relative_kernel(
 
     Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`; tiles [Hq, near, BLOCK_Q,
     BLOCK_KV] float32, the sums of the near bands; sums [Hq, bands] float32, the sums over all pairs
-    of the other bands. Grid: (bands, heads). bands: `twin_attention.targets.bands.Bands`; elements:
+    of the other bands. Grid: (bands, heads) in one axis, bands fastest. bands: `twin_attention.targets.bands.Bands`; elements:
     how many batch elements, or packed sequences. Terms, mask, diagonal, rule: as in
     `flash_bwd_dq_kernel`. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
-    band, head = tl.program_id(0), tl.program_id(1)
+    band, head = tl.program_id(0) % bands.count, tl.program_id(0) // bands.count
     # How far after its queries' positions a band's keys start.
     offset = (bands.first + band) * BLOCK_KV
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
@@ -269,7 +269,7 @@ def _prepare(call: KernelCall) -> Prepared:
     arguments["strides"] = strides_of(q=q, k=k, v=v, dout=dout)
     arguments["bands"] = bands
     arguments["elements"] = spec.batch if num_sequences(spec) is None else num_sequences(spec)
-    return (bands.count, spec.heads_q), arguments
+    return (bands.count * spec.heads_q,), arguments
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:

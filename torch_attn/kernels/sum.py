@@ -30,7 +30,7 @@ def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLO
             result, -1 for none.
         x_strides: stride from one batch element of a tensor to the next.
     """
-    row, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, batch = tl.program_id(0) % num_rows, (tl.program_id(0) // num_rows).to(tl.int64)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
@@ -83,6 +83,6 @@ def _compile(
     batch, num_rows, *row = out.shape
     width = row[0] * row[1]
     numbers = strides, num_rows, width, min(triton.next_power_of_2(width), _BLOCK_MAX)
-    grid = (num_rows, batch, 1)
+    grid = (num_rows * batch, 1, 1)
     compiled = sum_rows_kernel.warmup(out, xs, places, *numbers, grid=grid, num_warps=_NUM_WARPS)
     return launcher_of(compiled, grid, [*layouts_of((out, xs, places)), *numbers])

@@ -1,0 +1,39 @@
+"""A grid's second and third axes hold 65,535 programs at most, so data lies along the first."""
+
+import pytest
+
+from interop.parity.cases import (
+    FlashCase,
+    MergeCase,
+)
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import TorchSide, call
+from torch_attn import interpreter
+
+MANY = 66_000
+FEW = {"heads_q": 1, "heads_kv": 1, "head_dim": 16, "dtype": "float16"}
+ONE = {"seq_q": 1, "seq_kv": 1, **FEW}
+CASES = (
+    *(FlashCase(f"bias {x}", MANY, **ONE | {"seq_q": 2}, bias=x) for x in ("hqk", "hq", "k")),
+    FlashCase("bias of heads", 1, **ONE | {"heads_q": MANY, "seq_kv": 2}, bias="hk"),
+    FlashCase("table", 1, **ONE | {"heads_q": MANY}, relative=1),
+    FlashCase("batch", MANY, **ONE, relative=1, sinks=True),
+    MergeCase("merge", 2, MANY, 1, 1, 16, "float16"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_grids_of_much_data_are_long_along_the_first_axis(monkeypatch, case):
+    grids = []
+
+    class Recorded:
+        def __init__(self, kernel): ...
+
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_: None
+
+    monkeypatch.setattr(interpreter, "interpreted", Recorded)
+    call(TorchSide(), case, make_inputs(case, "cpu"), "triton")
+    assert grids
+    assert max(max(grid[1:], default=1) for grid in grids) <= 65_535
