@@ -9,7 +9,7 @@ X, BIAS = torch.zeros(0, 1, 8, 2, 16), torch.zeros(1, 1, 8, 8)
 MASK = torch.ones(1, 1, 1, 1, dtype=torch.bool)
 CALLS = {
     "plain": lambda x: flash_attention(x, x, x),
-    "sinks": lambda x: flash_attention(x, x, x, sinks=x[0, 0, :, 0]),
+    "sinks": lambda x: flash_attention(x, x, x, sinks=x[0, 0, :, 0].contiguous()),
     "bias": lambda x: flash_attention(x, x, x, bias=BIAS),
     "mask": lambda x: block_sparse_attention(x, x, x, MASK),
     "dilated": lambda x: dilated_attention(x, x, x, [4, 8], [1, 2]),
