@@ -44,7 +44,8 @@ CASES = (
     DecodeCase("decode", (9, 20), 2, **PAGES, kv_dtype="int8", sinks=True, num_splits=2),
     DecodeCase("drafts", (9, 20), 3, **PAGES, tree="drafts", softcap=5.0),
     DecodeCase("cascade", (20, 20), **PAGES, cascade=True, common_pages=3),
-    PagedCase("chunks", (9, 20), **PAGES, new_tokens=(2, 9), padding=2, window_size=(5, None), sinks=True),
+    PagedCase("chunks", (9, 20), **PAGES, new_tokens=(2, 9), padding=2, sinks=True),
+    PagedCase("chunks in a window", (9, 20), **PAGES, new_tokens=(2, 9), window_size=(5, None)),
     AppendCase("append", (9, 20), 2, **PAGES, rotary_dim=8, kv_dtype="float8_e4m3fn"),
     MergeCase("merge", head_dim_v=16),
 )  # fmt: skip

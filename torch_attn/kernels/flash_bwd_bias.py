@@ -62,8 +62,8 @@ def flash_bwd_bias_kernel(
     `shared` heads and batch elements, shared_heads of each; the programs are (tiles, heads, batch
     elements) of the gradient, in one axis, tiles fastest. With all queries, or all keys, it is
     [B, Hq, Sq, 1] or [B, Hq, 1, Skv] float32. A program of (tiles of its axis, heads, batch
-    elements) then adds up all tiles of the other axis. Terms, mask, diagonal, rule: as in `flash_bwd_dq_kernel`. Loop
-    invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    elements) then adds up all tiles of the other axis. Terms, mask, diagonal, rule: as in
+    `flash_bwd_dq_kernel`. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     tiles_q, tiles_kv = tl.cdiv(seq_q, BLOCK_Q), tl.cdiv(seq_kv, BLOCK_KV)
     if sums.of_rows and sums.of_keys:

@@ -91,7 +91,7 @@ class Compiled:
 
 def missing(spec: AttentionSpec | DecodeSpec, target: str) -> str | None:
     """Return why nothing can be compiled on this machine, None if it can."""
-    reason = _family(spec, target).supports(_operation(spec), spec, target)
+    reason = family_of(spec, target).supports(_operation(spec), spec, target)
     if reason is None and not any(_is_installed(plugin) for plugin in _PLUGINS):
         return "they are compiled by JAX's CUDA plugin (pip install 'jax[cuda13]'), which is absent"
     return reason
@@ -121,7 +121,7 @@ def compile_kernels(
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     card = card_in_words(target, shared_memory or SHARED_MEMORY_LIMIT[target])
     with _compiling_for(card) as empty, targets.described(card) as configs, _printed() as printed:
-        function = partial(run_kernels, spec, Backend(_family(spec, target), target))
+        function = partial(run_kernels, spec, Backend(family_of(spec, target), target))
         traced = jax.jit(function).trace(*operands_of(spec, empty, sinks))
         lowered = traced.lower(lowering_platforms=("cuda",))
         lowered.compile()
@@ -140,7 +140,7 @@ def compile_kernels(
     return found
 
 
-def _family(spec: AttentionSpec | DecodeSpec, target: str) -> Family:
+def family_of(spec: AttentionSpec | DecodeSpec, target: str) -> Family:
     folder = "paged" if _operation(spec) == "paged_decode" else target
     families = FAMILIES["pallas_attn"]
     return next(x for x in families if (x.name, x.folder) == ("mosaic", folder))
