@@ -3,8 +3,13 @@
 import pytest
 
 from interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    DecodeCase,
     FlashCase,
     MergeCase,
+    PagedCase,
+    VarlenCase,
 )
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import TorchSide, call
@@ -13,11 +18,19 @@ from torch_attn import interpreter
 MANY = 66_000
 FEW = {"heads_q": 1, "heads_kv": 1, "head_dim": 16, "dtype": "float16"}
 ONE = {"seq_q": 1, "seq_kv": 1, **FEW}
+PAGES = {"heads_kv": 1, "head_dim": 16, "page_size": 1, "max_pages": 1, "dtype": "float16"}
 CASES = (
     *(FlashCase(f"bias {x}", MANY, **ONE | {"seq_q": 2}, bias=x) for x in ("hqk", "hq", "k")),
     FlashCase("bias of heads", 1, **ONE | {"heads_q": MANY, "seq_kv": 2}, bias="hk"),
     FlashCase("table", 1, **ONE | {"heads_q": MANY}, relative=1),
     FlashCase("batch", MANY, **ONE, relative=1, sinks=True),
+    FlashCase("ids", MANY, **ONE, segments="documents"),
+    FlashCase("tree", MANY, **ONE, tree="nested", causal=True),
+    VarlenCase("sequences", ((1, 1),) * MANY, **FEW, relative=1),
+    BlockSparseCase("masks", MANY, **ONE, own_masks="all"),
+    DecodeCase("decode", (1,) * MANY, 1, heads_q=1, **PAGES),
+    PagedCase("chunks", (1,) * MANY, heads_q=1, **PAGES, new_tokens=(1,) * MANY),
+    AppendCase("append", (1,) * MANY, 1, **PAGES),
     MergeCase("merge", 2, MANY, 1, 1, 16, "float16"),
 )  # fmt: skip
 
