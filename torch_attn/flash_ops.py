@@ -101,7 +101,8 @@ class FlashAttention(Attention):
             )  # fmt: skip
 
         has_all = check_options is check_attention_options
-        kinds = product((False, True), repeat=2) if has_all else [(False, False)]
+        both = (False, True) if has_all else (False,)
+        kinds = [*product(both, both)]
         self.forwards = {kind: forward(kind) for kind in kinds}
         self.operator = self.forwards[False, False]
         self.fwd, self.bwd = self.operator.op, backward.op
@@ -160,7 +161,7 @@ class FlashAttention(Attention):
             for x in operands
         )
         out, lse = self.new_outputs(tensors)
-        rest = torch.empty_like(lse) if spec.terms else None
+        rest = torch.empty_like(lse) if has_terms(tensors) else None
         function = backend.family.function("flash_bwd")
         with torch.no_grad(), Capture() as found:
             self.run_backward(function, spec, backend, out, None, *tensors, out, lse, rest)
