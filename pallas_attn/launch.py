@@ -134,14 +134,14 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
 
     Args:
         terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], bias, as
-            `of_pairs` takes it, and anchor [B, Hq, S].
+            `of_pairs` takes it, and rest2 [B, Hq, S].
         group_size: query heads of the grid's kv head, whose terms it reads; None if the grid has
             query heads.
     """
     head = "head" if group_size is None else ("head", group_size)
     slopes, axes = terms.slopes, {1: (head,), 2: ("batch", head), 3: ("batch", head, ALL)}
     return terms._replace(
-        anchor=of_head(terms.anchor) if group_size is None else of_group(terms.anchor, group_size),
+        rest2=of_head(terms.rest2) if group_size is None else of_group(terms.rest2, group_size),
         relative=block_spec(terms.relative, _in_grid, head, ALL),
         slopes=None if slopes is None else block_spec(slopes, _in_grid, *axes[slopes.ndim]),
         seed=of_all(terms.seed),

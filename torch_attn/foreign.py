@@ -147,10 +147,10 @@ def _sinks_gradient(
     delta: Tensor,
     cu_seqlens_q: Tensor | None = None,
     num_rows: int = 0,
-    anchor: Tensor | None = None,
+    rest2: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute the gradient of the sinks."""
-    assert anchor is None  # Mosaic's kernels take no terms
+    assert rest2 is None  # Mosaic's kernels take no terms
     if cu_seqlens_q is not None:
         exists = _rows_of_sequences(cu_seqlens_q, num_rows, lse2.shape[-1])
         lse2, delta = (x.masked_fill(~exists, value) for x, value in ((lse2, inf), (delta, 0.0)))

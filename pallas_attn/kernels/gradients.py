@@ -140,7 +140,7 @@ def make_flash_bwd(
         )
         mask = mask_of_keys(operands, spec)
         sources = Sources(q, k, v, dout, out, lse, dlse, rest)
-        gradients, anchor = {}, None
+        gradients, rest2 = {}, None
         if launch_fused is not None and "flash_bwd_fused" in backend.configs(spec):
             dq, dk, dv, lse2, delta = launch_fused(sources, spec, backend, mask)
         else:
@@ -151,8 +151,8 @@ def make_flash_bwd(
             else:
                 lse2, delta, *of_terms = preprocess(sources, spec, backend, mask)
                 if terms_gradients:
-                    anchor = of_terms[0] if of_terms else None
-                    terms["terms"] = terms_of(operands, spec)._replace(anchor=anchor)
+                    rest2 = of_terms[0] if of_terms else None
+                    terms["terms"] = terms_of(operands, spec)._replace(rest2=rest2)
                 inputs = Inputs(q, k, v, dout, lse2, delta)
                 dq = launch_dq(inputs, spec, backend, mask, **terms)
             if isinstance(dq, tuple):
@@ -164,7 +164,7 @@ def make_flash_bwd(
         dsinks = None
         if operands.sinks is not None and "sinks" not in spec.frozen:
             cu_seqlens_q = mask.offsets.cu_seqlens_q
-            dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q, anchor)
+            dsinks = sinks_gradient(operands.sinks, lse2, delta, cu_seqlens_q, spec.seq_q, rest2)
         gradients |= {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
         return operands._make(map(gradients.get, operands._fields))
 
@@ -178,7 +178,7 @@ def sinks_gradient(
     delta: Array,
     cu_seqlens_q: Array | None = None,
     num_rows: int = 0,
-    anchor: Array | None = None,
+    rest2: Array | None = None,
 ) -> Array:
     """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows.
 
@@ -189,12 +189,12 @@ def sinks_gradient(
         lse2, delta: as in `Inputs`.
         cu_seqlens_q: offsets of packed sequences.
         num_rows: number of rows of the packed axis.
-        anchor: as in `Terms`.
+        rest2: as in `Terms`.
     """
     exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, num_rows)[1]
     of_heads = sinks[:, None]
-    if anchor is None:
+    if rest2 is None:
         p = jnp.exp2(of_heads * LOG2E - lse2)
     else:
-        p = probabilities(of_heads, lse2, anchor, LOG2E)
+        p = probabilities(of_heads, lse2, rest2, LOG2E)
     return -jnp.sum(jnp.where(exists, p * delta, 0.0), (0, 2))

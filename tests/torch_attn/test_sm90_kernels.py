@@ -333,8 +333,7 @@ def test_gradient_of_a_bias_that_pairs_share(case, mode):
     ids=lambda case: case.name,
 )
 def test_backward_that_adds_the_gradient_of_a_table(case):
-    launched = check_backward(case, WRITES_FIRST, BACKEND)
-    assert set(launched) == {"flash_bwd_preprocess", *SUMMED}
+    assert set(check_backward(case, WRITES_FIRST, BACKEND)) == set(SUMMED)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -120,8 +120,8 @@ def score_gradients(
     )  # fmt: skip
     # p = exp(s - lse)
     lse2 = tl.load(lse2_ptr + row + rows)
-    anchor = tl.load(terms.anchor + row + rows)
-    p = probabilities(s, lse2[:, None], anchor[:, None], rule.exp2_scale)
+    rest2 = tl.load(terms.rest2 + row + rows)
+    p = probabilities(s, lse2[:, None], rest2[:, None], rule.exp2_scale)
     # dp = dout vᵀ
     do_base = head_base(dout_ptr, strides.dout, batch, head)
     v_base = head_base(v_ptr, strides.v, batch, head // GROUP_SIZE, first_kv)

@@ -27,7 +27,7 @@ from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
-from twin_attention.targets.family import Backend, portable_backend
+from twin_attention.targets.family import Backend
 from twin_attention.targets.steps import (
     MOST_OF_MEAN,
     has_wide_rows,
@@ -125,7 +125,7 @@ def make_flash_bwd(
         own_passes: returns which passes the summing kernel does itself, from the problem, the
             backend, the device, and the query heads that a tile of keys visits.
         dq_prepares_rows: the dq kernel computes lse2 and delta from dout, out, lse and dlse; the
-            preprocess runs only for the sums, and where there are terms.
+            preprocess runs only for the sums.
         item_counter: makes the counter of a launch, which the matmul kernels take before the mask.
         terms_gradients: each computes the gradients of some terms, by name, in portable kernels;
             the matmul kernels then take the terms before the mask. None for a family without terms.
@@ -160,12 +160,8 @@ def make_flash_bwd(
         offsets, segments = offsets_of(operands), segments_of(operands)
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(rows) for _ in range(2))
-        anchor = None if rest is None else lse.new_empty(rows)
-        large = None
-        if rest is not None and dq_prepares_rows:
-            large = lse.new_empty((*rows[:2], rows[2] // 64), dtype=torch.int32)
-        terms = () if terms_gradients is None else (terms_of(operands, spec),)
-        terms = tuple(x._replace(anchor=anchor, large=large) for x in terms)
+        rest2 = None if rest is None else lse.new_empty(rows)
+        terms = () if terms_gradients is None else (terms_of(operands, spec)._replace(rest2=rest2),)
         stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
         stores = all(is_multiplied(x.dbias, q) for x in stored)
         if postprocess is not None and (spec.wide_bias or not stores):
@@ -178,15 +174,12 @@ def make_flash_bwd(
         own = OwnPasses()
         if has_sums and own_passes is not None:
             own = own_passes(spec, backend, q.device, members)
-        statistics = Statistics(lse, dlse, lse2, delta, rest, anchor, large)
+        statistics = Statistics(lse, dlse, lse2, delta, rest, rest2)
         rows_of_dq = (out, statistics)
-        if not own.rows and (has_sums or not dq_prepares_rows or rest is not None):
+        if not own.rows and (has_sums or not dq_prepares_rows):
             queries = offsets.q, segments and segments.q
-            runs = backend if large is None else portable_backend("torch_attn", backend.target)
-            preprocess(dout, out, statistics, spec, runs, *queries)
+            preprocess(dout, out, statistics, spec, backend, *queries)
             rows_of_dq = (lse2, delta)
-            if dq_prepares_rows:
-                rows_of_dq = (out, Statistics(None, None, lse2, delta))
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
         inputs = (q, k, v, dout, lse2, delta)
         gradients: dict[str, Tensor | None] = {}
@@ -238,7 +231,7 @@ def make_flash_bwd(
                 tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
                 launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
         others = operands._replace(**dict.fromkeys(spec.frozen))
-        dsinks = sinks_gradient(others.sinks, lse2, delta, anchor)
+        dsinks = sinks_gradient(others.sinks, lse2, delta, rest2)
         for x in stored:
             if x.dbias.entries is not None:
                 gradients["bias"] = x.dbias.entries
@@ -272,16 +265,16 @@ def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
 
 
 def sinks_gradient(
-    sinks: Tensor | None, lse2: Tensor, delta: Tensor, anchor: Tensor | None = None
+    sinks: Tensor | None, lse2: Tensor, delta: Tensor, rest2: Tensor | None = None
 ) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq] from lse2, delta and anchor of all rows."""
+    """Compute the gradient of the sinks [Hq] from lse2, delta and rest2 of all rows."""
     if sinks is None:
         return None
     of_heads = sinks[:, None]
-    if anchor is None:
+    if rest2 is None:
         p = torch.exp2(of_heads * LOG2E.value - lse2)
     else:
-        p = torch.exp2((of_heads - anchor) * LOG2E.value - lse2)
+        p = torch.exp2((of_heads - lse2) * LOG2E.value - rest2)
     return -(p * delta).sum((0, 2))
 
 

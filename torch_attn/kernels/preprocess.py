@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_attn.kernels.library.scores import as_multiplied
 from torch_attn.kernels.library.segments import STAYS, load_segments
 from torch_attn.kernels.library.sequences import count_sequence_tiles, locate_tile, num_padded_rows
-from torch_attn.kernels.library.softmax import lse_to_subtract
+from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, load_tile, strides_of
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from twin_attention.contract.spec import AttentionSpec
@@ -22,9 +22,8 @@ class Statistics(NamedTuple):
     Attributes:
         lse, dlse: lse of the forward, and its gradient or None, [B, Hq, Sq].
         lse2, delta: what the kernel computes, [B, Hq, Sq rounded up to ROW_PADDING].
-        rest: `softmax.rest_of_lse`, as lse; None without terms.
-        anchor: as lse2, and computed too, if there is a rest.
-        large: as in `library.terms.Terms`, computed if explicit kernels read it.
+        rest, rest2: `softmax.rest_of_lse` as lse, and what the kernel computes from it; None
+            without terms.
     """
 
     lse: Any
@@ -32,8 +31,7 @@ class Statistics(NamedTuple):
     lse2: Any
     delta: Any
     rest: Any = None
-    anchor: Any = None
-    large: Any = None
+    rest2: Any = None
 
 
 @triton.jit(do_not_specialize=["seq_q", "num_sequences"])
@@ -45,8 +43,7 @@ def flash_bwd_preprocess_kernel(
     lse2_ptr,
     delta_ptr,
     rest_ptr,
-    anchor_ptr,
-    large_ptr,
+    rest2_ptr,
     cu_seqlens_q_ptr,
     q_segment_ids_ptr,
     strides,
@@ -60,11 +57,11 @@ def flash_bwd_preprocess_kernel(
     """Prepare the rows for the other kernels; one program takes BLOCK_Q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
-    or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, a large lse
-    is the anchor instead (`softmax.lse_to_subtract`), and large says which tiles have one. dlse
+    or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, lse2 is lse
+    itself (`softmax.probabilities`), and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse
     counts as 0 in a row that saw no key. dout is rounded as products of the precision take it, so
     that ds cancels in a row that sees one key. Operands: dout and out [B, Sq, Hq, Dv] with the
-    given strides; lse, dlse and rest [B, Hq, Sq] contiguous; lse2, delta and anchor [B, Hq, Sq
+    given strides; lse, dlse and rest [B, Hq, Sq] contiguous; lse2, delta and rest2 [B, Hq, Sq
     rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in one axis.
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
@@ -89,7 +86,7 @@ def flash_bwd_preprocess_kernel(
         lse2_ptr += padded - start_q
         delta_ptr += padded - start_q
         if rest_ptr is not None:
-            anchor_ptr += padded - start_q
+            rest2_ptr += padded - start_q
     dout_base = head_base(dout_ptr, strides.dout, batch, head)
     out_base = head_base(out_ptr, strides.out, batch, head)
     _segment_q, is_query = None, None
@@ -105,20 +102,16 @@ def flash_bwd_preprocess_kernel(
     rows = start_q + tl.arange(0, BLOCK_Q)
     offset = (batch * heads_q + head) * total_q
     lse = tl.load(lse_ptr + offset + rows, mask=rows < seq_q, other=float("inf"))
-    rest = None
-    if rest_ptr is not None:
-        rest = tl.load(rest_ptr + offset + rows, mask=rows < seq_q, other=0.0)
-    lse2, anchor = lse_to_subtract(lse, rest)
+    lse2 = tl.where(lse == float("-inf"), float("inf"), lse)
+    if rest_ptr is None:
+        lse2 *= LOG2E
     if dlse_ptr is not None:
         has_key = (rows < seq_q) & (lse != float("-inf"))
         delta -= tl.load(dlse_ptr + offset + rows, mask=has_key, other=0.0)
     padded_offset = (batch * heads_q + head) * num_rows
     if rest_ptr is not None:
-        tl.store(anchor_ptr + padded_offset + rows, anchor)
-    if large_ptr is not None:
-        of_tiles = tl.max(tl.reshape(tl.abs(anchor), [BLOCK_Q // 64, 64]), 1)
-        tile = tl.program_id(0) * (BLOCK_Q // 64) + tl.arange(0, BLOCK_Q // 64)
-        tl.store(large_ptr + tile, (of_tiles > 0.0).to(tl.int32))
+        rest = tl.load(rest_ptr + offset + rows, mask=rows < seq_q, other=0.0)
+        tl.store(rest2_ptr + padded_offset + rows, rest * LOG2E)
     tl.store(lse2_ptr + padded_offset + rows, lse2)
     tl.store(delta_ptr + padded_offset + rows, delta)
 

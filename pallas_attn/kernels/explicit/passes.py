@@ -130,7 +130,7 @@ def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq
         if sources.dlse is not None:
             dlse = load_row_values(sources.dlse, *place, num_rows, 0.0)
             delta = delta - jnp.where(lse == float("-inf"), 0.0, dlse)
-        store(lse_to_subtract(lse, None)[0], delta)
+        store(lse_to_subtract(lse), delta)
 
     if all_exist:
         prepare()

@@ -12,8 +12,6 @@ import jax.numpy as jnp
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
-# Below this, float32 holds lse in base 2 so well that p is right.
-LARGE = 1024.0
 
 
 def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
@@ -81,24 +79,18 @@ def rest_of_lse(lse, m_i, l_safe):
     return jnp.where(lse == float("-inf"), 0.0, rest)
 
 
-def probabilities(s, lse2, anchor, exp2_scale):
+def probabilities(s, lse2, rest2, exp2_scale):
     """Compute p = exp(s - lse) from statistics of the rows, which are broadcast as s.
 
-    lse2 and anchor are of `lse_to_subtract`; an anchor of None is 0.
+    lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
+    subtracted first, and rest2 the `rest_of_lse` in base 2.
     """
-    if anchor is not None:
-        s = s - anchor
-    return jnp.exp2(s * exp2_scale - lse2)
+    if rest2 is None:
+        return jnp.exp2(s * exp2_scale - lse2)
+    return jnp.exp2((s - lse2) * exp2_scale - rest2)
 
 
-def lse_to_subtract(lse, rest):
-    """Return lse2 and anchor of rows, with which ``p = exp2((s - anchor) * log2(e) - lse2)``.
-
-    lse2 is lse in base 2, and +inf where a row saw no key, so that p is 0. If lse is LARGE, it is
-    the anchor, and lse2 the `rest_of_lse` in base 2. Otherwise the anchor is 0.
-    """
-    lse2 = jnp.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    if rest is None:
-        return lse2, 0.0
-    is_large = (jnp.abs(lse) >= LARGE) & (jnp.abs(lse) < float("inf"))
-    return jnp.where(is_large, rest * LOG2E, lse2), jnp.where(is_large, lse, 0.0)
+def lse_to_subtract(lse, in_base_2=True):
+    """Return lse2 of `probabilities`, with which p is 0 where a row saw no key."""
+    lse = jnp.where(lse == float("-inf"), float("inf"), lse)
+    return lse * LOG2E if in_base_2 else lse

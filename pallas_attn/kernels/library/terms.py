@@ -27,14 +27,14 @@ class Terms(NamedTuple):
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
         seed: seed of dropout, [2] int32 or uint32.
         bias: [B, Hq, Sq, Skv], or 1 in place of any.
-        anchor: as lse2, of `softmax.lse_to_subtract`, for a backward.
+        rest2: as lse2, `softmax.rest_of_lse` in base 2, for a backward.
     """
 
     relative: Any = None
     slopes: Any = None
     seed: Any = None
     bias: Any = None
-    anchor: Any = None
+    rest2: Any = None
 
 
 NO_TERMS = Terms()

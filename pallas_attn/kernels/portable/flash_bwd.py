@@ -28,7 +28,7 @@ from pallas_attn.kernels.library.scores import (
 )
 from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
 from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
-from pallas_attn.kernels.library.softmax import lse_to_subtract, probabilities
+from pallas_attn.kernels.library.softmax import LOG2E, lse_to_subtract, probabilities
 from pallas_attn.kernels.library.terms import NO_TERMS, added_scores, shares_values, store_pairs
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
@@ -67,7 +67,7 @@ def flash_bwd_preprocess_kernel(
     q_segment_ids_ref,
     lse2_ref,
     delta_ref,
-    anchor_ref=None,
+    rest2_ref=None,
     *,
     seq_q,
     head_dim_v,
@@ -77,12 +77,12 @@ def flash_bwd_preprocess_kernel(
     """Prepare the rows for the other kernels; one program takes block_q rows of a head.
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
-    or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, a large lse
-    is the anchor instead (`softmax.lse_to_subtract`). dlse counts as 0 in a row that saw no key.
-    dout is rounded as products of the precision take it, so that ds cancels in a row that sees one
-    key. Operands, of this program's batch and head: dout and out [Sq, Dv], lse, dlse and rest [Sq]
-    (dlse is None for zero, rest without terms); lse2, delta and anchor [Sq rounded up to
-    ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
+    or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, lse2 is lse
+    itself (`softmax.probabilities`), and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse
+    counts as 0 in a row that saw no key. dout is rounded as products of the precision take it, so
+    that ds cancels in a row that sees one key. Operands, of this program's batch and head: dout and
+    out [Sq, Dv], lse, dlse and rest [Sq] (dlse is None for zero, rest without terms); lse2, delta
+    and rest2 [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
 
     Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
     ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, including
@@ -106,8 +106,7 @@ def flash_bwd_preprocess_kernel(
     do = as_multiplied(do, precision)
     delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), 1)
     lse = load_rows(lse_ref, start_q, seq_q, block_q, float("inf"))
-    rest = None if rest_ref is None else load_rows(rest_ref, start_q, seq_q, block_q, 0.0)
-    lse2, anchor = lse_to_subtract(lse, rest)
+    lse2 = lse_to_subtract(lse, in_base_2=rest_ref is None)
     if dlse_ref is not None:
         dlse = load_rows(dlse_ref, start_q, seq_q, block_q, 0.0)
         delta = delta - jnp.where(lse == float("-inf"), 0.0, dlse)
@@ -116,7 +115,8 @@ def flash_bwd_preprocess_kernel(
     lse2_ref[pl.ds(padded, block_q)] = lse2
     delta_ref[pl.ds(padded, block_q)] = delta
     if rest_ref is not None:
-        anchor_ref[pl.ds(padded, block_q)] = anchor
+        rest = load_rows(rest_ref, start_q, seq_q, block_q, 0.0)
+        rest2_ref[pl.ds(padded, block_q)] = rest * LOG2E
 
 
 def flash_bwd_dq_kernel(
@@ -177,9 +177,9 @@ def flash_bwd_dq_kernel(
     position = rows + diagonal
     lse2 = load_padded_rows(lse2_ref, start_q, block_q)
     delta = load_padded_rows(delta_ref, start_q, block_q)
-    anchor = None
-    if terms.anchor is not None:
-        anchor = load_padded_rows(rows_from(terms.anchor, moved), start_q, block_q)[:, None]
+    rest2 = None
+    if terms.rest2 is not None:
+        rest2 = load_padded_rows(rows_from(terms.rest2, moved), start_q, block_q)[:, None]
     begins, ends = load_intervals(intervals, start_q, seq_q, block_q)
     dq = jnp.zeros((block_q, padded_head_dim(head_dim)), jnp.float32)
 
@@ -219,7 +219,7 @@ def flash_bwd_dq_kernel(
                 segment_q, segment_kv, seen, added,
             )  # fmt: skip
             # p = exp(s - lse)
-            p = probabilities(s, lse2[:, None], anchor, rule.exp2_scale)
+            p = probabilities(s, lse2[:, None], rest2, rule.exp2_scale)
             # dp = dout vᵀ
             v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
             v = round_operand(v, rule.precision)
@@ -361,11 +361,11 @@ def flash_bwd_dkdv_kernel(
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
-                anchor = None
-                if terms.anchor is not None:
-                    of_rows = rows_from(terms.anchor, first_row)
-                    anchor = load_padded_rows(of_rows, start_q, block_q, member)[None, :]
-                p = probabilities(s, lse2[None, :], anchor, rule.exp2_scale)
+                rest2 = None
+                if terms.rest2 is not None:
+                    of_rows = rows_from(terms.rest2, first_row)
+                    rest2 = load_padded_rows(of_rows, start_q, block_q, member)[None, :]
+                p = probabilities(s, lse2[None, :], rest2, rule.exp2_scale)
                 # dpᵀ = v doutᵀ
                 do = load_tile(
                     dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member
@@ -405,7 +405,7 @@ def flash_bwd_dkdv_kernel(
 
 
 def launch_preprocess(sources, spec, backend, mask):
-    """Call `flash_bwd_preprocess_kernel`; returns lse2, delta, and anchor where there are terms."""
+    """Call `flash_bwd_preprocess_kernel`; returns lse2, delta, and rest2 where there are terms."""
     *_, dout, out, lse, dlse, rest = sources
     offsets, segments = mask.offsets, mask.segments
     num_rows = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING) * ROW_PADDING

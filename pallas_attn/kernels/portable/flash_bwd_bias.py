@@ -141,8 +141,8 @@ def bias_gradient(
         sums = jax.ShapeDtypeStruct(shape, jnp.float32)
     heads_shared, batch_shared = spec.heads_q // sums.shape[1], spec.batch // sums.shape[0]
     rows = [x.reshape(-1, *x.shape[2:]) for x in inputs]
-    assert terms.anchor is not None
-    terms = terms._replace(anchor=terms.anchor.reshape(-1, terms.anchor.shape[-1]))
+    assert terms.rest2 is not None
+    terms = terms._replace(rest2=terms.rest2.reshape(-1, terms.rest2.shape[-1]))
     slopes = terms.slopes
     if slopes is not None and slopes.ndim == 2:
         terms = terms._replace(slopes=slopes.T)

@@ -142,8 +142,8 @@ def score_gradients(
     )  # fmt: skip
     # p = exp(s - lse)
     lse2 = load_padded_rows(lse2_ref, first_row + start_q, block_q, row)
-    anchor = load_padded_rows(terms.anchor, first_row + start_q, block_q, row)
-    p = probabilities(s, lse2[:, None], anchor[:, None], rule.exp2_scale)
+    rest2 = load_padded_rows(terms.rest2, first_row + start_q, block_q, row)
+    p = probabilities(s, lse2[:, None], rest2[:, None], rule.exp2_scale)
     # dp = dout vᵀ
     do, v = load_queries(dout_ref, head_dim_v), load_keys(v_ref, head_dim_v)
     dp = dot(do, v.T, rule.precision)
@@ -299,7 +299,7 @@ def relative_gradient(
             of_head(dout),
             *map(of_all_batches, of_rows),
             of_terms(terms)._replace(
-                bias=of_all_pairs(terms.bias), anchor=of_all_batches(terms.anchor)
+                bias=of_all_pairs(terms.bias), rest2=of_all_batches(terms.rest2)
             ),
             *(x._make(map(of_all, x)) for x in small),
         ),

@@ -312,7 +312,7 @@ def prepare_rows(kernel, tile, work, start_row):
             # The next sequence's rows, or padding.
             delta = jnp.where(lse == float("inf"), 0.0, delta)
         delta = delta - dlse
-    lse2 = lse_to_subtract(lse, None)[0]
+    lse2 = lse_to_subtract(lse)
     place = work.batch, work.place.head, work.first_row + (start_row - work.place.start)
     store_row_values(lse2, kernel.outputs.lse2, *place, None, of_row)
     store_row_values(delta, kernel.outputs.delta, *place, None, of_row)

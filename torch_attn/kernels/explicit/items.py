@@ -16,7 +16,6 @@ from torch_attn.kernels.explicit.sections import report_added
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import TileList, listed_tiles, lists_of, middle_of_list
 from torch_attn.kernels.library.sequences import count_sequence_tiles, rows_of_sequence
-from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.launch import KernelCall, Prepared, flash_arguments
 from torch_attn.targets import num_sms
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
@@ -136,14 +135,12 @@ class Pairs(NamedTuple):
         head: the query head, or the first of them.
         first: the first row that stays, counted from its sequence's first.
         position: the position of that row on the axis of the rows that are visited.
-        row: where the head's statistics of the rows that are visited begin; 0 unless asked for.
     """
 
     element: Any
     head: Any
     first: Any
     position: Any
-    row: Any
 
 
 class Part(NamedTuple):
@@ -210,7 +207,8 @@ def next_item(
         shared: the result of `allocate_hand_over`, or () where programs take turns.
         counter_ptr: how many items all programs have taken, or None. Lists have their own counter.
         LAST_FIRST: the last tile is the longest.
-        row_ptrs: lse2 and delta, which are prepared for tiles that are passed over; or ().
+        row_ptrs: lse2, delta and, with terms, rest2, which are prepared for tiles that are passed
+            over; or ().
         sections: (), or the `Sections` in which packed tiles that are passed over count as added.
         heads: heads of a batch element, as items count them.
         BLOCK_OTHER: rows of a tile of the other axis.
@@ -270,61 +268,16 @@ def own_item(turn, problem, shared, READER: gl.constexpr = None):
 
 
 @gluon.jit
-def locate_pairs(problem, place, batch, head, start, position, first_row=None):
-    """Return the `Pairs` of an item's rows from `start` on.
-
-    first_row: the first row of the visited sequence's statistics, of one head.
-    """
-    element, row = batch, 0
-    if first_row is not None:
-        row = (batch * problem.heads_q + head).to(gl.int64) * padded_rows(problem) + first_row
+def locate_pairs(problem, place, batch, head, start, position):
+    """Return the `Pairs` of an item's rows from `start` on."""
+    element = batch
     if problem.num_sequences is not None:
         element = place.sequence
         first, _size = rows_of_sequence(
             problem.offsets, element, problem.size, problem.num_sequences, problem.size
         )
         start -= first
-    return Pairs(element, head, start, position, row)
-
-
-@gluon.jit
-def padded_rows(problem):
-    """Return how many statistics a head has on the axis that is visited."""
-    return count_sequence_tiles(
-        problem.size_other, problem.num_sequences, ROW_PADDING
-    ) * ROW_PADDING  # fmt: skip
-
-
-@gluon.jit
-def find_anchor(terms, problem, pairs, member, start):
-    """Return whether some of 64 queries have an anchor, and the row of the first; 0 without terms.
-
-    member, start: the query head, counted from that of `pairs`, and the first query.
-    """
-    is_large, row = 0, 0
-    if terms.large is not None:
-        row = pairs.row + member * padded_rows(problem) + start
-        is_large = gl.load(terms.large + row // 64)
-    return is_large, row
-
-
-@gluon.jit
-def subtract_anchor(s, terms, rule, anchor, AXIS: gl.constexpr):
-    """Subtract the anchors of queries from scores with terms: `library.softmax.lse_to_subtract`.
-
-    Capped scores have none.
-
-    Args:
-        anchor: the result of `find_anchor`.
-        AXIS: of the queries.
-    """
-    if terms.large is not None and rule.softcap is None:
-        is_large, row = anchor
-        if is_large != 0:
-            of_queries: gl.constexpr = gl.SliceLayout(1 - AXIS, s.type.layout)
-            x = gl.load(terms.anchor + row + gl.arange(0, s.shape[AXIS], of_queries))
-            s -= gl.expand_dims(x, 1 - AXIS)
-    return s
+    return Pairs(element, head, start, position)
 
 
 @triton.constexpr_function
@@ -417,14 +370,14 @@ def _take_part(
 
 @gluon.jit
 def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
-    """Store lse2 and delta for a tile of ROW_PADDING missing rows, so that p and ds are 0."""
+    """Store statistics for a tile of ROW_PADDING missing rows, so that p and ds are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    lse2_ptr, delta_ptr = row_ptrs
     tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
     first = (place.head.to(gl.int64) * tiles + place.tile) * BLOCK
     rows = first + gl.arange(0, BLOCK, layout)
-    gl.store(lse2_ptr + rows, gl.full([BLOCK], float("inf"), gl.float32, layout))
-    gl.store(delta_ptr + rows, gl.zeros([BLOCK], gl.float32, layout))
+    gl.store(row_ptrs[0] + rows, gl.full([BLOCK], float("inf"), gl.float32, layout))
+    for i in gl.static_range(1, len(row_ptrs)):
+        gl.store(row_ptrs[i] + rows, gl.zeros([BLOCK], gl.float32, layout))
 
 
 @gluon.jit

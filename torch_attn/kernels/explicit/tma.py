@@ -105,28 +105,30 @@ def write_rows(tile, slot, x):
 
 
 @gluon.jit
-def clear_rows(tile, slot, count, full, phase):
-    """Set the rows after the first `count` of a tile to 0, once `full` has completed.
+def clear_rows(tile, slot, count, full, phase, BEFORE: gl.constexpr = False):
+    """Set the rows from `count` on of a tile to 0, or those before it, once `full` has completed.
 
     They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
     another consumer reads meanwhile either becomes 0 or does not change.
     """
-    if count < tile[0].shape[3]:
+    if count > 0 if BEFORE else count < tile[0].shape[3]:
         mbarrier.wait(full, phase)
         for i in gl.static_range(len(tile)):
             for j in gl.static_range(tile[0].shape[3] // 16):
-                _clear_sixteen(piece(tile[i], slot).slice(16 * j, 16, dim=0), count - 16 * j)
+                rows = piece(tile[i], slot).slice(16 * j, 16, dim=0)
+                _clear_sixteen(rows, count - 16 * j, BEFORE)
         fence_async_shared()
         barrier()
 
 
 @gluon.jit
-def _clear_sixteen(rows, count):
-    if count < 16:
+def _clear_sixteen(rows, count, BEFORE: gl.constexpr):
+    if count > 0 if BEFORE else count < 16:
         layout: gl.constexpr = gl.BlockedLayout([1, 2], [4, 8], [4, 1], [1, 0])
         x = rows.load(layout)
         row = gl.arange(0, 16, gl.SliceLayout(1, layout))
-        rows.store(gl.where((row < count)[:, None], x, 0.0))
+        kept = row >= count if BEFORE else row < count
+        rows.store(gl.where(kept[:, None], x, 0.0))
 
 
 @gluon.jit
@@ -261,6 +263,11 @@ def read_row(row, slot, LAYOUT: gl.constexpr):
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = reinterpret(row.index(slot), gl.float32, [row.shape[2]], flat)
     return x.load(gl.SliceLayout(0, LAYOUT))
+
+
+def rows_map(layout: Layout | None, size: int) -> TensorMap | None:
+    """Return what `row_map` does, or None without an operand."""
+    return None if layout is None else row_map(layout, size)
 
 
 def row_map(layout: Layout, size: int) -> TensorMap:

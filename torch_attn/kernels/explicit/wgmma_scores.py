@@ -7,6 +7,7 @@ from torch_attn.kernels.explicit.registers import pack
 from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
 from torch_attn.kernels.explicit.terms import add_terms, adds_terms
 from torch_attn.kernels.library.scores import attention_mask
+from torch_attn.kernels.library.softmax import LOG2E
 from twin_attention.targets.ptx import (
     cap_constraints,
     cap_scores,
@@ -57,8 +58,8 @@ def visible_scores(
 
     terms, own, tile: `library.terms.Terms`, and the `HeadTerms` and `TileTerms` of the scores.
 
-    Returns (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
-    takes them to base 2; and the derivative of the cap, or 1.
+    Returns (s, scale, dcap): the scores, as parts of the cap if there is one; their factor in
+    `exponents`; and the derivative of the cap, or 1.
     """
     exp2_scale = rule.exp2_scale
     dcap = 1.0
@@ -73,9 +74,25 @@ def visible_scores(
         dcap = 1.0 - s * s
         if ADDS and MASKED:
             dcap = gl.maximum(dcap, 0.0)  # what is added to a hidden pair may be NaN
+    if ADDS:
+        exp2_scale = 1.0 if rule.softcap is None else rule.softcap
     if MASKED:
         s = attention_mask(s, position, key, end, window_left, window_right)
     return s, exp2_scale, dcap
+
+
+@gluon.jit
+def exponents(s, scale, lse2, rest2, ADDED: gl.constexpr):
+    """Return the exponents in base 2 of p, of the scores of `visible_scores`.
+
+    lse2, rest2: as in `library.softmax.probabilities`, broadcast as s.
+    ADDED: there are terms, and so rest2.
+    """
+    if ADDED:
+        power = (s * scale - lse2) * LOG2E - rest2
+    else:
+        power = s * scale - lse2
+    return power
 
 
 @gluon.jit

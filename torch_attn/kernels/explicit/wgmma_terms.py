@@ -191,7 +191,7 @@ def added_softmax_update(s, shift, unit, m_i, l_i):
     p = gl.exp2(gl.fma(quads, factor[:, None, :, None], -below))
     sums = gl.convert_layout(gl.sum(gl.sum(p, 1), 2), l_i.type.layout, assert_trivial=True)
     p = gl.convert_layout(gl.reshape(p, s.shape), s.type.layout, assert_trivial=True)
-    alpha = gl.exp2(m_i * base_of(m_i) - m_safe * base)
+    alpha = gl.exp2((m_i - m_safe) * base)
     l_i = l_i * gl.convert_layout(alpha, rows, assert_trivial=True)[:, None] + sums
     return p, alpha, m_new, l_i
 

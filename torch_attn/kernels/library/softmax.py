@@ -13,8 +13,6 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# Below this, float32 holds lse in base 2 so well that p is right.
-LARGE = tl.constexpr(1024.0)
 
 
 @triton.jit
@@ -67,30 +65,17 @@ def rest_of_lse(lse, m_i, l_safe):
 
 
 @triton.jit
-def probabilities(s, lse2, anchor, exp2_scale):
+def probabilities(s, lse2, rest2, exp2_scale):
     """Compute p = exp(s - lse) from statistics of the rows, which are broadcast as s.
 
-    lse2 and anchor are of `lse_to_subtract`; an anchor of None is 0.
+    lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
+    subtracted first, and rest2 the `rest_of_lse` in base 2.
     """
-    if anchor is not None:
-        s = s - anchor
-    return tl.exp2(s * exp2_scale - lse2)
-
-
-@triton.jit
-def lse_to_subtract(lse, rest):
-    """Return lse2 and anchor of rows, with which ``p = exp2((s - anchor) * log2(e) - lse2)``.
-
-    lse2 is lse in base 2, and +inf where a row saw no key, so that p is 0. If lse is LARGE, it is
-    the anchor, and lse2 the `rest_of_lse` in base 2. Otherwise the anchor is 0.
-    """
-    lse2 = tl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    anchor = lse2 * 0.0
-    if rest is not None:
-        is_large = (tl.abs(lse) >= LARGE) & (tl.abs(lse) < float("inf"))
-        lse2 = tl.where(is_large, rest * LOG2E, lse2)
-        anchor = tl.where(is_large, lse, 0.0)
-    return lse2, anchor
+    if rest2 is None:
+        exponent = s * exp2_scale - lse2
+    else:
+        exponent = (s - lse2) * exp2_scale - rest2
+    return tl.exp2(exponent)
 
 
 @triton.jit

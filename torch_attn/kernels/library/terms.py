@@ -61,9 +61,7 @@ class Terms(NamedTuple):
         dbias: its gradient, if a kernel that computes ds stores it.
         drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
         rest: as lse, what a forward stores of `softmax.rest_of_lse`; None in a backward.
-        anchor: as lse2, of `softmax.lse_to_subtract`, for a backward.
-        large: [B, Hq, rows / 64] int32, not 0 where some of 64 rows have an anchor; if explicit
-            kernels read it.
+        rest2: as lse2, the same in base 2, for a backward.
         radius: R.
         of_batch: distance between two batch elements' slopes, 0 if they share them.
         count: number of batch elements with slopes.
@@ -78,8 +76,7 @@ class Terms(NamedTuple):
     dbias: Bias = Bias()
     drelative: Any = None
     rest: Any = None
-    anchor: Any = None
-    large: Any = None
+    rest2: Any = None
     radius: Any = None
     of_batch: Any = None
     count: Any = None

@@ -140,9 +140,9 @@ def flash_bwd_dq_kernel(
         offset += first_tile(first_q, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING - first_q
     lse2 = tl.load(lse2_ptr + offset + rows)
     delta = tl.load(delta_ptr + offset + rows)
-    anchor = None
-    if terms.anchor is not None:
-        anchor = tl.load(terms.anchor + offset + rows)[:, None]
+    rest2 = None
+    if terms.rest2 is not None:
+        rest2 = tl.load(terms.rest2 + offset + rows)[:, None]
     begins, ends = None, None
     if mask.intervals is not None:
         begins, ends = load_intervals(mask.intervals, start_q, seq_q, BLOCK_Q)
@@ -201,7 +201,7 @@ def flash_bwd_dq_kernel(
                     masked, segment_q, segment_kv, seen, added,
                 )  # fmt: skip
                 # p = exp(s - lse)
-                p = probabilities(s, lse2[:, None], anchor, rule.exp2_scale)
+                p = probabilities(s, lse2[:, None], rest2, rule.exp2_scale)
                 # dp = dout vᵀ
                 v = load_tile(
                     v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
@@ -373,10 +373,10 @@ def flash_bwd_dkdv_kernel(
                 )  # fmt: skip
                 # pᵀ = exp(sᵀ - lse)
                 lse2 = tl.load(lse2_ptr + offset + rows)
-                anchor = None
-                if terms.anchor is not None:
-                    anchor = tl.load(terms.anchor + offset + rows)[None, :]
-                p = probabilities(s, lse2[None, :], anchor, rule.exp2_scale)
+                rest2 = None
+                if terms.rest2 is not None:
+                    rest2 = tl.load(terms.rest2 + offset + rows)[None, :]
+                p = probabilities(s, lse2[None, :], rest2, rule.exp2_scale)
                 # dpᵀ = v doutᵀ
                 do = load_tile(
                     dout_base, row_q, end_q, strides.dout.row, BLOCK_Q, HEAD_DIM_V, masked, is_query

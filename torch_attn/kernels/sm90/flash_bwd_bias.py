@@ -26,7 +26,7 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
-from torch_attn.kernels.explicit.items import subtract_anchor, work_item
+from torch_attn.kernels.explicit.items import work_item
 from torch_attn.kernels.explicit.terms import (
     TileTerms,
     allocate_bias_boxes,
@@ -47,7 +47,7 @@ from torch_attn.kernels.explicit.tma import (
     tile_bytes,
 )
 from torch_attn.kernels.explicit.wgmma import product_layout, product_scores
-from torch_attn.kernels.explicit.wgmma_scores import visible_scores
+from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.flash_bwd_bias import bias_gradient
 from torch_attn.kernels.library.mask import Mask
 from torch_attn.kernels.library.terms import (
@@ -267,7 +267,7 @@ def _add_pairs(
                 row = (own_element * heads_q + own_head).to(gl.int64) * padded_rows
                 lse2 = gl.load(lse2_ptr + row + rows)
                 delta = gl.load(delta_ptr + row + rows)
-                is_large = gl.load(terms.large + (row + first) // 64)
+                rest2 = gl.load(terms.rest2 + row + rows)
                 # s = scale · q kᵀ
                 slot, phase = step % STAGES, step // STAGES & 1
                 mbarrier.wait(full.index(slot), phase)
@@ -290,12 +290,11 @@ def _add_pairs(
                 bias = piece(bias_tile, CONSUMER).load(layout)
                 of_tile = TileTerms(of_tile.offset, bias, of_tile.kept)
                 # p = exp(s - lse)
-                s, exp2_scale, dcap = visible_scores(
+                s, scale, dcap = visible_scores(
                     s, (rows + diagonal)[:, None], key[None, :], seq_kv, rule, window_left,
                     window_right, masked, terms, own, of_tile,
                 )  # fmt: skip
-                s = subtract_anchor(s, terms, rule, (is_large, row + first), 0)
-                p = gl.exp2(s * exp2_scale - lse2[:, None]) * dcap
+                p = gl.exp2(exponents(s, scale, lse2[:, None], rest2[:, None], True)) * dcap
                 # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
                 mbarrier.wait(full.index(following), phase)
                 dp = warpgroup_mma_wait(0, deps=(dp,))

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
 from torch_attn.kernels.explicit.hidden import load_queries
-from torch_attn.kernels.explicit.items import find_anchor, locate_pairs, own_item
+from torch_attn.kernels.explicit.items import locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.terms import drop_scaled, head_terms, prepare_tile
@@ -24,9 +24,10 @@ from torch_attn.kernels.sm90.queries import (
     Reach,
     clear_keys,
     clear_queries,
-    exponents,
+    exponents_of_keys,
     locate_keys,
     mark_item,
+    read_lse,
 )
 
 
@@ -52,7 +53,7 @@ def consume_dk(
 
     dk_tile: the tile from which dk is stored, that of the keys.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
@@ -75,9 +76,7 @@ def consume_dk(
         reach = Reach(key, None, window_left, window_right)
         marks = mark_item(problem, place, batch, keys, key)
         first = start_kv + CONSUMER * 64
-        pairs = locate_pairs(
-            problem, place, batch, first_head, first, first - diagonal, queries.first_row
-        )
+        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
 
         # The first tile of queries has no dsᵀ·q to overlap with its exponentials.
         slot = step % DO_STAGES
@@ -98,17 +97,15 @@ def consume_dk(
         dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+        lse = read_lse(tiles, step % Q_STAGES, layout)
         of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
         own = head_terms(terms, pairs.element, pairs.head + member)
-        anchor = find_anchor(terms, problem, pairs, member, start)
         of_tile = prepare_tile(
             terms, own, start, pairs.first, pairs.position - start, queries.size, problem.size,
             BLOCK_Q, 64, layout, True,
         )  # fmt: skip
-        power, dcap = exponents(
-            s, lse2, anchor, start, reach, rule, problem, marks, of_queries, EDGES, terms,
-            own, of_tile,
+        power, dcap = exponents_of_keys(
+            s, lse, start, reach, rule, problem, marks, of_queries, EDGES, terms, own, of_tile,
         )  # fmt: skip
         p = gl.exp2(power)
         p = p * dcap
@@ -155,17 +152,16 @@ def consume_dk(
                 # pᵀ = exp(sᵀ - lse)
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-                lse2 = read_row(lse2_row, step % Q_STAGES, layout)
+                lse = read_lse(tiles, step % Q_STAGES, layout)
                 of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
                 own = head_terms(terms, pairs.element, pairs.head + member)
-                anchor = find_anchor(terms, problem, pairs, member, start)
                 of_tile = prepare_tile(
                     terms, own, start, pairs.first, pairs.position - start, queries.size,
                     problem.size, BLOCK_Q, 64, layout, True,
                 )  # fmt: skip
-                power, dcap = exponents(
-                    s, lse2, anchor, start, reach, rule, problem, marks, of_queries, masked, terms,
-                    own, of_tile,
+                power, dcap = exponents_of_keys(
+                    s, lse, start, reach, rule, problem, marks, of_queries, masked, terms, own,
+                    of_tile,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 p = p * dcap

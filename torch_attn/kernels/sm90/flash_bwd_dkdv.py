@@ -16,6 +16,7 @@ from torch_attn.kernels.explicit.tma import (
     column_pieces,
     maps_of,
     row_map,
+    rows_map,
     stored_maps_of,
 )
 from torch_attn.kernels.library.terms import Bias, terms_argument
@@ -133,7 +134,10 @@ def flash_bwd_dkdv_kernel(
     do_full = allocate_barriers(NUM_STAGES)
     fence_async_shared()
 
-    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile)
+    rest2_row = ()
+    if terms.rest2 is not None:
+        rest2_row = (allocate_row(NUM_STAGES + 1, BLOCK_Q),)
+    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile, rest2_row)
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
@@ -161,7 +165,8 @@ def flash_bwd_dkdv_kernel(
             if part < 2
             else (produce_queries, (
                 tiles, barriers, shared, counter_ptr, sections,
-                Tiles(k, v, q, dout, lse2, delta, terms.bias), problem, window_left, window_right,
+                Tiles(k, v, q, dout, lse2, delta, terms.bias, terms.rest2), problem, window_left,
+                window_right,
                 sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
             ))
             if part == 2
@@ -196,7 +201,8 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
     adds = None if stored is None else tl.constexpr(terms.dbias.entries.shape[0] < spec.batch)
     # Only TMA stores the gradient: a pointer to it would be one more address of a result.
     dbias = Bias(boxes=stored, adds=adds)
-    terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=dbias)
+    rest2 = rows_map(terms.rest2, config.block_q)
+    terms = terms._replace(bias=terms.bias._replace(boxes=boxes), dbias=dbias, rest2=rest2)
     ragged = sums.dq is not None and spec.seq_kv % config.block_kv != 0
     members = spec.group_size if sums.dk is None else 1
     has_passes = sums.passes.dq is not None

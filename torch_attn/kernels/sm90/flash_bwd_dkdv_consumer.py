@@ -22,7 +22,7 @@ from torch_attn.kernels.explicit.distances import (
 )
 from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.intervals import load_windows
-from torch_attn.kernels.explicit.items import find_anchor, locate_pairs, own_item
+from torch_attn.kernels.explicit.items import locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step, group_step_is_alike
 from torch_attn.kernels.explicit.terms import (
@@ -53,10 +53,11 @@ from torch_attn.kernels.sm90.queries import (
     Reach,
     clear_keys,
     clear_queries,
-    exponents,
+    exponents_of_keys,
     hand_back_bias,
     locate_keys,
     mark_item,
+    read_lse,
     with_bias,
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
@@ -113,7 +114,7 @@ def consume_queries(
     EDGES: gl.constexpr,
 ):
     """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = tiles
     ds_buffer, dq_tiles = of_dq
     k_full, v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
@@ -157,9 +158,7 @@ def consume_queries(
             reach = Reach(key, None, left[:, None], 0)
         marks = mark_item(problem, place, batch, positions, key)
         first = start_kv + CONSUMER * 64
-        pairs = locate_pairs(
-            problem, place, batch, first_head, first, first - diagonal, queries.first_row
-        )
+        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
         dk = zeros(64, HEAD_DIM)
         dv = zeros(64, HEAD_DIM_V)
         ends = no_end_sums(terms)
@@ -365,7 +364,7 @@ def _visit_queries(
     FAR: as in `terms.add_terms`.
     size_q: how many queries the sequence has.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, _bias_tile = tiles
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = tiles
     ds_buffer, dq_tiles = of_dq
     _k_full, _v_full, _kv_read, q_full, do_full = barriers
     step, last, start, member, alike, keys = visit
@@ -400,7 +399,6 @@ def _visit_queries(
         else:
             left = unpack(ds, dtype, layout, "loop")
             dk = add_product(dk, left, q_tile, previous)
-    anchor = find_anchor(terms, problem, pairs, member, start)
     of_tile = prepare_tile(
         terms, own, start, pairs.first, pairs.position - start, size_q, problem.size, BLOCK_Q, 64,
         layout, True,
@@ -409,10 +407,10 @@ def _visit_queries(
         # Wait before dq is stored: testing a barrier later would wait until the stores are done.
         mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
-        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(
-            s[0], lse2, anchor, start, reach, rule, problem, marks, of_queries, MASKED, terms,
-            own, of_tile, FAR,
+        lse = read_lse(tiles, step % Q_STAGES, layout)
+        power, dcap = exponents_of_keys(
+            s[0], lse, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
+            FAR,
         )  # fmt: skip
         if not FIRST:
             # dp takes the registers of dq.
@@ -443,10 +441,10 @@ def _visit_queries(
         if not FUSED:
             reach = Reach(reach.key, None, reach.left, reach.right)
         of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
-        lse2 = read_row(lse2_row, step % Q_STAGES, layout)
-        power, dcap = exponents(
-            now, lse2, anchor, start, reach, rule, problem, marks, of_queries, MASKED, terms,
-            own, of_tile, FAR,
+        lse = read_lse(tiles, step % Q_STAGES, layout)
+        power, dcap = exponents_of_keys(
+            now, lse, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
+            FAR,
         )  # fmt: skip
     p = gl.exp2(power)
     kept = drop(p, terms, of_tile.kept, True).to(dtype)

@@ -89,7 +89,7 @@ def locate_piece(batch, head, index, pieces, problem):
 
 @gluon.jit
 def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
-    """Store lse2 and delta of a piece's rows.
+    """Store lse2, delta and rest2 of a piece's rows.
 
     Args:
         staging: one stage of its sums holds a box of out and one of dout here.
@@ -159,10 +159,16 @@ def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_lse2(statistics, piece, problem):
-    """Store lse in base 2 of a piece's rows; +inf where a row saw no key or does not exist."""
-    rows, _exists, lse = _load_lse(statistics, piece, problem)
-    lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
-    gl.store(statistics.lse2 + piece.index.to(gl.int64) * PIECE + rows, lse2)
+    """Store lse2 of a piece's rows, and rest2 if there are terms, as `kernels.preprocess` does."""
+    rows, exists, lse = _load_lse(statistics, piece, problem)
+    lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
+    place = piece.index.to(gl.int64) * PIECE + rows
+    if statistics.rest is None:
+        lse2 *= LOG2E
+    else:
+        rest = gl.load(statistics.rest + _first_row(piece, problem) + rows, exists, other=0.0)
+        gl.store(statistics.rest2 + place, rest * LOG2E)
+    gl.store(statistics.lse2 + place, lse2)
 
 
 @gluon.jit

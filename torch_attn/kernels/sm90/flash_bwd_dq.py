@@ -23,6 +23,7 @@ from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import consume_keys
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
+from torch_attn.kernels.tile_lists import check_lists
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -126,7 +127,10 @@ def flash_bwd_dq_kernel(
             ))
             if part < 2
             else (produce_keys, (
-                tiles, barriers, shared, counter_ptr, (statistics.lse2, statistics.delta),
+                tiles, barriers, shared, counter_ptr,
+                (statistics.lse2, statistics.delta)
+                if statistics.rest2 is None
+                else (statistics.lse2, statistics.delta, statistics.rest2),
                 (q, dout, out), (k, v), problem, window_left, window_right, GROUP_SIZE, HEAD_DIM,
                 HEAD_DIM_V,
             ))
@@ -139,12 +143,11 @@ def flash_bwd_dq_kernel(
 
 def prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert config.block_q == 128
-    q, k, v, dout, out, statistics, dq, *_ = call.layouts
+    q, k, v, dout, out, _statistics, dq, *_ = call.layouts
     large = sm90.has_large_heads(spec)
-    if statistics.lse is None and not large:
-        out = None  # the rows are prepared
     arguments = {
         "q": maps_of(q, 64),
         "k": maps_of(k, config.block_kv),

@@ -8,7 +8,7 @@ from torch_attn.kernels.explicit.barriers import K_READ, READERS, V_READ, arrive
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
-from torch_attn.kernels.explicit.items import are_listed, locate_pairs, own_item, subtract_anchor
+from torch_attn.kernels.explicit.items import are_listed, locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import rows_have_padding, step_has_padding, step_start
 from torch_attn.kernels.explicit.terms import (
@@ -33,7 +33,7 @@ from torch_attn.kernels.explicit.wgmma import (
     wait_product,
     zeros,
 )
-from torch_attn.kernels.explicit.wgmma_scores import visible_scores
+from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
@@ -66,8 +66,6 @@ def consume_keys(
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     # These keys are some of all; the rows are prepared, and dq is added to that of the others.
     IS_PART: gl.constexpr = problem.intervals is not None
-    # The rows are prepared before, as those of parts are.
-    PREPARED: gl.constexpr = statistics.lse is None
     HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
     Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -101,7 +99,7 @@ def consume_keys(
             position, reach_right = load_windows(problem.intervals, rows, seq_q)
             reach_left = 0
             reach_right = reach_right[:, None]
-        if not PREPARED:
+        else:
             lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
 
         # The first tile of keys has no ds·k to overlap with its exponentials.
@@ -156,39 +154,44 @@ def consume_keys(
         if len(out_tile) > 0:
             mbarrier.wait(out_full.index(slot_q), phase)
             delta = _dot_rows(do_tile, out_tile, slot_q, of_row)
-        elif not PREPARED:
+        elif not IS_PART:
             base = head_base(out, out_strides, batch, head)
             first = start_q + CONSUMER * 64
             delta = _dot_loaded(
                 do_tile, slot_q, base, first, seq_q, out_strides.row, HEAD_DIM_V, of_row
             )
-        if IS_PACKED and not PREPARED:
+        if IS_PACKED:
             delta = gl.where(rows < seq_q, delta, 0.0)
         if statistics.dlse is not None:
             has_key = (rows < seq_q) & (lse != float("-inf"))
             delta -= gl.load(statistics.dlse + first_row + rows, mask=has_key, other=0.0)
-        if not PREPARED:
-            lse2 = gl.where(lse == float("-inf"), float("inf"), lse) * LOG2E
+        rest2 = 0
+        if not IS_PART:
+            lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
+            if ADDS:
+                rest2 = gl.load(statistics.rest + first_row + rows, mask=rows < seq_q, other=0.0)
+                rest2 *= LOG2E
+            else:
+                lse2 *= LOG2E
         padded_rows = (
             count_sequence_tiles(total_q, problem.num_sequences, ROW_PADDING) * ROW_PADDING
         )
         first_row = (batch * heads_q + head).to(gl.int64) * padded_rows + shift
-        anchor = (0, 0)
-        if PREPARED:
+        if IS_PART:
             lse2 = gl.load(statistics.lse2 + first_row + rows)
             delta = gl.load(statistics.delta + first_row + rows)
-            if terms.large is not None:
-                row = first_row + start_q + CONSUMER * 64
-                anchor = (gl.load(terms.large + row // 64), row)
         else:
             gl.store(statistics.lse2 + first_row + rows, lse2)
             gl.store(statistics.delta + first_row + rows, delta)
+            if ADDS:
+                gl.store(statistics.rest2 + first_row + rows, rest2)
+                rest2 = rest2[:, None]
         mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
         dp = product_scores(do_tile, slot_q, v_tile, slot_v, HEAD_DIM_V, layout)
         s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
         key = step_start(0, begin, before, full, after, BLOCK_KV)
         p = _probabilities(
-            s, position, key, lse2[:, None], anchor, seq_kv, rule, reach_left, reach_right, problem,
+            s, position, key, lse2[:, None], rest2, seq_kv, rule, reach_left, reach_right, problem,
             marks, of_keys, EDGES, BLOCK_KV, terms, of_head, of_tile,
         )  # fmt: skip
         dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -254,7 +257,7 @@ def consume_keys(
                 if HAS_LISTS and masked:
                     hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
                 p = _probabilities(
-                    s, position, key, lse2[:, None], anchor, seq_kv, rule, reach_left, reach_right,
+                    s, position, key, lse2[:, None], rest2, seq_kv, rule, reach_left, reach_right,
                     problem, marks, hidden, masked, BLOCK_KV, terms, of_head, of_tile,
                 )  # fmt: skip
                 # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
@@ -358,7 +361,7 @@ def _probabilities(
     position,
     start_kv,
     lse2,
-    anchor,
+    rest2,
     end,
     rule,
     window_left,
@@ -380,5 +383,5 @@ def _probabilities(
     )  # fmt: skip
     if MASKED:
         s = hide_keys(s, problem, marks, position, of_keys)
-    s = subtract_anchor(s, terms, rule, anchor, 0)
-    return gl.exp2(s * scale - lse2) * dcap
+    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
+    return gl.exp2(exponents(s, scale, lse2, rest2, ADDS)) * dcap

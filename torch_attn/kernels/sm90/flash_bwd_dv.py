@@ -6,11 +6,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from torch_attn.kernels.explicit.barriers import READERS, arrive
 from torch_attn.kernels.explicit.hidden import load_queries
-from torch_attn.kernels.explicit.items import find_anchor, locate_pairs, own_item
+from torch_attn.kernels.explicit.items import locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step
 from torch_attn.kernels.explicit.terms import drop, head_terms, prepare_tile
-from torch_attn.kernels.explicit.tma import num_pieces, read_row, store_result
+from torch_attn.kernels.explicit.tma import num_pieces, store_result
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
     product_layout,
@@ -24,9 +24,10 @@ from torch_attn.kernels.sm90.queries import (
     Reach,
     clear_keys,
     clear_queries,
-    exponents,
+    exponents_of_keys,
     locate_keys,
     mark_item,
+    read_lse,
 )
 
 
@@ -52,7 +53,7 @@ def consume_dv(
 
     dv_tile: the tile from which dv is stored, that of the keys or one of its own.
     """
-    k_tile, _v_tile, q_tile, do_tile, lse2_row, _delta_row, _bias_tile = tiles
+    k_tile, _v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = tiles
     k_full, _v_full, kv_read, q_full, do_full = barriers
     IS_PACKED: gl.constexpr = problem.num_sequences is not None
     CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
@@ -75,9 +76,7 @@ def consume_dv(
         reach = Reach(key, None, window_left, window_right)
         marks = mark_item(problem, place, batch, keys, key)
         first = start_kv + CONSUMER * 64
-        pairs = locate_pairs(
-            problem, place, batch, first_head, first, first - diagonal, queries.first_row
-        )
+        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
 
         # The first tile of queries has no pᵀ·dout to overlap with its exponentials.
         slot = step % Q_STAGES
@@ -91,18 +90,16 @@ def consume_dv(
         s = product_scores(k_tile, CONSUMER, q_tile, slot, HEAD_DIM, layout)
         s = warpgroup_mma_wait(0, deps=(s,))
         member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-        lse2 = read_row(lse2_row, slot, layout)
+        lse = read_lse(tiles, slot, layout)
         arrive(Q_READ + slot, READERS)
         of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
         own = head_terms(terms, pairs.element, pairs.head + member)
-        anchor = find_anchor(terms, problem, pairs, member, start)
         of_tile = prepare_tile(
             terms, own, start, pairs.first, pairs.position - start, queries.size, problem.size,
             BLOCK_Q, 64, layout, True,
         )  # fmt: skip
-        power, _dcap = exponents(
-            s, lse2, anchor, start, reach, rule, problem, marks, of_queries, EDGES, terms,
-            own, of_tile,
+        power, _dcap = exponents_of_keys(
+            s, lse, start, reach, rule, problem, marks, of_queries, EDGES, terms, own, of_tile,
         )  # fmt: skip
         p = gl.exp2(power)
         packed = pack(drop(p, terms, of_tile.kept, True), dtype)
@@ -137,18 +134,17 @@ def consume_dv(
                 s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
                 # pᵀ = exp(sᵀ - lse)
                 member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-                lse2 = read_row(lse2_row, slot, layout)
+                lse = read_lse(tiles, slot, layout)
                 arrive(Q_READ + slot, READERS)
                 of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
                 own = head_terms(terms, pairs.element, pairs.head + member)
-                anchor = find_anchor(terms, problem, pairs, member, start)
                 of_tile = prepare_tile(
                     terms, own, start, pairs.first, pairs.position - start, queries.size,
                     problem.size, BLOCK_Q, 64, layout, True,
                 )  # fmt: skip
-                power, _dcap = exponents(
-                    s, lse2, anchor, start, reach, rule, problem, marks, of_queries, masked, terms,
-                    own, of_tile,
+                power, _dcap = exponents_of_keys(
+                    s, lse, start, reach, rule, problem, marks, of_queries, masked, terms, own,
+                    of_tile,
                 )  # fmt: skip
                 p = gl.exp2(power)
                 # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.

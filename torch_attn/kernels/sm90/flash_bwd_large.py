@@ -19,6 +19,7 @@ from torch_attn.kernels.explicit.tma import (
     column_pieces,
     maps_of,
     row_map,
+    rows_map,
     stored_maps_of,
 )
 from torch_attn.kernels.library.terms import terms_argument
@@ -93,7 +94,10 @@ def flash_bwd_large_kernel(
     do_full = allocate_barriers(DO_STAGES)
     fence_async_shared()
 
-    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, ())
+    rest2_row = ()
+    if terms.rest2 is not None:
+        rest2_row = (allocate_row(NUM_STAGES + 1, BLOCK_Q),)
+    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, (), rest2_row)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
     if are_counted(num_sequences, mask.segments, mask.tree):
@@ -113,7 +117,8 @@ def flash_bwd_large_kernel(
             if part < 2
             else (produce_queries, (
                 tiles, barriers, shared, counter_ptr, (),
-                Tiles(k, v, q, dout, lse2, delta, terms.bias), problem, window_left, window_right,
+                Tiles(k, v, q, dout, lse2, delta, terms.bias, terms.rest2), problem, window_left,
+                window_right,
                 False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             ))
             for part in (0, 1, 2)
@@ -144,11 +149,12 @@ def prepare_dv(call: KernelCall) -> Prepared:
 def _prepare(call: KernelCall, arguments: dict[str, Any]) -> Prepared:
     assert call.config.block_kv == 128
     q, k, _v, dout, lse2, *_ = call.layouts
+    terms = terms_argument(call)["terms"]
     block_q = call.config.block_q
     return persistent_keys(call, call.spec.group_size, arguments | {
         "q": maps_of(q, block_q),
         "k": maps_of(k, 64),
         "dout": maps_of(dout, block_q),
         "lse2": row_map(lse2, block_q),
-        **terms_argument(call),
+        "terms": terms._replace(rest2=rows_map(terms.rest2, block_q)),
     })  # fmt: skip

@@ -15,7 +15,6 @@ from torch_attn.kernels.explicit.items import (
     head_and_tile,
     next_item,
     persistent,
-    subtract_anchor,
     tiles_of_list,
 )
 from torch_attn.kernels.explicit.sections import await_begun, section_of
@@ -35,9 +34,10 @@ from torch_attn.kernels.explicit.tma import (
     load_box,
     load_pieces,
     piece,
+    read_row,
     tile_bytes,
 )
-from torch_attn.kernels.explicit.wgmma_scores import visible_scores
+from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from torch_attn.launch import KernelCall, Prepared
@@ -85,7 +85,8 @@ class Reach(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory, and rows, as `produce_queries` loads them.
 
-    The tile of a bias is () where TMA does not load it, and v is () where nothing reads it.
+    The tile of a bias is () where TMA does not load it, v is () where nothing reads it, and so is
+    rest2 without terms.
     """
 
     k: Any
@@ -95,6 +96,7 @@ class Tiles(NamedTuple):
     lse2: Any
     delta: Any
     bias: Any
+    rest2: Any
 
 
 class Barriers(NamedTuple):
@@ -231,11 +233,12 @@ def produce_queries(
     sections: (), or the `Sections` whose rows must be begun.
     loads: descriptors, and the library's `Bias`.
     """
-    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile = tiles
+    k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile, rest2_row = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
+    ROWS: gl.constexpr = 1 if len(rest2_row) == 0 else 2
     WITH_V: gl.constexpr = len(v_tile) > 0
     DELTA_BYTES: gl.constexpr = 4 * q_tile[0].shape[3] if WITH_V else 0
-    k, v, q, dout, lse2, delta, bias = loads
+    k, v, q, dout, lse2, delta, bias, rest2 = loads
     BIAS_BYTES: gl.constexpr = bias_box_bytes(bias.boxes, q_tile[0].shape[3], 128)
     KV_STAGES: gl.constexpr = k_full.shape[0]
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
@@ -267,7 +270,7 @@ def produce_queries(
             if step >= Q_STAGES:
                 wait_for_all(Q_READ + slot, READERS)
             ready = q_full.index(slot)
-            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + 4 * BLOCK_Q)
+            mbarrier.expect(ready, tile_bytes(BLOCK_Q, HEAD_DIM) + ROWS * 4 * BLOCK_Q)
             load_pieces(q, q_tile, slot, batch, head, queries.first + start, ready, HEAD_DIM)
             if len(sections) > 0:
                 section = section_of(sections, item)
@@ -275,6 +278,8 @@ def produce_queries(
                     await_begun(sections, section, MEMBERS)
                 begun = section
             load_box(lse2, [row, 0], ready, lse2_row.index(slot))
+            if ROWS == 2:
+                load_box(rest2, [row, 0], ready, rest2_row[0].index(slot))
             if i == 0:
                 # After q, which does not wait for an earlier item's keys to be read.
                 stage = turn % KV_STAGES
@@ -384,13 +389,22 @@ def hand_back_bias(terms):
 
 
 @gluon.jit
-def exponents(
-    s, lse2, anchor, start_q, reach, rule, problem, marks, of_queries, MASKED: gl.constexpr, terms,
-    own, of_tile, FAR: gl.constexpr = False,
-):  # fmt: skip
-    """Return the exponents of pᵀ = 2^(sᵀ - lse2), and the derivative of the cap. Keys are rows.
+def read_lse(tiles, slot, LAYOUT: gl.constexpr):
+    """Return lse2 and rest2 of the queries in a slot, for `exponents_of_keys`; 0 without terms."""
+    rest2 = 0
+    if len(tiles.rest2) > 0:
+        rest2 = read_row(tiles.rest2[0], slot, LAYOUT)[None, :]
+    return read_row(tiles.lse2, slot, LAYOUT)[None, :], rest2
 
-    anchor: the result of `find_anchor`.
+
+@gluon.jit
+def exponents_of_keys(
+    s, lse, start_q, reach, rule, problem, marks, of_queries, MASKED: gl.constexpr, terms, own,
+    of_tile, FAR: gl.constexpr = False,
+):  # fmt: skip
+    """Return the exponents of pᵀ, and the derivative of the cap. Keys are rows.
+
+    lse: of `read_lse`.
     reach: `Reach` of the rows.
     problem, marks, of_queries: as in `hide_queries`.
     terms, own, of_tile: terms of the scores, of their head, and of the tile.
@@ -403,8 +417,8 @@ def exponents(
     )  # fmt: skip
     if MASKED:
         s = hide_queries(s, problem, marks, start_q, of_queries)
-    s = subtract_anchor(s, terms, rule, anchor, 1)
-    return s * scale - lse2[None, :], dcap
+    lse2, rest2 = lse
+    return exponents(s, scale, lse2, rest2, terms.rest2 is not None), dcap
 
 
 def persistent_keys(
