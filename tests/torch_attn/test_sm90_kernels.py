@@ -13,6 +13,7 @@ from interop.parity.inputs import make_inputs
 from interop.parity.oracle import evaluate, expectations, parts_of
 from interop.parity.suites.paged import paged_cases
 from tests.oracle import poison_before
+from tests.semantics.test_finite_scores import hide
 from tests.torch_attn.explicit_kernels import (
     EDGES,
     LISTED,
@@ -642,3 +643,32 @@ def test_results_of_packed_sequences_have_two_addresses_at_most(head_dim):
     case = VarlenCase("", ((70, 150),), (9, 9), 1, 1, head_dim, dtype="bfloat16")
     layout = layouts_of(torch.empty(1, 79, 1, head_dim, dtype=torch.bfloat16))
     assert len(stored_maps_of(case.spec, layout, 64)) <= 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        FlashCase("bias", 1, 70, 136, 2, 1, 64, bias="bhqk", terms_in_q_dtype=True),
+        FlashCase("table", 1, 70, 270, 1, 1, 64, relative=20, causal=True),
+        FlashCase("slopes", 1, 70, 136, 1, 1, 128, alibi="heads", dtype="float16"),
+        FlashCase("bias and slopes", 1, 70, 136, 1, 1, 64, bias="hqk", alibi="heads", sinks=True),
+    ],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_any_number_may_hide_keys(case, deterministic):
+    """The backward reads what the forward keeps of lse. Products are fused as on a GPU."""
+    spec = replace(case.spec, deterministic=deterministic)
+    for value in (-1e6, -1e9, torch.finfo(torch.float32).min):
+        inputs = make_inputs(case, "cpu")
+        hide(inputs, value)
+        (expected,) = expectations(inputs, parts_of(spec))
+        dout, dlse = inputs.pop("dout"), inputs.pop("dlse")
+        operands = FlashOperands(**inputs)
+        with interpreted(WRITES_FIRST):
+            forward = BACKEND.family.function("flash_fwd")(operands, spec, BACKEND)
+            backward = BACKEND.family.function("flash_bwd")
+            gradients = backward(dout, dlse, operands, *forward, spec, BACKEND)
+        found = dict(zip(("out", "lse"), forward, strict=False))
+        found |= {f"d{x}": y for x, y in gradients._asdict().items() if y is not None}
+        check_results(found, expected)

@@ -62,13 +62,18 @@ def _elementwise(function: Callable[..., Any], *args: Any) -> Any:
     return Tensor(function(*values), like.layout)
 
 
+def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return a · b + c, rounded once."""
+    return (a.double() * b.double() + c.double()).to(torch.promote_types(a.dtype, c.dtype))
+
+
 _fake("static_range")(range)
 _fake("range")(range)
 _fake("tensor")(Tensor)
 _fake("maximum")(lambda a, b: _elementwise(torch.fmax, a, b))
 _fake("minimum")(lambda a, b: _elementwise(torch.fmin, a, b))
 _fake("clamp")(lambda x, low, high, *_: Tensor(x.values.clamp(low, high), x.layout))
-_fake("fma")(lambda a, b, c: a * b + c)
+_fake("fma")(lambda a, b, c: _elementwise(_fused, a, b, c))
 _fake("exp2")(lambda x: _elementwise(torch.exp2, x))
 _fake("log2")(lambda x: _elementwise(torch.log2, x))
 _fake("log")(lambda x: _elementwise(torch.log, x))
