@@ -204,7 +204,7 @@ def _has_wide_bias(case: FlashCase) -> bool:
     return is_wide and {*"qk"} <= {*(case.bias or "")} and 1 not in (case.seq_q, case.seq_kv)
 
 
-def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, bool]:
+def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, Any]:
     """Return the fields of a problem that say what its tree is."""
     left = None if case.window_size is None else case.window_size[0]
     unlimited = left is None or left >= WINDOW_UNLIMITED

@@ -16,7 +16,7 @@ from twin_attention.contract.operands import AttentionOperands, FlashOperands, V
 from twin_attention.contract.spec import AttentionSpec
 
 # Slopes above the first are rounded, and all are at most the second.
-STEEP, STEEPEST = 16.0, 2.0**64
+STEEP, STEEPEST = 16.0, 2.0**100
 
 
 class Terms(NamedTuple):

@@ -109,7 +109,7 @@ def _philox(*numbers: Any) -> tuple[Tensor, ...]:
 def round_steep(slope: Any) -> Any:
     """Do what `library.terms.round_steep` does; an interpreted number has no bits."""
     bits = torch.tensor(float(slope)).view(torch.int32)
-    rounded = ((bits + 128) & -256).view(torch.float32).clamp(-(2.0**64), 2.0**64)
+    rounded = ((bits + 128) & -256).view(torch.float32).clamp(-(2.0**100), 2.0**100)
     return scalar(rounded.item()) if abs(slope) > library_terms.STEEP.value else slope
 
 

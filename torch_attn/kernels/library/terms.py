@@ -22,7 +22,7 @@ from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 MOST_SHARING = 2
 # Slopes above the first are rounded, and all are at most the second.
 STEEP = tl.constexpr(16.0)
-STEEPEST = tl.constexpr(2.0**64)
+STEEPEST = tl.constexpr(2.0**100)
 
 
 class Bias(NamedTuple):
