@@ -61,7 +61,7 @@ class HostKeys(Peers):
             gradients: sums of the gradients of k and v of every rank, float32 in host memory.
             device: that computes.
         """
-        self.rank, self.size, self.group = rank, len(keys), "one process"
+        self.rank, self.size, self.group = rank, len(keys), type(self)
         self._keys, self._gradients, self._device = keys, gradients, device
         self._copies = torch.cuda.Stream() if device == "cuda" else None
 

@@ -62,12 +62,14 @@ def attention(
     """
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)
-    results = _attention(operands, spec, backends, implementation, return_lse)
+    # JAX does not take symbolic zeros inside of `shard_map`: there all operands get gradients.
+    is_shard = bool(jax.sharding.get_abstract_mesh().manual_axes)
+    run = _attention_of_shard if is_shard else _attention
+    results = run(operands, spec, backends, implementation, return_lse)
     return once(results, spec.function)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _attention(operands, spec, backends, implementation, return_lse):
+def _undifferentiated(operands, spec, backends, implementation, return_lse):
     return _returned(_forward(operands, spec, backends), spec, return_lse)
 
 
@@ -83,6 +85,10 @@ def _attention_fwd(operands, spec, backends, implementation, return_lse):
     needed = (x is not None and x.perturbed for x in operands)
     frozen = frozen_operands(operands._fields, operands, needed)
     operands = jax.tree.map(lambda x: x.value, operands)
+    return _saving_fwd(operands, spec, backends, implementation, return_lse, frozen)
+
+
+def _saving_fwd(operands, spec, backends, implementation, return_lse, frozen=()):
     results = _forward(operands, spec, backends)
     rest = results[2] if spec.terms else None
     # Names are a tree without arrays.
@@ -104,7 +110,10 @@ def _attention_bwd(spec, backends, implementation, return_lse, residuals, gradie
     return (_backward(dout, dlse, *residuals, spec, backends),)
 
 
+_attention = jax.custom_vjp(_undifferentiated, nondiff_argnums=(1, 2, 3, 4))
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
+_attention_of_shard = jax.custom_vjp(_undifferentiated, nondiff_argnums=(1, 2, 3, 4))
+_attention_of_shard.defvjp(_saving_fwd, _attention_bwd)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

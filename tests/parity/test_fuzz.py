@@ -200,12 +200,12 @@ def test_what_jax_compiles_runs_one_problem_of_a_group(jax, monkeypatch):
 def test_pools_without_gaps_for_kernels_that_refuse_others(refuses_all, monkeypatch):
     """Call a refusal a failure if the layout has no part in it."""
 
-    def call(side, case, inputs, implementation):
+    def call(side, case, inputs, implementation, constants):
         gaps = {name for name in inputs if not inputs[name].is_contiguous()}
         seen.append(gaps)
         if refuses_all or gaps & {"k_pages", "v_pages"}:
             raise NotImplementedError("k_pages: expected a contiguous pool")
-        return right(side, case, inputs, "reference")
+        return right(side, case, inputs, "reference", constants)
 
     seen, right = [], trial.call
     monkeypatch.setattr(trial, "call", call)

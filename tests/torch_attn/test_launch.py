@@ -229,14 +229,14 @@ def test_a_backward_launches_the_kernels_that_have_configurations(
     operands = flash_operands(spec, lambda dtype, *shape: torch.empty(shape), sinks=False)
     out, lse = torch.empty_like(operands.q), torch.empty(1, 2, 200)
     backend = Backend(family, target)
-    family.function("flash_bwd")(out, None, operands, out, lse, spec, backend)
+    family.function("flash_bwd")(out, None, operands, out, lse, None, spec, backend)
     others = {"flash_fwd"}
     if target == "sm90":  # where the kernel of dk and dv prepares rows and makes dq itself
         others |= {"flash_bwd_preprocess", "flash_bwd_postprocess"}
     assert [*launched] == [name for name in backend.configs(spec) if name not in others]
     if (target, "flash_bwd_dq" in launched) == ("sm90", True):
         # It reads what a preprocess would, and writes the rows that the kernel of dk and dv reads.
-        *_, read, (given, dlse, lse2, delta), _dq, _counter, _terms, _mask = launched[
+        *_, read, (given, dlse, lse2, delta, *_rest), _dq, _counter, _terms, _mask = launched[
             "flash_bwd_dq"
         ]
         assert (read is out, given is lse, dlse) == (True, True, None)

@@ -196,7 +196,7 @@ def test_opcheck(implementation):
         torch.library.opcheck(torch.ops.torch_attn.flash_varlen_fwd.default, arguments)
     out, lse = (x.detach() for x in torch.ops.torch_attn.flash_varlen_fwd(*arguments))
     given = (*(x.detach() for x in qkv), cu, cu, sinks.detach(), *no_tree_nor_terms)
-    arguments = (out, lse, *given, out, lse, "sinks", *options)
+    arguments = (out, lse, *given, out, lse, None, "sinks", *options)
     torch.library.opcheck(torch.ops.torch_attn.flash_varlen_bwd.default, arguments)
 
 

@@ -55,7 +55,7 @@ class Trials:
         self._arguments: tuple[Any, ...] = (operands,)
         if self._function == "flash_bwd":
             outputs = self._prepare("flash_fwd")()
-            self._arguments = (arrays["dout"], arrays["dlse"], operands, *outputs)
+            self._arguments = (arrays["dout"], arrays["dlse"], operands, *outputs, None)
 
     def call(self, config: KernelConfig) -> Callable[[], Any]:
         """Return a call of the function with this configuration, checked.
