@@ -56,7 +56,7 @@ class Alone(Peers):
             shards: keys and values of every rank.
             sent: the gradients that the ranks sent last, by receiver, sender and token.
         """
-        self.rank, self.size, self.group = rank, len(shards), "one process"
+        self.rank, self.size, self.group = rank, len(shards), type(self)
         self._shards, self._sent = shards, sent
 
     def exchange(

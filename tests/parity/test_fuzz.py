@@ -156,7 +156,7 @@ SMALL = FlashCase("small", 1, 20, 30, 2, 1, 16, causal=True, scale=0.3)
 
 
 def test_a_right_problem_passes_in_every_layout():
-    problem = Problem(SMALL, {"q": Rows(True, 1, 1), "dout": Rows(True)}, 3.0, "unaligned")
+    problem = Problem(SMALL, {"q": Rows(True, 1, 1), "dout": Rows(True)}, 3.0, hook="unaligned")
     result = run_problem(problem, [[TORCH, Subject("pallas_attn", "triton")]], "cpu")
     assert result.ok, result
     assert {c.subject for c in result.comparisons} == {
