@@ -17,7 +17,7 @@ PROBES = 8  # columns of each kind
 SIZES = [
     (130, 4300),
     pytest.param(
-        8200, 8200, marks=pytest.mark.skipif(not ON_GPU, reason="an interpreter takes minutes")
+        8200, 12400, marks=pytest.mark.skipif(not ON_GPU, reason="an interpreter takes minutes")
     ),
 ]
 
