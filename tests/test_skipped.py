@@ -1,4 +1,4 @@
-"""What a run says of files that it skipped."""
+"""Hold what a run says of files that it skipped."""
 
 import pytest
 

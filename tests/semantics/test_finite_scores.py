@@ -48,7 +48,7 @@ def test_any_number_may_hide_keys(side, implementation, torch_device, case):
 
 
 def test_a_row_of_one_value_has_the_mean(side, implementation, torch_device):
-    """What it passes on to values is its gradient, once."""
+    """Pass the gradient on to the values once, not once for each key."""
     case = FlashCase("one value", 1, 30, 40, 1, 1, 16, dtype="float32", bias="bqk")
     for value in VALUES[2:]:
         inputs = make_inputs(case, torch_device)
