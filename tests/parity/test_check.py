@@ -177,7 +177,7 @@ def test_a_row_of_hidden_keys_does_not_loosen_the_others():
 
 
 def test_a_window_that_is_a_key_too_narrow_is_found():
-    """Of more than a thousand keys that each row sees."""
+    """Give each row more than a thousand keys."""
     case = FlashCase("narrow", 1, 1300, 1300, 1, 1, 16, window_size=(1023, 0))
     inputs = make_inputs(case, "cpu")
     (expected,) = expectations(inputs, parts_of(case.spec))

@@ -50,7 +50,7 @@ def test_nothing_is_allocated_or_launched(by, batch, wide_bias, deterministic):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What is frozen in each backward of the reference."""
+    """Return what is frozen in each backward of the reference."""
     original, found = reference.flash_bwd, []
 
     def spy(*args):
@@ -113,7 +113,7 @@ def test_what_needs_no_gradient_is_frozen(torch_device, seen, way):
 
 
 def test_compiled_ahead_of_the_first_backward(monkeypatch):
-    """What compiles beside a forward is what its backward will launch."""
+    """Compile beside a forward what its backward will launch."""
     specs = []
     monkeypatch.setattr(
         DENSE, "run_backward", lambda function, spec, *_: specs.append(spec), raising=True
