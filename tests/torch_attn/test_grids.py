@@ -22,7 +22,6 @@ PAGES = {"heads_kv": 1, "head_dim": 16, "page_size": 1, "max_pages": 1, "dtype":
 CASES = (
     *(FlashCase(f"bias {x}", MANY, **ONE | {"seq_q": 2}, bias=x) for x in ("hqk", "hq", "k")),
     FlashCase("bias of heads", 1, **ONE | {"heads_q": MANY, "seq_kv": 2}, bias="hk"),
-    FlashCase("table", 1, **ONE | {"heads_q": MANY}, relative=1),
     FlashCase("batch", MANY, **ONE, relative=1, sinks=True),
     FlashCase("ids", MANY, **ONE, segments="documents"),
     FlashCase("tree", MANY, **ONE, tree="nested", causal=True),
