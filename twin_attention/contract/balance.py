@@ -1,8 +1,8 @@
-"""Deal out documents to ranks, with equal causal work and few documents shared between ranks.
+"""Deal out documents to ranks with equal causal work, and few documents shared between ranks.
 
-A rank that holds a whole document reads it without an exchange. So a document is cut only if work
-would otherwise be unequal. Its *degree* is the number of ranks that share it. Each of these has a
-part from the front and the matching part from the back, as in "zigzag", and so equal work.
+A rank reads a whole document without an exchange, so a document is cut only if work would otherwise
+be unequal. Its *degree* is the number of ranks that share it. Each of them has a part from the
+front and the matching part from the back, as in "zigzag".
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ class _Share(NamedTuple):
     """Tokens of a document that one rank holds.
 
     Attributes:
-        document: the document.
         parts: for each run of tokens, its first position, and one past its last.
-        num_tokens: of all parts.
         work: pairs that these tokens see under a causal mask.
     """
 
@@ -65,13 +63,7 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Rank:
-    """Hold what a rank has.
-
-    Attributes:
-        room: tokens that it can still take.
-        work: pairs in its shares.
-        shares: what it took.
-    """
+    """Hold a rank's shares, its work in pairs, and its room for more tokens."""
 
     room: int
     work: int = 0
@@ -84,15 +76,13 @@ class _Rank:
 
 
 def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarray:
-    """Return the rank that holds each token, [seq_len] int32. All ranks hold the same number.
+    """Return the rank that holds each token, [seq_len] int32; all ranks hold the same number.
 
-    Deal out all documents, raise the degree of one that the rank with most work holds, and repeat
-    until work is equal or no degree can grow.
+    Deal out all documents, raise the degree of one on the rank with most work, and repeat until
+    work is equal or no degree can grow.
 
     Args:
-        offsets: of documents; the last one is where padding begins.
-        seq_len: tokens, a multiple of `size`.
-        size: number of ranks.
+        offsets: of documents; padding begins at the last one.
     """
     local_len = seq_len // size
     documents = [_Document(start, end) for start, end in pairwise(offsets) if start < end]
@@ -142,7 +132,7 @@ def _shares(document: _Document, degree: int) -> Iterator[_Share]:
 
 
 def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Rank]:
-    """Deal out documents: the costliest share first, to the rank with least work that has room.
+    """Deal out the costliest shares first, each to the rank with least work that has room.
 
     The shortest documents, and shares that fit nowhere, then fill the ranks one after the other.
     """
@@ -194,10 +184,10 @@ def _pour(shares: Sequence[_Share], ranks: Sequence[_Rank]) -> None:
 def _document_to_cut(
     rank: _Rank, degrees: dict[_Document, int], local_len: int, size: int, mean: float
 ) -> _Document | None:
-    """Return the document whose degree should grow, one of a rank that has too much work.
+    """Return the document whose degree should grow on a rank with too much work.
 
-    It is the shortest one whose cut takes enough work from the rank, since then the fewest keys
-    travel. If there is none, it is the one whose cut takes most.
+    Choose the shortest one whose cut takes enough work from the rank, since then the fewest keys
+    travel; otherwise the one whose cut takes most.
     """
     length_least = max(_SHARE_LEAST * local_len, 1)
 

@@ -1,17 +1,16 @@
 """Block masks: which tiles of the scores block-sparse attention computes.
 
-A tile is 64 or 128 queries by 64 or 128 keys. A mask is an array of booleans, True for a tile that
-is kept: ``[tiles_q, tiles_kv]``, with leading axes for heads and for sequences if these have their
-own masks. The number of tiles gives their size, since lengths are known: 1000 queries are 16 tiles
-of 64, or 8 of 128. The end of a sequence may cut off the last tile.
+A mask is an array of booleans, True for a tile that is kept: ``[tiles_q, tiles_kv]``, with leading
+axes if heads or sequences have masks of their own. A tile is 64 or 128 queries by 64 or 128 keys;
+lengths and the number of tiles give its size: 1000 queries are 16 tiles of 64, or 8 of 128. The
+last tile may be cut off.
 
-Kernels take the same mask as lists, a `BlockMask`. For every tile of queries it lists the kept
-tiles of keys, which the forward and dq walk; for every tile of keys it lists the kept tiles of
-queries, for dk and dv. So only kept tiles cost anything. Causal masks and windows apply within
-them: a tile that they hide is skipped, and only tiles at their edges are masked.
+Kernels take the mask as lists, a `BlockMask`, so only kept tiles cost anything. Causal masks and
+windows apply within them: a tile that they hide is skipped, and only tiles at their edges are
+masked.
 
 The functions below make NumPy masks, which ``|`` and ``&`` combine. They count in tiles: tile i of
-the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys, as queries do at keys.
+the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys.
 """
 
 from __future__ import annotations
@@ -32,15 +31,14 @@ class BlockMask(NamedTuple, Generic[X]):
     """The tiles that a block mask keeps, as lists: one framework's int32 arrays, on one device.
 
     Bm is 1 or B, and Hm is 1 or Hq: one mask for all sequences or heads, or one for each. Each list
-    holds increasing numbers. This is not checked on the device: other lists give other results, but
-    no memory outside the operands is read. Entries past a list's count never matter.
+    increases. This is not checked on the device: other lists give other results, but no memory
+    outside the operands is read. Entries past a list's count never matter.
 
     Args:
         kv_counts: [Bm, Hm, tiles_q], how many tiles of keys each tile of queries keeps.
-        kv_tiles: [Bm, Hm, tiles_q, width], which tiles these are. The width is at least the largest
-            count.
+        kv_tiles: [Bm, Hm, tiles_q, width], which ones; width is at least the largest count.
         q_counts: [Bm, Hm, tiles_kv], how many tiles of queries keep each tile of keys.
-        q_tiles: [Bm, Hm, tiles_kv, width], which tiles these are.
+        q_tiles: [Bm, Hm, tiles_kv, width], which ones.
 
     Example::
 
@@ -85,7 +83,7 @@ class BlockMask(NamedTuple, Generic[X]):
 
 
 def local_tiles(tiles_q: int, tiles_kv: int, left: int, right: int) -> np.ndarray:
-    """Return the mask of a band: each tile sees `left` tiles before its own and `right` after.
+    """Return the band in which each tile sees `left` tiles before its own and `right` after.
 
     Returns:
         [tiles_q, tiles_kv] bool.
@@ -135,8 +133,8 @@ def random_tiles(tiles_q: int, tiles_kv: int, num_tiles: int, seed: int) -> np.n
 def document_tiles(q_ids: np.ndarray, kv_ids: np.ndarray, tile_q: int, tile_kv: int) -> np.ndarray:
     """Return the mask of tiles that share a document.
 
-    If documents begin at multiples of a tile, this mask does what segment ids do. Otherwise a tile
-    is kept as a whole, and a query also sees neighbouring documents in it.
+    If documents begin at multiples of a tile, this mask does what segment ids do. Otherwise a query
+    also sees neighbouring documents in its tiles.
 
     Args:
         q_ids: [Sq] or [B, Sq], the document of each query; a negative number is padding.

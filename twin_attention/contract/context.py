@@ -1,10 +1,9 @@
 """Context parallel attention: which rank holds which tokens of a sequence, and who sees whom.
 
 A plan is made on the host from numbers alone. A rank's tokens are in the order of the sequence. A
-query sees an interval of positions: from its document's first token, or the window's left end, to
-itself or the window's right end. So it sees an interval of any rank's keys too, and the bounds of
-these intervals never decrease from one query to the next. A kernel needs to know only these bounds
-(`Intervals`), whatever the layout.
+query sees an interval of positions, so it sees an interval of any rank's keys as well, and the
+bounds never decrease from one query to the next. A kernel needs only these bounds (`Intervals`),
+whatever the layout.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
 
 
 class Intervals(NamedTuple):
-    """Which rows of the other axis each row sees, int32.
-
-    Bounds never decrease from one row to the next.
+    """Which rows of the other axis each row sees: int32 bounds that never decrease.
 
     Attributes:
         key_begins, key_ends: [Sq], the first key that each query sees, and one past the last.
@@ -50,7 +47,7 @@ class Runs(NamedTuple):
 
     Attributes:
         starts: [size, runs] int32, the first position of each run.
-        counts: [size, runs] int32, the number of its tokens; 0 for runs that only other ranks have.
+        counts: [size, runs] int32, its tokens; 0 for runs that only other ranks have.
         step: distance from one position of a run to the next.
     """
 
@@ -77,7 +74,7 @@ class ContextPlan:
         seq_len: tokens of the sequence, or of all packed documents with their padding.
         size: number of ranks.
         layout: one of `LAYOUTS`.
-        cu_seqlens: offsets of packed documents, the last one where padding begins; None without
+        cu_seqlens: offsets of packed documents, padding behind the last one; None without
             documents.
     """
 
@@ -148,7 +145,7 @@ class ContextPlan:
         return np.argsort(self.positions_by_rank.reshape(-1), kind="stable").astype(np.int32)
 
     def documents(self, rank: int) -> np.ndarray:
-        """Return the first position of the document of each of a rank's tokens, [local_len] int32.
+        """Return where the document of each of a rank's tokens begins, [local_len] int32.
 
         A position minus this is the position within the document, as rotary embeddings need it.
         """
@@ -164,9 +161,8 @@ class ContextPlan:
         return np.where(token < self._num_tokens, ids, -1).astype(np.int32)
 
     def bounds(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first position that each token sees, and one past the last, [seq_len] int32.
-
-        Padding sees nothing.
+        """Return the first position that each token sees, and one past the last, [seq_len] int32;
+        padding sees nothing.
         """
         token, left, right = np.arange(self.seq_len), window.left, window.right
         offsets = np.asarray(self.cu_seqlens or (0, self.seq_len))
@@ -181,12 +177,11 @@ class ContextPlan:
         return begins, ends
 
     def intervals(self, rank: int, window: Window, rank_kv: int | None = None) -> Intervals:
-        """Return which keys of one rank another rank's queries see.
+        """Return which keys of `rank_kv` the queries of `rank` see.
 
         Args:
-            rank: of the queries.
             window: `causal` included.
-            rank_kv: of the keys; None is the whole sequence in order.
+            rank_kv: None is the whole sequence in order.
         """
         begins, ends = (bound[self.positions(rank)] for bound in self.bounds(window))
         keys = np.arange(self.seq_len, dtype=np.int32)
@@ -216,11 +211,11 @@ class ContextPlan:
 
 
 def intervals_of(begins: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> Intervals:
-    """Return which keys each query sees, from the positions that it sees and the keys' positions.
+    """Return which keys each query sees.
 
     Args:
         begins, ends: [Sq] int32, the first position that each query sees, and one past the last.
-        positions: [Skv] int32, increasing.
+        positions: [Skv] int32, of the keys, increasing.
     """
 
     def search(bounds: np.ndarray, x: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:
@@ -246,12 +241,12 @@ def context_plan(
     Args:
         seq_len: tokens of the whole sequence, a multiple of `size`.
         size: ranks that share it.
-        layout: "contiguous": rank r has the r-th part, so under a causal mask the last rank has
-            most work. "zigzag": of 2 · size parts, rank r has the r-th from the front and the r-th
-            from the back, so causal work is equal; `seq_len` is a multiple of 2 · size. "stripe":
-            rank r has every size-th token from the r-th on. "balanced": whole documents, and equal
-            shares of a few long ones as in "zigzag", dealt out so that no rank has more than 1.05
-            times the mean causal work. With few tokens per rank it may have more.
+        layout: "contiguous": rank r has the r-th part; under a causal mask the last rank has most
+            work. "zigzag": of 2 · size parts, rank r has the r-th from the front and the r-th from
+            the back, so causal work is equal; `seq_len` is a multiple of 2 · size. "stripe": rank r
+            has every size-th token from the r-th on. "balanced": whole documents, and equal shares
+            of a few long ones as in "zigzag"; no rank has more than 1.05 times the mean causal
+            work, unless ranks have few tokens.
         cu_seqlens: [N + 1], offsets of packed documents as in `flash_attention_varlen`, but numbers
             on the host. Tokens past the last one are padding. None is one document.
 
@@ -282,8 +277,7 @@ def shard_sequence(x: Any, plan: ContextPlan, rank: int | None = None, axis: int
     Args:
         x: an array of any library, `plan.seq_len` long along `axis`. It may be traced.
         plan: where the tokens go.
-        rank: whose tokens to return; None is all ranks', one rank after the other, as JAX shards an
-            axis.
+        rank: whose tokens; None joins all ranks' in rank order, as JAX shards an axis.
         axis: of the tokens.
 
     Raises:
@@ -295,11 +289,11 @@ def shard_sequence(x: Any, plan: ContextPlan, rank: int | None = None, axis: int
 
 
 def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
-    """Return the whole sequence from all ranks' tokens, in order: undo `shard_sequence`.
+    """Return the whole sequence from all ranks' tokens: undo `shard_sequence`.
 
     Args:
-        xs: a list of each rank's tokens, `plan.local_len` long along `axis`; or one array of all of
-            them, one rank after the other.
+        xs: a list of each rank's tokens, `plan.local_len` long along `axis`; or one array that
+            joins them in rank order.
         plan: where they came from.
         axis: of the tokens.
 

@@ -1,7 +1,6 @@
 """Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
 
-The cost of a decode or of packed sequences depends on their lengths, that of block-sparse attention
-on its mask, and that of a tree on its ends. None of these is part of the description.
+Lengths, block masks and trees change a cost, but are no part of a spec: functions take them.
 """
 
 from __future__ import annotations
@@ -61,32 +60,32 @@ def backward_flops(spec: AttentionSpec) -> int:
 
 
 def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count as `forward_flops` does, over the pairs that this mask keeps."""
+    """Count `forward_flops` over the pairs that this mask keeps."""
     return _forward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count as `backward_flops` does, over the pairs that this mask keeps."""
+    """Count `backward_flops` over the pairs that this mask keeps."""
     return _backward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count as `forward_flops` does, over the pairs that these ends keep."""
+    """Count `forward_flops` over the pairs that these ends keep."""
     return _forward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count as `backward_flops` does, over the pairs that these ends keep."""
+    """Count `backward_flops` over the pairs that these ends keep."""
     return _backward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count as `forward_flops` does for packed sequences of these (query, key) lengths."""
+    """Count `forward_flops` of packed sequences of these (query, key) lengths."""
     return sum(forward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
 def varlen_backward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count as `backward_flops` does for packed sequences of these (query, key) lengths."""
+    """Count `backward_flops` of packed sequences of these (query, key) lengths."""
     return sum(backward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
@@ -104,7 +103,7 @@ def backward_bytes(spec: AttentionSpec) -> int:
 
 
 def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Count the operations of a decode's two matrix products for sequences of these lengths."""
+    """Count the operations of a decode's two matrix products for these lengths."""
     pairs = sum(
         len(spec.visible_keys(token, length)) for length in lengths for token in range(spec.tokens)
     )
@@ -112,7 +111,7 @@ def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Count the bytes of keys and values that a decode sees, for sequences of these lengths."""
+    """Count the bytes of keys and values that a decode sees for these lengths."""
     keys = sum(len(_keys_seen(spec, length)) for length in lengths)
     return keys * spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype_bits // 8
 
@@ -134,15 +133,12 @@ def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def paged_flops(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """Count as `decode_flops` does, for sequences given as (new tokens, keys)."""
+    """Count `decode_flops` of sequences given as (new tokens, keys)."""
     return sum(decode_flops(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
 
 
 def paged_bytes(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """Count as `decode_bytes` does, for sequences given as (new tokens, keys).
-
-    The offsets of the sequences are operands as well.
-    """
+    """Count `decode_bytes` of sequences given as (new tokens, keys), and their offsets."""
     each = sum(decode_bytes(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
     return each + 4 * (spec.batch + 1)
 
@@ -171,7 +167,7 @@ def _backward_flops(spec: AttentionSpec, pairs: int) -> int:
 def _pairs_before(spec: AttentionSpec, start: Any, rows: Any, edge: Any) -> Any:
     """Count the pairs in the window of `rows` queries from `start` on with the keys before `edge`.
 
-    Takes integers, or arrays of them that broadcast.
+    Takes integers, or arrays that broadcast.
     """
     left, right = spec.position_window.left, spec.position_window.right
     position = spec.diagonal + start

@@ -1,10 +1,9 @@
 """Dropout: which probabilities are dropped, bit by bit the same wherever they are computed.
 
-A stateless generator, Philox 4x32 with 7 rounds, takes the seed as its key; its counter is made of
-batch element, query head, and blocks of queries and keys. A call gives four 32-bit words: 16 bits
-for each of 8 pairs, queries i and i + 8 with keys j, j + 8, j + 16 and j + 24. In a tensor core's
-layout one thread holds these pairs, whether queries or keys are the rows of a tile, so it draws
-once for all of them.
+Philox 4x32 with 7 rounds takes the seed as its key. Its counter is made of batch element, query
+head, and blocks of queries and keys. A call gives 16 bits for each of 8 pairs: queries i and i + 8
+with keys j, j + 8, j + 16 and j + 24. In a tensor core's layout one thread holds these pairs,
+whether queries or keys are the rows of a tile, so it draws once for all of them.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2: 7 rounds are the
 fewest that pass BigCrush.
@@ -29,7 +28,7 @@ class DropoutRule(NamedTuple):
 
     Attributes:
         threshold: a pair is dropped if its 16 bits are below this, from 1 to 65535.
-        scale: factor of the kept probabilities, one over the share that is kept.
+        scale: one over the share that is kept.
     """
 
     threshold: int
@@ -49,16 +48,14 @@ def dropout_weights(
     rule: DropoutRule,
     dtype: Any,
 ) -> Array:
-    """Return the factors of probabilities: 0 where they are dropped, else the scale.
+    """Return the factors of probabilities: 0 if dropped, otherwise the scale.
 
     Args:
         xp: array namespace.
         seed: [2] int32 or uint32.
-        counters: batch element, query head, query and key of each probability, integers that
-            broadcast against each other. Queries and keys are counted from the first of their
-            sequence.
-        rule: of the problem.
-        dtype: of the result.
+        counters: batch element, query head, query and key of each probability, counted from the
+            first of their sequence; integers that broadcast.
+        rule, dtype: of the problem, and of the result.
     """
     word = _word(xp, seed)
     batch, head, query, key = (xp.astype(x, word) for x in counters)

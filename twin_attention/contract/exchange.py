@@ -24,8 +24,8 @@ _PIECES_BESIDE = 8
 _FLOPS = 650e12  # a second, of the kernels
 _MEMORY = 3e12  # bytes a second
 _LINK = 240e9  # bytes a second that one rank receives
-# Host seconds: for the launches of a step, to begin an exchange, and for the keys and values of a
-# run of rows that is sent, received or put in its place.
+# Seconds of the host: to launch a step, to begin an exchange, and for a run of rows of keys and
+# values.
 _STEP, _EXCHANGE, _RUN = 30e-6, 100e-6, 20e-6
 _RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
         rank: the other rank, which receives or sends them.
         start, end: which rows of the sender's tensors.
         token: the first row's index among the tokens of the rank that holds the keys.
-        place: the first row's index among the rows that the receiver receives.
+        place: the first row's index among the receiver's received rows.
     """
 
     rank: int
@@ -51,9 +51,8 @@ class Step(NamedTuple):
     """The keys that a rank reads at a time, and what it exchanges for them.
 
     Attributes:
-        received: the keys that arrive, in the order in which they are stored, own keys included.
-        order: [rows] int64, the row of each key among the received ones; None if they arrive in the
-            order of the sequence.
+        received: the keys that arrive, own keys included, in the order in which they are stored.
+        order: [rows] int64, the row of each key among the received ones; None in sequence order.
         intervals: which of the keys each query sees.
         sent: own keys that go to other ranks in this step.
         returned: rows of the step's gradients that go back to other ranks.
@@ -79,13 +78,13 @@ class Hop(NamedTuple):
     Attributes:
         distance: rank r reads keys of rank ``(r - distance) % size``.
         routes: the ranks that send keys, and to whom.
-        sent: [size, rows] int32, the rows that each rank sends, `local_len` past the last; None if
-            it sends all of its own.
+        sent: [size, rows] int32, the rows that each rank sends, padded with `local_len`; None if
+            all.
         places: [size, local_len] int32, the place of each of a rank's rows among `sent`, `rows` if
             it is not sent; None if all are sent.
-        positions: [size, rows] int32, positions of the keys that each rank reads, `seq_len` past
-            the last; None if it reads all of the other rank's.
-        runs: the same positions, without the entries past the last.
+        positions: [size, rows] int32, positions of the keys that each rank reads, padded with
+            `seq_len`; None if it reads all of the other rank's.
+        runs: the same positions, without padding.
     """
 
     distance: int
@@ -112,13 +111,8 @@ class _Keys(NamedTuple):
 def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) -> tuple[Step, ...]:
     """Return the steps in which a rank reads all keys that its queries see, its own first.
 
-    All ranks have the same number of steps.
-
-    Args:
-        plan: who holds which tokens.
-        window: `causal` included.
-        exchange: "ring", a step for the keys of each rank; or "gather", one step.
-        rank: whose steps.
+    All ranks have the same number of steps: with `exchange` "ring", a step for the keys of each
+    rank; with "gather", one. `window` includes `causal`.
     """
     size = plan.size
     if exchange == "gather":
@@ -135,11 +129,7 @@ def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) 
 def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
     """Return the hops of a ring whose ranks all send the same number of keys, own keys first.
 
-    Programs that are the same on all ranks need such hops: what one rank must send, all send.
-
-    Args:
-        plan: who holds which tokens.
-        window: `causal` included.
+    One program for all ranks needs such hops: what one rank must send, all send.
     """
     size, local, needed = plan.size, plan.local_len, plan.needed(window)
     found = []
@@ -168,11 +158,7 @@ def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
 def _step(
     plan: ContextPlan, window: Window, rank: int, holders: dict[int, tuple[int, ...]]
 ) -> Step:
-    """Return a step of a rank.
-
-    Args:
-        holders: the ranks whose keys this rank reads, and the ranks that read its keys.
-    """
+    """Return a step of a rank; `holders` are the ranks that exchange keys with it in this step."""
     keys = {q: _keys_of(plan, window, q, ranks) for q, ranks in holders.items()}
     sent = [rows._replace(rank=q) for q in keys if q != rank for rows in keys[q].of(rank)]
     returned = [
@@ -186,11 +172,7 @@ def _step(
 
 
 def _gathered(keys: dict[int, _Keys], holder: int) -> Iterable[Rows]:
-    """Yield the rows of other ranks' steps whose gradients a holder of keys receives.
-
-    Args:
-        keys: of every rank that reads some of the holder's.
-    """
+    """Yield the rows of other ranks' steps whose gradients a holder of keys receives."""
     place = 0
     for rank in sorted(keys.keys() - {holder}):
         for _, first, end, token, start in keys[rank].of(holder):
@@ -209,7 +191,7 @@ def _placed(received: Iterable[Rows]) -> Iterable[Rows]:
 
 @lru_cache(maxsize=1024)
 def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, ...]) -> _Keys:
-    """Return the keys of some ranks that one rank's queries see, in the order of the sequence."""
+    """Return the holders' keys that a rank's queries see, in the order of the sequence."""
     begins, ends = _bounds(plan, window)[:, plan.positions_by_rank[rank]]
     held = [rows for holder in holders for rows in _needed(plan, window, rank, holder)]
     holder_of = np.concatenate(
@@ -294,8 +276,6 @@ def choose_exchange(
     Args:
         exchange: what the caller asked for; None takes "ring" or "gather", whichever forward is
             estimated to be faster.
-        plan: of the sequence.
-        window: `causal` included.
         spec: of a rank's queries and its own keys.
         one_program: all ranks run the same program, and None takes "ring".
     """
@@ -310,12 +290,8 @@ def choose_exchange(
 
 
 class _Sizes(NamedTuple):
-    """Hold the cost of a pair of tokens and of a row.
-
-    Attributes:
-        flops: of a pair, forward.
-        out: bytes of a query's row of out in float32.
-        keys: bytes of a row of keys and values.
+    """Hold the operations of a pair, and the bytes of a query's out and of a token's keys and
+    values.
     """
 
     flops: int
@@ -389,13 +365,7 @@ def describe_exchange(
 def problem_of_rank(
     exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
 ) -> AttentionSpec:
-    """Return the problem that a rank's kernels solve.
-
-    Args:
-        exchange: the chosen exchange.
-        spec: of a rank's queries and keys, a `PartialSpec`.
-        plan, options: of the call.
-    """
+    """Return the problem that a rank's kernels solve; `spec` describes its queries and keys."""
     if exchange == "ring":
         return spec
     if exchange == "gather":

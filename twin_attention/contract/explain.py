@@ -17,14 +17,12 @@ class Explanation:
         device: the device's name, such as "cpu" or "NVIDIA H200".
         target: "sm80" or "sm90" for compiled kernels, else None.
         reason: one sentence on why.
-        configs: the configuration of each kernel that would run. A kernel that does not fit the
-            device's shared memory runs with fewer stages (docs/targets.md).
-        num_splits: parts that a paged decode divides each sequence's keys into; None elsewhere.
+        configs: the configuration of each kernel; one that does not fit the device's shared memory
+            runs with fewer stages (docs/targets.md).
+        num_splits: parts that a paged decode divides each sequence's keys into, or None.
         passed_over: a line for each faster family that does not run the call, with the reason.
-        by_name: families of the other side that a caller may request by name; whether one supports
-            the problem is said only then.
-        foreign: the kernels' package, such as "torch_attn", if the other side launches them; None
-            for a side's own.
+        by_name: the other side's families, which a caller may request by name.
+        foreign: the kernels' package, such as "torch_attn", if the other side launches them.
         backward: what a backward would run, or why it would be refused, if the forward's family
             does not run it; else None.
         exchange: how ranks exchange keys, why, and in how many steps; None without ranks.

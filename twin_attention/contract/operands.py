@@ -20,26 +20,24 @@ FREEZABLE = ("sinks", "bias", "relative_bias")
 
 
 class FlashOperands(NamedTuple, Generic[X]):
-    """Operands of `flash_attention`, or their gradients.
+    """Operands of `flash_attention`, or their gradients. What may be omitted is None.
 
     Attributes:
         q: [B, Sq, Hq, D].
         k: [B, Skv, Hkv, D].
         v: [B, Skv, Hkv, Dv].
-        sinks: [Hq] float32, one logit per head in the denominator, or None.
+        sinks: [Hq] float32, one logit per head in the denominator.
         q_segment_ids, kv_segment_ids: [B, Sq] and [B, Skv] int32, the segment of each token,
-            negative for padding; or both None.
-        kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key; or None.
-        q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions;
-            or both None.
-        bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype, added to each score; or
-            None.
+            negative for padding.
+        kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key.
+        q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype, added to each score.
         relative_bias: [Hq, 2R + 1] float32 or q's dtype, added to a score by the key's distance
-            from the query, clipped to -R .. R; or None.
+            from the query, clipped to -R .. R.
         alibi_slopes: [Hq] or [B, Hq] float32, subtracted once for each position between query and
-            key; or None. Slopes are constants, without a gradient.
+            key. Slopes are constants, without a gradient.
         dropout_seed: [2] int32 or uint32, the key of the generator that decides which probabilities
-            are dropped; or None.
+            are dropped.
     """
 
     q: X
@@ -58,7 +56,7 @@ class FlashOperands(NamedTuple, Generic[X]):
 
 
 class VarlenOperands(NamedTuple, Generic[X]):
-    """Operands of `flash_attention_varlen`.
+    """Operands of `flash_attention_varlen`; those not listed are as in `FlashOperands`.
 
     Attributes:
         q: [Tq, Hq, D], the queries of all sequences one after the other.
@@ -66,12 +64,9 @@ class VarlenOperands(NamedTuple, Generic[X]):
         v: [Tkv, Hkv, Dv].
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, the offset of each sequence's first token, then
             the end of the last sequence; tokens from there on are padding.
-        sinks: [Hq] float32, one logit per head in the denominator, or None.
-        kv_ends: [Tkv] int32, as in `FlashOperands`, counted from the sequence's first key.
-        q_depths, kv_depths: [Tq] and [Tkv] int32, as in `FlashOperands`.
-        relative_bias: [Hq, 2R + 1], as in `FlashOperands`.
-        alibi_slopes: [Hq] or [N, Hq] float32, as in `FlashOperands`.
-        dropout_seed: [2] int32 or uint32, as in `FlashOperands`.
+        kv_ends: [Tkv] int32, counted from the sequence's first key.
+        q_depths, kv_depths: [Tq] and [Tkv] int32.
+        alibi_slopes: [Hq] or [N, Hq] float32.
     """
 
     q: X
@@ -89,13 +84,8 @@ class VarlenOperands(NamedTuple, Generic[X]):
 
 
 class BlockSparseOperands(NamedTuple, Generic[X]):
-    """Operands of `block_sparse_attention`.
-
-    Attributes:
-        q, k, v: as in `FlashOperands`.
-        kv_counts, kv_tiles, q_counts, q_tiles: the lists of
-            `twin_attention.contract.block_mask.BlockMask`.
-        sinks: [Hq] float32, one logit per head in the denominator, or None.
+    """Operands of `block_sparse_attention`: those of `FlashOperands`, and the lists of a
+    `BlockMask`.
     """
 
     q: X
@@ -113,10 +103,8 @@ class PartialOperands(NamedTuple, Generic[X]):
 
     Attributes:
         q, k, v: as in `FlashOperands`.
-        key_begins, key_ends, query_begins, query_ends: which rows see which, as
-            `twin_attention.contract.context.Intervals`.
-        sinks: [Hq] float32, one logit per head in the denominator, or None. Only the first call,
-            which has no result over other keys yet, gets them.
+        key_begins, key_ends, query_begins, query_ends: the bounds of `Intervals`.
+        sinks: as in `FlashOperands`, but only in the first call, which has no result to merge.
     """
 
     q: X
@@ -154,16 +142,16 @@ AttentionOperands = (
 
 
 class DecodeOperands(NamedTuple, Generic[X]):
-    """Operands of `paged_decode`.
+    """Operands of `paged_decode`. What may be omitted is None.
 
     Attributes:
         q: [B, T, Hq, D], or [B, Hq, D] where the public function takes it.
         k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
         block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
         seq_lens: [B] int32, including the new tokens.
-        sinks: [Hq] float32, one logit per head in the denominator, or None.
-        k_scale, v_scale: [] or [Hkv] float32, factors of the pool's numbers, or None.
-        tree_ends: [B, T] int32, the end of the range of new tokens that see each one, or None.
+        sinks: [Hq] float32, one logit per head in the denominator.
+        k_scale, v_scale: [] or [Hkv] float32, factors of the pool's numbers.
+        tree_ends: [B, T] int32, the end of the range of new tokens that see each one.
     """
 
     q: X
@@ -178,15 +166,13 @@ class DecodeOperands(NamedTuple, Generic[X]):
 
 
 class PagedOperands(NamedTuple, Generic[X]):
-    """Operands of `paged_attention`.
+    """Operands of `paged_attention`; those not listed are as in `DecodeOperands`.
 
     Attributes:
         q: [Tq, Hq, D], the new tokens of all sequences one after the other.
-        k_pages, v_pages, block_tables, seq_lens: as in `DecodeOperands`.
         cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, then the end of
             the last sequence's; tokens from there on are padding.
-        sinks, k_scale, v_scale: as in `DecodeOperands`.
-        tree_ends: [Tq] int32, as in `DecodeOperands`, counted from the sequence's first new token.
+        tree_ends: [Tq] int32, counted from the sequence's first new token.
     """
 
     q: X
@@ -202,12 +188,11 @@ class PagedOperands(NamedTuple, Generic[X]):
 
 
 class AppendOperands(NamedTuple, Generic[X]):
-    """Operands of `append_kv`.
+    """Operands of `append_kv`; those not listed are as in `DecodeOperands`.
 
     Attributes:
         k_new, v_new: [B, T, Hkv, D] and [B, T, Hkv, Dv], or without T where the public function
             takes them; with `cu_seqlens_q` packed, [Tq, Hkv, D] and [Tq, Hkv, Dv].
-        k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `DecodeOperands`.
         cu_seqlens_q: as in `PagedOperands`, or None.
         q: [B, T, Hq, D] or [Tq, Hq, D], rotated as the keys are, or None.
         rotary_cos, rotary_sin: [positions, R / 2], the rotation of each position, or None.
@@ -230,12 +215,7 @@ class AppendOperands(NamedTuple, Generic[X]):
 def frozen_operands(
     names: Iterable[str], operands: Iterable[Any], needed: Iterable[bool]
 ) -> tuple[str, ...]:
-    """Return the names of the operands that have a gradient, which need not be computed.
-
-    Args:
-        names, operands: of a call; None for an omitted operand.
-        needed: whether somebody asks for the gradient of each.
-    """
+    """Return the names of the operands whose gradient nobody needs; `needed` has a flag for each."""
     return tuple(
         name
         for name, x, is_needed in zip(names, operands, needed, strict=True)

@@ -1,8 +1,7 @@
 """Compute the terms added to scores, and their gradients, plainly over any array-API library.
 
-A term is an operand: `TERMS` of `twin_attention.contract.operands` has their names. A query's
-position is the key position that it stands at, [Sq]; a distance is a key's position minus a
-query's.
+A query's position is the key position that it stands at, [Sq]; a distance is a key's position minus
+a query's.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def added_scores(
 
     Args:
         xp: array namespace.
-        operands: those of the call.
         position: of the queries, [Sq].
         sequence: the sequence of each packed query, [Tq]; None for a dense batch.
         dtype: of the scores.

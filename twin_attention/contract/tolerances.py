@@ -1,7 +1,7 @@
 """The error budget: how wrong a result may be. Only this module defines it.
 
-`ref` is the float64 oracle on the already-rounded inputs, `lp` the same formula run plainly in the
-inputs' dtype (see `reference`), with products in TF32 if that was asked for. A result's largest
+`ref` is the float64 oracle on the already-rounded inputs; `lp` is the same formula run plainly in
+the inputs' dtype (see `reference`), with products in TF32 if that was asked for. A result's largest
 error and root mean square error may be a small multiple of `lp`'s, and so may the error of each row
 or number by itself. It must be NaN or infinite where `ref` is, and nowhere else.
 """
@@ -16,33 +16,32 @@ from array_api_compat import array_namespace
 
 Array = Any
 
-# Limits of the largest error, which are those of each row as well, and of the root mean square
-# error, in multiples of lp's.
+# Limits of the largest error, also of each row, and of the root mean square error, in multiples of
+# lp's.
 MAX_ERROR_FACTOR = {"output": 2.0, "gradient": 3.0}
 RMSE_FACTOR = {"output": 1.25, "gradient": 1.5}
-# With fewer errors, the root mean square is chance: for two sets of 4 errors from one distribution,
-# one is 1.5 times the other every fifth time. Such results are checked only by their largest error.
-# A row's elements count once: an error in a p or a ds appears in all of them. A row of zeros, such
-# as that of a key that no query sees, has no error.
+# With fewer errors, the root mean square is chance, and only the largest error is checked. A row's
+# elements count once: an error in a p or a ds appears in all of them. A row of zeros, such as that
+# of a key that no query sees, has no error.
 FEWEST_FOR_RMSE = 16
 MAX_ERROR_ULPS = 2
 LSE_TOLERANCE = 1e-5
-# An attention output is rounded, at random: its errors have a root mean square of 0.42 half ulps. p
-# is rounded too before it multiplies v, by up to half an ulp, and the same way in all rows that see
-# similar keys. lp rounds a different p, and may be lucky.
+# An attention output is rounded at random: its errors have a root mean square of 0.42 half ulps. p
+# is rounded before it multiplies v as well, the same way in all rows that see similar keys. lp
+# rounds a different p, and may be lucky.
 ROUNDINGS = 1.09  # half ulps: sqrt(1 + 0.42^2)
 # Accumulation is float32 whatever the inputs are, so an error of this class (relative to the
 # largest value, absolute under 1) is never a defect. It is the whole budget if lp happens to be
 # exact, as in a row with one key, whose p is 1 and whose ds cancels to 0. There the kernels
-# recompute p from an lse that is rounded to float32, by half an ulp (2.4e-7 for lse from 4 to 8),
-# and again in base 2. ds inherits that error times dp, which is several units large.
+# recompute p from an lse that is rounded to float32, and again in base 2. ds inherits that error
+# times dp.
 FLOAT32_CLASS = 4e-6
 # That grows with the scores: p = exp(s - lse) has the absolute errors of s and of lse as a relative
 # one. These are half an ulp each, and half an ulp each again in base 2: four times 2^-24 of |lse|,
 # since no key counts whose s is far below lse. It is more than 4e-6 where |lse| is above 17.
 EXPONENT_ERROR = 2.0**-22
-# A ds that cancels keeps the errors of dp and delta, which are float32 sums of products in
-# different orders. Their error is up to an ulp of |dout| |v|: more than 4e-6 if q or k are large.
+# A ds that cancels keeps the errors of dp and delta, float32 sums of products in different orders:
+# up to an ulp of |dout| |v|, which is more than 4e-6 if q or k are large.
 SUM_ERROR = 2.0**-23
 
 # "tf32" is the format of products with `precision` "tf32", whatever the results' dtype.
@@ -58,7 +57,7 @@ class Agreement:
         max_error, max_budget: largest absolute error.
         rmse, rmse_budget: root mean square error.
         finite: False if there is an unexpected NaN or infinity, or an expected one is missing.
-        each: the error of a row or number over its own budget, the worst of them.
+        each: the worst error of a row or number over its own budget.
     """
 
     max_error: float
@@ -105,16 +104,15 @@ def compare_to_reference(
 
     Args:
         got: the result, in any floating dtype.
-        ref: float64 oracle, same shape.
-        lp: the oracle's formula in the inputs' dtype, same shape.
+        ref, lp: the float64 oracle, and its formula in the inputs' dtype.
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
         cancelled: from `cancelled_gradient` for what is computed from ds, or from `cancelled_sum`.
-        each: what has a budget of its own as well: rows, or numbers that have nothing in common, of
-            which also the root mean square counts.
-        expected: an error of each that is no defect where lp has less by chance; it broadcasts
-            against rows [...] or numbers.
+        each: what has a budget of its own as well: rows, or numbers that have nothing in common,
+            whose root mean square counts too.
+        expected: an error of each that is no defect if lp has less by chance; it broadcasts against
+            rows [...] or numbers.
     """
     largest = _max_abs(ref)
     exponent = 0.0 if lse is None else _max_abs(lse)
@@ -152,8 +150,8 @@ def _worst(
 ) -> float:
     """Return the largest error of a row over its budget.
 
-    That is a multiple of lp's error in this row or, if `typical`, in a usual one, as lp may be
-    right by chance; and ulps of the row's own size.
+    The budget is a multiple of lp's error in this row or, if `typical`, in a usual one, as lp may
+    be right by chance; and ulps of the row's own size.
     """
     xp = array_namespace(ref)
     got, lp = xp.astype(got, xp.float64), xp.astype(lp, xp.float64)
@@ -175,10 +173,9 @@ def compare_lse(
     """Compare a log-sum-exp by a tolerance of max(unit, |lse|); -inf must be met exactly.
 
     Args:
-        got: the result.
-        ref: float64 oracle, same shape.
+        got, ref: the result and the float64 oracle.
         tolerance: by `lse_tolerance`.
-        unit: by `lse_unit`, where scores are products.
+        unit: by `lse_unit`, if scores are products.
     """
     xp = array_namespace(ref)
     got, ref = xp.astype(got, xp.float64), xp.astype(ref, xp.float64)
@@ -191,14 +188,10 @@ def compare_lse(
 
 
 def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
-    """Return the tolerance of a log-sum-exp.
+    """Return the tolerance of a log-sum-exp; arguments as of `compare_to_reference`.
 
     Products of 16-bit numbers are exact in float32, so scores have a float32 error. TF32 products
-    have a larger error: there lp's largest error counts as it does for an output.
-
-    Args:
-        ref, lp: as `compare_to_reference` takes them.
-        dtype: likewise.
+    have a larger one: there lp's largest error counts as it does for an output.
     """
     if dtype != "tf32":
         return LSE_TOLERANCE
@@ -210,9 +203,6 @@ def lse_unit(ref: Array) -> float:
 
     A score is a float32 sum. It may cancel to a small number but keeps the error of its terms,
     which are as large as those of the largest score.
-
-    Args:
-        ref: float64 oracle's log-sum-exp.
     """
     return max(1.0, EXPONENT_ERROR / LSE_TOLERANCE * _max_abs(ref))
 
@@ -235,22 +225,13 @@ def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: 
 
 
 def cancelled_sum(terms: Array) -> float:
-    """Return how large sums over the last axis are if nothing cancels; their errors scale with it.
-
-    Args:
-        terms: float64, [..., n]: independent, each with an error of the float32 class.
-    """
+    """Return how large sums over the last axis are if nothing cancels; their errors scale with it."""
     xp = array_namespace(terms)
     return FLOAT32_CLASS / SUM_ERROR * _max_abs(xp.sum(terms * terms, axis=-1)) ** 0.5
 
 
 def rounded_delta(out: Array, dout: Array, dtype: str) -> Array:
-    """Return the error that each row's delta, ``rowsum(dout ∘ out)``, has as out is rounded.
-
-    Args:
-        out, dout: float64, [..., Dv].
-        dtype: as `compare_to_reference` takes it.
-    """
+    """Return the error that each row's delta, ``rowsum(dout ∘ out)``, has because out is rounded."""
     xp = array_namespace(out)
     terms = xp.where(xp.isfinite(out * dout), out * dout, xp.zeros_like(out))
     return 2.0 ** -(MANTISSA_BITS[dtype] + 1) * xp.sqrt(xp.sum(terms * terms, axis=-1))

@@ -1,9 +1,9 @@
 """Trees of tokens: which tokens are ancestors of which, as one number per token.
 
-A tree's tokens are in depth-first order, so a token and its descendants are one range of tokens.
-The range's end says who sees the token: a query at p sees key j if ``j <= p < ends[j]``, that is,
-if j is an ancestor of p or p itself (FlashMask's causal form, Wang et al. 2024, arXiv 2410.01359).
-Several roots are several trees, such as packed documents.
+A tree's tokens are in depth-first order, so a token and its descendants are one range. The range's
+end says who sees the token: a query at p sees key j if ``j <= p < ends[j]``, that is, if j is an
+ancestor of p or p itself (FlashMask's causal form, Wang et al. 2024, arXiv 2410.01359). Several
+roots are several trees, such as packed documents.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class Tree(NamedTuple):
     Args:
         ends: int32, the end of the range of each token's descendants; for padding, its own
             position.
-        depths: int32, tokens on the path from the root to each token, 0 for a root: the token's
-            position in its own path, as a rotary embedding takes it. 0 for padding.
+        depths: int32, tokens on the path from the root to each token: its position for a rotary
+            embedding. 0 for padding.
         parents: int32, the token whose logits predict each token; 0 if there is none, so that it is
             always an index.
-        is_predicted: bool, False for a root and for padding. It marks where a training loss is
-            summed.
+        is_predicted: bool, False for a root and for padding: which tokens have a training loss.
 
     Example::
 
@@ -60,12 +59,11 @@ def tree_of(parents: Any, lengths: Any = None, *, size: int | None = None) -> Tr
     """Return the tree, token by token, of nodes given by their parents.
 
     A node is one token, or with `lengths` a segment of consecutive tokens, such as a prompt that
-    several continuations share. A tree is a sequence of integers; a batch is a sequence of trees,
-    which may have different sizes.
+    several continuations share. A batch is a sequence of trees, which may have different sizes.
 
     Args:
-        parents: [N] integers, the parent of each node, -1 for a root. The nodes are in depth-first
-            order. A list or a NumPy array; for a batch, one per tree.
+        parents: [N] integers, the parent of each node, -1 for a root, in depth-first order. A list
+            or a NumPy array; for a batch, one per tree.
         lengths: [N] integers, the number of tokens of each node, at least 0, structured as
             `parents`. None is one token each.
         size: tokens of a tree with its padding. None is the size of the longest tree.
@@ -112,19 +110,19 @@ def check_tree(ends: Any, depths: Any = None, cu_seqlens: Any = None) -> None:
 
     Args:
         ends: [T], or [B, T] for a batch, integers: the end of the range of each token's
-            descendants; a token's own position marks padding. Like the other arguments, an array of
-            NumPy or of either framework.
+            descendants; a token's own position marks padding. An array of NumPy or of either
+            framework.
         depths: integers of the same shape, the depth of each token; None checks no depths.
         cu_seqlens: [N + 1] integers, the offsets of trees packed in `ends` [T], then the end of the
-            last tree. Ends count from the tree's first token. What follows the last offset is not
+            last tree. Ends count from the tree's first token; what follows the last offset is not
             checked. None is one tree.
 
     Raises:
         TypeError: what is no integer.
-        ValueError: shapes that do not match; an end before its token or past the last one; an end
-            past that of an ancestor; a depth that is not one more than the parent's, or a root's
-            that is negative; offsets as `check_offsets` refuses them. The message names the first
-            such entry.
+        ValueError: shapes that do not match; an end before its token, past the last one or past an
+            ancestor's; a depth that is not one more than the parent's, or a root's that is
+            negative; offsets as `check_offsets` refuses them. The message names the first such
+            entry.
 
     Example::
 
