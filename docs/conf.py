@@ -23,6 +23,7 @@ root_doc = "README"
 include_patterns = [
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "bench/results/*.md",
 ]  # fmt: skip
+exclude_patterns = ["docs/history/**"]  # for maintainers, in the repository
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 html_theme = "furo"
@@ -49,11 +50,11 @@ CHAPTERS = {
         "docs/numerics", "docs/targets", "docs/non-goals",
     ),
     "Speed": ("docs/benchmarks", "docs/performance", "bench/results/README"),
-    "Inside": ("docs/architecture", "docs/reading-the-twins", "docs/history/README"),
+    "Inside": ("docs/architecture", "docs/reading-the-twins"),
     "Project": ("CONTRIBUTING", "CHANGELOG"),
 }  # fmt: skip
 # Pages that a chapter's page lists.
-BELOW = {"bench/results/README": "/bench/results/[!R]*", "docs/history/README": "/docs/history/*"}
+BELOW = {"bench/results/README": "/bench/results/[!R]*"}
 
 
 def add_navigation(app: Any, name: str, source: list[str]) -> None:
