@@ -110,7 +110,7 @@ def flash_attn_varlen_func(
         v: [Tkv, Hkv, Dv], q's dtype.
         cu_seqlens_q, cu_seqlens_k: [N + 1] int32, offsets of the sequences' queries and keys.
         max_seqlen_q, max_seqlen_k: any; the kernels do not need the longest lengths.
-        dropout_p: 0.0.
+        dropout_p: the share of the probabilities that are dropped, as in `flash_attn_func`.
         softmax_scale: factor of the scores; None is ``D ** -0.5``.
         causal: query i of a sequence sees its keys up to ``p = i + (its keys) - (its queries)``.
         window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
