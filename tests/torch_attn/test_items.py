@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from torch_attn.kernels.explicit.barriers import number_barriers
 from torch_attn.kernels.explicit.items import (
     ITEM_STEPS,
     heads_in_cache,
@@ -103,3 +104,9 @@ def test_uneven_tiles_are_counted_where_a_kernel_takes_a_counter():
 def test_few_heads_at_a_time_balance_programs_that_count(seq, heads, block_kv, together):
     steps = steps_of_queries(problem(1, seq, seq, heads, heads), 128, block_kv)
     assert heads_in_cache(steps, heads, 132) == together
+
+
+def test_named_barriers_follow_each_other_and_end_with_the_last_that_a_program_has():
+    assert [x.value for x in number_barriers(5, 3, 2, 6)] == [5, 8, 10]
+    with pytest.raises(ValueError, match="16 named barriers, not 17"):
+        number_barriers(5, 3, 2, 7)

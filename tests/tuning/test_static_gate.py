@@ -313,7 +313,7 @@ def test_what_fails(problem, kernel, config, change, failure):
 
 @pytest.mark.parametrize("feature", ["causal", "packed"])
 def test_a_fifth_part_uses_no_named_barrier(feature):
-    """The numbers from 5 on are those of `torch_attn.kernels.sm90.queries`."""
+    """The numbers from 5 on are those of `torch_attn.kernels.explicit.barriers`."""
     spec = Problem("torch", "sm90", "bfloat16", 64, feature, "gluon").spec
     ptx = {
         name: compiled.asm["ptx"]

@@ -5,13 +5,39 @@ plgpu has named barriers, and barriers of one and of all warpgroups on SM80.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_attn.kernels.explicit.registers import SCALAR
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
+
+NAMED_BARRIERS = 16  # of a program
+
+
+class Numbers(NamedTuple):
+    """The named barriers of an SM90 kernel: the first of each range, one for each consumer.
+
+    Attributes:
+        turn: the consumer has the turn.
+        exchange: all consumers meet; only one.
+        dq_written, dq_free: the consumer's part of dq is written, and is free.
+    """
+
+    turn: int
+    exchange: int
+    dq_written: int
+    dq_free: int
+
+
+def number_barriers(consumers: int) -> Numbers:
+    """Number the barriers of a kernel with these consumer warpgroups and one that loads."""
+    counts = (consumers, 1, consumers, consumers)
+    *starts, end = accumulate(counts, initial=consumers + 2)
+    assert end <= NAMED_BARRIERS
+    return Numbers(*starts)
 
 
 def synchronize(text: str, operands: Sequence[Any] = ()) -> None:
@@ -57,12 +83,13 @@ def program_barrier(warpgroups: int) -> None:
 
 def take_turn(warpgroup: int, warpgroups: int) -> None:
     """Wait until the previous warpgroup has passed the turn."""
-    named_barrier("sync", warpgroups + 2 + warpgroup, 256)
+    named_barrier("sync", number_barriers(warpgroups).turn + warpgroup, 256)
 
 
 def pass_turn(warpgroup: int, warpgroups: int) -> None:
     """Give the turn to the next warpgroup."""
-    named_barrier("arrive", warpgroups + 2 + (warpgroup + 1) % warpgroups, 256)
+    following = (warpgroup + 1) % warpgroups
+    named_barrier("arrive", number_barriers(warpgroups).turn + following, 256)
 
 
 def named_barrier(operation: str, number: Any, threads: int) -> None:
@@ -78,7 +105,7 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
 
 def exchange_barrier(warpgroups: int) -> None:
     """Wait for the other consumer warpgroups; their stores to shared memory are then visible."""
-    named_barrier("sync", 2 * warpgroups + 2, 128 * warpgroups)
+    named_barrier("sync", number_barriers(warpgroups).exchange, 128 * warpgroups)
 
 
 @plgpu.inline_mgpu()

@@ -13,7 +13,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_attn.kernels.explicit.barriers import exchange_barrier, fence_async, named_barrier
+from pallas_attn.kernels.explicit.barriers import (
+    exchange_barrier,
+    fence_async,
+    named_barrier,
+    number_barriers,
+)
 from pallas_attn.kernels.explicit.items import Items, Place, Queue, item_counter
 from pallas_attn.kernels.explicit.lowering import AliasingParams
 from pallas_attn.kernels.explicit.passes import Sums, postprocess, preprocess
@@ -47,14 +52,15 @@ from pallas_attn.kernels.sm90.keys import (
     produce,
     release_all,
 )
+from pallas_attn.kernels.sm90.work import CONSUMERS
 from pallas_attn.targets import num_sms
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
 
-# Named barriers beside those of `barriers`: each consumer's part of dq is written, and is free.
-# The threads that meet there are a consumer's and those of the warp that adds.
-DQ_WRITTEN, DQ_FREE, ADDERS = 7, 9, 128 + 32
+NUMBERS = number_barriers(CONSUMERS)
+# Threads that meet at the barriers of dq: a consumer's and those of the warp that adds.
+ADDERS = 128 + 32
 SUMS = Sums(AliasingParams, value_columns, read_sums)
 
 
@@ -203,9 +209,9 @@ def add(kernel):
             start = first_row + work.visited(index % steps)
             await_reads()
             for w in plan.writers:
-                named_barrier("arrive", DQ_FREE + w, ADDERS)
+                named_barrier("arrive", NUMBERS.dq_free + w, ADDERS)
             for w in plan.writers:
-                named_barrier("sync", DQ_WRITTEN + w, ADDERS)
+                named_barrier("sync", NUMBERS.dq_written + w, ADDERS)
                 dq = kernel.memory.dq_tiles.at[w]
                 add_dq(dq, plan.dq_columns[w], kernel.outputs.dq_sum, batch, head, start)
 
@@ -552,9 +558,9 @@ def accumulator_of_dq(plan, w):
 
 def write_part(kernel, w, dq):
     """Write a warpgroup's part of dq for the warp that adds it."""
-    named_barrier("sync", DQ_FREE + w, ADDERS)
+    named_barrier("sync", NUMBERS.dq_free + w, ADDERS)
     write_dq(dq, kernel.memory.dq_tiles.at[w])
-    named_barrier("arrive", DQ_WRITTEN + w, ADDERS)
+    named_barrier("arrive", NUMBERS.dq_written + w, ADDERS)
 
 
 def share_ds(kernel, w, ds, step):

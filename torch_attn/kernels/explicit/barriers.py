@@ -4,6 +4,8 @@ mbarriers tell that a tile has arrived. Named barriers tell that it has been rea
 warpgroup arrives in one instruction, where Gluon synchronizes it before it arrives at an mbarrier.
 """
 
+from itertools import accumulate
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,12 +14,35 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 # Triton 3.9 has another name for it than 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
-# Named barriers, from the first that Triton leaves free: one for each consumer's turn, then one
-# for each stage of k, and of v.
-TURN = gl.constexpr(6)
-K_READ = gl.constexpr(9)
-V_READ = gl.constexpr(12)
+NAMED_BARRIERS = 16  # of a program
+
+
+def number_barriers(first: int, *counts: int) -> tuple[gl.constexpr, ...]:
+    """Return the first number of each range of named barriers; ranges follow each other.
+
+    Args:
+        first: the first number that Triton leaves free.
+        counts: how many barriers each range has.
+    """
+    *starts, end = accumulate(counts, initial=first)
+    if end > NAMED_BARRIERS:
+        raise ValueError(f"a program has {NAMED_BARRIERS} named barriers, not {end}")
+    return tuple(map(gl.constexpr, starts))
+
+
+# The named barriers of all SM90 kernels; a range has one for each consumer or for each stage.
+# Where queries stay: a consumer has the turn; a tile of keys, and of values, has been read.
 MAX_STAGES = gl.constexpr(3)
+TURN, K_READ, V_READ = number_barriers(6, 3, MAX_STAGES.value, MAX_STAGES.value)
+# Where keys stay: a tile of queries, and of dout, has been read. The kernels of large heads, which
+# have three stages of dout, use no others.
+MAX_Q_STAGES, MAX_DO_STAGES, MAX_LARGE_DO_STAGES = map(gl.constexpr, (3, 2, 3))
+Q_READ, DO_READ = number_barriers(5, MAX_Q_STAGES.value, MAX_LARGE_DO_STAGES.value)
+# Then: ds is written; each consumer's part of dq is written, and is free; the bias has been read.
+# Triton reserves the first for a fifth partition, which has one warp and so never uses it.
+_, _, DS_WRITTEN, DQ_WRITTEN, DQ_FREE, BIAS_READ = number_barriers(
+    5, MAX_Q_STAGES.value, MAX_DO_STAGES.value, 1, 2, 2, 1
+)
 # Threads that meet at a barrier of a backward: those of both consumers and of the producer.
 READERS = gl.constexpr(2 * 128 + 32)
 

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from torch_attn.kernels.explicit.barriers import READERS, arrive
+from torch_attn.kernels.explicit.barriers import DO_READ, Q_READ, READERS, arrive
 from torch_attn.kernels.explicit.hidden import load_queries
 from torch_attn.kernels.explicit.items import locate_pairs, own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
@@ -19,8 +19,6 @@ from torch_attn.kernels.explicit.wgmma import (
     zeros,
 )
 from torch_attn.kernels.sm90.queries import (
-    DO_READ,
-    Q_READ,
     Reach,
     clear_keys,
     clear_queries,

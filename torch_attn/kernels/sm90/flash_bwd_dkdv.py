@@ -6,7 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_attn.kernels.explicit.barriers import allocate_barriers
+from torch_attn.kernels.explicit.barriers import (
+    MAX_DO_STAGES,
+    MAX_Q_STAGES,
+    allocate_barriers,
+)
 from torch_attn.kernels.explicit.items import Problem, allocate_hand_over, are_counted, are_listed
 from torch_attn.kernels.explicit.sections import divide_heads, unfinished_sections
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
@@ -105,7 +109,8 @@ def flash_bwd_dkdv_kernel(
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
     PARTS: gl.constexpr = 3 if sums.dq is None else 4 if sums.passes.dq is None else 5
-    gl.static_assert(NUM_STAGES <= 2)
+    gl.static_assert(NUM_STAGES <= MAX_DO_STAGES)
+    gl.static_assert(NUM_STAGES + 1 <= MAX_Q_STAGES)
     if num_sequences is not None:
         # The next tile of queries is awaited, to be cleared, before the previous one is released.
         gl.static_assert(NUM_STAGES == 2)

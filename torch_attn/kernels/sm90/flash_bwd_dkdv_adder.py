@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from torch_attn.kernels.explicit.barriers import arrive, wait_for_all
+from torch_attn.kernels.explicit.barriers import DQ_FREE, DQ_WRITTEN, arrive, wait_for_all
 from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.reduction import add_box
 from torch_attn.kernels.explicit.sections import place_of_head, report_added
@@ -15,11 +15,7 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.queries import head_index, locate_keys
 from torch_attn.kernels.sm90.sums import add_dq, write_dq
 
-# Named barriers beside those of `queries` and the consumers', for each consumer's part of dq: it is
-# written, and it is free.
-DQ_WRITTEN = gl.constexpr(11)
-DQ_FREE = gl.constexpr(13)
-# Threads that meet there: a consumer's and those of the warp that adds.
+# Threads that meet at DQ_WRITTEN and DQ_FREE: a consumer's and those of the warp that adds.
 ADDERS = gl.constexpr(128 + 32)
 
 

@@ -12,7 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_attn.kernels.explicit.barriers import READERS, arrive, wait_for_all
+from torch_attn.kernels.explicit.barriers import (
+    DO_READ,
+    DS_WRITTEN,
+    Q_READ,
+    READERS,
+    arrive,
+    wait_for_all,
+)
 from torch_attn.kernels.explicit.carry import head_rows, store_carry
 from torch_attn.kernels.explicit.distances import (
     add_end_sums,
@@ -48,8 +55,6 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import hand_over
 from torch_attn.kernels.sm90.queries import (
-    DO_READ,
-    Q_READ,
     Reach,
     clear_keys,
     clear_queries,
@@ -65,9 +70,6 @@ from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
 # ptxas of Triton 3.9 spills 572 bytes a step in a backward that holds k and v in registers beside
 # capped scores and dq; that of 3.6 spills 20 in all.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
-
-# A named barrier beside those of `queries`: ds is written.
-DS_WRITTEN = gl.constexpr(10)
 
 
 class Visit(NamedTuple):

@@ -6,7 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_attn.kernels.explicit.barriers import allocate_barriers
+from torch_attn.kernels.explicit.barriers import (
+    MAX_LARGE_DO_STAGES,
+    MAX_Q_STAGES,
+    allocate_barriers,
+)
 from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
@@ -68,10 +72,11 @@ def flash_bwd_large_kernel(
     """
     dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 64)
-    gl.static_assert(NUM_STAGES <= 2)
     # dk is always stored where k was. dv is too, or has a tile that replaces a stage of dout.
     IN_K: gl.constexpr = dv is None or column_pieces(HEAD_DIM) == column_pieces(HEAD_DIM_V)
     DO_STAGES: gl.constexpr = NUM_STAGES if dv is None or not IN_K else NUM_STAGES + 1
+    gl.static_assert(NUM_STAGES + 1 <= MAX_Q_STAGES)
+    gl.static_assert(DO_STAGES <= MAX_LARGE_DO_STAGES)
     k_tile = allocate_tile(dtype, 2, 64, HEAD_DIM)
     v_tile = ()
     if dv is None:

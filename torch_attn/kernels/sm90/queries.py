@@ -6,7 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from torch_attn.kernels.explicit.barriers import READERS, arrive, wait_for_all
+from torch_attn.kernels.explicit.barriers import (
+    BIAS_READ,
+    DO_READ,
+    Q_READ,
+    READERS,
+    arrive,
+    wait_for_all,
+)
 from torch_attn.kernels.explicit.hidden import hide_queries, mark_keys
 from torch_attn.kernels.explicit.items import (
     Rows,
@@ -44,13 +51,6 @@ from torch_attn.launch import KernelCall, Prepared
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec, Window
 from twin_attention.targets.kernels import FlashConfig
 from twin_attention.targets.steps import steps_of_keys
-
-# Named barriers: one for each stage of q, and of dout, from the first that Triton leaves free with
-# four partitions. Triton has reserved that one for a fifth partition, which has one warp and so
-# never uses it. The last is for the tile of a bias, after those of `flash_bwd_dkdv_adder`.
-Q_READ = gl.constexpr(5)
-DO_READ = gl.constexpr(8)
-BIAS_READ = gl.constexpr(15)
 
 
 class Queries(NamedTuple):
