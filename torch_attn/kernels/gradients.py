@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch_attn.kernels.library.segments import segments_of
 from torch_attn.kernels.library.sequences import num_padded_rows, offsets_of
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.terms import (
+    Terms,
     added_gradient,
     is_multiplied,
     shared_gradient,
@@ -43,12 +45,8 @@ _MOST_OF_UNEVEN = 0.6
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 
 
-# Makes the mask of a kernel from its name, the operands, the problem and the backend.
-MaskOf = Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask]
-
-
 class OwnPasses(NamedTuple):
-    """Say which passes over rows a summing kernel does itself.
+    """Passes over rows that the fused kernel runs itself.
 
     Attributes:
         sums: it first clears the sums of dq, and at the end turns them into dq.
@@ -62,7 +60,7 @@ class OwnPasses(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Hold what a summing kernel reads and writes for its `OwnPasses`.
+    """What the fused kernel reads and writes for its `OwnPasses`.
 
     Attributes:
         dq: the gradient; None if the kernel does no pass.
@@ -78,11 +76,9 @@ class Passes(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Hold the float32 sums of gradients that a kernel adds to; None where it adds to none.
+    """The float32 sums of gradients that a kernel adds to; None where it adds to none.
 
-    Attributes:
-        dq, dk, dv: the sums. They start at 0; with `passes` the kernel clears those of dq itself.
-        passes: what the kernel does itself.
+    They start at 0; with `passes` the kernel clears those of dq itself.
     """
 
     dq: Any = None
@@ -91,47 +87,172 @@ class Sums(NamedTuple):
     passes: Passes = Passes()
 
 
-def computed_mask(
-    kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
-) -> Mask:
-    """Return the mask of a kernel, by its name, with ranges that torch computes."""
-    make = mask_of_keys if kernel == "flash_bwd_dq" else mask_of_queries
-    return make(operands, spec)
+class Fused(NamedTuple):
+    """What surrounds a kernel of dk and dv that sums dq as well.
 
-
-def make_flash_bwd(
-    dq: Kernel,
-    dkdv: tuple[Kernel, ...],
-    postprocess: Kernel | None = None,
-    sum_columns: Callable[[int], int] | None = None,
-    num_sums: int = 0,
-    own_passes: Callable[[AttentionSpec, Backend, torch.device, int], OwnPasses] | None = None,
-    dq_prepares_rows: bool = False,
-    item_counter: Callable[..., Tensor | None] | None = None,
-    terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None,
-    mask_of: MaskOf = computed_mask,
-    **options: Hashable,
-) -> Callable[..., AttentionOperands[Tensor]]:
-    """Return the `flash_bwd` of a kernel family.
-
-    Args:
-        dq: the dq kernel.
-        dkdv: the kernel of dk and dv, or one for each, with the same operands. In a family with
-            sums, the `Sums` are one of the operands.
-        postprocess: the kernel that turns the float32 sums into dq. None for a family without sums.
+    Attributes:
+        postprocess: the kernel that turns float32 sums into a gradient.
         sum_columns: returns the columns of the sums, from the head size.
-        num_sums: 1 for sums of dq; 3 for sums of dk and dv as well, where programs may share a tile
-            of keys.
-        own_passes: returns which passes the summing kernel does itself, from the problem, the
-            backend, the device, and the query heads that a tile of keys visits.
-        dq_prepares_rows: the dq kernel computes lse2 and delta from dout, out, lse and dlse; the
-            preprocess runs only for the sums.
-        item_counter: makes the counter of a launch, which the matmul kernels take before the mask.
-        terms_gradients: each computes the gradients of some terms, by name, in portable kernels;
-            the matmul kernels then take the terms before the mask. None for a family without terms.
-        mask_of: makes the mask of a kernel, by its name.
-        options: launch options of the matmul kernels.
+        splits: programs may share a tile of keys, and then sum dk and dv too.
+        own_passes: returns which passes the kernel runs itself, from the problem, the backend, the
+            device, and the query heads that a tile of keys visits.
     """
+
+    postprocess: Kernel
+    sum_columns: Callable[[int], int]
+    splits: bool = False
+    own_passes: Callable[[AttentionSpec, Backend, torch.device, int], OwnPasses] | None = None
+
+
+class BackwardKernels(NamedTuple):
+    """The backward kernels of a family.
+
+    Attributes:
+        dq: the dq kernel.
+        dkdv: the kernel of dk and dv, or one for each, with the same operands.
+        fused: how the first of `dkdv` also computes dq; it then takes `Sums`. It runs if the
+            problem has a configuration for it.
+        dq_prepares_rows: the dq kernel computes lse2 and delta.
+        terms_gradients: each computes the gradients of some terms, by name, in portable kernels.
+            The other kernels then take the terms before the mask. None without terms.
+        item_counter: makes the counter of a launch, which precedes terms and mask.
+        mask_of: makes the mask of a kernel from its name, the operands, the problem and the
+            backend. None for ranges that torch computes.
+        num_warps: of the launches, or None for the configuration's.
+    """
+
+    dq: Kernel
+    dkdv: tuple[Kernel, ...]
+    fused: Fused | None = None
+    dq_prepares_rows: bool = False
+    terms_gradients: tuple[Callable[..., dict[str, Tensor]], ...] | None = None
+    item_counter: Callable[..., Tensor | None] | None = None
+    mask_of: Callable[[str, AttentionOperands[Tensor], AttentionSpec, Backend], Mask] | None = None
+    num_warps: int | None = None
+
+
+@dataclass(frozen=True)
+class Computation:
+    """What the kernels of a backward read and write.
+
+    Attributes:
+        operands, dout, out, spec, backend: as in `flash_bwd`.
+        grads: dq, dk and dv.
+        terms: the terms; empty in a family without terms.
+        stored: the same, with the gradients that a kernel stores.
+    """
+
+    operands: AttentionOperands[Tensor]
+    dout: Tensor
+    out: Tensor
+    statistics: Statistics
+    grads: tuple[Tensor, Tensor, Tensor]
+    terms: tuple[Terms, ...]
+    stored: tuple[Terms, ...]
+    spec: AttentionSpec
+    backend: Backend
+    kernels: BackwardKernels
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Return q, k, v, dout, lse2 and delta."""
+        q, k, v = self.operands[:3]
+        return q, k, v, self.dout, self.statistics.lse2, self.statistics.delta
+
+    @cached_property
+    def computed_mask(self) -> Mask:
+        """Return the mask of a kernel over queries, with ranges that torch computes."""
+        return mask_of_keys(self.operands, self.spec)
+
+    def prepare_rows(self) -> None:
+        """Compute lse2 and delta."""
+        segments = segments_of(self.operands)
+        queries = offsets_of(self.operands).q, segments and segments.q
+        preprocess(self.dout, self.out, self.statistics, self.spec, self.backend, *queries)
+
+    def launch(
+        self,
+        name: str,
+        kernel: Kernel,
+        tensors: tuple[Any, ...],
+        terms: tuple[Terms, ...],
+        **needs: bool,
+    ) -> None:
+        """Launch a kernel with a mask of its own, in which programs count their work."""
+        (q, *_), kernels = self.operands, self.kernels
+        if kernels.mask_of is not None:
+            mask = kernels.mask_of(name, self.operands, self.spec, self.backend)
+        else:
+            of_keys = name == "flash_bwd_dq"
+            mask = self.computed_mask if of_keys else mask_of_queries(self.operands, self.spec)
+        counter = kernels.item_counter and (kernels.item_counter(q, self.spec, **needs),)
+        options = {} if kernels.num_warps is None else {"num_warps": kernels.num_warps}
+        operands = (*tensors, *(counter or ()), *terms, mask)
+        launch(name, *kernel, operands, self.spec, self.backend, **options)
+
+
+def launch_dq(x: Computation) -> None:
+    """Launch the dq kernel, and before it the preprocess if it does not prepare the rows itself."""
+    *inputs, lse2, delta = x.inputs
+    rows = (x.out, x.statistics) if x.kernels.dq_prepares_rows else (lse2, delta)
+    if not x.kernels.dq_prepares_rows:
+        x.prepare_rows()
+    x.launch("flash_bwd_dq", x.kernels.dq, (*inputs, *rows, x.grads[0]), x.stored)
+
+
+def launch_dkdv(x: Computation) -> None:
+    """Launch the kernels of dk and dv on prepared rows."""
+    sums = () if x.kernels.fused is None else (Sums(),)
+    for kernel in x.kernels.dkdv:
+        x.launch("flash_bwd_dkdv", kernel, (*x.inputs, *x.grads[1:], *sums), x.terms)
+
+
+def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
+    """Launch the kernel of all three gradients and the passes around it.
+
+    Returns:
+        The terms with the gradients that the kernel made.
+    """
+    spec, (q, *_), lse2 = x.spec, x.operands, x.statistics.lse2
+    splits = fused.splits and _splits_group(spec, x.backend, q.device)
+    own = OwnPasses()
+    if fused.own_passes is not None:
+        own = fused.own_passes(spec, x.backend, q.device, 1 if splits else spec.group_size)
+    if not own.rows:
+        x.prepare_rows()
+    heads = (own.heads,) if own.sums else (spec.batch, spec.heads_q)
+    summed = [(spec, x.grads[0], (*heads, lse2.shape[-1]))]
+    if splits:
+        rows = triton.cdiv(spec.seq_kv, ROW_PADDING.value) * ROW_PADDING.value
+        shape = (spec.batch, spec.heads_kv, rows)
+        of_both = zip(_as_queries(spec), x.grads[1:], strict=True)
+        summed += [(part, grad, shape) for part, grad in of_both]
+    sums = [lse2.new_empty((*shape, fused.sum_columns(p.head_dim))) for p, _grad, shape in summed]
+    first = int(own.sums)
+    for values in sums[first:]:
+        values.zero_()
+    of_rows = (x.dout, x.out, x.statistics) if own.rows else ()
+    passes = Passes(x.grads[0], None, *of_rows) if own.sums else Passes()
+    stored = tuple(_with_added(terms, q, spec) for terms in x.stored)
+    tensors = (*x.inputs, *x.grads[1:], Sums(*sums)._replace(passes=passes))
+    needs = {"has_uneven": True, "has_sections": own.sums}
+    x.launch("flash_bwd_fused", x.kernels.dkdv[0], tensors, stored, **needs)
+    offsets = offsets_of(x.operands).q
+    for (part, grad, _shape), values in zip(summed[first:], sums[first:], strict=True):
+        tensors = (values, grad, offsets)
+        launch("flash_bwd_postprocess", *fused.postprocess, tensors, part, x.backend)
+    return stored
+
+
+def _with_added(terms: Terms, q: Tensor, spec: AttentionSpec) -> Terms:
+    """Return terms with the gradients that the fused kernel adds to, besides those it stores."""
+    shared = shared_gradient(terms.bias, q, spec)
+    dbias = terms.dbias if shared.entries is None else shared
+    return terms._replace(dbias=dbias, drelative=added_gradient(terms, spec))
+
+
+def make_flash_bwd(kernels: BackwardKernels) -> Callable[..., AttentionOperands[Tensor]]:
+    """Return the `flash_bwd` of a kernel family."""
 
     def flash_bwd(
         dout: Tensor,
@@ -156,95 +277,39 @@ def make_flash_bwd(
         Returns:
             The gradient of each operand that is not frozen, in its dtype, contiguous.
         """
-        q, k, v = operands.q, operands.k, operands.v
-        offsets, segments = offsets_of(operands), segments_of(operands)
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(rows) for _ in range(2))
         rest2 = None if rest is None else lse.new_empty(rows)
-        terms = () if terms_gradients is None else (terms_of(operands, spec)._replace(rest2=rest2),)
-        stored = [x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms]
-        stores = all(is_multiplied(x.dbias, q) for x in stored)
-        if postprocess is not None and (spec.wide_bias or not stores):
-            # The summing kernel gives a gradient of a bias only if TMA can store it, and has no
+        terms = (terms_of(operands, spec)._replace(rest2=rest2),)
+        if kernels.terms_gradients is None:
+            terms = ()
+        stored = tuple(x._replace(dbias=stored_gradient(x.bias, spec)) for x in terms)
+        stores = all(is_multiplied(x.dbias, operands.q) for x in stored)
+        if kernels.fused is not None and (spec.wide_bias or not stores):
+            # The fused kernel gives a gradient of a bias only if TMA can store it, and has no
             # registers for a bias in float32.
             spec = replace(spec, deterministic=True)
-        has_sums = postprocess is not None and "flash_bwd_fused" in backend.configs(spec)
-        splits = has_sums and num_sums == 3 and _splits_group(spec, backend, q.device)
-        members = 1 if splits else spec.group_size
-        own = OwnPasses()
-        if has_sums and own_passes is not None:
-            own = own_passes(spec, backend, q.device, members)
         statistics = Statistics(lse, dlse, lse2, delta, rest, rest2)
-        rows_of_dq = (out, statistics)
-        if not own.rows and (has_sums or not dq_prepares_rows):
-            queries = offsets.q, segments and segments.q
-            preprocess(dout, out, statistics, spec, backend, *queries)
-            rows_of_dq = (lse2, delta)
-        grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
-        inputs = (q, k, v, dout, lse2, delta)
-        gradients: dict[str, Tensor | None] = {}
-
-        def counter(**needs: bool) -> tuple[Tensor | None, ...]:
-            return () if item_counter is None else (item_counter(q, spec, **needs),)
-
-        of_keys = None
-        if has_sums:
-            assert postprocess is not None
-            assert sum_columns is not None
-            heads = (own.heads,) if own.sums else (spec.batch, spec.heads_q)
-            summed = [(spec, grads[0], (*heads, lse2.shape[-1]))]
-            if splits:
-                rows = triton.cdiv(spec.seq_kv, ROW_PADDING.value) * ROW_PADDING.value
-                of_dk, of_dv = _as_queries(spec)
-                shape = (spec.batch, spec.heads_kv, rows)
-                summed += [(of_dk, grads[1], shape), (of_dv, grads[2], shape)]
-            sums = [lse2.new_empty((*shape, sum_columns(x.head_dim))) for x, _grad, shape in summed]
-            first = int(own.sums)
-            for values in sums[first:]:
-                values.zero_()
-            of_rows = (dout, out, statistics) if own.rows else ()
-            passes = Passes(grads[0], None, *of_rows) if own.sums else Passes()
-            of_queries = mask_of("flash_bwd_fused", operands, spec, backend)
-            shared = (shared_gradient(x.bias, q, spec) for x in stored)
-            stored = [
-                x._replace(
-                    dbias=x.dbias if dbias.entries is None else dbias,
-                    drelative=added_gradient(x, spec),
-                )
-                for x, dbias in zip(stored, shared, strict=True)
-            ]
-            counted = counter(has_uneven=True, has_sections=own.sums)
-            of_sums = Sums(*sums)._replace(passes=passes)
-            tensors = (*inputs, *grads[1:], of_sums, *counted, *stored, of_queries)
-            launch("flash_bwd_fused", *dkdv[0], tensors, spec, backend, **options)
-            for (x, grad, _shape), values in zip(summed[first:], sums[first:], strict=True):
-                tensors = (values, grad, offsets.q)
-                launch("flash_bwd_postprocess", *postprocess, tensors, x, backend)
+        dq, dk, dv = (x.new_empty(x.shape) for x in operands[:3])
+        inputs = operands, dout, out, statistics, (dq, dk, dv), terms, stored
+        x = Computation(*inputs, spec, backend, kernels)
+        if kernels.fused is not None and "flash_bwd_fused" in backend.configs(spec):
+            stored = launch_fused(x, kernels.fused)
         else:
-            of_keys = mask_of("flash_bwd_dq", operands, spec, backend)
-            tensors = (q, k, v, dout, *rows_of_dq, grads[0], *counter(), *stored, of_keys)
-            launch("flash_bwd_dq", *dq, tensors, spec, backend, **options)
-            for kernel in dkdv:
-                # Each launch has its own mask: programs count their work in it.
-                of_queries = mask_of("flash_bwd_dkdv", operands, spec, backend)
-                no_sums = (Sums(),) if num_sums else ()
-                tensors = (*inputs, *grads[1:], *no_sums, *counter(), *terms, of_queries)
-                launch("flash_bwd_dkdv", *kernel, tensors, spec, backend, **options)
+            launch_dq(x)
+            launch_dkdv(x)
         others = operands._replace(**dict.fromkeys(spec.frozen))
         dsinks = sinks_gradient(others.sinks, lse2, delta, rest2)
-        for x in stored:
-            if x.dbias.entries is not None:
-                gradients["bias"] = x.dbias.entries
+        gradients: dict[str, Tensor | None] = {"q": dq, "k": dk, "v": dv, "sinks": dsinks}
+        for given in stored:
+            if given.dbias.entries is not None:
+                gradients["bias"] = given.dbias.entries
                 others = others._replace(bias=None)
-            if x.drelative is not None:
-                gradients["relative_bias"] = x.drelative.to(x.relative.dtype)
+            if given.drelative is not None:
+                gradients["relative_bias"] = given.drelative.to(given.relative.dtype)
                 others = others._replace(relative_bias=None)
-        gradients |= dict(zip(("q", "k", "v", "sinks"), (*grads, dsinks), strict=True))
-        if spec.terms and terms_gradients:
-            if of_keys is None or mask_of is not computed_mask:
-                of_keys = computed_mask("flash_bwd_dq", operands, spec, backend)
-            for gradient in terms_gradients:
-                gradients |= gradient(others, inputs, *terms, of_keys, spec, backend)
+        for gradient in (spec.terms and kernels.terms_gradients) or ():
+            gradients |= gradient(others, x.inputs, *terms, x.computed_mask, spec, backend)
         return operands._make(map(gradients.get, operands._fields))
 
     return flash_bwd

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from torch_attn.kernels.flash_bwd_bias import bias_gradient
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
-from torch_attn.kernels.gradients import make_flash_bwd
+from torch_attn.kernels.gradients import BackwardKernels, make_flash_bwd
 from torch_attn.kernels.library.dropout import dropout_weights
 from torch_attn.kernels.library.intervals import in_interval, load_intervals
 from torch_attn.kernels.library.mask import (
@@ -434,7 +434,9 @@ def _arguments(call: KernelCall, tiles: int, programs: int) -> dict[str, Any]:
 
 
 flash_bwd = make_flash_bwd(
-    dq=(flash_bwd_dq_kernel, prepare_dq),
-    dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
-    terms_gradients=(bias_gradient, relative_gradient),
+    BackwardKernels(
+        dq=(flash_bwd_dq_kernel, prepare_dq),
+        dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
+        terms_gradients=(bias_gradient, relative_gradient),
+    )
 )

@@ -43,7 +43,12 @@ from torch_attn.kernels.explicit.mma_scores import visible_scores
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.sequences import locate_tile
 from torch_attn.kernels.explicit.steps import group_step, listed_tiles, step_start
-from torch_attn.kernels.gradients import make_flash_bwd, prepare_postprocess
+from torch_attn.kernels.gradients import (
+    BackwardKernels,
+    Fused,
+    make_flash_bwd,
+    prepare_postprocess,
+)
 from torch_attn.kernels.library.schedule import longest_first, order_argument
 from torch_attn.kernels.library.sequences import (
     count_sequence_tiles,
@@ -524,10 +529,10 @@ def _arguments(call: KernelCall, tiles: int, summed_heads: int | None) -> dict[s
 
 
 flash_bwd = make_flash_bwd(
-    dq=(flash_bwd_dq_kernel, _prepare_dq),
-    dkdv=((flash_bwd_dkdv_kernel, _prepare_dkdv),),
-    postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
-    sum_columns=padded_size,
-    num_sums=1,
-    mask_of=listed_mask,
+    BackwardKernels(
+        dq=(flash_bwd_dq_kernel, _prepare_dq),
+        dkdv=((flash_bwd_dkdv_kernel, _prepare_dkdv),),
+        fused=Fused((flash_bwd_postprocess_kernel, prepare_postprocess), padded_size),
+        mask_of=listed_mask,
+    )
 )

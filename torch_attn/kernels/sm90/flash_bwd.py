@@ -23,7 +23,13 @@ from torch_attn.kernels.explicit.sections import (
     unfinished_sections,
 )
 from torch_attn.kernels.flash_bwd_terms import relative_gradient
-from torch_attn.kernels.gradients import OwnPasses, make_flash_bwd, prepare_postprocess
+from torch_attn.kernels.gradients import (
+    BackwardKernels,
+    Fused,
+    OwnPasses,
+    make_flash_bwd,
+    prepare_postprocess,
+)
 from torch_attn.kernels.library.sequences import num_padded_rows
 from torch_attn.kernels.sm90.flash_bwd_bias import pairs_gradient
 from torch_attn.kernels.sm90.flash_bwd_dkdv import flash_bwd_dkdv_kernel, prepare_dkdv
@@ -77,28 +83,24 @@ def _own_passes(
     return OwnPasses(sums, sums and beside_rows, members * with_sums)
 
 
-_flash_bwd_small = make_flash_bwd(
+_SMALL = BackwardKernels(
     dq=(flash_bwd_dq_kernel, prepare_dq),
     dkdv=((flash_bwd_dkdv_kernel, prepare_dkdv),),
-    postprocess=(flash_bwd_postprocess_kernel, prepare_postprocess),
-    sum_columns=sum_columns,
-    num_sums=3,
-    own_passes=_own_passes,
+    fused=Fused(
+        (flash_bwd_postprocess_kernel, prepare_postprocess),
+        sum_columns,
+        splits=True,
+        own_passes=_own_passes,
+    ),
     dq_prepares_rows=True,
-    item_counter=item_counter,
     terms_gradients=(pairs_gradient, relative_gradient),
+    item_counter=item_counter,
     mask_of=listed_mask,
     num_warps=NUM_WARPS,
 )
-_flash_bwd_large = make_flash_bwd(
-    dq=(flash_bwd_dq_kernel, prepare_dq),
-    dkdv=((flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)),
-    dq_prepares_rows=True,
-    item_counter=item_counter,
-    terms_gradients=(pairs_gradient, relative_gradient),
-    mask_of=listed_mask,
-    num_warps=NUM_WARPS,
-)
+_LARGE_DKDV = (flash_bwd_large_kernel, prepare_dk), (flash_bwd_large_kernel, prepare_dv)
+_flash_bwd_small = make_flash_bwd(_SMALL)
+_flash_bwd_large = make_flash_bwd(_SMALL._replace(dkdv=_LARGE_DKDV, fused=None))
 
 
 def flash_bwd(
