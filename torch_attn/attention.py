@@ -20,7 +20,7 @@ from torch_attn.operands import is_compact, operand, rows_aligned
 from torch_attn.operators import Operator, schema
 from twin_attention.contract.operands import describe_operands
 from twin_attention.contract.paged_spec import DecodeOptions
-from twin_attention.contract.spec import FlashOptions
+from twin_attention.contract.spec import FlashOptions, Placement
 
 
 class Attention(ABC):
@@ -119,11 +119,8 @@ class Attention(ABC):
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
         """Check operands against checked options and return the problem; `read` is also read."""
         spec = self._check(describe_operands(operands, operand), options)
-        if hasattr(spec, "rows_aligned"):
-            spec = replace(spec, rows_aligned=rows_aligned(*operands[:3], *read))
-        if hasattr(spec, "compact"):
-            spec = replace(spec, compact=is_compact(*operands[:3]))
-        return spec
+        aligned = rows_aligned(*operands[:3], *read)
+        return replace(spec, placement=Placement(aligned, is_compact(*operands[:3])))
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
         """Check the arguments of the public function and return operands and problem."""

@@ -312,7 +312,7 @@ def _evaluate_flash(
     for chunk in _chunks(spec):
         x, found = chunk.crop(inputs), chunk.crop(results)
         operands: Any = FlashOperands(**{name: x[name] for name in names})
-        if isinstance(spec, BlockSparseSpec):
+        if spec.has_lists:
             lists = BlockMask.of(x["block_mask"])._asdict()
             operands = BlockSparseOperands(**{name: x[name] for name in names}, **lists)
         more = ()

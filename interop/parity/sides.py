@@ -32,7 +32,7 @@ from interop.parity.ranks import AXIS, Room, SimulatedPeers, attend_in_threads, 
 from twin_attention.contract.context import shard_sequence
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.operands import CONSTANTS
-from twin_attention.contract.spec import PartialSpec
+from twin_attention.contract.spec import Placement
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
@@ -96,12 +96,12 @@ def supports(subject: Subject, case: Case) -> bool:
     families = [x for x in families_of(subject.side) if x.name == subject.implementation]
     spec = case.spec
     if subject.side == "torch_attn" and getattr(case, "layout", None) == "strided":
-        spec = replace(spec, compact=False)
+        spec = replace(spec, placement=Placement(compact=False))
     if isinstance(case, ContextCase):
         if subject.side == "pallas_attn" and case.way == "gather":
             return False  # under `vmap` JAX does not differentiate a sum over ranks
         spec = case.part
-        if isinstance(spec, PartialSpec):
+        if spec.is_part:
             operations = ("partial_fwd", "partial_bwd", "partial_dq")
     return all(
         any(family.supports(operation, spec, subject.target) is None for family in families)

@@ -47,7 +47,7 @@ def outline_of(spec, target, operation, sinks=False, dlse=True):
     family = FAMILIES[target]
     operands = flash_operands(spec, lambda dtype, *shape: of(shape, dtype), sinks)
     if operation == "flash_bwd":
-        batch = () if isinstance(spec, VarlenSpec) else (spec.batch,)
+        batch = () if spec.is_packed else (spec.batch,)
         out = of((*batch, spec.seq_q, spec.heads_q, spec.head_dim_v), spec.dtype)
         lse = of((*batch, spec.heads_q, spec.seq_q), "float32")
         given = (out, lse if dlse else None, operands, out, lse, None)

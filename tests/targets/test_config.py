@@ -328,7 +328,10 @@ def test_softcap_holds_beside_others():
     assert conditions(decode(256, softcap=1.0)) == {"softcap", "<= 256 keys"}
     assert conditions(replace(SPEC, softcap=1.0)) == {"softcap"}
     assert (
-        conditions(SPEC) == conditions(decode(256).cache) == conditions(decode(9).merge(2)) == set()
+        conditions(SPEC)
+        == conditions(AppendSpec(2, 1, decode(256).cache, "float16"))
+        == conditions(decode(9).merge(2))
+        == set()
     )
 
 

@@ -37,6 +37,7 @@ from tuning.static.operands import decode_operands, flash_operands
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.reference.attention import attention_forward
+from twin_attention.contract.spec import Placement
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT, use_target
 
@@ -132,7 +133,7 @@ def test_recording_compiles_only(kernel):
     ("target", "changes", "arch"),
     [
         ("sm90", {}, None),
-        ("sm90", {"rows_aligned": False}, "sm80"),
+        ("sm90", {"placement": Placement(rows_aligned=False)}, "sm80"),
         ("sm90", {"dtype": "float32"}, None),
         ("sm90", {"dtype": "float32", "precision": "tf32"}, "sm80"),
         ("sm80", {}, "sm80"),

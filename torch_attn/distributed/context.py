@@ -50,7 +50,14 @@ from twin_attention.contract.operands import (
     PartialOperands,
     describe_operands,
 )
-from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision, Window
+from twin_attention.contract.spec import (
+    AttentionSpec,
+    FlashOptions,
+    PartialSpec,
+    Placement,
+    Precision,
+    Window,
+)
 from twin_attention.contract.validate.context import (
     check_context_attention,
     check_exchange,
@@ -366,14 +373,14 @@ def _part(spec: PartialSpec) -> _Part:
 
 @lru_cache(maxsize=1024)
 def _parts(
-    call: _Call, plan: ContextPlan, rank: int, rows_aligned: bool, operation: str
+    call: _Call, plan: ContextPlan, rank: int, placement: Placement, operation: str
 ) -> tuple[_Part, ...]:
     """Return an operation on the keys of each of a rank's steps."""
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     with_keys = [step for step in steps if step.received] or steps
     found = []
     for step in steps:
-        spec = replace(call.spec, seq_kv=step.num_keys, rows_aligned=rows_aligned)
+        spec = replace(call.spec, seq_kv=step.num_keys, placement=placement)
         if operation == "partial_fwd":
             spec = replace(spec, first=step is with_keys[0], last=step is with_keys[-1])
         found.append(_part(spec))
@@ -392,13 +399,13 @@ class Problem(NamedTuple):
 
     Attributes:
         peers, call, plan: of the call.
-        rows_aligned: of its tensors; it is fixed so that one family runs all hops.
+        placement: of its tensors; it is fixed so that one family runs all hops.
     """
 
     peers: Peers
     call: _Call
     plan: ContextPlan
-    rows_aligned: bool = True
+    placement: Placement = Placement()
 
     @property
     def window(self) -> Window:
@@ -433,7 +440,7 @@ class Problem(NamedTuple):
         """
         call, peers = self.call, self.peers
         steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)
-        parts = _parts(call, self.plan, peers.rank, self.rows_aligned, operation)
+        parts = _parts(call, self.plan, peers.rank, self.placement, operation)
         if operation == "partial_bwd":
             steps, parts = (*steps[1:], steps[0]), (*parts[1:], parts[0])
         transfer = self._fetch(steps[0], k, v)
@@ -515,7 +522,7 @@ class _Attention(torch.autograd.Function):
         # This rank's keys must have the same layout as other ranks', so that the last call is found
         # at once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
-        problem = problem._replace(rows_aligned=rows_aligned(q, k, v))
+        problem = problem._replace(placement=Placement(rows_aligned(q, k, v)))
         out = lse = None
         for _, part, operands in problem.hops("partial_fwd", q, k, v):
             if operands is not None:
@@ -533,7 +540,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
         out, lse = readable(out, lse)
-        problem = problem._replace(rows_aligned=rows_aligned(q, k, v, dout, out))
+        problem = problem._replace(placement=Placement(rows_aligned(q, k, v, dout, out)))
         carry, of_keys = _NO_CARRY, GradientSums(k.shape[1])
         arriving, rows = Transfer(None), ()
         for step, part, operands in problem.hops("partial_bwd", q, k, v):

@@ -14,7 +14,7 @@ from triton.runtime.driver import driver
 from torch_attn import launch
 from tuning.static.operands import operands_of, run_kernels
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec
-from twin_attention.contract.spec import AttentionSpec, PartialSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.kernels import KernelConfig
 
@@ -47,7 +47,7 @@ def compile_kernels(
     folders = "portable", target
     (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)
     if chosen.folder == target and isinstance(spec, AttentionSpec):
-        operation = "partial_fwd" if isinstance(spec, PartialSpec) else "flash_fwd"
+        operation = "partial_fwd" if spec.is_part else "flash_fwd"
         if reason := chosen.supports(operation, spec, target):
             raise NotImplementedError(f"{family} on {target}: {reason}")
     with _driver(device or target), launch.recording(limit) as compiled:

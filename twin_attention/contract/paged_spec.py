@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
-from twin_attention.contract.spec import BITS, MergeSpec, ScoreRule, Window, scale_or_default
+from twin_attention.contract.spec import (
+    BITS,
+    MergeSpec,
+    Placement,
+    ScoreRule,
+    Traits,
+    Window,
+    scale_or_default,
+)
 
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
@@ -85,7 +93,7 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
-class AppendSpec:
+class AppendSpec(Traits):
     """One append of new tokens to a paged cache.
 
     Token ``t`` of a sequence of length ``n`` goes to position ``n - tokens + t``.
@@ -148,7 +156,7 @@ class AppendSpec:
 
 
 @dataclass(frozen=True)
-class DecodeSpec:
+class DecodeSpec(Traits):
     """One paged decode: shapes, dtypes and semantics, with every default resolved.
 
     Token ``t`` of a sequence of length ``n`` stands at position ``p = n - tokens + t`` and sees
@@ -165,6 +173,7 @@ class DecodeSpec:
         has_tree: the new tokens are a tree. Which token sees which is data on the device.
         cascade: pages that several sequences begin with are read once. Which these are is data on
             the device.
+        placement: where the operands lie.
     """
 
     batch: int
@@ -178,6 +187,7 @@ class DecodeSpec:
     num_splits: int | None = None
     has_tree: bool = False
     cascade: bool = False
+    placement: Placement = field(default_factory=Placement)
 
     @classmethod
     def of(
@@ -271,12 +281,7 @@ class PagedSpec(DecodeSpec):
 
     `tokens` counts the packed new tokens of all sequences. Positions and visible keys are defined
     for each `sequence`.
-
-    Attributes:
-        rows_aligned: as in `AttentionSpec`.
     """
-
-    rows_aligned: bool = True
 
     @classmethod
     def of(

@@ -137,7 +137,35 @@ class ScoreRule(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
+class Placement:
+    """Where operands lie in memory, which no result depends on.
+
+    Attributes:
+        rows_aligned: every row begins at a multiple of 16 bytes, as TMA needs.
+        compact: q, k and v lie in memory as JAX arrays do: each fills one block in the order of its
+            axes, beginning at a multiple of 256 bytes.
+    """
+
+    rows_aligned: bool = True
+    compact: bool = True
+
+
+class Traits:
+    """What kernels ask of any problem.
+
+    Attributes:
+        is_packed: it is a flash attention of packed sequences.
+        is_part: it is an attention over some of the keys.
+        has_lists: it is an attention over the tiles that a block mask lists.
+    """
+
+    is_packed: ClassVar[bool] = False
+    is_part: ClassVar[bool] = False
+    has_lists: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class AttentionSpec(Traits):
     """One attention problem: shapes, dtype and semantics, with every default resolved.
 
     Attributes:
@@ -150,9 +178,7 @@ class AttentionSpec:
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
         precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
-        rows_aligned: every row of the operands begins at a multiple of 16 bytes, as TMA needs.
-        compact: q, k and v lie in memory as JAX arrays do: each fills one block in the order of its
-            axes, beginning at a multiple of 256 bytes.
+        placement: where the operands lie.
         segmented: there are segment ids. Which keys they hide is data on the device.
         tree: keys have ends. The ends are data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
@@ -180,8 +206,7 @@ class AttentionSpec:
     softcap: float | None = None
     deterministic: bool = False
     precision: Precision = "ieee"
-    rows_aligned: bool = True
-    compact: bool = True
+    placement: Placement = Placement()
     segmented: bool = False
     tree: bool = False
     depths: bool = False
@@ -311,6 +336,7 @@ class VarlenSpec(AttentionSpec):
     """
 
     function: ClassVar[str] = "flash_attention_varlen"
+    is_packed: ClassVar[bool] = True
     num_sequences: int = field(kw_only=True)
 
     @classmethod
@@ -371,6 +397,7 @@ class BlockSparseSpec(AttentionSpec):
     """
 
     function: ClassVar[str] = "block_sparse_attention"
+    has_lists: ClassVar[bool] = True
     tile_q: int = field(kw_only=True)
     tile_kv: int = field(kw_only=True)
     mask_batch: int = field(kw_only=True)
@@ -408,6 +435,7 @@ class PartialSpec(AttentionSpec):
     """
 
     function: ClassVar[str] = "context_attention"
+    is_part: ClassVar[bool] = True
     first: bool = False
     last: bool = False
 
@@ -487,7 +515,7 @@ class DilatedSpec(AttentionSpec):
 
 
 @dataclass(frozen=True)
-class MergeSpec:
+class MergeSpec(Traits):
     """A merge of partial results over disjoint keys.
 
     Attributes:

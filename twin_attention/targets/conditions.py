@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TypeGuard
 
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import (
     AttentionSpec,
-    BlockSparseSpec,
-    PartialSpec,
     VarlenSpec,
     Window,
 )
@@ -56,21 +55,6 @@ def _has_wide_bias(spec: Spec) -> bool:
     return isinstance(spec, AttentionSpec) and spec.wide_bias
 
 
-def _has_block_mask(spec: Spec) -> bool:
-    """Return True for a flash attention with a block mask, whose tiles bound a kernel's."""
-    return isinstance(spec, BlockSparseSpec)
-
-
-def _is_packed(spec: Spec) -> bool:
-    """Return True for a flash attention of packed sequences."""
-    return isinstance(spec, VarlenSpec)
-
-
-def _is_part(spec: Spec) -> bool:
-    """Return True for an attention over some of the keys, whose rows have intervals."""
-    return isinstance(spec, PartialSpec)
-
-
 def _has_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a flash attention of at least `count` keys.
 
@@ -82,7 +66,7 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
     def has_keys(spec: Spec) -> bool:
         sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
         # Results go from one kernel to the next, so all parts must count the same.
-        keys = "seq_q" if isinstance(spec, PartialSpec) else "seq_kv"
+        keys = "seq_q" if spec.is_part else "seq_kv"
         return isinstance(spec, AttentionSpec) and 2 * getattr(spec, keys) >= count * (
             sequences + 1
         )
@@ -99,7 +83,7 @@ def _sees_on_average(count: int) -> Callable[[Spec], bool]:
     def sees_on_average(spec: Spec) -> bool:
         if not isinstance(spec, AttentionSpec):
             return False
-        return (spec.seq_q if isinstance(spec, PartialSpec) else keys_of_query(spec)) >= count
+        return (spec.seq_q if spec.is_part else keys_of_query(spec)) >= count
 
     return sees_on_average
 
@@ -108,7 +92,7 @@ def _sees_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a dense batch whose last query sees at least `count` keys."""
 
     def sees_keys(spec: Spec) -> bool:
-        if not isinstance(spec, AttentionSpec) or isinstance(spec, VarlenSpec):
+        if not isinstance(spec, AttentionSpec) or spec.is_packed:
             return False
         return len(spec.visible_keys(spec.seq_q - 1)) >= count
 
@@ -172,9 +156,9 @@ CONDITIONS: dict[str, Callable[[Spec], bool]] = {
     "tree": _has_tree,
     "terms": _has_terms,
     "wide bias": _has_wide_bias,
-    "block mask": _has_block_mask,
-    "packed": _is_packed,
-    "part": _is_part,
+    "block mask": attrgetter("has_lists"),
+    "packed": attrgetter("is_packed"),
+    "part": attrgetter("is_part"),
     ">= 1024 keys": _has_keys(1024),
     ">= 2048 keys": _has_keys(2048),
     "sees 8192 keys": _sees_keys(8192),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.paged_spec import DecodeSpec
-from twin_attention.contract.spec import AttentionSpec, PartialSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN, Backend, families_of
 from twin_attention.targets.kernels import FAMILY_KERNELS, DecodeConfig, Spec
 from twin_attention.targets.splits import choose_splits, decode_kernel
@@ -49,7 +49,7 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
 
 def function_of(operation: str, spec: Spec) -> str:
     """Return the function of a family that runs an operation, such as "flash_fwd", on a problem."""
-    return operation.replace("flash", "partial") if isinstance(spec, PartialSpec) else operation
+    return operation.replace("flash", "partial") if spec.is_part else operation
 
 
 def describe(

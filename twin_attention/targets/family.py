@@ -154,7 +154,7 @@ def _torch_runs(
         attends = isinstance(spec, AttentionSpec | DecodeSpec)
         if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
             return "PyTorch launches its kernels of dense, packed and paged attention alone"
-        if isinstance(spec, AttentionSpec) and not spec.compact:
+        if isinstance(spec, AttentionSpec) and not spec.placement.compact:
             return (
                 "its kernels read contiguous tensors that begin at multiples of 256 bytes, as "
                 "arrays of JAX do"

@@ -55,7 +55,6 @@ from __future__ import annotations
 from twin_attention.contract.cost import backward_flops, forward_flops
 from twin_attention.contract.spec import (
     AttentionSpec,
-    BlockSparseSpec,
     VarlenSpec,
     Window,
 )
@@ -85,12 +84,12 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """
     if target != "sm90" or operation not in _LAUNCHES:
         return False
-    if not isinstance(spec, AttentionSpec) or isinstance(spec, BlockSparseSpec):
+    if not isinstance(spec, AttentionSpec) or spec.has_lists:
         return False
     if sm90.slower(operation, spec, target) is not None:
         return False
     head_dim, launches = max(spec.head_dim, spec.head_dim_v), _LAUNCHES[operation]
-    is_packed, is_backward = isinstance(spec, VarlenSpec), operation.endswith("bwd")
+    is_packed, is_backward = spec.is_packed, operation.endswith("bwd")
     if spec.segmented or spec.tree:
         launches += 1  # of the lists of tiles
     if sm90.mosaic_leaves(operation, spec) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 
 # 32-bit registers of an SM, on every target.
@@ -51,7 +51,7 @@ def heads_together(
         summed_heads: how many heads have tiles whose programs add to dq; None if they do not.
     """
     heads = spec.batch * spec.heads_q
-    if isinstance(spec, VarlenSpec):
+    if spec.is_packed:
         return heads
     window = spec.position_window
     if window.right is None or window.left is not None:

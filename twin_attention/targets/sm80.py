@@ -5,7 +5,7 @@ They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and mul
 
 from __future__ import annotations
 
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import Spec
 
 # The most query-key pairs, over all batch elements, whose tiles are listed for ids and ends.
@@ -23,9 +23,9 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
-    if isinstance(spec, BlockSparseSpec):
+    if spec.has_lists:
         return "its kernels take no block masks"
-    if isinstance(spec, PartialSpec):
+    if spec.is_part:
         return "its kernels take no result over other keys"
     if reason := unlisted(spec):
         return reason

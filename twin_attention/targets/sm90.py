@@ -6,7 +6,7 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 from __future__ import annotations
 
 from twin_attention.contract.paged_spec import PagedSpec
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
 from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.kernels import Spec
@@ -43,7 +43,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels are for SM90"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
-    if not spec.rows_aligned:
+    if not spec.placement.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
     if spec.depths and spec.dropout is not None and "bias" in spec.terms:
         return "ptxas 12.8 crashes on windows of depths beside dropout and a bias"
@@ -91,13 +91,13 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
         return True
     if isinstance(spec, AttentionSpec) and spec.dtype_bits == 32 and spec.precision == "tf32":
         widths = {padded_head_dim(size) for size in (spec.head_dim, spec.head_dim_v)}
-        return kernel != "flash_fwd" and len(widths) == 1 and spec.rows_aligned
-    return spec.rows_aligned
+        return kernel != "flash_fwd" and len(widths) == 1 and spec.placement.rows_aligned
+    return spec.placement.rows_aligned
 
 
 def mosaic_leaves(operation: str, spec: Spec) -> str | None:
     """Return why Mosaic's kernels leave out a problem that `supports` covers, or None."""
-    if isinstance(spec, PartialSpec):
+    if spec.is_part:
         return "its kernels take no result over other keys"
     if isinstance(spec, AttentionSpec) and (reason := sm80.lacks_terms(operation, spec)):
         return reason
@@ -114,10 +114,10 @@ def mosaic_leaves(operation: str, spec: Spec) -> str | None:
 
 def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return why JAX cannot launch a problem that the kernels of `torch_attn` cover, or None."""
-    if target != "sm90" or isinstance(spec, VarlenSpec) or not isinstance(spec, AttentionSpec):
+    if target != "sm90" or spec.is_packed or not isinstance(spec, AttentionSpec):
         return None
     results = {spec.head_dim_v}
-    if isinstance(spec, PartialSpec) and operation != "partial_fwd":
+    if spec.is_part and operation != "partial_fwd":
         results = set()  # an address each
     elif operation == "flash_bwd":
         results |= {spec.head_dim}
@@ -128,7 +128,7 @@ def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
     """Return None for a backward that the kernels cover, else the reason why they do not."""
-    if isinstance(spec, PartialSpec) and has_large_heads(spec):
+    if spec.is_part and has_large_heads(spec):
         return "its gradients through some of the keys have head dimensions up to 128"
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
     if 0 < spec.seq_kv < 16 * sequences:
@@ -155,7 +155,7 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
         return "its pages have a power of two of keys, at least 16"
     if group_size not in (1, 2, 4, 8, 16, 32, 64):
         return "its kv heads have a power of two of query heads, at most 64"
-    if not spec.rows_aligned:
+    if not spec.placement.rows_aligned:
         return "TMA loads rows that begin at multiples of 16 bytes"
     if spec.rows < LEAST_ROWS:
         return f"its paged attention is for chunks, of {LEAST_ROWS} query rows on average"

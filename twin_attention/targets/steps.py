@@ -81,7 +81,7 @@ def splits_group(
         num_sms: SMs of the card.
         most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
     """
-    if isinstance(spec, VarlenSpec) or spec.group_size == 1:
+    if spec.is_packed or spec.group_size == 1:
         return False
     steps = steps_of_keys(spec, block_q, block_kv)
     if is_uneven(spec) and has_wide_rows(spec) and spec.group_size >= LARGE_GROUP:
