@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.calls import CALLS, Call, is_recorded
 from torch_attn.dispatch import check_implementation
 from torch_attn.operands import is_compact, operand, rows_aligned
 from torch_attn.operators import Operator, schema
@@ -83,7 +83,7 @@ class Attention(ABC):
         """
         if torch.is_autocast_enabled("cuda"):
             operands = self.cast(operands)
-        call = recall(self, operands, (*options, implementation))
+        call = CALLS.find(self, operands, (*options, implementation))
         if call is None:
             out, lse, *more = self._check_and_attend(operands, options, implementation)
         else:
@@ -103,7 +103,7 @@ class Attention(ABC):
             spec = self.check(operands, checked)
             if self.is_differentiable or not is_recorded(operands):
                 call = self._call(spec, others, operands.q.device)
-                if keep(self, operands, (*options, implementation), call):
+                if CALLS.keep(self, operands, (*options, implementation), call):
                     return self.attend(call, operands, options[-1])
         operator = self.operator_of(operands, checked)
         return operator.returned(operator.op(*operands, *others))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_attn import private
-from torch_attn.calls import Call, is_recorded
+from torch_attn.calls import CALLS, Call, is_recorded
 from torch_attn.operators import Operator, readable
 from twin_attention.contract.operands import frozen_operands
 from twin_attention.contract.validate.errors import not_differentiable
@@ -30,7 +30,7 @@ class _Differentiable(Operator):
             with private.above_torch_func():
                 return _Operation.apply(self, *args)
         tensors = args[: self.num_tensors]
-        call = self.recall(tensors, args[self.num_tensors :])
+        call = CALLS.find(self.name, tensors, args[self.num_tensors :])
         if call is not None:  # past the rest of the dispatcher
             return self.finish(call, tensors, call(*tensors))
         return _record(self, *args) if is_recorded(args) else self.below_autograd(*args)
@@ -95,7 +95,7 @@ class Forward(_Differentiable):
         # The operator refuses second derivatives; tensors of a transformation need it too.
         if not torch.is_grad_enabled() and type(dout) is Tensor:
             tensors = self.backward.prepare((dout, dlse, *saved))
-            call = self.backward.recall(tensors, options)
+            call = CALLS.find(self.backward.name, tensors, options)
             if call is not None:
                 return call(*tensors)
         gradients = self.backward.op(dout, dlse, *saved, *options)

@@ -40,10 +40,6 @@ Key = tuple[Hashable, ...]
 # Calls a family's function with the problem, the backend and an operation's operands.
 Run = Callable[..., Any]
 
-_calls: dict[Key, Call] = {}
-_last: dict[Key, Call] = {}  # the last call with given options
-# A call with its launches takes about 64 kB on the host: 66 MB at most.
-_CALLS_MAX = 1024
 _PLAIN = (Tensor, Parameter)
 
 
@@ -83,7 +79,7 @@ class Call:
             the caller asked for.
         backend: what runs it.
         alignment: bytes that aligned operands' addresses are multiples of.
-        is_kept: whether `recall` finds it.
+        is_kept: whether `Calls.find` finds it.
         is_recorded: whether autograd records it, if it is kept.
         guard: recognises its operands, if it is kept and they are aligned.
     """
@@ -191,67 +187,108 @@ def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
     return tuple(layouts)
 
 
-def recall(
-    function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...]
-) -> Call | None:
-    """Return the call that `keep` made for the same arguments, or None.
+class Kept(dict[Any, Any]):
+    """A dictionary that forgets everything before it holds more than `most` entries."""
 
-    Args:
-        function: first part of the key, such as the operator's name.
-        operands: tensors, or None for an omitted operand.
-        options: the other arguments, as the caller gave them.
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if len(self) >= self.most and key not in self:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+class Calls:
+    """The cached calls.
+
+    Attributes:
+        by_key: each call by all that it depends on.
+        last: the last call with given options.
     """
-    if torch.compiler.is_compiling():
-        return None
-    options_key = _options_key(function, options)
-    try:
-        last = _last.get(options_key)
-    except TypeError:  # an option that has no hash
-        return None
-    if last is None:
-        return None
-    # A guard sees neither modes of `__torch_function__` nor forward mode.
-    if (
-        last.guard is not None
-        and last.guard(operands)
-        and not private.is_function_mode_enabled()
-        and forward_ad._current_level < 0
-    ):
-        return last
-    key = _key(options_key, operands, alignment_of(options[-1]))
-    call = None if key is None else _calls.get(key)
-    if call is not None:
-        _last[options_key] = call
-        if call.guard is not None and not call.guard(operands):  # kept elsewhere in the dispatcher
+
+    def __init__(self) -> None:
+        # A call with its launches takes about 64 kB on the host: 66 MB at most.
+        self.by_key, self.last = Kept(1024), Kept(1024)
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        self.by_key.clear()
+        self.last.clear()
+
+    def find(
+        self, function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...]
+    ) -> Call | None:
+        """Return the call that `keep` cached for the same arguments, or None.
+
+        It is asked on the way down, so that a known call skips all that follows:
+
+        - by `Attention.__call__` and `append_kv`, before arguments are checked;
+        - by an operator's Autograd kernel, before autograd and the dispatcher, and by the backward
+          of a forward, before the backward operator;
+        - by an operator's kernel, if it is called in another way;
+        - by context parallel attention, for its operations on some of the keys.
+
+        Args:
+            function: first part of the key, such as the operator's name.
+            operands: tensors, or None for an omitted operand.
+            options: the other arguments, as the caller gave them.
+        """
+        if torch.compiler.is_compiling():
+            return None
+        options_key = _options_key(function, options)
+        try:
+            last = self.last.get(options_key)
+        except TypeError:  # an option that has no hash
+            return None
+        if last is None:
+            return None
+        # A guard sees neither modes of `__torch_function__` nor forward mode.
+        if (
+            last.guard is not None
+            and last.guard(operands)
+            and not private.is_function_mode_enabled()
+            and forward_ad._current_level < 0
+        ):
+            return last
+        key = _key(options_key, operands, alignment_of(options[-1]))
+        call = None if key is None else self.by_key.get(key)
+        if call is not None:
+            self.last[options_key] = call
+            if call.guard is not None and not call.guard(operands):  # kept elsewhere in dispatch
+                call.guard = Guard(operands, call.alignment)
+        return call
+
+    def keep(
+        self,
+        function: Hashable,
+        operands: tuple[Any, ...],
+        options: tuple[Hashable, ...],
+        call: Call,
+    ) -> bool:
+        """Cache a call for `find` with the same arguments; return True if it is cached.
+
+        A call is cached if it launches compiled kernels and need not pass through the dispatcher.
+        """
+        if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
+            return False
+        options_key = _options_key(function, options)
+        key = _key(options_key, operands, call.alignment)
+        if key is None:
+            return False
+        call.is_recorded = is_recorded(operands)
+        if all(x is None or x.data_ptr() % call.alignment == 0 for x in operands):
             call.guard = Guard(operands, call.alignment)
-    return call
+        try:
+            self.by_key[key] = self.last[options_key] = call
+        except TypeError:  # an option that has no hash
+            return False
+        call.is_kept = True
+        return True
 
 
-def keep(
-    function: Hashable, operands: tuple[Any, ...], options: tuple[Hashable, ...], call: Call
-) -> bool:
-    """Cache a call for `recall` with the same arguments; return True if it is cached.
-
-    A call is cached if it launches compiled kernels and need not pass through the dispatcher.
-    """
-    if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
-        return False
-    options_key = _options_key(function, options)
-    key = _key(options_key, operands, call.alignment)
-    if key is None:
-        return False
-    if len(_calls) >= _CALLS_MAX:
-        _calls.clear()
-        _last.clear()
-    call.is_recorded = is_recorded(operands)
-    if all(x is None or x.data_ptr() % call.alignment == 0 for x in operands):
-        call.guard = Guard(operands, call.alignment)
-    try:
-        _calls[key] = _last[options_key] = call
-    except TypeError:  # an option that has no hash
-        return False
-    call.is_kept = True
-    return True
+CALLS = Calls()
 
 
 def is_recorded(tensors: tuple[Any, ...]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from torch_attn.calls import CALLS
 from torch_attn.decode_ops import (
     APPEND,
     MERGE,
@@ -270,11 +271,11 @@ def append_kv(
     if torch.is_autocast_enabled("cuda"):
         operands = _cast_new(operands)
     others = rotary_interleaved, implementation
-    call = APPEND.recall(operands, others)
+    call = CALLS.find(APPEND.name, operands, others)
     if call is None:
         q_out = _check_and_append(operands, *others)
     else:
-        check_pools(k_pages, v_pages)  # no address is in what `recall` goes by
+        check_pools(k_pages, v_pages)  # no address is in what `find` goes by
         (q_out,) = call(*operands)
         count_write(operands)
     return (k_pages, v_pages) if q_out is None else (q_out, k_pages, v_pages)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_attn import private
-from torch_attn.calls import Call, is_recorded, keep, recall
+from torch_attn.calls import CALLS, Call, is_recorded
 from torch_attn.operands import with_rows
 from torch_attn.vmap import of_any_size
 from twin_attention.contract.operands import X
@@ -49,7 +49,7 @@ class Operator:
     The kernel looks for a cached `Call` first, and then runs it or a new one.
 
     Attributes:
-        op: the operator.
+        op, name: the operator, and its name, by which its calls are cached.
         num_tensors: how many of its arguments are tensors, which come first.
         function: the public function's name, for messages.
     """
@@ -75,24 +75,24 @@ class Operator:
         name = definition.partition("(")[0]
         self.op: torch._ops.OpOverload = getattr(torch.ops.torch_attn, name).default
         self.num_tensors, self.function = num_tensors, function
-        self._name, self._call_of = self.op.name(), call_of
-        torch.library.register_fake(self._name, fake, lib=_library)
-        _library.impl(self._name, self.run, "CompositeExplicitAutograd")  # every backend
-        _library.impl(self._name, self.autograd, "Autograd")
+        self.name, self._call_of = self.op.name(), call_of
+        torch.library.register_fake(self.name, fake, lib=_library)
+        _library.impl(self.name, self.run, "CompositeExplicitAutograd")  # every backend
+        _library.impl(self.name, self.autograd, "Autograd")
 
     def register_vmap(self, rule: Callable[..., Any]) -> None:
         """Register a rule of `torch_attn.vmap`."""
         rule = partial(of_any_size, partial(rule, self.op, self.num_tensors))
-        torch.library.register_vmap(self._name, rule, lib=_library)
+        torch.library.register_vmap(self.name, rule, lib=_library)
 
     def run(self, *args: Any) -> Any:
         """Run the kernel of every backend."""
         tensors, options = args[: self.num_tensors], args[self.num_tensors :]
         tensors = self.prepare(tensors)
-        call = recall(self._name, tensors, options)
+        call = CALLS.find(self.name, tensors, options)
         if call is None:
             call = self._call_of(tensors, options)
-            keep(self._name, tensors, options, call)
+            CALLS.keep(self.name, tensors, options, call)
         return self.finish(call, tensors, call(*tensors))
 
     def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,10 +106,6 @@ class Operator:
     def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> Any:
         """Return a call's results as the schema has them."""
         return results
-
-    def recall(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Call | None:
-        """Return the call that the kernel has cached for these arguments, or None."""
-        return recall(self._name, tensors, options)
 
     def autograd(self, *args: Any) -> Any:
         """Run the kernel of the Autograd key.

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_attn import append_kv, calls, flash_attention, paged_decode
-from torch_attn.calls import Call, Guard, is_recorded, keep, recall
+from torch_attn.calls import CALLS, Call, Guard, is_recorded
 from torch_attn.dispatch import alignment_of, choose
 from torch_attn.flash_ops import DENSE
 from twin_attention.contract.operands import FlashOperands
@@ -45,33 +45,34 @@ def gpu(monkeypatch):
     """A machine with a GPU as far as calls are concerned."""
     monkeypatch.setattr(calls, "_PLAIN", (Fake,))
     monkeypatch.setattr(calls, "Guard", lambda *_: lambda others: False)
-    monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.setattr(calls, "_last", {})
+    CALLS.clear()
     monkeypatch.setattr("torch_attn.targets._properties", lambda device: ((9, 0), 132, 227 * 1024))
     monkeypatch.setattr("twin_attention.targets.target._environment", None)
+    yield
+    CALLS.clear()
 
 
 def remember(*operands, options=OPTIONS, spec=SPEC, implementation=None):
     call = Call("flash_fwd", DENSE.run, spec, operands[0].device, (implementation,))
-    return keep("f", operands, options, call)
+    return CALLS.keep("f", operands, options, call)
 
 
 def test_the_same_call_is_recognised(gpu):
-    assert recall("f", (Fake(), None), OPTIONS) is None
+    assert CALLS.find("f", (Fake(), None), OPTIONS) is None
     remember(Fake(), None)
-    call = recall("f", (Fake(pointer=512), None), OPTIONS)
+    call = CALLS.find("f", (Fake(pointer=512), None), OPTIONS)
     assert (call.spec, call.backend.target, call.backend.family.name) == (SPEC, "sm90", "gluon")
-    assert recall("g", (Fake(), None), OPTIONS) is None
-    assert recall("f", (Fake(), Fake()), OPTIONS) is None
+    assert CALLS.find("g", (Fake(), None), OPTIONS) is None
+    assert CALLS.find("f", (Fake(), Fake()), OPTIONS) is None
 
 
 def test_calls_of_kernels_of_jax_are_recognised_at_multiples_of_256_bytes(gpu):
     options = (*OPTIONS[:-1], "mosaic")
     call = Call("flash_fwd", DENSE.run, SPEC, torch.device("cuda", 0), (None,))
     call.alignment = alignment_of("mosaic")
-    assert keep("f", (Fake(pointer=512),), options, call)
-    assert recall("f", (Fake(pointer=1024),), options) is call
-    assert recall("f", (Fake(pointer=528),), options) is None
+    assert CALLS.keep("f", (Fake(pointer=512),), options, call)
+    assert CALLS.find("f", (Fake(pointer=1024),), options) is call
+    assert CALLS.find("f", (Fake(pointer=528),), options) is None
     memory = torch.zeros(256)
     start = -memory.data_ptr() % 256 // 4
     of_start, at_16, at_256 = (memory[start + i :][:64] for i in (0, 4, 64))
@@ -93,8 +94,8 @@ def test_calls_of_kernels_of_jax_are_recognised_at_multiples_of_256_bytes(gpu):
 )
 def test_another_layout_is_looked_at_anew(gpu, change):
     remember(Fake())
-    assert recall("f", (Fake(),), OPTIONS) is not None
-    assert recall("f", (Fake(**change),), OPTIONS) is None
+    assert CALLS.find("f", (Fake(),), OPTIONS) is not None
+    assert CALLS.find("f", (Fake(**change),), OPTIONS) is None
 
 
 @pytest.mark.parametrize(
@@ -111,25 +112,25 @@ def test_another_layout_is_looked_at_anew(gpu, change):
 )
 def test_another_option_is_looked_at_anew(gpu, options):
     remember(Fake())
-    assert recall("f", (Fake(),), options) is None
+    assert CALLS.find("f", (Fake(),), options) is None
 
 
 def test_an_option_without_a_hash_is_never_kept(gpu):
     assert not remember(Fake(), options=([1, 0],))
-    assert recall("f", (Fake(),), ([1, 0],)) is None
+    assert CALLS.find("f", (Fake(),), ([1, 0],)) is None
 
 
 def test_the_switches_are_a_part_of_the_call(gpu, monkeypatch):
     remember(Fake())
     with use_target("sm80"):
-        assert recall("f", (Fake(),), OPTIONS) is None
+        assert CALLS.find("f", (Fake(),), OPTIONS) is None
         remember(Fake())
-        assert recall("f", (Fake(),), OPTIONS).backend.target == "sm80"
+        assert CALLS.find("f", (Fake(),), OPTIONS).backend.target == "sm80"
     with use_configs({"flash_fwd": {"block_q": 16}}):
-        assert recall("f", (Fake(),), OPTIONS) is None
-    assert recall("f", (Fake(),), OPTIONS).backend.target == "sm90"
+        assert CALLS.find("f", (Fake(),), OPTIONS) is None
+    assert CALLS.find("f", (Fake(),), OPTIONS).backend.target == "sm90"
     monkeypatch.setattr("twin_attention.targets.target._environment", "sm80")
-    assert recall("f", (Fake(),), OPTIONS).backend.target == "sm80"
+    assert CALLS.find("f", (Fake(),), OPTIONS).backend.target == "sm80"
 
 
 class DispatchMode(TorchDispatchMode):
@@ -145,15 +146,15 @@ class FunctionMode(TorchFunctionMode):
 def test_what_changes_a_call_from_outside_is_looked_at_anew(gpu, mode):
     remember(Fake())
     with mode():
-        assert recall("f", (Fake(),), OPTIONS) is None
+        assert CALLS.find("f", (Fake(),), OPTIONS) is None
 
 
 def test_a_transformation_is_looked_at_anew(gpu):
     remember(Fake())
     found = []
-    torch.func.vmap(lambda x: found.append(recall("f", (Fake(),), OPTIONS)) or x)(torch.ones(2))
+    torch.func.vmap(lambda x: found.append(CALLS.find("f", (Fake(),), OPTIONS)) or x)(torch.ones(2))
     torch.compile(
-        lambda x: x + (1 if recall("f", (Fake(),), OPTIONS) is None else 2), backend="eager"
+        lambda x: x + (1 if CALLS.find("f", (Fake(),), OPTIONS) is None else 2), backend="eager"
     )
     assert found == [None]
 
@@ -162,14 +163,15 @@ def test_only_calls_of_compiled_kernels_are_kept(gpu):
     assert not remember(Fake(), implementation="reference")
     assert not remember(Fake(), spec=AttentionSpec(0, 4, 4, 2, 2, 64, 64, "float16", 0.125))
     assert not remember(torch.zeros(1, 4, 2, 64))  # on a CPU
-    assert not calls._calls
+    assert not CALLS.by_key
 
 
 def test_what_is_kept_has_a_limit(gpu, monkeypatch):
-    monkeypatch.setattr(calls, "_CALLS_MAX", 2)
+    monkeypatch.setattr(CALLS.by_key, "most", 2)
+    monkeypatch.setattr(CALLS.last, "most", 2)
     for scale in range(5):
         remember(Fake(), options=(float(scale),))
-        assert len(calls._calls) <= 2
+        assert len(CALLS.by_key) <= 2 >= len(CALLS.last)
 
 
 def tensor(*shape, **options):
@@ -229,16 +231,17 @@ def test_a_guard_recognises_nothing_in_other_modes():
 @pytest.fixture
 def cpu(monkeypatch):
     """A machine whose CPU takes the place of a GPU."""
-    monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.setattr(calls, "_last", {})
+    CALLS.clear()
     monkeypatch.setattr(Tensor, "is_cuda", True)
     monkeypatch.setattr("torch_attn.targets._properties", lambda device: ((9, 0), 132, 227 * 1024))
     monkeypatch.setattr("twin_attention.targets.target._environment", None)
+    yield
+    CALLS.clear()
 
 
 def remember_tensors(*operands):
     call = Call("flash_fwd", DENSE.run, SPEC, torch.device("cuda", 0), (None,))
-    assert keep("f", operands, OPTIONS, call)
+    assert CALLS.keep("f", operands, OPTIONS, call)
     return call
 
 
@@ -247,12 +250,12 @@ def test_the_last_call_is_found_without_a_key(cpu, monkeypatch):
     of_x, of_y = remember_tensors(x), remember_tensors(y)
     asked, make = [], calls._key
     monkeypatch.setattr(calls, "_key", lambda *a: asked.append(a) or make(*a))
-    assert [recall("f", (z,), OPTIONS) for z in (y, y, x, x, x, y)] == [
+    assert [CALLS.find("f", (z,), OPTIONS) for z in (y, y, x, x, x, y)] == [
         of_y, of_y, of_x, of_x, of_x, of_y
     ]  # fmt: skip
     assert len(asked) == 2  # where the layout changes
     with FunctionMode():
-        assert recall("f", (y,), OPTIONS) is None
+        assert CALLS.find("f", (y,), OPTIONS) is None
 
 
 def test_a_call_that_autograd_records_is_another(cpu):
@@ -260,24 +263,24 @@ def test_a_call_that_autograd_records_is_another(cpu):
     recorded = remember_tensors(x)
     assert recorded.is_recorded
     with torch.no_grad():
-        assert recall("f", (x,), OPTIONS) is None
+        assert CALLS.find("f", (x,), OPTIONS) is None
         alone = remember_tensors(x)
         assert not alone.is_recorded
-        assert recall("f", (x,), OPTIONS) is alone
-    assert recall("f", (x,), OPTIONS) is recorded
+        assert CALLS.find("f", (x,), OPTIONS) is alone
+    assert CALLS.find("f", (x,), OPTIONS) is recorded
     with torch.autograd.forward_ad.dual_level():
-        assert recall("f", (x,), OPTIONS) is None
+        assert CALLS.find("f", (x,), OPTIONS) is None
 
 
 def test_a_tensor_that_begins_elsewhere_has_a_call_of_its_own(cpu):
     memory = torch.zeros(1, 4, 2, 65)
     aligned, other = memory.flatten()[:512], memory.flatten()[1:513]
     remember_tensors(aligned)
-    assert recall("f", (other,), OPTIONS) is None
+    assert CALLS.find("f", (other,), OPTIONS) is None
     call = remember_tensors(other)
     for _ in range(2):
-        assert recall("f", (other,), OPTIONS) is call
-        assert recall("f", (aligned,), OPTIONS) is not call
+        assert CALLS.find("f", (other,), OPTIONS) is call
+        assert CALLS.find("f", (aligned,), OPTIONS) is not call
 
 
 def test_what_autograd_records():
@@ -461,15 +464,13 @@ def test_a_decode_that_requires_grad_is_refused_after_a_call_was_kept():
 
 
 @needs_a_gpu
-def test_threads_may_call_at_once(monkeypatch):
-    monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.setattr(calls, "_last", {})
+def test_threads_may_call_at_once():
+    CALLS.clear()
     problems = [inputs() for _ in range(4)] + [
         [x[:, : 8 * n] for x in inputs()] for n in range(1, 5)
     ]
     wanted = [flash_attention(*qkv, causal=True) for qkv in problems]
-    calls._calls.clear()
-    calls._last.clear()
+    CALLS.clear()
 
     def work(start):
         for step in range(200):
@@ -482,7 +483,7 @@ def test_threads_may_call_at_once(monkeypatch):
 
 
 @needs_a_gpu
-def test_threads_may_make_the_first_call_and_its_backward_at_once(monkeypatch):
+def test_threads_may_make_the_first_call_and_its_backward_at_once():
     drawn = inputs()  # once: the threads share torch's generator
 
     def problem(n):
@@ -502,8 +503,7 @@ def test_threads_may_make_the_first_call_and_its_backward_at_once(monkeypatch):
 
     wanted = {n: gradients(n) for n in range(1, 5)}
     together = Barrier(8)
-    monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.setattr(calls, "_last", {})
+    CALLS.clear()
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(work, start) for start in range(8)]:
             done.result(120)
@@ -511,8 +511,7 @@ def test_threads_may_make_the_first_call_and_its_backward_at_once(monkeypatch):
 
 @needs_a_gpu
 def test_every_backward_follows_the_switches_that_it_runs_under(monkeypatch):
-    monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.setattr(calls, "_last", {})
+    CALLS.clear()
     monkeypatch.setattr("twin_attention.targets.target._environment", None)
     native = choose(None, "flash_bwd", torch.device("cuda"), SPEC)[0].target
     q, k, v = (x.requires_grad_() for x in inputs())

@@ -388,14 +388,14 @@ def test_sum_kernel():
 
 def test_what_ranks_agreed_on_is_bounded_and_ends_with_them(ranks, monkeypatch):
     """Two shapes at most; all ranks forget them together, or they would wait for each other."""
-    monkeypatch.setattr(context, "_AGREED_MAX", 2)
+    monkeypatch.setattr(context, "AGREED_MAX", 2)
 
     def on_rank(peers):
         for tokens in (4, 8, 4, 12, 8, 16, 4):
             plan = context_plan(2 * tokens, 2)
             q, k, v = torch.randn(3, 1, tokens, 2, 16)
             context_attention(q, k, v, plan=plan, mesh=peers, implementation="reference")
-        agreed = context._agreed[peers.group]
+        agreed = context.AGREED[peers.group]
         return weakref.ref(peers.group), len(agreed.said), len(agreed.calls)
 
     for group, *sizes in ranks(2, on_rank):

@@ -20,13 +20,13 @@ from tests.torch_attn.test_ahead import DENSE as AHEAD
 from tests.torch_attn.test_ahead import kernels_of, outlined
 from torch_attn import (
     append_kv,
-    calls,
     flash_attention,
     launch,
     paged_attention,
     paged_decode,
     targets,
 )
+from torch_attn.calls import CALLS
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
 from torch_attn.launch import tensors_of
@@ -264,10 +264,9 @@ def test_triton_launches_compiled_kernels_as_expected():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
-def test_launches_after_the_first_are_right(monkeypatch):
+def test_launches_after_the_first_are_right():
     """With other values, another alignment and other strides, in any order."""
-    monkeypatch.setattr(calls, "_calls", {})
-    monkeypatch.setattr(calls, "_last", {})
+    CALLS.clear()
     torch.manual_seed(0)
     memory = torch.randn(4, 3 * 128 * 2 * 64 + 8, device="cuda", dtype=torch.float16)
     for row, offset in ((0, 0), (1, 0), (2, 1), (3, 0), (0, 1), (1, 8)):
@@ -276,7 +275,7 @@ def test_launches_after_the_first_are_right(monkeypatch):
             expected, _ = attention_forward(FlashOperands(*qkv), SPEC, torch.float32)
             out = flash_attention(*qkv)
             torch.testing.assert_close(out.float(), expected.float(), rtol=2e-3, atol=2e-3)
-    assert len([function for (function, *_), *_ in calls._calls if function is DENSE]) == 4
+    assert len([function for (function, *_), *_ in CALLS.by_key if function is DENSE]) == 4
 
 
 @pytest.mark.parametrize("target", ["sm80", "sm90"])

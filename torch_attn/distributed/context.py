@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torch_attn.autograd import refuse_forward_mode, refuse_second_derivative
-from torch_attn.calls import Call, keep, recall
+from torch_attn.calls import CALLS, Call, Kept
 from torch_attn.dispatch import Implementation, check_implementation, choose
 from torch_attn.distributed.copies import ALIGNMENT, Sizes
 from torch_attn.distributed.peers import GroupPeers, Peers, Transfer
@@ -181,11 +181,11 @@ class _Agreed(NamedTuple):
     """
 
     said: set[tuple[Any, ...]]
-    calls: dict[tuple[Any, ...], _Call]
+    calls: Kept
 
 
-_agreed: WeakKeyDictionary[Any, _Agreed] = WeakKeyDictionary()  # by group
-_AGREED_MAX = 1024
+AGREED: WeakKeyDictionary[Any, _Agreed] = WeakKeyDictionary()  # by group
+AGREED_MAX = 1024
 
 
 def _agree(
@@ -204,7 +204,7 @@ def _agree(
     Raises:
         On every rank, the error of the first rank that has one.
     """
-    agreed = _agreed.setdefault(peers.group, _Agreed(set(), {}))
+    agreed = AGREED.setdefault(peers.group, _Agreed(set(), Kept(AGREED_MAX)))
     key = None
     plain = [type(x) in (Tensor, Parameter) for x in tensors]
     if isinstance(plan, ContextPlan) and all(plain[:3]) and (plain[3] or tensors[3] is None):
@@ -237,7 +237,7 @@ def _agree(
     call, used = checked
     if call.exchange != "heads":
         peers.prepare(used[0].device, _sizes(call, plan, peers.rank, used))
-    if len(agreed.said) >= _AGREED_MAX:
+    if len(agreed.said) >= AGREED_MAX:
         agreed.said.clear()
         agreed.calls.clear()
     agreed.said.add(said)
@@ -422,12 +422,12 @@ class Problem(NamedTuple):
         """
         # Each part has its own calls, so that a call is found at once.
         options = part.number, tuple([x is None for x in tensors]), self.call.implementation
-        call = recall(operation, tensors, options)
+        call = CALLS.find(operation, tensors, options)
         if call is None:
             first = tensors[0]
             assert first is not None
             call = Call(operation, _RUN[operation], part.spec, first.device, options)
-            keep(operation, tensors, options, call)
+            CALLS.keep(operation, tensors, options, call)
         return call(*tensors)
 
     def hops(

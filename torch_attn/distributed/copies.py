@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_attn import private
+from torch_attn.calls import Kept
 from twin_attention.contract.exchange import Rows
 
 VARIABLE = "TWIN_ATTENTION_COPIES"  # "0" leaves exchanges to the process group
@@ -150,7 +151,7 @@ class Arena:
         """
         self.slot_bytes, self._slots, self.number = slot_bytes, slots, 0
         self._rank, self._memory = rank, memory
-        self._programs: dict[tuple[Any, ...], _Program] = {}
+        self._programs = Kept(_PROGRAMS_MAX)
 
     def next(
         self, tensors: Sequence[Tensor], sent: Sequence[Rows], received: Sequence[Rows]
@@ -161,8 +162,6 @@ class Arena:
         key = slot, tensors[0].dtype, *(x.shape for x in tensors), id(sent), id(received)
         found = self._programs.get(key)
         if found is None:
-            if len(self._programs) >= _PROGRAMS_MAX:
-                self._programs.clear()
             found = self._programs[key] = self._program(slot, tensors, sent, received)
         return found
 
