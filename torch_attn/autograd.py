@@ -103,7 +103,7 @@ class Forward(_Differentiable):
         return (dx if has_gradient(x) and dx.shape == x.shape else None for dx, x in both)
 
 
-class _Once(torch.autograd.Function):
+class _ReverseMode(torch.autograd.Function):
     """The reverse-mode derivative of an operator, and no other."""
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Once(torch.autograd.Function):
         refuse_forward_mode(ctx.operator.function)
 
 
-class _Operation(_Once):
+class _Operation(_ReverseMode):
     """An operator, run through the dispatcher."""
 
     generate_vmap_rule = True
@@ -133,7 +133,7 @@ class _Operation(_Once):
         return None, *found, *[None] * ctx.num_options
 
 
-class _Kept(_Once):
+class _Kept(_ReverseMode):
     """A cached call of a forward: it runs the kernels without the dispatcher.
 
     An lse that the caller did not ask for is no output, so autograd saves less.

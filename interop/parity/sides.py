@@ -138,7 +138,7 @@ def _results_of_ranks(
     """Return what the ranks of a case got, over the whole sequence."""
     operands = {x: inputs[x] for x in ("q", "k", "v", "sinks") if x in inputs}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
-    found = side.attend_on_ranks(case, operands, gradients, implementation)
+    found = side.attend_on_ranks(case, operands, gradients, implementation=implementation)
     return dict(zip((*OUTPUTS, *(f"d{name}" for name in operands)), found, strict=False))
 
 
@@ -189,11 +189,7 @@ class TorchSide:
         mesh = SimulatedPeers(Room(case.ranks), 0)
         return own | {"sinks": operands.get("sinks"), "plan": case.plan, "mesh": mesh}
 
-    def attend_on_ranks(
-        self, case: ContextCase, operands: Tensors, gradients: Sequence[Any], implementation: str
-    ) -> tuple[torch.Tensor, ...]:
-        """Return out, lse, and the operands' gradients, as `call` does."""
-        return attend_in_threads(case, operands, gradients, implementation=implementation)
+    attend_on_ranks = staticmethod(attend_in_threads)
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
         """Return tensors as arrays of the side's framework."""
