@@ -109,33 +109,33 @@ def job(case: ContextCase, operation: Operation, target: str) -> Job:
         for name, implementation in (("dense", None), ("triton dense", "triton")):
             factory = partial(_dense, side, implementation, target, case, operation)
             factories[Subject(f"{side} {name}", target)] = factory
-    for name, function in RANKS.items():
-        factories[Subject(name, target)] = partial(_ranks, function, target, case, operation)
+    for name, (module, options) in RANKS.items():
+        factory = partial(_ranks, module, options, target, case, operation)
+        factories[Subject(name, target)] = factory
     return replace(
         made, case=asdict(case), flops=made.flops // case.ranks, bytes=0, factories=factories,
         time=partial(_time, case.ranks),
     )  # fmt: skip
 
 
-# Functions of `bench.ranks`, which imports torch.
-RANKS = {
-    "torch rank": "in_turn", "torch rank gather": "in_turn_gathered",
-    "torch rank host keys": "in_turn_from_host", "torch ring": "together",
-    "torch gather": "together_gathered", "jax ring": "over_devices",
-    "jax gather": "over_devices_gathered",
-}  # fmt: skip
+# Modules of `bench.ranks`, which import torch, and options of their `make_call`.
+RANKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch rank": ("in_turn", {}),
+    "torch rank gather": ("in_turn", {"exchange": "gather"}),
+    "torch rank host keys": ("in_turn", {"from_host": True}),
+    "torch ring": ("together", {}),
+    "torch gather": ("together", {"exchange": "gather"}),
+    "jax ring": ("devices", {}),
+    "jax gather": ("devices", {"exchange": "gather"}),
+}
 
 
-def _ranks(
-    function: str, target: str, case: ContextCase, operation: str, tensors: list[Tensor]
-) -> Call:
-    from bench import ranks
-
-    return getattr(ranks, function)(target, case, operation, tensors)
+def _ranks(module: str, options: dict[str, Any], *arguments: Any) -> Call:
+    return import_module(f"bench.ranks.{module}").make_call(*arguments, **options)
 
 
 def _time(size: int, calls: dict[Subject, Run]) -> Any:
-    from bench.ranks import time_ranks
+    from bench.ranks.together import time_ranks
 
     return time_ranks(size, calls)
 
@@ -154,7 +154,7 @@ def _dense(
         Absent: it is JAX's, with fewer devices than ranks to compare it with.
     """
     if side == "jax":
-        from bench.ranks import need_devices
+        from bench.ranks.devices import need_devices
 
         need_devices(case.ranks)
     whole, api = case.whole, import_module(SIDES[side])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import ranks
 from bench.job import Subject
+from bench.ranks import in_turn, together
 from bench.records import Times
 from bench.suites import context
 from bench.timing import Timing
@@ -24,12 +24,12 @@ def test_times_are_those_of_the_slowest_rank_and_of_a_share_of_the_whole(monkeyp
         return dict.fromkeys(calls, Timing(times, None, times, ("a",), 8.0, 100))
 
     clock = iter([0, 1, 0, 1, 0, 1, 0, 3, 0, 2, 0, 4])  # seconds of three calls of each rank
-    monkeypatch.setattr(ranks, "time_calls", time_calls)
-    monkeypatch.setattr(ranks.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(together, "time_calls", time_calls)
+    monkeypatch.setattr(in_turn.time, "perf_counter", lambda: next(clock))
     fast, slow, whole = (lambda: "fast"), (lambda: "slow"), (lambda: "whole")
     subjects = Subject("torch rank", "sm90"), Subject("torch triton dense", "sm90")
-    calls = dict(zip(subjects, (ranks.Ranks([fast, slow]), whole), strict=True))
-    found = ranks.time_ranks(2, calls, waited.append)
+    calls = dict(zip(subjects, (in_turn.Ranks([fast, slow]), whole), strict=True))
+    found = together.time_ranks(2, calls, waited.append)
     assert timed == [slow, whole]
     assert waited == ["fast"] * 3 + ["slow"] * 3
     assert found[subjects[0]] == Timing(times, None, times, ("a",), 8.0, 100)
@@ -44,15 +44,15 @@ def test_a_group_of_processes():
     calls = {subject: job.factories[subject](tensors) for subject in subjects}
     for call in calls.values():
         assert job.check(tensors)(call.result(call.run())) <= 1
-    found = ranks.time_ranks(2, {subject: call.run for subject, call in calls.items()})
+    found = together.time_ranks(2, {subject: call.run for subject, call in calls.items()})
     for timing in found.values():
         assert 0 < timing.busy.fastest <= timing.busy.median
 
-    group = ranks.group_of(2, "cpu")
-    assert ranks.group_of(2, "cpu") is group
+    group = together.group_of(2, "cpu")
+    assert together.group_of(2, "cpu") is group
     with pytest.raises(RuntimeError, match="rank 0: KeyError: 'dance'"):
         calls[subjects[0]].run.ask("dance")
-    assert ranks.group_of.cache_info().currsize == 0
+    assert together.group_of.cache_info().currsize == 0
     assert not any(process.is_alive() for process in group.processes)
 
 
@@ -61,13 +61,13 @@ def test_keys_from_the_host_stay_until_the_stream_that_waits_has_read_them(monke
     stream = SimpleNamespace(wait_event=lambda event: done.append(event))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     keys = [SimpleNamespace(record_stream=lambda x, i=i: done.append((i, x))) for i in range(2)]
-    ranks._Copied("event", keys).wait()
+    in_turn.Copied("event", keys).wait()
     assert done == ["event", (0, stream), (1, stream)]
 
 
 def test_gradients_of_each_call_go_to_the_same_memory_of_the_host():
     shards, sent = [tuple(torch.randn(2, 1, 8, 1, 16)) for _ in range(2)], {}
-    sender, receiver = (ranks.FromHost(rank, shards, sent) for rank in range(2))
+    sender, receiver = (in_turn.FromHost(rank, shards, sent) for rank in range(2))
     places = []
     for _ in range(2):
         gradients = tuple(torch.randn(2, 1, 4, 1, 16))
