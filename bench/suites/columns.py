@@ -1,11 +1,14 @@
-"""Columns that several suites have: functions of a record."""
+"""Columns and tables that several suites have."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from bench.records import Record
-from bench.registry import Column
+from bench.registry import Column, cells
+from bench.report.tables import by_case, by_operation, status, to_grid
+from interop.rendering.tables import Grid
 
 OPERATION, TFLOPS = attrgetter("operation"), attrgetter("tflops")
 
@@ -48,3 +51,42 @@ MODEL = {
     "context": "context",
     "dtype": "dtype",
 }
+
+
+PASSES = {"forward": "Forward", "both": "Forward and backward"}
+
+
+def tables_by_pass(records: Sequence[Record], columns: Mapping[str, Column]) -> dict[str, Grid]:
+    """Return a table for each pass, with a row for each implementation that is there."""
+    return {
+        PASSES[operation]: to_grid([{"implementation": r.label} | cells(columns, r) for r in group])
+        for operation, group in by_operation(r for r in records if r.status != "absent").items()
+    }
+
+
+def every_implementation(records: Sequence[Record], columns: Mapping[str, Column]) -> Grid:
+    """Return a row for each implementation that is there."""
+    return to_grid(
+        [
+            {"case": r.case["name"], "implementation": r.label}
+            | cells(columns, r)
+            | {"status": status(r)}
+            for r in records
+            if r.status != "absent"
+        ]
+    )
+
+
+def own_times(
+    records: Sequence[Record],
+) -> Iterator[tuple[str, dict[str, dict[str, Record]], str, Record]]:
+    """Yield operation, all its cases as `by_case` has them, a case's name, and a timed record.
+
+    The records are those of our own implementations.
+    """
+    for operation, group in by_operation(records).items():
+        cases = by_case(group)
+        for name, row in cases.items():
+            for record in row.values():
+                if record.times and not record.is_peer:
+                    yield operation, cases, name, record

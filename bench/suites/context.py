@@ -13,10 +13,16 @@ from bench.job import Call, Job, Operation, Subject
 from bench.ours import for_target
 from bench.problems import attention_job, dense_case, offsets_of
 from bench.records import Record
-from bench.registry import cells
-from bench.report.tables import by_case, by_operation, number, ratio, to_grid
+from bench.report.tables import number, ratio
 from bench.report.training import status
-from bench.suites.columns import MEMORY, TFLOPS, of_median
+from bench.suites.columns import (
+    MEMORY,
+    PASSES,
+    TFLOPS,
+    of_median,
+    own_times,
+    tables_by_pass,
+)
 from bench.suites.packed import lognormal
 from interop.parity import cases
 from interop.parity.cases import FlashCase, VarlenCase
@@ -46,7 +52,6 @@ CHANNELS, HEADS = 2048, 2  # HEADS are checked
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
 SIDES = {"torch": "torch_attn", "jax": "pallas_attn"}
 SHARES = "A rank's share of the whole sequence's time over this"
-NAMES = {"forward": "Forward", "both": "Forward and backward"}
 
 
 @dataclass(frozen=True)
@@ -180,26 +185,19 @@ COLUMNS = {
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
     """Return shares of the whole sequence's time, and a row for each implementation."""
-    tried = by_operation(record for record in records if record.status != "absent")
-    rows = {
-        NAMES[operation]: to_grid([{"implementation": r.label} | cells(COLUMNS, r) for r in group])
-        for operation, group in tried.items()
-    }
-    return {SHARES: _shares(records)} | rows
+    return {SHARES: _shares(records)} | tables_by_pass(records, COLUMNS)
 
 
 def _shares(records: Sequence[Record]) -> Grid:
     """Return a W-th of the whole sequence's time over that of ranks."""
     rows = [["case", "pass", "implementation", "ms", "dense / this", "triton dense / this"]]
-    for operation, group in by_operation(records).items():
-        for case, row in by_case(group).items():
-            for label, record in row.items():
-                if record.implementation not in RANKS or record.times is None:
-                    continue
-                side = record.implementation.split()[0]
-                wholes = (f"{side} {name} {record.target}" for name in ("dense", "triton dense"))
-                found = (ratio(row, label, whole) for whole in wholes)
-                texts = ("" if x is None else f"{x:.2f}" for x in found)
-                milliseconds = number(record.times.median)
-                rows.append([case, NAMES[operation].lower(), label, milliseconds, *texts])
+    for operation, by_name, case, record in own_times(records):
+        if record.implementation in RANKS and record.times:
+            side = record.implementation.split()[0]
+            wholes = (f"{side} {name} {record.target}" for name in ("dense", "triton dense"))
+            found = (ratio(by_name[case], record.label, whole) for whole in wholes)
+            texts = ("" if x is None else f"{x:.2f}" for x in found)
+            milliseconds = number(record.times.median)
+            name = PASSES[operation].lower()
+            rows.append([case, name, record.label, milliseconds, *texts])
     return rows

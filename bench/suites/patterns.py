@@ -23,9 +23,8 @@ from bench.problems import (
     dense_case,
 )
 from bench.records import Record
-from bench.registry import cells
-from bench.report.tables import by_case, by_operation, groups, ratio_text, status, to_grid
-from bench.suites.columns import MEMORY, TFLOPS, of_median
+from bench.report.tables import by_case, by_operation, groups, ratio_text, status
+from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, tables_by_pass
 from interop.parity.cases import DilatedCase, FlashCase
 from interop.rendering.tables import Grid
 from twin_attention.targets.target import use_target
@@ -80,7 +79,6 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 GAINS = "Speed-ups by patterns: the others' time over this"
 DOUBLINGS = "The time of twice the tokens over this one"
-NAMES = {"forward": "Forward", "both": "Forward and backward"}
 _OWN = ("dense", "standard")  # of the same framework
 _APART = (*_OWN, "module")  # whose speed-ups are not shown
 
@@ -138,12 +136,9 @@ COLUMNS = {
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
     """Return speed-ups, what twice the tokens cost, and a row for each implementation."""
-    tried = by_operation(record for record in records if record.status != "absent")
-    rows = {
-        NAMES[operation]: to_grid([{"implementation": r.label} | cells(COLUMNS, r) for r in group])
-        for operation, group in tried.items()
-    }
-    return {GAINS: _gains(records), DOUBLINGS: _doublings(records)} | rows
+    return {GAINS: _gains(records), DOUBLINGS: _doublings(records)} | tables_by_pass(
+        records, COLUMNS
+    )
 
 
 def _gains(records: Sequence[Record]) -> Grid:
@@ -156,7 +151,7 @@ def _gains(records: Sequence[Record]) -> Grid:
         row = rows_of[record.operation][record.case["name"]]
         own = {_kind(r): r.label for r in row.values() if _framework(r) == _framework(record)}
         others = [own.get(kind) for kind in _OWN] + peers
-        name = NAMES[record.operation].lower()
+        name = PASSES[record.operation].lower()
         found = [ratio_text(row, record.label, other) for other in others]
         grid.append([record.case["name"], name, record.label, *found])
     return grid
@@ -171,7 +166,7 @@ def _doublings(records: Sequence[Record]) -> Grid:
         times = {(r.case["dtype"], r.case["seq_q"]): r.times.median for r in group if r.times}
         for (dtype, length), own in sorted(times.items()):
             if twice := times.get((dtype, 2 * length)):
-                name = NAMES[operation].lower()
+                name = PASSES[operation].lower()
                 grid.append([pattern, name, label, str(length), f"{twice / own:.2f}"])
     return grid
 

@@ -11,9 +11,15 @@ from bench.job import Job, Operation, Subject
 from bench.peers import SCORES
 from bench.problems import attention_job
 from bench.records import Record
-from bench.registry import cells
-from bench.report.tables import by_case, by_operation, ratio_text, status, to_grid
-from bench.suites.columns import MEMORY, OPERATION, TFLOPS, of_median
+from bench.report.tables import ratio_text
+from bench.suites.columns import (
+    MEMORY,
+    OPERATION,
+    TFLOPS,
+    every_implementation,
+    of_median,
+    own_times,
+)
 from interop.parity.cases import FlashCase
 from interop.rendering.tables import Grid
 
@@ -78,32 +84,21 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return what of the time without a term is left with it, then a row for each record."""
-    rows = [
-        {"case": r.case["name"], "implementation": r.label}
-        | cells(COLUMNS, r)
-        | {"status": status(r)}
-        for r in records
-        if r.status != "absent"
-    ]
-    return {SHARES: _shares(records), "Every implementation": to_grid(rows)}
+    """Return the time of "plain" divided by the time with each term, and a row for each record."""
+    return {
+        SHARES: _shares(records), "Every implementation": every_implementation(records, COLUMNS)
+    }  # fmt: skip
 
 
 def _shares(records: Sequence[Record]) -> Grid:
     """Return the time of 'plain' over each term's, and those of peers over it."""
     peers = list(dict.fromkeys(r.label for r in records if r.is_peer and r.times))
     grid = [["case", "pass", "implementation", "plain / this", *(f"{x} / this" for x in peers)]]
-    for operation, group in by_operation(records).items():
-        by_name = by_case(group)
-        for name, row in by_name.items():
-            term, _, shape = name.rpartition("-")
-            for label, record in row.items():
-                if record.times is None or record.is_peer:
-                    continue
-                plain = by_name.get(f"plain-{shape}", {}).get(label)
-                share = ""
-                if plain is not None and plain.times is not None and term != "plain":
-                    share = f"{plain.times.median / record.times.median:.2f}"
-                others = [ratio_text(row, label, peer) for peer in peers]
-                grid.append([name, operation, label, share, *others])
+    for operation, by_name, name, record in own_times(records):
+        term, _, shape = name.rpartition("-")
+        plain, share = by_name.get(f"plain-{shape}", {}).get(record.label), ""
+        if plain is not None and plain.times and record.times and term != "plain":
+            share = f"{plain.times.median / record.times.median:.2f}"
+        others = [ratio_text(by_name[name], record.label, peer) for peer in peers]
+        grid.append([name, operation, record.label, share, *others])
     return grid

@@ -10,9 +10,15 @@ from bench.job import Job, Operation, Subject
 from bench.peers import TREE
 from bench.problems import attention_job
 from bench.records import Record
-from bench.registry import cells
-from bench.report.tables import by_case, by_operation, ratio_text, status, to_grid
-from bench.suites.columns import MEMORY, OPERATION, TFLOPS, of_median
+from bench.report.tables import ratio_text
+from bench.suites.columns import (
+    MEMORY,
+    OPERATION,
+    TFLOPS,
+    every_implementation,
+    of_median,
+    own_times,
+)
 from bench.trees import TreeCase, separate_pairs
 from interop.rendering.tables import Grid
 from twin_attention.contract.cost import tree_pairs
@@ -93,14 +99,7 @@ COLUMNS = {
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
     """Return the others' time over ours, then a row for each implementation."""
-    rows = [
-        {"case": r.case["name"], "implementation": r.label}
-        | cells(COLUMNS, r)
-        | {"status": status(r)}
-        for r in records
-        if r.status != "absent"
-    ]
-    return {GAINS: _gains(records), "Every implementation": to_grid(rows)}
+    return {GAINS: _gains(records), "Every implementation": every_implementation(records, COLUMNS)}
 
 
 def _gains(records: Sequence[Record]) -> Grid:
@@ -112,22 +111,22 @@ def _gains(records: Sequence[Record]) -> Grid:
     others = [SEPARATE, *peers]
     grid = [["case", "pass", "implementation", f"pairs/s over {SEPARATE}",
              *(f"{x} / this" for x in others)]]  # fmt: skip
-    for operation, group in by_operation(records).items():
-        for name, row in by_case(group).items():
-            timed = [r for r in row.values() if r.times and not r.is_peer]
-            for record in (r for r in timed if _kind(r) != SEPARATE):
-                own = _fastest_separate(timed, record)
-                rates = [_pairs_per_second(r) for r in (record, own) if r is not None]
-                known = [rate for rate in rates if rate is not None]
-                rate = f"{known[0] / known[1]:.2f}" if len(known) == 2 else ""
-                labels = [None if own is None else own.label, *peers]
-                found = [ratio_text(row, record.label, label) for label in labels]
-                grid.append([name, operation, record.label, rate, *found])
+    for operation, cases, name, record in own_times(records):
+        if _kind(record) == SEPARATE:
+            continue
+        own = _fastest_separate(cases[name], record)
+        rates = [_pairs_per_second(r) for r in (record, own) if r is not None]
+        known = [rate for rate in rates if rate is not None]
+        rate = f"{known[0] / known[1]:.2f}" if len(known) == 2 else ""
+        labels = [None if own is None else own.label, *peers]
+        found = [ratio_text(cases[name], record.label, label) for label in labels]
+        grid.append([name, operation, record.label, rate, *found])
     return grid
 
 
-def _fastest_separate(timed: Sequence[Record], record: Record) -> Record | None:
-    own = (r for r in timed if _kind(r) == SEPARATE and _framework(r) == _framework(record))
+def _fastest_separate(row: dict[str, Record], record: Record) -> Record | None:
+    alike = (r for r in row.values() if r.times and _framework(r) == _framework(record))
+    own = (r for r in alike if not r.is_peer and _kind(r) == SEPARATE)
     return min(own, key=lambda r: r.times.median if r.times else 0.0, default=None)
 
 
