@@ -52,7 +52,7 @@ COLUMNS = {
 
 def jobs(targets: Sequence[str]) -> list[Job]:
     """Return forward and backward of every case."""
-    return attention_jobs(cases(), ("forward", "backward"), lambda _: _factories(targets))
+    return attention_jobs(cases(), ("forward", "backward"), lambda _: factories(targets))
 
 
 def cases() -> list[VarlenCase]:
@@ -92,7 +92,7 @@ def dense_case(case: VarlenCase) -> FlashCase:
     )  # fmt: skip
 
 
-def _factories(targets: Sequence[str]) -> Factories:
+def factories(targets: Sequence[str]) -> Factories:
     dense = {
         Subject(yardstick, target): partial(_dense, Subject(name, target))
         for (name, yardstick), target in product(YARDSTICKS.items(), targets)

@@ -39,7 +39,7 @@ COLUMNS = {
 
 def jobs(targets: Sequence[str]) -> list[Job]:
     """Return the job of every case."""
-    return [decode_job(case, _factories(case, targets)) for case in cases()]
+    return [decode_job(case, factories(case, targets)) for case in cases()]
 
 
 def cases() -> list[PagedCase]:
@@ -64,13 +64,13 @@ def _case(name: str, new_tokens: tuple[int, ...], length: int, page_size: int) -
     )  # fmt: skip
 
 
-def _factories(case: PagedCase, targets: Sequence[str]) -> DecodeFactories:
-    factories = ours.prefill_factories(case.spec, targets) | {
+def factories(case: PagedCase, targets: Sequence[str]) -> DecodeFactories:
+    own = ours.prefill_factories(case.spec, targets) | {
         Subject(name): f for name, f in PREFILL.items()
     }
     if set(case.new_tokens) != {1}:
-        return factories
-    return factories | {
+        return own
+    return own | {
         Subject(f"{name} paged_decode", target): partial(_decode, factory)
         for (name, target), factory in ours.decode_factories(targets).items()
     }

@@ -107,12 +107,8 @@ class FlashCase:
     def spec(self) -> AttentionSpec:
         """Return the problem with its defaults resolved."""
         return AttentionSpec(
-            self.batch, self.seq_q, self.seq_kv, self.heads_q, self.heads_kv, self.head_dim,
-            self.shapes[2][3], self.dtype, scale_or_default(self.scale, self.head_dim),
-            Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, segmented=bool(self.segments), **_tree_fields(self),
-            terms=_terms(self), wide_bias=_has_wide_bias(self), row_max=self.row_max,
-            dropout_rate=self.dropout_rate,
+            self.batch, self.seq_q, self.seq_kv, segmented=bool(self.segments),
+            wide_bias=_has_wide_bias(self), **_fields_of(self),
         )  # fmt: skip
 
 
@@ -169,14 +165,8 @@ class VarlenCase:
         tokens_q, tokens_kv = (
             sum(pair[side] for pair in self.lengths) + self.padding[side] for side in (0, 1)
         )
-        head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
-        return VarlenSpec(
-            1, tokens_q, tokens_kv, self.heads_q, self.heads_kv, self.head_dim, head_dim_v,
-            self.dtype, scale_or_default(self.scale, self.head_dim),
-            Window.of(self.causal, self.window_size), self.softcap, self.deterministic,
-            self.precision, **_tree_fields(self), terms=_terms(self), row_max=self.row_max,
-            dropout_rate=self.dropout_rate, num_sequences=len(self.lengths),
-        )  # fmt: skip
+        sequences = len(self.lengths)
+        return VarlenSpec(1, tokens_q, tokens_kv, num_sequences=sequences, **_fields_of(self))
 
 
 def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
@@ -204,11 +194,22 @@ def _has_wide_bias(case: FlashCase) -> bool:
     return is_wide and {*"qk"} <= {*(case.bias or "")} and 1 not in (case.seq_q, case.seq_kv)
 
 
-def _tree_fields(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return the fields of a problem that say what its tree is."""
+def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
+    """Return the fields of a problem that do not depend on how sequences are laid out."""
+    names = (
+        "heads_q", "heads_kv", "head_dim", "dtype", "softcap", "deterministic", "precision",
+        "row_max", "dropout_rate",
+    )  # fmt: skip
     left = None if case.window_size is None else case.window_size[0]
     unlimited = left is None or left >= WINDOW_UNLIMITED
-    return {"tree": bool(case.tree), "depths": case.depths and not unlimited}
+    return {name: getattr(case, name) for name in names} | {
+        "head_dim_v": case.head_dim if case.head_dim_v is None else case.head_dim_v,
+        "scale": scale_or_default(case.scale, case.head_dim),
+        "window": Window.of(case.causal, case.window_size),
+        "tree": bool(case.tree),
+        "depths": case.depths and not unlimited,
+        "terms": _terms(case),
+    }
 
 
 @dataclass(frozen=True)

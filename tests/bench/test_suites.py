@@ -280,8 +280,8 @@ SMALL_JOBS = {
     "flash forward": lambda: attention_job(SMALL, "forward", ours.flash_factories(["sm80"])),
     "flash backward": lambda: attention_job(SMALL, "backward", ours.flash_factories(["sm80"])),
     "flash both": lambda: attention_job(SMALL, "both", ours.flash_factories(["sm80"])),
-    "packed forward": lambda: attention_job(PACKED_CASE, "forward", packed._factories(["sm80"])),
-    "packed backward": lambda: attention_job(PACKED_CASE, "backward", packed._factories(["sm80"])),
+    "packed forward": lambda: attention_job(PACKED_CASE, "forward", packed.factories(["sm80"])),
+    "packed backward": lambda: attention_job(PACKED_CASE, "backward", packed.factories(["sm80"])),
     "random forward": lambda: patterns.job(SPARSE_CASE, "forward", "sm90"),
     "random both": lambda: patterns.job(SPARSE_CASE, "both", "sm90"),
     "local both": lambda: patterns.job(LOCAL_CASE, "both", "sm90"),
@@ -295,8 +295,8 @@ SMALL_JOBS = {
     "shared": lambda: kvcache._shared_job(
         3, 128, 4, 2, 6, factories=ours.decode_factories(["sm90"])
     ),
-    "chunks": lambda: decode_job(CHUNK_CASE, prefill._factories(CHUNK_CASE, ["sm80"])),
-    "single": lambda: decode_job(SINGLE, prefill._factories(SINGLE, ["sm80"])),
+    "chunks": lambda: decode_job(CHUNK_CASE, prefill.factories(CHUNK_CASE, ["sm80"])),
+    "single": lambda: decode_job(SINGLE, prefill.factories(SINGLE, ["sm80"])),
     "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),
     "int8 cache": lambda: decode_job(INT8, ours.decode_factories(["sm80"])),
     "host forward": lambda: jobs_of("host", "1x128x8x64-causal")[0],
@@ -369,7 +369,7 @@ def test_what_computes_something_else_is_checked_by_itself(monkeypatch, module, 
     monkeypatch.setattr(patterns, "AT_LENGTHS", {})
     monkeypatch.setattr(module, "attention_check", lambda *_: lambda arrays: 2.0)
     if module is packed:
-        factory = partial(packed._factories(["sm90"])[Subject(name, "sm90")], case, "forward")
+        factory = partial(packed.factories(["sm90"])[Subject(name, "sm90")], case, "forward")
     else:
         factory = patterns.job(case, "forward", "sm90").factories[Subject(name, "sm90")]
     with pytest.raises(ValueError, match="its error is 2 times the budget"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, Self
 
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
 from twin_attention.contract.spec import (
@@ -192,11 +192,11 @@ class DecodeSpec(Traits):
     @classmethod
     def of(
         cls,
-        operands: DecodeOperands,
+        operands: DecodeOperands | PagedOperands,
         dtype: str,
         kv_dtype: str,
         options: DecodeOptions,
-    ) -> DecodeSpec:
+    ) -> Self:
         """Describe the problem of matching operands; `kv_dtype` is the pool's."""
         batch, *tokens, heads_q, head_dim = operands.q.shape
         return cls(
@@ -290,21 +290,11 @@ class PagedSpec(DecodeSpec):
         dtype: str,
         kv_dtype: str,
         options: DecodeOptions,
-    ) -> PagedSpec:
+    ) -> Self:
         """Describe the problem of matching operands; `kv_dtype` is the pool's."""
-        tokens, heads_q, head_dim = operands.q.shape
-        return cls(
-            batch=operands.cu_seqlens_q.shape[0] - 1,
-            tokens=tokens,
-            heads_q=heads_q,
-            cache=PagedCache.of(operands, kv_dtype),
-            dtype=dtype,
-            scale=scale_or_default(options.scale, head_dim),
-            window_left=options.window_left,
-            softcap=options.softcap,
-            num_splits=options.num_splits,
-            has_tree=operands.tree_ends is not None,
-        )
+        spec = super().of(operands, dtype, kv_dtype, options)  # of a token per sequence
+        batch, tokens = operands.cu_seqlens_q.shape[0] - 1, operands.q.shape[0]
+        return replace(spec, batch=batch, tokens=tokens)
 
     @property
     def rows(self) -> int:

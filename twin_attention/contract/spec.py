@@ -224,29 +224,11 @@ class AttentionSpec(Traits):
         options: FlashOptions,
     ) -> AttentionSpec:
         """Describe the problem of matching operands."""
-        batch, seq_q, heads_q, head_dim = operands.q.shape
-        _, seq_kv, heads_kv, head_dim_v = operands.v.shape
         return cls(
-            batch=batch,
-            seq_q=seq_q,
-            seq_kv=seq_kv,
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=dtype,
-            scale=scale_or_default(options.scale, head_dim),
-            window=options.window,
-            softcap=options.softcap,
-            deterministic=bool(options.deterministic),
-            precision=options.precision if dtype == "float32" else "ieee",
+            batch=operands.q.shape[0],
             segmented=operands.q_segment_ids is not None,
-            tree=operands.kv_ends is not None,
-            depths=_counts_depths(operands, options),
-            terms=_terms_of(operands),
             wide_bias=_has_wide_bias(operands),
-            row_max=options.row_max,
-            dropout_rate=options.dropout_rate,
+            **_fields_of(operands, dtype, options),
         )
 
     @property
@@ -308,6 +290,33 @@ class AttentionSpec(Traits):
         return range(begin, max(begin, end))
 
 
+def _fields_of(
+    operands: FlashOperands | VarlenOperands, dtype: str, options: FlashOptions
+) -> dict[str, Any]:
+    """Return the fields of a problem that do not depend on how sequences are laid out."""
+    seq_q, heads_q, head_dim = operands.q.shape[-3:]
+    seq_kv, heads_kv, head_dim_v = operands.v.shape[-3:]
+    return {
+        "seq_q": seq_q,
+        "seq_kv": seq_kv,
+        "heads_q": heads_q,
+        "heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "dtype": dtype,
+        "scale": scale_or_default(options.scale, head_dim),
+        "window": options.window,
+        "softcap": options.softcap,
+        "deterministic": bool(options.deterministic),
+        "precision": options.precision if dtype == "float32" else "ieee",
+        "tree": operands.kv_ends is not None,
+        "depths": _counts_depths(operands, options),
+        "terms": _terms_of(operands),
+        "row_max": options.row_max,
+        "dropout_rate": options.dropout_rate,
+    }
+
+
 def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptions) -> bool:
     """Return True if a window counts depths; without a window depths have no effect."""
     return operands.q_depths is not None and options.window_left is not None
@@ -347,29 +356,9 @@ class VarlenSpec(AttentionSpec):
         options: FlashOptions,
     ) -> VarlenSpec:
         """Describe the problem of matching operands."""
-        tokens_q, heads_q, head_dim = operands.q.shape
-        tokens_kv, heads_kv, head_dim_v = operands.v.shape
-        return cls(
-            batch=1,
-            seq_q=tokens_q,
-            seq_kv=tokens_kv,
-            heads_q=heads_q,
-            heads_kv=heads_kv,
-            head_dim=head_dim,
-            head_dim_v=head_dim_v,
-            dtype=dtype,
-            scale=scale_or_default(options.scale, head_dim),
-            window=options.window,
-            softcap=options.softcap,
-            deterministic=bool(options.deterministic),
-            precision=options.precision if dtype == "float32" else "ieee",
-            tree=operands.kv_ends is not None,
-            depths=_counts_depths(operands, options),
-            terms=_terms_of(operands),
-            row_max=options.row_max,
-            dropout_rate=options.dropout_rate,
-            num_sequences=operands.cu_seqlens_q.shape[0] - 1,
-        )
+        num_sequences = operands.cu_seqlens_q.shape[0] - 1
+        shared = _fields_of(operands, dtype, options)
+        return cls(batch=1, num_sequences=num_sequences, **shared)
 
     def sequence(self, seq_q: int, seq_kv: int) -> AttentionSpec:
         """Return the problem of one of its sequences by itself."""
