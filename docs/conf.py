@@ -47,7 +47,7 @@ CHAPTERS = {
     ),
     "Reference": (
         "docs/semantics", "docs/api/torch_attn", "docs/api/pallas_attn", "docs/api/exchange",
-        "docs/numerics", "docs/targets", "docs/non-goals",
+        "docs/numerics", "docs/targets", "docs/non-goals", "docs/glossary",
     ),
     "Speed": ("docs/benchmarks", "docs/performance", "bench/results/README"),
     "Inside": ("docs/architecture", "docs/reading-the-twins"),

@@ -44,14 +44,6 @@ from twin_attention.contract.context import (
     shard_sequence,
     unshard_sequence,
 )
-from twin_attention.contract.exchange import (
-    EXCHANGES,
-    Hop,
-    choose_exchange,
-    describe_exchange,
-    equal_hops,
-    problem_of_rank,
-)
 from twin_attention.contract.operands import (
     FlashOperands,
     GradientCarry,
@@ -59,6 +51,14 @@ from twin_attention.contract.operands import (
     describe_operands,
 )
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, PartialSpec, Precision
+from twin_attention.contract.transfers import (
+    EXCHANGES,
+    Hop,
+    choose_exchange,
+    describe_exchange,
+    equal_hops,
+    problem_of_rank,
+)
 from twin_attention.contract.validate.context import (
     check_context_attention,
     check_exchange,
@@ -180,7 +180,7 @@ def context_attention(
     part = PartialOperands(*described[:3], *[None] * 4)
     spec = PartialSpec.of(part, described.q.dtype, options)
     chosen, _ = choose_exchange(exchange, plan, options.window, spec, one_program=True)
-    problem = _Problem(plan, axis_name, chosen, options, implementation)
+    problem = _RankCall(plan, axis_name, chosen, options, implementation)
     attend = _attend_heads if chosen == "heads" else _attend_in_hops
     if (plan.document_ids >= 0).all():
         out, lse = attend(problem, FlashOperands(q, k, v, sinks))
@@ -254,7 +254,7 @@ def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, im
     )(*placed)
 
 
-class _Problem(NamedTuple):
+class _RankCall(NamedTuple):
     """Hold what a call's hops have in common.
 
     Attributes:
@@ -389,7 +389,7 @@ def _count_before(runs: Runs, rank: Array, positions: Array) -> Array:
     return jnp.sum(jnp.clip(before, 0, counts), 1, dtype=jnp.int32)
 
 
-def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
+def _attend_in_hops(problem: _RankCall, operands: FlashOperands[Array]) -> tuple[Array, Array]:
     """Attend by "ring" or "gather", differentiable once, in reverse mode."""
     q, k, v, sinks = operands[:4]
     q, k, v, sinks = once((q, k, v, sinks), PartialSpec.function)
@@ -397,7 +397,7 @@ def _attend_in_hops(problem: _Problem, operands: FlashOperands[Array]) -> tuple[
 
 
 def _on_each_platform(
-    function: Callable[..., Any], operation: str, problem: _Problem, *operands: Any
+    function: Callable[..., Any], operation: str, problem: _RankCall, *operands: Any
 ) -> Any:
     """Run all hops; for None, use `torch_attn`'s kernels on CUDA where they are faster.
 
@@ -489,13 +489,13 @@ def _by_rank(x: Array, plan: ContextPlan) -> Array:
     return jnp.moveaxis(x.reshape(x.shape[0], plan.size, -1, *x.shape[2:]), 1, 0)
 
 
-def _to_heads(problem: _Problem, x: Array) -> Array:
+def _to_heads(problem: _RankCall, x: Array) -> Array:
     """Turn [B, S, H, ...] into [B, size · S, H / size, ...], in sequence order."""
     x = jnp.moveaxis(x.reshape(*x.shape[:2], problem.plan.size, -1, *x.shape[3:]), 2, 0)
     return _in_sequence(lax.all_to_all(x, problem.axis_name, 0, 0, tiled=True), problem.plan)
 
 
-def _to_tokens(problem: _Problem, x: Array) -> Array:
+def _to_tokens(problem: _RankCall, x: Array) -> Array:
     """Undo `_to_heads`."""
     x = lax.all_to_all(_by_rank(x, problem.plan), problem.axis_name, 0, 0, tiled=True)
     x = jnp.moveaxis(x, 0, 2)
@@ -503,7 +503,7 @@ def _to_tokens(problem: _Problem, x: Array) -> Array:
 
 
 @promoting
-def _attend_heads(problem: _Problem, operands: FlashOperands[Array]) -> tuple[Array, Array]:
+def _attend_heads(problem: _RankCall, operands: FlashOperands[Array]) -> tuple[Array, Array]:
     """Attend to all tokens with this rank's share of the heads."""
     plan, sinks = problem.plan, operands.sinks
     q, k, v = (_to_heads(problem, x) for x in operands[:3])

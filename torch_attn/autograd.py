@@ -28,7 +28,7 @@ class _Differentiable(Operator):
         if private.transforms_active():
             # torch.func calls this below its own dispatch key, but a Function has to start above.
             with private.above_torch_func():
-                return _Operation.apply(self, *args)
+                return _Dispatched.apply(self, *args)
         tensors = args[: self.num_tensors]
         call = CALLS.find(self.name, tensors, args[self.num_tensors :])
         if call is not None:  # past the rest of the dispatcher
@@ -111,7 +111,7 @@ class _ReverseMode(torch.autograd.Function):
         refuse_forward_mode(ctx.operator.function)
 
 
-class _Operation(_ReverseMode):
+class _Dispatched(_ReverseMode):
     """An operator, run through the dispatcher."""
 
     generate_vmap_rule = True
@@ -133,7 +133,7 @@ class _Operation(_ReverseMode):
         return None, *found, *[None] * ctx.num_options
 
 
-class _Kept(_ReverseMode):
+class _Replayed(_ReverseMode):
     """A cached call of a forward: it runs the kernels without the dispatcher.
 
     An lse that the caller did not ask for is no output, so autograd saves less.
@@ -157,8 +157,8 @@ class _Kept(_ReverseMode):
 
 
 # Function.apply binds the signature on every call, which takes longer than a launch does.
-_record = super(torch.autograd.Function, _Operation).apply  # pyright: ignore[reportAttributeAccessIssue]
-_record_kept = super(torch.autograd.Function, _Kept).apply  # pyright: ignore[reportAttributeAccessIssue]
+_record = super(torch.autograd.Function, _Dispatched).apply  # pyright: ignore[reportAttributeAccessIssue]
+_record_kept = super(torch.autograd.Function, _Replayed).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def run_kept(

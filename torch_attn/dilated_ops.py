@@ -63,7 +63,7 @@ def place(
         lse = lse.unflatten(0, (rows[0], rows[1] // calls[0][0].kept)).transpose(1, 2)
         return out.reshape(1, *rows, *out.shape[2:]), lse.flatten(2, 3)[None]
     flat = (x for state in states for x in state)
-    return _Place.apply(calls, heads_kv, rows, *flat)  # pyright: ignore[reportReturnType]
+    return _PlaceAll.apply(calls, heads_kv, rows, *flat)  # pyright: ignore[reportReturnType]
 
 
 class _Once(torch.autograd.Function):
@@ -117,7 +117,7 @@ class _Take(torch.autograd.Function):
         return dx, None, None
 
 
-class _Place(torch.autograd.Function):
+class _PlaceAll(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod

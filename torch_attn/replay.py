@@ -39,12 +39,12 @@ _ALLOCATIONS = {
 }  # fmt: skip
 
 
-class _Launch(NamedTuple):
+class _Launched(NamedTuple):
     launcher: Any
     operands: tuple[Tensor, ...]
 
 
-class _Operation(NamedTuple):
+class _Operated(NamedTuple):
     """An operation of torch with one result."""
 
     function: torch._ops.OpOverload
@@ -67,7 +67,7 @@ class Capture(private.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[_Launch | _Operation] = []
+        self.steps: list[_Launched | _Operated] = []
         self._is_paused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -78,12 +78,12 @@ class Capture(private.DispatchMode):
             lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]
             others = (*kwargs.values(), *chain.from_iterable(lists))
             assert not any(isinstance(x, Tensor) for x in others), f"{func} takes lists of tensors"
-            self.steps.append(_Operation(func, args, kwargs, result))
+            self.steps.append(_Operated(func, args, kwargs, result))
         return result
 
     def add(self, launcher: Any, operands: tuple[Tensor, ...]) -> None:
         """Add a launch: a `Launcher`, or for "meta" tensors what `torch_attn.outline` takes."""
-        self.steps.append(_Launch(launcher, operands))
+        self.steps.append(_Launched(launcher, operands))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,10 +111,10 @@ def capture(function: Callable[..., Any], operands: Sequence[Tensor | None]) -> 
     own = [None if x is None else x.detach() for x in operands]
     with Capture() as found:
         results = function(*own)
-    return results, _Writer(own, found.steps, results).replay()
+    return results, _ReplayWriter(own, found.steps, results).replay()
 
 
-class _Writer:
+class _ReplayWriter:
     """Writes the function that replays a capture.
 
     Its parameters are x0, x1 and so on; it allocates y0, y1 and scratch memory, and operations
@@ -124,7 +124,7 @@ class _Writer:
     def __init__(
         self,
         operands: Sequence[Tensor | None],
-        steps: Sequence[_Launch | _Operation],
+        steps: Sequence[_Launched | _Operated],
         results: Sequence[Tensor | None] | None,
     ) -> None:
         remaining, allocated, scratch, self._bases = _reduce(steps, results or ())
@@ -151,7 +151,7 @@ class _Writer:
         self._lines += [f"{name}_at = {name}.data_ptr()" for name in known]
         self._lines.append(f"stream = stream_of({self._device})")
         for i, step in enumerate(remaining):
-            if isinstance(step, _Launch):
+            if isinstance(step, _Launched):
                 addresses = ", ".join(map(self._address, step.operands))
                 launch = self._value(f"launch{i}", step.launcher)
                 self._lines.append(f"{launch}(stream, ({addresses},))")
@@ -181,7 +181,7 @@ class _Writer:
             self._lines.append(f"scratch = empty(({size},), (1,), torch.uint8)")
             self._lines.append("scratch_at = scratch.data_ptr()")
 
-    def _operate(self, i: int, step: _Operation) -> None:
+    def _operate(self, i: int, step: _Operated) -> None:
         """Write an operation; an in-place operation's result has a name already."""
         arguments = [
             self._tensor(x) if isinstance(x, Tensor) else self._value(f"argument{i}_{n}", x)
@@ -209,8 +209,8 @@ class _Writer:
 
 
 def _reduce(
-    steps: Sequence[_Launch | _Operation], results: Sequence[Tensor | None]
-) -> tuple[list[_Launch | _Operation], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
+    steps: Sequence[_Launched | _Operated], results: Sequence[Tensor | None]
+) -> tuple[list[_Launched | _Operated], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
     """Find the tensors that a replay need not make.
 
     Tensors are keyed by their id.
@@ -223,18 +223,18 @@ def _reduce(
     allocated = {
         id(step.result): step.result
         for step in steps
-        if isinstance(step, _Operation) and step.is_allocation
+        if isinstance(step, _Operated) and step.is_allocation
     }
     computed = {
         id(x)
         for step in steps
-        if isinstance(step, _Operation) and not (step.is_allocation or step.function.is_view)
+        if isinstance(step, _Operated) and not (step.is_allocation or step.function.is_view)
         for x in step.args
     }
     returned = {id(x) for x in results if x is not None}
     read, remaining, bases = computed | returned, [], {}
     for step in reversed(steps):
-        if isinstance(step, _Launch):
+        if isinstance(step, _Launched):
             remaining.append(step)
         elif not step.is_allocation:
             view, base = id(step.result), id(step.args[0])

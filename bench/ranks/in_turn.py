@@ -21,7 +21,7 @@ from torch_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from twin_attention.contract.exchange import Rows
+from twin_attention.contract.transfers import Rows
 from twin_attention.targets.target import use_target
 
 _TRIES = 3  # calls of each rank, to find the slowest

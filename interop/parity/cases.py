@@ -11,7 +11,6 @@ from itertools import accumulate
 from typing import Any
 
 from twin_attention.contract.context import ContextPlan, context_plan
-from twin_attention.contract.exchange import choose_exchange, problem_of_rank
 from twin_attention.contract.operands import TERMS
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache, PagedSpec
 from twin_attention.contract.spec import (
@@ -28,6 +27,7 @@ from twin_attention.contract.spec import (
     Window,
     scale_or_default,
 )
+from twin_attention.contract.transfers import choose_exchange, problem_of_rank
 
 
 @dataclass(frozen=True)

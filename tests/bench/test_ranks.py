@@ -10,7 +10,7 @@ from bench.ranks import in_turn, together
 from bench.records import Times
 from bench.suites import context
 from bench.timing import Timing
-from twin_attention.contract.exchange import Rows
+from twin_attention.contract.transfers import Rows
 
 CASE = context.ContextCase("causal-small", 1, 8, 8, 1, 1, 16, causal=True, ranks=2)
 

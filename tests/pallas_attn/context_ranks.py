@@ -23,8 +23,8 @@ from pallas_attn.distributed import (
     unshard_sequence,
 )
 from tests.oracle import assert_within_budget, poison_padding
-from twin_attention.contract import exchange
-from twin_attention.contract.exchange import equal_hops
+from twin_attention.contract import transfers
+from twin_attention.contract.transfers import equal_hops
 
 CASE = FlashCase("", batch=2, seq_q=64, seq_kv=64, heads_q=4, heads_kv=4, head_dim=16, causal=True)
 OPTIONS = replace(CASE, heads_kv=2, softcap=4.0, sinks=True, window_size=(20, None), head_dim_v=24)
@@ -84,7 +84,7 @@ def check_placed(plan):
 
 
 if __name__ == "__main__":
-    exchange._BLOCK = 4  # few rows, so that some of them stay
+    transfers.BLOCK = 4  # few rows, so that some of them stay
     window = replace(CASE, window_size=(7, None))
     contiguous = context_plan(64, 4, "contiguous")
     balanced = context_plan(64, 4, "balanced", DOCUMENTS)

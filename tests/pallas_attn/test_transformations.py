@@ -24,7 +24,7 @@ from pallas_attn import (
 )
 from pallas_attn.distributed import context_attention, context_plan
 from tests.oracle import assert_within_budget
-from twin_attention.contract.exchange import EXCHANGES
+from twin_attention.contract.transfers import EXCHANGES
 
 CASE = FlashCase(
     "transformations", batch=1, seq_q=24, seq_kv=40, heads_q=4, heads_kv=2, head_dim=16,

@@ -26,13 +26,13 @@ from torch_attn.distributed import (
     shard_sequence,
     unshard_sequence,
 )
-from torch_attn.distributed.context import Problem
+from torch_attn.distributed.context import RankCall
 from torch_attn.distributed.sums import GradientSums
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.sum import sum_rows, sum_rows_kernel
 from twin_attention.contract.context import LAYOUTS
-from twin_attention.contract.exchange import EXCHANGES, Rows
 from twin_attention.contract.spec import Window
+from twin_attention.contract.transfers import EXCHANGES, Rows
 
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
 CASES = {
@@ -200,7 +200,7 @@ def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, exchange, torch_d
 @pytest.mark.parametrize("fault", ["stale keys", "no window", "16 bits", "own gradients"])
 def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
     """Faults seen in ring attentions elsewhere are above the budget."""
-    hops, send_back, run = Problem.hops, Problem.send_back, Problem.run
+    hops, send_back, run = RankCall.hops, RankCall.send_back, RankCall.run
     steps = context._steps
 
     def stale(self, operation, q, k, v):
@@ -215,15 +215,15 @@ def test_faults_are_found(ranks, monkeypatch, fault, torch_device):
         return out.bfloat16().to(out.dtype), lse
 
     if fault == "stale keys":
-        monkeypatch.setattr(Problem, "hops", stale)
+        monkeypatch.setattr(RankCall, "hops", stale)
     if fault == "no window":
         monkeypatch.setattr(
             context, "_steps", lambda plan, window, *a: steps(plan, Window(None, 0), *a)
         )
     if fault == "16 bits":
-        monkeypatch.setattr(Problem, "run", rounded)
+        monkeypatch.setattr(RankCall, "run", rounded)
     if fault == "own gradients":
-        monkeypatch.setattr(Problem, "send_back", lambda self, x, dx: send_back(self, x, dx[::-1]))
+        monkeypatch.setattr(RankCall, "send_back", lambda self, x, dx: send_back(self, x, dx[::-1]))
     plan = context_plan(96, 4)
     case = replace(CASE, window_size=(40, None), dtype="float32")
     inputs, spec = problem(case, plan, torch_device)

@@ -22,8 +22,8 @@ from tests.oracle import assert_within_budget
 from tests.torch_attn.test_context import CASES, attend, problem
 from torch_attn.distributed import Transfer, context_plan, copies
 from torch_attn.distributed.copies import Arena, arena_bytes
-from twin_attention.contract.exchange import exchange_steps
 from twin_attention.contract.spec import Window
+from twin_attention.contract.transfers import exchange_steps
 
 SLOT_BYTES = 2**14
 

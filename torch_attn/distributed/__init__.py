@@ -15,7 +15,7 @@ from twin_attention.contract.context import (
     shard_sequence,
     unshard_sequence,
 )
-from twin_attention.contract.exchange import Rows
+from twin_attention.contract.transfers import Rows
 
 __all__ = [
     "ContextPlan",

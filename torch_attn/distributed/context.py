@@ -35,15 +35,6 @@ from torch_attn.flash_ops import or_as_torch_says
 from torch_attn.operands import autocast_dtype, cast_inputs, operand, rows_aligned
 from torch_attn.operators import readable
 from twin_attention.contract.context import ContextPlan, Intervals
-from twin_attention.contract.exchange import (
-    EXCHANGES,
-    Rows,
-    Step,
-    choose_exchange,
-    describe_exchange,
-    exchange_steps,
-    problem_of_rank,
-)
 from twin_attention.contract.operands import (
     FlashOperands,
     GradientCarry,
@@ -57,6 +48,15 @@ from twin_attention.contract.spec import (
     Placement,
     Precision,
     Window,
+)
+from twin_attention.contract.transfers import (
+    EXCHANGES,
+    Rows,
+    Step,
+    choose_exchange,
+    describe_exchange,
+    exchange_steps,
+    problem_of_rank,
 )
 from twin_attention.contract.validate.context import (
     check_context_attention,
@@ -150,8 +150,8 @@ def context_attention(
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse
     call, tensors = _agree(peers, plan, (q, k, v, sinks), options, exchange, implementation)
     peers.at_once = call.exchange == "gather"
-    problem = Problem(peers, call, plan)
-    attend = _attend_heads if call.exchange == "heads" else _Attention.apply
+    problem = RankCall(peers, call, plan)
+    attend = _attend_heads if call.exchange == "heads" else _ContextAttention.apply
     is_token = _tokens(plan, peers.rank, tensors[0].device)
     if is_token is None:
         out, lse = attend(problem, *tensors)
@@ -163,7 +163,7 @@ def context_attention(
     return (out, lse) if return_lse else out
 
 
-class _Call(NamedTuple):
+class _ContextCall(NamedTuple):
     """A checked call: its options, its problem, and the chosen names."""
 
     options: FlashOptions
@@ -195,7 +195,7 @@ def _agree(
     options: tuple[Any, ...],
     exchange: str | None,
     implementation: Implementation | None,
-) -> tuple[_Call, tuple[Any, ...]]:
+) -> tuple[_ContextCall, tuple[Any, ...]]:
     """Check a call on this rank and, the first time, that all ranks make the same call.
 
     Returns:
@@ -246,7 +246,7 @@ def _agree(
     return checked
 
 
-def _sizes(call: _Call, plan: ContextPlan, rank: int, tensors: tuple[Any, ...]) -> Sizes:
+def _sizes(call: _ContextCall, plan: ContextPlan, rank: int, tensors: tuple[Any, ...]) -> Sizes:
     """Return the most that a rank receives, with room to align rows."""
     _, k, v, _ = tensors
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
@@ -269,7 +269,7 @@ def _check(
     given: tuple[Any, ...],
     exchange: str | None,
     implementation: Implementation | None,
-) -> tuple[_Call, tuple[Any, ...]]:
+) -> tuple[_ContextCall, tuple[Any, ...]]:
     """Check a call on this rank; return what `_agree` does."""
     options = check_flash_options(*given)
     if not isinstance(plan, ContextPlan):
@@ -288,7 +288,7 @@ def _check(
         spec = replace(spec, seq_kv=step.num_keys)
     if chosen != "heads":
         choose(implementation, "partial_fwd", q.device, spec)
-    return _Call(options, spec, chosen, implementation), tuple(operands[:4])
+    return _ContextCall(options, spec, chosen, implementation), tuple(operands[:4])
 
 
 def problem_of_context(
@@ -317,7 +317,7 @@ def problem_of_context(
 PROBLEMS[context_attention] = problem_of_context  # of `explain`
 
 
-class _Step(NamedTuple):
+class _DeviceStep(NamedTuple):
     """A `Step` whose arrays are on a device.
 
     Attributes:
@@ -339,7 +339,7 @@ class _Step(NamedTuple):
 @lru_cache(maxsize=256)
 def _steps(
     plan: ContextPlan, window: Window, exchange: str, rank: int, device: torch.device
-) -> tuple[_Step, ...]:
+) -> tuple[_DeviceStep, ...]:
     found = []
     for step in exchange_steps(plan, window, exchange, rank):
         order = step.order if step.order is None else torch.from_numpy(step.order).to(device)
@@ -347,11 +347,11 @@ def _steps(
         inverse = None if order is None else order.argsort()
         own = tuple(rows for rows in step.received if rows.rank == rank)
         is_own = (step.received == own and len(own) == 1) or not plan.seq_len
-        found.append(_Step(step, order, inverse, intervals, own, is_own))
+        found.append(_DeviceStep(step, order, inverse, intervals, own, is_own))
     return tuple(found)
 
 
-class _Part(NamedTuple):
+class _Numbered(NamedTuple):
     """An operation on the keys of a step.
 
     Attributes:
@@ -367,14 +367,14 @@ _numbers = count()
 
 
 @lru_cache(maxsize=4096)
-def _part(spec: PartialSpec) -> _Part:
-    return _Part(spec, next(_numbers))
+def _part(spec: PartialSpec) -> _Numbered:
+    return _Numbered(spec, next(_numbers))
 
 
 @lru_cache(maxsize=1024)
 def _parts(
-    call: _Call, plan: ContextPlan, rank: int, placement: Placement, operation: str
-) -> tuple[_Part, ...]:
+    call: _ContextCall, plan: ContextPlan, rank: int, placement: Placement, operation: str
+) -> tuple[_Numbered, ...]:
     """Return an operation on the keys of each of a rank's steps."""
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     with_keys = [step for step in steps if step.received] or steps
@@ -394,7 +394,7 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
     return order, order.argsort()
 
 
-class Problem(NamedTuple):
+class RankCall(NamedTuple):
     """Hold what a call's hops have in common.
 
     Attributes:
@@ -403,7 +403,7 @@ class Problem(NamedTuple):
     """
 
     peers: Peers
-    call: _Call
+    call: _ContextCall
     plan: ContextPlan
     placement: Placement = Placement()
 
@@ -412,7 +412,7 @@ class Problem(NamedTuple):
         """The window, `causal` included."""
         return self.call.options.window
 
-    def run(self, operation: str, part: _Part, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def run(self, operation: str, part: _Numbered, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         """Run a family's function; replay it if operands had the same layouts before.
 
         Args:
@@ -432,7 +432,7 @@ class Problem(NamedTuple):
 
     def hops(
         self, operation: str, q: Tensor, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[_Step, _Part, PartialOperands[Tensor] | None]]:
+    ) -> Iterator[tuple[_DeviceStep, _Numbered, PartialOperands[Tensor] | None]]:
         """Yield each step, the operation on its keys, and its operands, None if it has no keys.
 
         The next keys are on their way while the caller works on the current ones. A forward begins
@@ -452,7 +452,7 @@ class Problem(NamedTuple):
                 arrived = tuple(x.index_select(1, step.order) for x in arrived)
             yield step, part, None if arrived is None else _operands(q, arrived, step.intervals)
 
-    def _fetch(self, step: _Step, k: Tensor, v: Tensor) -> Transfer:
+    def _fetch(self, step: _DeviceStep, k: Tensor, v: Tensor) -> Transfer:
         """Begin to exchange the keys of a step."""
         keys, sent, received = (k, v), step.step.sent, step.step.received
         if not step.is_own and (sent or received):
@@ -463,7 +463,7 @@ class Problem(NamedTuple):
             return Transfer(arrived)
         return self.peers.exchange(keys, sent, ())._replace(received=arrived)
 
-    def send_back(self, step: _Step, gradients: tuple[Tensor, ...]) -> Transfer:
+    def send_back(self, step: _DeviceStep, gradients: tuple[Tensor, ...]) -> Transfer:
         """Begin to send gradients of a step's keys to the ranks that hold them, and to receive."""
         _, _, _, _, returned, gathered = step.step
         if not returned and not gathered:
@@ -511,7 +511,7 @@ _NO_CARRY = (None,) * len(GradientCarry._fields)
 _RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq": _run_dq}
 
 
-class _Attention(torch.autograd.Function):
+class _ContextAttention(torch.autograd.Function):
     """Attention by "ring" or "gather", with its derivative in reverse mode."""
 
     @staticmethod
@@ -535,7 +535,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         if torch.is_grad_enabled():
             refuse_second_derivative("context_attention")
-        problem: Problem = ctx.problem
+        problem: RankCall = ctx.problem
         q, k, v, sinks, out, lse = ctx.saved_tensors
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         dout, dlse = readable(torch.zeros_like(out) if dout is None else dout, dlse)
@@ -599,19 +599,19 @@ class _Exchange(torch.autograd.Function):
         return None, (_to_tokens if ctx.to_heads else _to_heads)(ctx.problem, gradient), None
 
 
-def _to_heads(problem: Problem, x: Tensor) -> Tensor:
+def _to_heads(problem: RankCall, x: Tensor) -> Tensor:
     """Turn [B, S, H, ...] into [B, size · S, H / size, ...], in sequence order."""
     x = x.unflatten(2, (problem.plan.size, -1)).movedim(2, 0).contiguous()
     return _in_sequence(problem.peers.all_to_all(x), problem.plan)
 
 
-def _to_tokens(problem: Problem, x: Tensor) -> Tensor:
+def _to_tokens(problem: RankCall, x: Tensor) -> Tensor:
     """Undo `_to_heads`."""
     x = problem.peers.all_to_all(_by_rank(x, problem.plan))
     return x.movedim(0, 2).flatten(2, 3).contiguous()
 
 
-def _attend_heads(problem: Problem, q, k, v, sinks) -> tuple[Tensor, ...]:
+def _attend_heads(problem: RankCall, q, k, v, sinks) -> tuple[Tensor, ...]:
     """Attend to all tokens with this rank's share of the heads."""
     plan, peers = problem.plan, problem.peers
     q, k, v = (_Exchange.apply(problem, x, True) for x in (q, k, v))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torch_attn import private
 from torch_attn.calls import Kept
-from twin_attention.contract.exchange import Rows
+from twin_attention.contract.transfers import Rows
 
 VARIABLE = "TWIN_ATTENTION_COPIES"  # "0" leaves exchanges to the process group
 ALIGNMENT = 16  # rows of at least 16 bytes each: a slot's tensors are aligned as slots are

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_attn import private
 from torch_attn.distributed.copies import Copies, Sizes, copies_of, prepare_copies
-from twin_attention.contract.exchange import Rows
+from twin_attention.contract.transfers import Rows
 from twin_attention.contract.validate.errors import fail, type_name
 
 

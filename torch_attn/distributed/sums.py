@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_attn.kernels.sum import sum_rows
-from twin_attention.contract.exchange import Rows
+from twin_attention.contract.transfers import Rows
 
 _KEPT = 4  # arrivals kept before they are summed, since their memory is reused
 _AT_A_TIME = 8  # addends per pass over memory

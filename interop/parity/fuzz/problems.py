@@ -25,7 +25,6 @@ from interop.parity.cases import (
     VarlenCase,
 )
 from twin_attention.contract.context import LAYOUTS
-from twin_attention.contract.exchange import EXCHANGES
 from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
     PAGE_SIZE_MAX,
@@ -40,6 +39,7 @@ from twin_attention.contract.spec import (
     PRECISIONS,
     TILE_SIZES,
 )
+from twin_attention.contract.transfers import EXCHANGES
 from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.target import TARGETS

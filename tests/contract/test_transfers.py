@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.contract.test_context import WINDOWS, plans, whole_mask
-from twin_attention.contract import exchange as module
+from twin_attention.contract import transfers as module
 from twin_attention.contract.context import ContextPlan, context_plan
-from twin_attention.contract.exchange import choose_exchange, equal_hops, exchange_steps
 from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.contract.transfers import choose_exchange, equal_hops, exchange_steps
 
 
 def positions_of(plan: ContextPlan, step) -> np.ndarray:
@@ -29,7 +29,7 @@ def test_each_pair_is_seen_once(plan: ContextPlan, window: Window, exchange: str
     """With keys in blocks of any size, and in pieces or put in order afterwards."""
     sizes = data.draw(st.sampled_from([(1, 8, 9), (1, 1, 9), (4, 2, -9), (128, 8, 2)]))
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(("_BLOCK", "_RUNS_MAX", "_PIECES_MAX"), sizes, strict=True):
+        for name, size in zip(("BLOCK", "RUNS_MAX", "PIECES_MAX"), sizes, strict=True):
             patch.setattr(module, name, size)
         _forget()
         steps = [exchange_steps(plan, window, exchange, rank) for rank in range(plan.size)]
@@ -53,7 +53,7 @@ def test_each_pair_is_seen_once(plan: ContextPlan, window: Window, exchange: str
 @given(plans(), st.sampled_from(WINDOWS), st.sampled_from([(1, 8), (1, 1), (4, 2)]))
 def test_equal_hops_bring_every_key_that_is_seen(plan: ContextPlan, window: Window, sizes):
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in zip(("_BLOCK", "_RUNS_MAX"), sizes, strict=True):
+        for name, size in zip(("BLOCK", "RUNS_MAX"), sizes, strict=True):
             patch.setattr(module, name, size)
         _forget()
         hops = equal_hops(plan, window)

@@ -16,9 +16,9 @@ from twin_attention.contract.context import ContextPlan, Intervals, Runs, interv
 from twin_attention.contract.spec import AttentionSpec, FlashOptions, Window
 
 EXCHANGES = ("ring", "gather", "heads")
-_BLOCK = 128  # rows that travel together: a kernel tile
-_RUNS_MAX = 4  # of one rank's rows in a step; with more, the rows between runs travel too
-_PIECES_MAX = 2  # per run, plus a few; with more, keys are put in order after they arrive
+BLOCK = 128  # rows that travel together: a kernel tile
+RUNS_MAX = 4  # of one rank's rows in a step; with more, the rows between runs travel too
+PIECES_MAX = 2  # per run, plus a few; with more, keys are put in order after they arrive
 _PIECES_BESIDE = 8
 # The numbers that `exchange=None` uses, for an H200 with NVLink and NCCL.
 _FLOPS = 650e12  # a second, of the kernels
@@ -202,7 +202,7 @@ def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, .
     order = np.argsort(positions, kind="stable")
     intervals = intervals_of(begins, ends, positions[order])
     pieces = _pieces(holder_of[order], token_of[order])
-    if len(pieces) <= _PIECES_MAX * len(held) + _PIECES_BESIDE:
+    if len(pieces) <= PIECES_MAX * len(held) + _PIECES_BESIDE:
         return _Keys(tuple(_placed(pieces)), None, intervals)
     return _Keys(tuple(_placed(held)), order, intervals)
 
@@ -239,13 +239,13 @@ def _seen(plan: ContextPlan, window: Window, rank: int) -> np.ndarray:
 def _runs(seen: np.ndarray) -> list[tuple[int, int]]:
     """Return the rows that cover all seen tokens, as a few runs of whole blocks."""
     size = len(seen)
-    blocks = np.add.reduceat(seen, np.arange(0, size, _BLOCK)) > 0 if size else seen
+    blocks = np.add.reduceat(seen, np.arange(0, size, BLOCK)) > 0 if size else seen
     edges = np.flatnonzero(np.diff(np.concatenate([[False], blocks, [False]]).astype(np.int8)))
-    runs = [(int(a) * _BLOCK, min(int(b) * _BLOCK, size)) for a, b in edges.reshape(-1, 2)]
-    if len(runs) > _RUNS_MAX:
+    runs = [(int(a) * BLOCK, min(int(b) * BLOCK, size)) for a, b in edges.reshape(-1, 2)]
+    if len(runs) > RUNS_MAX:
         runs = [(runs[0][0], runs[-1][1])]
     # No run is shorter than a block, if there are that many rows.
-    return [(max(0, min(start, end - _BLOCK)), end) for start, end in runs]
+    return [(max(0, min(start, end - BLOCK)), end) for start, end in runs]
 
 
 def _pieces(holder_of: np.ndarray, token_of: np.ndarray) -> list[Rows]:

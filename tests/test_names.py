@@ -1,0 +1,37 @@
+"""A class name means one thing in a package."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# How many classes still share a name. No name is added, and no number grows.
+EXCEPTIONS = {
+    "torch_attn": {
+        # transformers' mask, which its users may import
+        "Mask": 2,
+        # what runs the other side's kernels
+        "Compiled": 2, "Launch": 2, "Operand": 2,
+    },
+    "pallas_attn": {
+        # kernels
+        "Consumers": 2, "Inputs": 2, "Kernel": 4, "Keys": 3, "List": 2, "Memory": 4, "Outputs": 4,
+        "Queries": 2, "Rows": 4, "Step": 3, "Tiles": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "package", ["twin_attention", "torch_attn", "pallas_attn", "interop", "bench", "tuning"]
+)
+def test_a_class_name_means_one_thing(package):
+    names = Counter(
+        node.name.lstrip("_")
+        for file in (ROOT / package).rglob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    allowed = EXCEPTIONS.get(package, {})
+    assert {x: n for x, n in names.items() if n > allowed.get(x, 1)} == {}
