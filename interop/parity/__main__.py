@@ -1,7 +1,5 @@
 """Run both implementations on the same tensors and compare them with one error budget.
 
-With ``--fuzz`` the problems are random ones (`interop.parity.fuzz`).
-
 Exit codes: 0 every case passed, 1 a case failed, 2 bad arguments or a missing package,
 130 interrupted with no failure so far.
 """
@@ -51,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         _list(chain(*suites.values()))
         return 0
     require(parser.error, NEEDED, "parity")
-    # torch and JAX share the card: JAX must not reserve most of it.
+    # JAX would otherwise reserve most of the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from interop.parity.environment import choose_device, choose_targets, compile_quickly
 
@@ -82,13 +80,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list(cases: Iterable[Case]) -> None:
-    """Print a line for each case, up to where the reader of a pipe closes it."""
+    """Print a line for each case, until the reader of a pipe closes it."""
     try:
         for case in cases:
             print(f"{case.name:36} {problem_text(asdict(case))}")
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer would fail again where Python flushes it at exit.
+        # Python would fail again when it flushes the buffer at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -154,7 +152,7 @@ def _choose(suite: str, texts: Sequence[str]) -> list[Case]:
 
 
 def _first_that_launches(cases: list[Case]) -> Case:
-    """Return the case whose choices the header shows: the first that is not empty, if any."""
+    """Return the first case that is not empty, if any; the header shows its choices."""
     return next((case for case in cases if not case.spec.is_empty), cases[0])
 
 

@@ -14,7 +14,7 @@ Refuse = Callable[[str], object]  # a parser's `error`: prints the message, exit
 
 
 class HelpfulParser(argparse.ArgumentParser):
-    """Print the help where a command that needs arguments gets none; its commands do likewise."""
+    """Print the help if a command that needs arguments gets none."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         given = sys.argv[1:] if args is None else args
@@ -39,14 +39,14 @@ def count(text: str) -> int:
 
 
 def require(refuse: Refuse, packages: Iterable[str], extra: str) -> None:
-    """Refuse to run without one of these packages, and say how to install this extra."""
+    """Refuse to run if a package is missing, and name the extra that installs it."""
     if missing := [name for name in packages if find_spec(name) is None]:
         names = ", ".join(missing)
         refuse(f"{names} missing: in a checkout of twin-attention, pip install '.[{extra}]'")
 
 
 def make_folder(refuse: Refuse, option: str, folder: Path) -> None:
-    """Make an option's folder, or refuse it, before work is done whose results it is to keep."""
+    """Create the output folder now, so that a bad path fails before the run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

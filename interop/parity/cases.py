@@ -1,7 +1,4 @@
-"""The kinds of problems: a case is one call of a function, without its tensors.
-
-The named problems are in `interop.parity.suites`.
-"""
+"""The kinds of problems: a case is one call of a function, without its tensors."""
 
 from __future__ import annotations
 
@@ -32,32 +29,24 @@ from twin_attention.contract.transfers import choose_exchange, problem_of_rank
 
 @dataclass(frozen=True)
 class FlashCase:
-    """One call of `flash_attention`.
+    """One call of `flash_attention`. What is not listed is the call's option.
 
     Attributes:
         name: unique, and what `--filter` matches.
-        batch ... dtype: shapes and dtype of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and
-            v [B, Skv, Hkv, Dv].
-        causal, scale, window_size, softcap: the call's options.
+        batch ... dtype: of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and v [B, Skv, Hkv, Dv].
         sinks: give one logit a head.
-        segments: "" for none; "documents" for segment ids in order with padding behind them;
-            "shuffled" for ids and padding in any order.
-        tree: "" for none; "nested" for ends of keys of a tree in depth-first order; "any" for ends
-            that are none of a tree.
+        segments: "" for none; "documents" for ids in order with padding behind them; "shuffled" for
+            ids and padding in any order.
+        tree: "" for none; "nested" for a depth-first tree; "any" for arbitrary ends of keys.
         depths: give depths as well.
-        relative: R of a table of 2R + 1 distances, None for none; in float32, or with
-            `terms_in_q_dtype` in the call's dtype.
-        alibi: "" for no slopes; "heads" for one of each head; "all" for one of each head of each
-            sequence.
-        bias: the axes of a bias that has all of them, of "bhqk": 1 in place of the others; None for
-            no bias.
-        dropout_rate: the call's option.
-        deterministic: the call's option, for the backward.
-        precision: the call's option.
+        relative: R of a table of 2R + 1 distances, None for none.
+        terms_in_q_dtype: the table and the bias have q's dtype, not float32.
+        alibi: "" for no slopes; "heads" for one per head; "all" for one per head and sequence.
+        bias: the axes, of "bhqk", along which the bias varies; None for no bias.
         row_max: ask for row maxima.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
-            (JAX arrays have no strides: there the case runs contiguous).
+            (contiguous in JAX).
     """
 
     name: str
@@ -114,21 +103,11 @@ class FlashCase:
 
 @dataclass(frozen=True)
 class VarlenCase:
-    """One call of `flash_attention_varlen`.
+    """One call of `flash_attention_varlen`. What is not listed is as in `FlashCase`.
 
     Attributes:
-        name: unique, and what `--filter` matches.
         lengths: queries and keys of each sequence.
         padding: tokens after the last sequence, of q and of k and v.
-        heads_q, heads_kv, head_dim, head_dim_v, dtype: of q [Tq, Hq, D], k [Tkv, Hkv, D] and
-            v [Tkv, Hkv, Dv].
-        causal, scale, window_size, softcap: the call's options.
-        sinks: give one logit a head.
-        tree, depths, relative, terms_in_q_dtype, alibi: as in `FlashCase`, of each sequence.
-        deterministic: the call's option, for the backward.
-        precision: the call's option.
-        dropout_rate: the call's option.
-        row_max: ask for row maxima.
     """
 
     name: str
@@ -170,7 +149,7 @@ class VarlenCase:
 
 
 def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return the options of a call, without defaults of options that not all functions have."""
+    """Return the options of a call; functions may lack some, which then have no default here."""
     names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
     asked: dict[str, Any] = {"return_row_max": True} if case.row_max else {}
     if case.dropout_rate:
@@ -189,7 +168,7 @@ def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
 
 
 def _has_wide_bias(case: FlashCase) -> bool:
-    """Return True for a bias in float32 that has rows and keys."""
+    """Return True for a float32 bias that varies along rows and keys."""
     is_wide = case.dtype == "float32" or not case.terms_in_q_dtype
     return is_wide and {*"qk"} <= {*(case.bias or "")} and 1 not in (case.seq_q, case.seq_kv)
 
@@ -214,15 +193,12 @@ def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BlockSparseCase(FlashCase):
-    """One call of `block_sparse_attention`.
+    """One call of `block_sparse_attention`. Other fields of `FlashCase` keep their defaults.
 
     Attributes:
         tile_q, tile_kv: queries and keys of a tile of the mask.
-        own_masks: "" for one mask of all; "heads" for one of each head; "all" for one of each
-            head of each sequence.
+        own_masks: "" for one shared mask; "heads" for one per head; "all" per head and sequence.
         kept: share of the tiles that are kept, at random.
-        segments, tree, depths, relative, terms_in_q_dtype, alibi, bias, dropout_rate, row_max,
-            layout: as in `FlashCase`, but always their defaults.
     """
 
     tile_q: int = 64
@@ -250,13 +226,10 @@ class BlockSparseCase(FlashCase):
 
 @dataclass(frozen=True)
 class DilatedCase(FlashCase):
-    """One call of `dilated_attention`.
+    """One call of `dilated_attention`; `seq_kv` equals `seq_q`.
 
     Attributes:
         segment_lengths, dilation_rates: of each pair.
-        seq_kv: as long as `seq_q`.
-        window_size, sinks, segments, tree, depths, relative, terms_in_q_dtype, alibi, bias,
-            dropout_rate, row_max, layout: as in `FlashCase`, but always their defaults.
     """
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)
@@ -282,16 +255,13 @@ class DilatedCase(FlashCase):
 
 @dataclass(frozen=True)
 class ContextCase(FlashCase):
-    """One call of `context_attention` on every rank.
+    """One call of `context_attention` on every rank; `seq_kv` equals `seq_q`.
 
     Attributes:
-        ranks: that share the sequence.
+        ranks: how many share the sequence.
         sharding: the plan's layout.
-        documents: lengths of packed documents, behind which there is padding; () for one document.
+        documents: lengths of packed documents, followed by padding; () for one document.
         exchange: the call's option.
-        seq_kv: as long as `seq_q`.
-        segments, tree, depths, relative, terms_in_q_dtype, alibi, bias, dropout_rate, row_max,
-            layout: as in `FlashCase`, but always their defaults.
     """
 
     ranks: int = 2
@@ -339,20 +309,19 @@ class ContextCase(FlashCase):
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One call of `paged_decode`.
+    """One call of `paged_decode`. What is not listed is the call's option.
 
     Attributes:
         name: unique, and what `--filter` matches.
-        lengths: keys of each sequence, the new tokens counted in.
+        lengths: keys of each sequence, the new tokens included.
         tokens: new tokens T of each; None for a q without that dimension.
-        heads_q, heads_kv, head_dim, head_dim_v, dtype: of q [B, T, Hq, D] and of the pools.
+        heads_q ... dtype: of q [B, T, Hq, D] and of the pools.
         page_size, max_pages: of the pools and tables.
         kv_dtype: of the pools; None is q's.
         scale_shape: of the scales of a quantised cache, () or (heads_kv,).
         sinks: give one logit a head.
-        tree: "" for none; "drafts" for ends of random trees of the new tokens; "any" for any ends.
-        scale, window_size, softcap, num_splits, cascade: the call's options.
-        common_pages: up to how many pages sequences begin with that others begin with as well.
+        tree: "" for none; "drafts" for random trees of the new tokens; "any" for any ends.
+        common_pages: the most first pages that sequences share.
     """
 
     name: str
@@ -384,7 +353,7 @@ class DecodeCase:
 
     @property
     def spec(self) -> DecodeSpec:
-        """Return the problem with its defaults resolved; its pool has some unused pages."""
+        """Return the problem; its pool has some unused pages."""
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         num_pages = len(self.lengths) * self.max_pages + 3
         return DecodeSpec(
@@ -407,14 +376,11 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class PagedCase(DecodeCase):
-    """One call of `paged_attention`.
+    """One call of `paged_attention`. What is not listed is as in `DecodeCase`.
 
     Attributes:
-        lengths: keys of each sequence, the new tokens counted in.
-        new_tokens: how many of them each has, one after the other in q [Tq, Hq, D].
+        new_tokens: how many of the keys are new, packed in q [Tq, Hq, D].
         padding: tokens after the last sequence's.
-        tokens: None.
-        cascade: False.
     """
 
     new_tokens: tuple[int, ...] = ()
@@ -427,7 +393,7 @@ class PagedCase(DecodeCase):
 
     @property
     def spec(self) -> PagedSpec:
-        """Return the problem with its defaults resolved; its pool has some unused pages."""
+        """Return the problem; its pool has some unused pages."""
         same: dict[str, Any] = dict(vars(super().spec))
         same["tokens"] = sum(self.new_tokens) + self.padding
         return PagedSpec(**same)
@@ -435,19 +401,14 @@ class PagedCase(DecodeCase):
 
 @dataclass(frozen=True)
 class AppendCase:
-    """One call of `append_kv`.
+    """One call of `append_kv`. What is not listed is as in `DecodeCase`.
 
     Attributes:
-        name: unique, and what `--filter` matches.
-        lengths: keys of each sequence, the new tokens counted in.
-        tokens: new tokens T of each, in k_new [B, T, Hkv, D]; where they are packed, 0.
+        tokens: new tokens T of each, in k_new [B, T, Hkv, D]; 0 if they are packed.
         new_tokens: how many each has, packed in k_new [Tq, Hkv, D]; None for T of each.
         padding: tokens after the last sequence's.
         heads_q: query heads that are rotated as well; 0 gives no q.
-        heads_kv, head_dim, head_dim_v, dtype: of the new tokens and of the pools.
-        page_size, max_pages, kv_dtype, scale_shape: as in `DecodeCase`.
         rotary_dim, positions: of the rotation, 0 for none; rows of its tables.
-        rotary_interleaved: the call's option.
     """
 
     name: str
@@ -495,13 +456,7 @@ class AppendCase:
 
 @dataclass(frozen=True)
 class MergeCase:
-    """One call of `merge_states`.
-
-    Attributes:
-        name: unique, and what `--filter` matches.
-        num_states: parts that are merged.
-        batch, tokens, heads, head_dim_v, dtype: of outs [N, B, S, H, Dv] and lses [N, B, H, S].
-    """
+    """One call of `merge_states` on outs [N, B, S, H, Dv] and lses [N, B, H, S]."""
 
     name: str
     num_states: int = 3

@@ -1,4 +1,4 @@
-"""Check results by their error budgets: against the oracle, and against the other side's."""
+"""Check results against the oracle and against the other side, by their error budgets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 
 
 def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
-    """Compare some or all results of a whole problem with the oracle's."""
+    """Compare results of a whole problem with the oracle's."""
 
     spec = expected.part.spec
     is_tf32 = isinstance(spec, AttentionSpec) and spec.precision == "tf32"
@@ -67,14 +67,12 @@ def worst(results: Tensors, expected: Sequence[Expectation]) -> float:
 def sample_check(
     inputs: Tensors, spec: Spec, names: Sequence[str], samples: int = SAMPLES
 ) -> Callable[[Sequence[Any]], float]:
-    """Return a check of results on all rows of a few heads, or of a few sequences of a decode.
+    """Return a check of results on all rows of a few heads, or a few sequences of a decode.
 
-    The oracle runs at once, where the inputs are (see `oracle.evaluate`).
+    The oracle runs at once, on the inputs' device.
 
     Args:
-        inputs: of the problem.
-        spec: the problem.
-        names: of the results that are checked, in order.
+        names: of the results, in order.
         samples: how many heads or sequences, 2 or more.
 
     Returns:
@@ -86,7 +84,7 @@ def sample_check(
 def check_of(
     expected: Sequence[Expectation], names: Sequence[str]
 ) -> Callable[[Sequence[Any]], float]:
-    """Return a check as `sample_check` does, of results that are known."""
+    """Return a check like `sample_check`'s, from known results."""
 
     def check(arrays: Sequence[Any]) -> float:
         tensors = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in arrays)
@@ -98,11 +96,10 @@ def check_of(
 def compare(
     results: Mapping[Subject, Tensors], expected: Sequence[Expectation]
 ) -> list[Comparison]:
-    """Check every result by its budget, and each torch_attn against each pallas_attn result.
+    """Check every result by its budget, and each torch_attn result against each pallas_attn one.
 
     Returns:
-        One comparison for each subject and output and for each pair of twins and output; where
-        there are several expectations, samples of one problem, the worst of them.
+        One comparison per subject and output and per twins and output: the worst over all samples.
     """
     found = [c for part in expected for c in _compare_part(results, part)]
     if len(expected) > 1:
@@ -128,10 +125,10 @@ def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreeme
 
 
 def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> None:
-    """Refuse results of a case that are not shaped, typed and placed as the contract says.
+    """Check that results have the shapes, dtypes and devices of the contract.
 
     Raises:
-        ValueError: such a result.
+        ValueError: one has not.
     """
     first = inputs[{MergeSpec: "outs", AppendSpec: "k_new"}.get(type(spec), "q")]
     rows = first.shape[1:-1] if isinstance(spec, MergeSpec) else first.shape[:-1]

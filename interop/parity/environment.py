@@ -1,4 +1,4 @@
-"""Find devices and targets, and the facts of a report: device, versions, commit."""
+"""Find devices and targets, and a report's facts: device, versions, commit."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from twin_attention.targets.target import requested_target, resolve_target, use_
 
 MOST_JOBS = {"cuda": 14, "cpu": 4}
 
-# Options of `jax.jit` that take back what `compile_quickly` does to bits.
+# Options of `jax.jit` that restore the rounding that `compile_quickly` changes.
 BITWISE: dict[str, bool] = (
     {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else {}
 )
 
 
 def compile_quickly() -> None:
-    """Ask XLA for little optimisation where there is no GPU; call it before JAX's first operation.
+    """Let XLA optimise little if there is no GPU; call it before JAX's first operation.
 
-    An interpreted kernel runs once or twice, and takes longer to compile than to run. Without its
-    fusion emitters XLA compiles it in less than half the time, but may then round one kernel
-    differently in two programs; `BITWISE` has them back. From jax 0.11 on there is no other way.
-    Code in one piece compiles in less time than in several at once.
+    An interpreted kernel takes longer to compile than to run. Without its fusion emitters XLA
+    compiles faster, but may round a kernel differently in two programs; `BITWISE` restores them.
+    From jax 0.11 on they are always used.
     """
     if not torch.cuda.is_available():
         quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
@@ -38,9 +37,9 @@ def compile_quickly() -> None:
 
 
 def choose_device() -> str:
-    """Return the torch device of the inputs: the GPU if both frameworks see it, else the CPU.
+    """Return "cuda" if both frameworks see a GPU, else "cpu".
 
-    JAX's default GPU becomes torch's current one: JAX's start leaves the last one current.
+    JAX's default GPU becomes torch's current one, because JAX's start changes that.
     """
     if not torch.cuda.is_available() or jax.default_backend() != "gpu":
         return "cpu"
@@ -68,11 +67,10 @@ def choose_targets(device: str, target: str | None) -> tuple[str | None, ...]:
 
 
 def choose_jobs(device: str, suite: str, cases: int) -> int:
-    """Return the number of processes to spread the cases of a suite over.
+    """Return the number of processes for the cases of a suite.
 
-    Most of a case's time is compilation, one core's work, on a GPU as on a CPU. A process takes
-    seconds to start, which a single case would not repay. A case of suite "large" may take most of
-    a card's memory: these run one after the other.
+    Compilation, on one core, takes most of the time. A case of suite "large" may take most of a
+    card's memory, so these run one after the other.
     """
     if suite == "large":
         return 1
@@ -107,10 +105,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """Return TWIN_ATTENTION_COMMIT if it is set, for a copy without history; else git's commit.
-
-    Results under version control are no change: they are what a run writes.
-    """
+    """Return TWIN_ATTENTION_COMMIT, for a copy without history, or git's commit."""
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]

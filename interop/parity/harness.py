@@ -19,10 +19,8 @@ def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult
     """Run every subject on one case and compare; an exception becomes part of the result.
 
     Args:
-        case: the problem.
-        groups: subjects that are compared with each other; one group's results are freed before
-            the next group runs.
-        device: torch device of the inputs.
+        groups: subjects that are compared with each other; a group's results are freed before the
+            next group runs.
     """
     start = time.perf_counter()
     runs: list[RunRecord] = []
@@ -42,7 +40,7 @@ def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult
 
 
 def what_runs(case: Case, subjects: list[Subject], device: str) -> dict[str, str]:
-    """Return by subject what its side says that it runs for a case, where and why."""
+    """Return what each subject's side says that it runs for a case, and why."""
     inputs = make_inputs(case, device)
     said = {}
     for subject in subjects:
@@ -80,6 +78,6 @@ def _run_group(
             records.append(RunRecord(subject.label, seconds, ran))
             results[subject] = found
         if torch.cuda.is_initialized():
-            # JAX allocates from the same card: return what torch keeps for itself.
+            # JAX allocates from the same card.
             torch.cuda.empty_cache()
     return records, compare(results, expected)

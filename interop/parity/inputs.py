@@ -29,33 +29,23 @@ from twin_attention.contract.validate.errors import fail
 Tensors = dict[str, torch.Tensor]
 Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
-# Table entries past a sequence's last page: no page of any pool, on either side of it.
+# Ids of no page, on either side of the pool's.
 NO_PAGES = (-1, 2**31 - 1)
-# In a pool of 8 bits this byte is the NaN of float8_e4m3fn, and the largest number of int8.
+# As a byte: NaN in float8_e4m3fn, the largest number in int8.
 POISON_BYTE = 0x7F
-# The smallest scale of a quantised cache: 3 standard deviations are its largest number.
+# The smallest scale of a quantised cache: its largest number is 3 standard deviations.
 SMALLEST_SCALE = {"int8": 3.0 / 127, "float8_e4m3fn": 3.0 / 448}
 
 
 def make_inputs(case: Case, device: str) -> Tensors:
     """Make the arguments of a case's call and its output gradients, seeded by its name.
 
-    Args:
-        case: the problem.
-        device: a torch device, such as "cpu" or "cuda".
-
     Returns:
-        The tensors of the call by argument name, normally distributed. Of a "strided" flash case,
-        q, k and v are views of one packed tensor [B, S, Hq + 2 Hkv, D]; with segment ids q, k, v
-        and dout are NaN in the padding. The documents of a context case are segment ids, for the
-        oracle. A block-sparse case has a mask of booleans. A flash case
-        with gradients also has dout in its dtype and dlse [B, Hq, Sq] in float32, as a varlen case
-        has without B; there q, k, v and dout are NaN in the padding. A decode case has
-        its pages in random order; what no sequence uses is poisoned: pages, slots past the
-        lengths, table entries; and of a paged case, q in the padding. An append case has pools
-        without poison, so that all of them is compared, and NaN in the padding of k_new, v_new and
-        q. A merge case has dout and dlse as well; parts that saw no key, one in five and all parts
-        of the first row, hold NaN.
+        The call's tensors by argument name, normally distributed, with dout and dlse (float32) for
+        a call that is differentiated. What a call must not read is NaN or an id of no page:
+        padding, unused pages and slots, table entries, parts that saw no key. Only an append's
+        pools have no poison, so that they can be compared whole. A context case has its documents
+        as segment ids, for the oracle; a block-sparse case a mask of booleans.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.
@@ -79,7 +69,7 @@ def make_inputs(case: Case, device: str) -> Tensors:
 
 
 def has_gradient(name: str, x: torch.Tensor) -> bool:
-    """Return True for an operand, by its argument name, that has a gradient."""
+    """Return True for the name of an operand that has a gradient."""
     return x.is_floating_point() and name not in CONSTANTS
 
 
@@ -122,7 +112,7 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
 
 
 def _terms(case: FlashCase | VarlenCase, normal: Normal, batch: int) -> Tensors:
-    """Make what is added to the scores, and a seed; slopes are from 0 on, as ALiBi's."""
+    """Make the terms of the scores, and a seed; slopes are not negative."""
     inputs: Tensors = {}
     if isinstance(case, FlashCase) and case.bias is not None:
         dtype = getattr(torch, case.dtype) if case.terms_in_q_dtype else torch.float32
@@ -145,7 +135,7 @@ def bias_shape(case: FlashCase) -> tuple[int, ...]:
 
 
 def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
-    """Make the segment ids [B, size] of queries or of keys: of a few segments and of padding."""
+    """Make segment ids [B, size] of a few segments and padding."""
     if case.segments == "shuffled":
         return (2 * normal((case.batch, size), torch.float32).abs()).int() - 1
     number = torch.linspace(0, 4.5, size, device=normal((1,), torch.float32).device).int()
@@ -155,7 +145,7 @@ def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
 def _trees(
     case: FlashCase | VarlenCase, lengths: Sequence[tuple[int, int]], device: torch.device | str
 ) -> Tensors:
-    """Make the ends and depths of sequences of these lengths, one after the other."""
+    """Make the ends and depths of packed sequences."""
     random = Random(case.name)
     trees = [make_tree(case.tree, *pair, random) for pair in lengths]
     names = ("kv_ends", "q_depths", "kv_depths") if case.depths else ("kv_ends",)
@@ -212,7 +202,7 @@ def _merge_inputs(case: MergeCase, normal: Normal) -> Tensors:
 
 
 def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Tensors:
-    """Make the inputs of a decode case, whose sequences take the pool's pages in `order`."""
+    """Make a decode case's inputs; its sequences take the pool's pages in `order`."""
     spec, cache = case.spec, case.spec.cache
     dtype, device = getattr(torch, case.dtype), order.device
     inputs = {"q": normal((*_rows(case), spec.heads_q, spec.head_dim), dtype)}
@@ -238,7 +228,7 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
 
 
 def _tree_ends(case: DecodeCase) -> torch.Tensor:
-    """Make the ends of a tree of each sequence's new tokens; of padding they may be anything."""
+    """Make the ends of a tree of each sequence's new tokens; padding has any."""
     random, spec = Random(case.name), case.spec
     is_packed = isinstance(case, PagedCase)
     ends: list[int] = []
@@ -253,7 +243,7 @@ def _tree_ends(case: DecodeCase) -> torch.Tensor:
 
 
 def _random_parents(random: Random, count: int) -> list[int]:
-    """Return parents of tokens in depth-first order: each is on the path to the token before."""
+    """Return depth-first parents: each is on the path to the token before."""
     path: list[int] = []
     parents = []
     for token in range(count):
@@ -265,7 +255,7 @@ def _random_parents(random: Random, count: int) -> list[int]:
 
 
 def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Tensors:
-    """Make the inputs of an append case, whose sequences take the pool's pages in `order`."""
+    """Make an append case's inputs; its sequences take the pool's pages in `order`."""
     spec, dtype = case.spec, getattr(torch, case.dtype)
     rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
     inputs = {
@@ -301,7 +291,7 @@ def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
 
 
 def _share_pages(case: DecodeCase, pages: torch.Tensor) -> None:
-    """Let sequences begin with pages of the first one of three groups, in `pages`."""
+    """Let sequences share the first pages of one of three groups, in `pages`."""
     random, firsts = Random(case.name), {}
     for sequence in range(len(pages) if case.common_pages else 0):
         first = firsts.setdefault(random.randrange(3), sequence)
@@ -310,10 +300,9 @@ def _share_pages(case: DecodeCase, pages: torch.Tensor) -> None:
 
 
 def _tables(case: DecodeCase | AppendCase, pages: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Make the tables and lengths of a case; return them, and which slots of them have a key.
+    """Return the tables and lengths of a case, and which slots hold a key.
 
     Args:
-        case: the case.
         pages: of the sequences, [B, max_pages].
     """
     cache, device = case.spec.cache, pages.device

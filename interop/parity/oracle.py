@@ -1,8 +1,7 @@
-"""The float64 oracle and its low-precision run, in pieces that fit in memory.
+"""Run the float64 oracle and its low-precision run, in pieces that fit in memory.
 
-Flash attention is evaluated one kv head of one sequence at a time, some queries at a time; packed
-sequences and decoding one sequence at a time. What is too large to evaluate whole is evaluated on
-parts.
+A piece is one kv head of one sequence and some queries, or one packed or paged sequence. Problems
+too large to evaluate whole are sampled.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ Spec = AttentionSpec | DecodeSpec | AppendSpec | MergeSpec
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a problem that can be evaluated on its own.
+    """A part of a problem that can be evaluated separately.
 
     Attributes:
-        spec: the problem that the part is by itself.
-        where: index of the part in inputs and results of the whole problem, by name; a tensor
-            without one, or without dimensions, is the part's as it is.
-        inner: the part's queries and keys that are compared; None compares all.
-        first: batch element and query head of the whole with which the part begins.
+        spec: the part as a problem.
+        where: its index in inputs and results, by name; tensors without one are used whole.
+        inner: its queries and keys that are compared; None compares all.
+        first: the batch element and query head at which it begins.
     """
 
     spec: Any
@@ -65,20 +63,18 @@ class Part:
     first: tuple[int, int] = (0, 0)
 
     def crop(self, tensors: Tensors) -> Tensors:
-        """Return views of the part in inputs or results of the whole problem."""
+        """Return the part's views of inputs or results."""
         return {name: x[self._index(name, x)] if x.ndim else x for name, x in tensors.items()}
 
     def _index(self, name: str, x: torch.Tensor) -> Any:
-        """Return the index in one tensor: of slopes that all sequences share, that of the heads; of
-        a bias, all of an axis that it has once.
-        """
+        """Return the index in one tensor; axes of size 1 are shared."""
         index = self.where.get(name, ...)
         if name in ("bias", "dbias") and index is not ...:
             return tuple(i if n > 1 else slice(None) for i, n in zip(index, x.shape, strict=False))
         return index[-1] if name == "alibi_slopes" and index is not ... and x.ndim == 1 else index
 
     def crop_inner(self, results: Tensors) -> Tensors:
-        """Return what is compared of the part's results: no sum over other parts as well."""
+        """Return the results that are compared: inner rows, and no sums over other parts."""
         if self.where:
             results = {name: x for name, x in results.items() if name not in SUMS}
         if self.inner is None:
@@ -93,10 +89,9 @@ class Part:
 class Expectation:
     """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
 
-    `cancelled` is by `cancelled_sum` for dsinks, and by `cancelled_gradient` for what comes from
-    ds: dq, dk, dbias and drelative_bias. `errors` are those that each row or number of these may
-    have where lp has less by chance. `exponents` are log-sum-exps of products q·k alone: a term
-    that hides keys makes a large score, but no row less exact.
+    `cancelled` allows for sums that cancel: dsinks, and the gradients that come from ds. `errors`
+    are what rows or numbers of those may have where lp has less by chance. `exponents` are
+    log-sum-exps of q·k without terms.
     """
 
     part: Part
@@ -107,12 +102,12 @@ class Expectation:
     errors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def crop(self, results: Tensors) -> Tensors:
-        """Return what stands in results of the whole problem where `ref` and `lp` do."""
+        """Return the parts of whole results that correspond to `ref` and `lp`."""
         return self.part.crop_inner(self.part.crop(results))
 
 
 def expectations(inputs: Tensors, parts: Iterable[Part]) -> list[Expectation]:
-    """Evaluate parts of a problem, by `parts_of` or `sample_of`, from the inputs of all of it."""
+    """Evaluate parts from `parts_of` or `sample_of`, given the whole problem's inputs."""
     found = []
     for part in parts:
         dtypes, own = (torch.float64, getattr(torch, part.spec.dtype)), part.crop(inputs)
@@ -142,10 +137,10 @@ def _exponents(inputs: Tensors, part: Part, ref: Tensors) -> torch.Tensor | None
 
 
 def _errors(inputs: Tensors, part: Part, ref: Tensors, lp: Tensors) -> Tensors:
-    """Return the errors of rows of dq and dk, and of numbers of dbias and drelative_bias.
+    """Return expected errors of rows of dq and dk, and of numbers of dbias and drelative_bias.
 
-    A delta has the error of a rounded output. The numbers of a bias are alike if they have queries
-    or keys in common.
+    They come from the rounding of out in delta. Numbers of a bias are grouped by shared queries or
+    keys.
     """
     spec, found = part.spec, {}
     if "dq" not in ref or not isinstance(spec, AttentionSpec):
@@ -168,7 +163,7 @@ def _errors(inputs: Tensors, part: Part, ref: Tensors, lp: Tensors) -> Tensors:
 def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
     """Return the expected errors of a table's gradient, [Hq, 2R + 1].
 
-    Its ends sum many distances, so their errors are taken from a table that is wider.
+    The table's ends sum many distances, so a wider table provides their errors.
     """
     table = inputs["relative_bias"]
     first, last = (x.expand(-1, WIDER) for x in (table[:, :1], table[:, -1:]))
@@ -186,7 +181,7 @@ def _errors_of_table(inputs: Tensors, spec: AttentionSpec) -> torch.Tensor:
 
 
 def _rms(x: torch.Tensor, axis: int | None = None) -> torch.Tensor:
-    """Return the root mean square of the numbers that are neither 0 nor NaN."""
+    """Return the root mean square of the numbers other than 0 and NaN."""
     squares = x.double().nan_to_num().square()
     keep = {} if axis is None else {"dim": axis, "keepdim": True}
     return (squares.sum(**keep) / (squares > 0).sum(**keep).clamp(min=1)).sqrt()
@@ -209,17 +204,17 @@ def _cancelled(inputs: Tensors, spec: Spec) -> dict[str, float]:
 
 
 def _rows_of_a_key(spec: AttentionSpec) -> float:
-    """Return how many rows have their largest probability at the same key, on average."""
+    """Return the mean number of rows with their largest probability at the same key."""
     return max(1.0, spec.seq_q * spec.group_size / max(1, spec.seq_kv))
 
 
 def _delta(inputs: Tensors, results: Tensors) -> torch.Tensor:
-    """Return the sums of dout · out over columns: [B, Hq, Sq], or [Hq, Tq]."""
+    """Return the row sums of dout · out: [B, Hq, Sq], or [Hq, Tq]."""
     return (inputs["dout"] * results["out"].double()).sum(-1).transpose(-1, -2)
 
 
 def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:
-    """Return what the gradient of the sinks sums over all rows, but for the sign: [Hq, rows]."""
+    """Return the negated terms of the sinks' gradient: [Hq, rows]."""
     p = (inputs["sinks"][:, None] - results["lse"].double()).exp()
     terms = (p * _delta(inputs, results)).nan_to_num(0.0, 0.0, 0.0)
     return terms.movedim(-2, 0).flatten(1)
@@ -228,17 +223,16 @@ def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:
 def _as_wrong_as(ref: torch.Tensor, lp: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return lp's sums over many rows, no nearer to ref than their expected errors.
 
-    lp may have one number right by chance. The expected error of a sum is the root of the sum of
-    the squares of its terms' errors.
+    lp may be right by chance. A sum's expected error is the root of its terms' squared errors.
     """
     error = lp.double() - ref
     return ref + torch.copysign(torch.maximum(error.abs(), expected), error)
 
 
 def parts_of(spec: Spec) -> list[Part]:
-    """Return everything as one part, or samples when q has more than `SAMPLE_ABOVE` elements.
+    """Return the whole problem, or samples if q has more than `SAMPLE_ABOVE` elements.
 
-    Samples lie at the start, on both sides of element 2^31, and at the end of q.
+    Samples lie at the start, around element 2^31, and at the end of q.
     """
     if isinstance(spec, DecodeSpec | DilatedSpec | VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
@@ -250,10 +244,10 @@ def parts_of(spec: Spec) -> list[Part]:
 
 
 def sample_of(spec: Spec, samples: int = SAMPLES) -> list[Part]:
-    """Return a few kv heads or sequences: the first, the last and some between, always the same.
+    """Return fixed samples: the first and last kv heads or sequences, and some between.
 
-    Packed sequences are one part, and so is a dilated attention, an append or a merge; of a paged
-    attention the parts are kv heads.
+    Packed sequences, a dilated attention, an append and a merge are one part; a paged attention has
+    parts by kv head.
     """
     if isinstance(spec, DilatedSpec | VarlenSpec | AppendSpec | MergeSpec):
         return [Part(spec)]
@@ -273,15 +267,12 @@ def evaluate(
     """Run the contract's plain formula in `dtype`.
 
     Args:
-        inputs: operands of the call by name; with dout, and dlse unless that is zero, also its
-            gradients are evaluated.
-        spec: the problem.
+        inputs: operands by name; with dout, and perhaps dlse, gradients are evaluated as well.
         dtype: of all operations and results.
-        first: batch element and query head of a whole with which the problem begins.
+        first: batch element and query head at which the problem begins.
 
     Returns:
-        out and lse, with dout also the operands' gradients; of an append the pools, and q where
-        it is given. Shaped as the sides' results.
+        out, lse and gradients; of an append the pools, and q if given.
     """
     if isinstance(spec, AppendSpec):
         return _evaluate_append(inputs, spec, dtype)
@@ -304,7 +295,7 @@ def _evaluate_flash(
     differentiable = [name for name in names if has_gradient(name, inputs[name])]
     forward, backward = forward_of(spec), backward_of(spec)
     if "dout" in inputs:
-        # Sums over chunks; the chunks' own rounding is that of a plain run in `dtype`.
+        # The chunks' own rounding is that of a plain run in `dtype`.
         exact = torch.promote_types(dtype, torch.float32)
         results |= {
             f"d{name}": torch.zeros_like(inputs[name], dtype=exact) for name in differentiable
@@ -329,7 +320,7 @@ def _evaluate_flash(
 
 
 def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> Tensors:
-    """Evaluate each sequence as a call of its own. Padding sees no key."""
+    """Evaluate each sequence separately. Padding sees no key."""
     bounds = [inputs[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_kv")]
     inputs = {name: x for name, x in inputs.items() if not name.startswith("cu_")}
     results = _empty_results(inputs["q"][None], spec, dtype)
@@ -383,7 +374,7 @@ def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> T
 
 
 def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Tensors:
-    """Evaluate each sequence as a decode of its own. Padding sees no key."""
+    """Evaluate each sequence as a decode. Padding sees no key."""
     bounds = inputs["cu_seqlens_q"].tolist()
     results = {name: x[0] for name, x in _empty_results(inputs["q"][None], spec, dtype).items()}
     nothing = inputs["sinks"][:, None] if "sinks" in inputs else -torch.inf
@@ -399,7 +390,7 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
 
 
 def _evaluate_append(inputs: Tensors, spec: AppendSpec, dtype: torch.dtype) -> Tensors:
-    """Append each sequence by itself, token by token. Queries of padding are 0."""
+    """Append each sequence separately, token by token. Queries of padding are 0."""
     cache = spec.cache
     new = {name: inputs[name].flatten(0, -3) for name in ("k_new", "v_new", "q") if name in inputs}
     bounds = range(0, spec.batch * spec.tokens + 1, max(1, spec.tokens))
@@ -476,7 +467,7 @@ def _heads(spec: AttentionSpec) -> list[Part]:
 def _chunks(spec: AttentionSpec) -> Iterator[Part]:
     """Yield the kv heads in chunks of queries, of at most `SCORES` scores each.
 
-    A dilated attention is one chunk: which tokens a head keeps follows from its number.
+    A dilated attention is one chunk, because the head's number chooses its tokens.
     """
     if isinstance(spec, DilatedSpec):
         yield Part(spec)
@@ -495,8 +486,8 @@ def _chunks(spec: AttentionSpec) -> Iterator[Part]:
 def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: slice) -> Part:
     """Return these queries and keys of one kv head; both slices have explicit ends.
 
-    A problem's last query stands at its last key. Where the block's does not, the window moves.
-    Ends of keys are counted from the first key of the whole: with them the block has all keys.
+    The window moves if the block's last query does not stand at its last key. Ends of keys count
+    from the first key of the whole, so such a block has all keys.
     """
     group, one, heads_kv = spec.group_size, slice(batch, batch + 1), slice(head, head + 1)
     heads_q = slice(head * group, head * group + group)
@@ -526,11 +517,10 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
 
 
 def _around(spec: AttentionSpec, element: int) -> Part:
-    """Return the kv head of one sequence that an element of q belongs to, or a stretch around it.
+    """Return the kv head of one sequence around an element of q, or a stretch of it.
 
-    A stretch is square on the diagonal: the same tokens as queries and as keys. A key's gradient
-    depends on queries within the window, and theirs on keys within the window again, so that a halo
-    of left + right tokens is not compared, but where the stretch ends with the sequence.
+    A stretch has the same tokens as queries and keys. A halo of left + right tokens is not
+    compared: their gradients depend on tokens outside.
     """
     row, head = divmod(element // spec.head_dim, spec.heads_q)
     (batch, token), head = divmod(row, spec.seq_q), head // spec.group_size

@@ -31,15 +31,15 @@ WIDTH, PLOT_WIDTH = 10, 8.5  # inches, with and without the names of outputs
 
 
 def _place(output: str) -> tuple[int, str]:
-    """Return where an output stands among others: behind all others if it is unknown."""
+    """Return an output's place in the order; unknown ones come last."""
     return OUTPUTS.index(output) if output in OUTPUTS else len(OUTPUTS), output
 
 
 def ratio_plot(report: Report) -> Figure:
-    """Draw a lane for each output and implementation, a dot for each case, the budget as a line.
+    """Draw a lane per output and implementation, a dot per case, and the budget as a line.
 
-    Within a lane the cases stand in their order, from its top to its bottom. A ratio under
-    `LEFT_EDGE` stands at the left edge; one that is not finite, as a cross, at the right edge.
+    Ratios under `LEFT_EDGE` stand at the left edge; those that are not finite, as crosses, at the
+    right.
     """
     titles = report.titles
     lanes = _lanes(report)
@@ -84,7 +84,7 @@ def ratio_plot(report: Report) -> Figure:
 
 
 def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float]]]:
-    """Return by output and title: each case's name, its position from 0 to 1, and its ratio."""
+    """Return each case's name, position from 0 to 1, and ratio, by output and title."""
     lanes = defaultdict(list)
     for i, case in enumerate(report.cases):
         for c in case.comparisons:
@@ -96,7 +96,7 @@ def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float
 def _draw_lane(
     axes: Axes, y: float, spots: list[tuple[float, float, float, str]], colour: str
 ) -> None:
-    """Draw dots and crosses of one lane, and the name of its worst case."""
+    """Draw a lane's dots and crosses, and the name of its worst case."""
     axes.axhline(y, color=RULE_COLOUR, linewidth=0.6, zorder=0)
     dots = [spot for spot in spots if math.isfinite(spot[2])]
     crosses = [spot for spot in spots if not math.isfinite(spot[2])]
@@ -104,7 +104,7 @@ def _draw_lane(
     axes.scatter([s[0] for s in dots], [s[1] for s in dots], s=14, linewidths=0, **style)
     axes.scatter([s[0] for s in crosses], [s[1] for s in crosses], s=40, marker="x", **style)
     x, height, _, name = max(spots, key=lambda spot: spot[2])
-    # Behind the dot, unless the name would cross the budget's line or the edge.
+    # Behind the dot, unless it would cross the budget's line or the edge.
     right_edge = axes.get_xlim()[1]
     end = 1 if x <= 1 else right_edge
     inches = PLOT_WIDTH * math.log(end / x)
@@ -118,5 +118,5 @@ def _draw_lane(
 
 
 def _position(ratio: float, right_edge: float) -> float:
-    """Return where a ratio stands on the logarithmic axis, from 0 to 1."""
+    """Return a ratio's place on the logarithmic axis, from 0 to 1."""
     return math.log(ratio / LEFT_EDGE) / math.log(right_edge / LEFT_EDGE)

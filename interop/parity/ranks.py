@@ -1,4 +1,4 @@
-"""Context parallel attention on one device: ranks as threads in PyTorch, under `vmap` in JAX."""
+"""Context parallel attention on one device: ranks are threads in PyTorch, a `vmap` axis in JAX."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ AXIS = "context"
 
 
 class Room:
-    """Hold what the ranks of a group share.
-
-    One rank runs at a time, until it waits for another: Triton's interpreter runs in one thread.
+    """What the ranks of a group share. One rank runs at a time, until it waits for another.
 
     Attributes:
-        size: ranks.
         boxes: mailboxes by receiver, sender and number of the tensor.
         turn: held by the rank that runs.
     """
@@ -116,10 +113,9 @@ class SimulatedPeers(Peers):
 
 
 def run_ranks(size: int, function: Callable[[SimulatedPeers], Any]) -> list[Any]:
-    """Return what a function of the peers returns on each rank; raise the first error of any.
+    """Return a function's result on each rank; raise the first error of any.
 
-    Autograd runs the backwards of all threads one after the other in its one thread for a GPU,
-    where a rank would wait in vain for those behind it. So each backward runs in its rank's thread.
+    Each backward runs in its rank's thread: autograd's one thread for a GPU would deadlock.
     """
     room = Room(size)
 
@@ -135,13 +131,12 @@ def run_ranks(size: int, function: Callable[[SimulatedPeers], Any]) -> list[Any]
 def attend_in_threads(
     case: ContextCase, operands: dict[str, Tensor], gradients: Sequence[Tensor], **options: Any
 ) -> tuple[Tensor, ...]:
-    """Return out and lse of `torch_attn` over the whole sequence, from what each rank got.
+    """Return `torch_attn`'s out and lse of the whole sequence, gathered from the ranks.
 
     Args:
-        case: the problem.
-        operands: q, k, v, and sinks or not, of the whole sequence.
-        gradients: of out and lse; with them the operands' gradients are returned as well.
-        options: of the call beside the case's.
+        operands: q, k, v and perhaps sinks, of the whole sequence.
+        gradients: of out and lse; if given, the operands' gradients are returned as well.
+        options: of the call, besides the case's.
     """
     plan = case.plan
 
@@ -167,9 +162,8 @@ def attend_in_threads(
 
 
 def attend_under_vmap(case: ContextCase, **options: Any) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function of q, k, v, and sinks or not, of the whole sequence: out and lse.
-
-    `pallas_attn` attends on each rank.
+    """Return a function of the whole q, k, v and perhaps sinks that runs `pallas_attn` on all
+    ranks.
     """
     plan, named = case.plan, {"axis_name": AXIS, "return_lse": True} | case.options | options
     on_rank = partial(pallas_attn.distributed.context_attention, plan=plan, **named)

@@ -1,4 +1,4 @@
-"""Hold the results of a run, and write them as ``parity.json``."""
+"""The results of a run, written as ``parity.json``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Comparison:
 
     Attributes:
         subject: the implementation's label, such as "pallas_attn triton sm80".
-        against: `ORACLE`, or the label of the other framework's implementation.
-        output: "out", "lse", or the gradient of an operand, such as "dq".
-        agreement: the error and its budget.
+        against: `ORACLE`, or the other framework's label.
+        output: "out", "lse", or a gradient such as "dq".
     """
 
     subject: str
@@ -48,10 +47,8 @@ class RunRecord:
     """One implementation on one case: how it ran, or the error that stopped it.
 
     Attributes:
-        subject: the implementation's label.
-        seconds: wall-clock time, compilation included; None when it raised.
-        ran: what `explain` says of the call; None when it raised.
-        error: the exception, or None.
+        seconds: wall-clock time with compilation; None if it raised.
+        ran: what `explain` says of the call; None if it raised.
     """
 
     subject: str
@@ -65,10 +62,8 @@ class CaseResult:
     """The results of one case.
 
     Attributes:
-        name: the case's name.
         problem: the case's fields.
         seconds: wall-clock time of runs, oracle and comparisons.
-        runs: one record per implementation.
         comparisons: every output of every run, against the oracle and between twins.
         error: the exception that stopped the case outside an implementation, or None.
     """
@@ -82,7 +77,7 @@ class CaseResult:
 
     @property
     def errors(self) -> list[str]:
-        """Return every exception, with the implementation that raised it."""
+        """Return every exception, with its implementation."""
         found = [] if self.error is None else [self.error]
         return found + [f"{run.subject}: {run.error}" for run in self.runs if run.error]
 
@@ -101,8 +96,7 @@ class Report:
 
     Attributes:
         facts: versions, device, commit, command.
-        planned: how many cases were chosen; more than `cases` when the run was interrupted.
-        cases: results, in the order they ran.
+        planned: how many cases were chosen; more than `cases` after an interrupt.
     """
 
     facts: dict[str, str]
@@ -134,12 +128,12 @@ class Report:
 
     @property
     def titles(self) -> list[str]:
-        """Return the titles of all comparisons: the implementations in order, then the twins."""
+        """Return the titles of all comparisons: implementations, then twins."""
         comparisons = [c for case in self.cases for c in case.comparisons]
         return list(dict.fromkeys(c.title for c in sorted(comparisons, key=_is_twin)))
 
     def to_json(self) -> str:
-        """Return the report as JSON; a number that is not finite is written as null."""
+        """Return the report as JSON; numbers that are not finite become null."""
         document = {
             "schema_version": SCHEMA_VERSION,
             "status": self.status,
@@ -152,7 +146,7 @@ class Report:
 
 
 def title(subject: str, against: str) -> str:
-    """Return the column of tables, and lane of plots, that a comparison belongs to."""
+    """Return the table column or plot lane of a comparison."""
     if against == ORACLE:
         return subject
     (_, *ours), (_, *theirs) = subject.split(), against.split()
@@ -160,7 +154,7 @@ def title(subject: str, against: str) -> str:
 
 
 def problem_text(problem: dict[str, Any]) -> str:
-    """Return a case's fields in one line, defaults left out."""
+    """Return a case's fields in one line, without defaults."""
     if problem.get("new_tokens") is not None:
         lengths, tokens = problem["lengths"], sum(problem["new_tokens"]) + problem["padding"]
         words = [f"B{len(lengths)} Tq{tokens} Skv{max(lengths, default=0)}"]
@@ -225,7 +219,7 @@ def problem_text(problem: dict[str, Any]) -> str:
 
 
 def function_of(problem: dict[str, Any]) -> str:
-    """Return the public function that a case calls, from its fields."""
+    """Return the public function that a case with these fields calls."""
     if "num_states" in problem:
         return "merge_states"
     if "page_size" in problem:
@@ -242,7 +236,7 @@ def function_of(problem: dict[str, Any]) -> str:
 
 
 def options_of(problem: dict[str, Any]) -> list[str]:
-    """Return which fields of a case that change what kernels compute are not defaults.
+    """Return which fields that change the kernels' result are not defaults.
 
     >>> options_of({"head_dim": 64, "bias": "", "segments": "", "softcap": 5.0})
     ['softcap', 'bias']
@@ -255,13 +249,13 @@ def options_of(problem: dict[str, Any]) -> list[str]:
 
 
 def worst(case: CaseResult, title: str) -> Comparison | None:
-    """Return a lane's comparison with the largest ratio, None if there is none."""
+    """Return a lane's comparison with the largest ratio, if any."""
     lane = [c for c in case.comparisons if c.title == title]
     return max(lane, key=lambda c: c.agreement.ratio, default=None)
 
 
 def worst_of_all(cases: Iterable[CaseResult], title: str) -> tuple[CaseResult, Comparison] | None:
-    """Return a lane's comparison with the largest ratio over all cases, and its case."""
+    """Return a lane's worst comparison over all cases, and its case."""
     found = [(case, c) for case in cases if (c := worst(case, title)) is not None]
     return max(found, key=lambda pair: pair[1].agreement.ratio, default=None)
 

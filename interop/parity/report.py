@@ -1,4 +1,4 @@
-"""Write the files of a run: ``parity.json``, and ``parity.html``, which needs nothing else."""
+"""Write the files of a run: ``parity.json`` and a self-contained ``parity.html``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _CAPTION = (
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``parity.json`` and ``parity.html`` into `folder` and return their paths."""
+    """Write ``parity.json`` and ``parity.html`` into `folder`; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json_path, html_path = folder / "parity.json", folder / "parity.html"
     json_path.write_text(report.to_json(), encoding="utf-8")
@@ -51,7 +51,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 
 def to_page(report: Report) -> str:
-    """Return one page: facts, failures, a picture of errors against budgets, every number."""
+    """Return one page: facts, failures, errors against budgets, every number."""
     return page(f"Parity: {report.summary}", [(report.status, report.status)], _body(report))
 
 
@@ -90,7 +90,7 @@ def _worst(report: Report) -> str:
 
 
 def _matrix(report: Report) -> str:
-    """Return a row for each function and each option of it, and a column for each family."""
+    """Return a row per function and option, and a column per family."""
     subjects = list(dict.fromkeys(run.subject for case in report.cases for run in case.runs))
     pairs = [(a, b) for a, b in product(subjects, subjects) if a < b and _run_the_same(a, b)]
     groups: dict[str, dict[str, list[CaseResult]]] = {}  # by function, and by what its row is named
@@ -127,7 +127,7 @@ def _passed(cases: list[CaseResult], subject: str) -> Cell:
 
 
 def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
-    """Return how many of the compared results of a pair are equal."""
+    """Return how many of a pair's compared results are equal."""
     both = [
         c.agreement.max_error == 0 and c.agreement.finite
         for case in cases
@@ -138,21 +138,21 @@ def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
 
 
 def _run_the_same(a: str, b: str) -> bool:
-    """Return True if two frameworks run the same kernels, for one target, under these labels."""
+    """Return True if both labels stand for the same kernels and target."""
     (side, _, *target), (other_side, _, *other_target) = a.split(), b.split()
     is_across = (side != other_side) and target == other_target
     return is_across and bool(_kernels(a) & _kernels(b))
 
 
 def _family_title(subject: str) -> str:
-    """Return a subject's label, with whose kernels a foreign family has."""
+    """Return a subject's label, with the owner of a foreign family's kernels."""
     side = subject.split()[0]
     packages = {package for package, _ in _kernels(subject)} - {side}
     return f"{subject} ({', '.join(sorted(packages))})" if packages else subject
 
 
 def _kernels(subject: str) -> set[tuple[str, str]]:
-    """Return the package and the folder of the families of a subject's name."""
+    """Return the package and folder of a subject's families."""
     side, name, *_ = subject.split()
     return {(x.package, x.folder) for x in families_of(side) if x.name == name and x.folder}
 
@@ -175,7 +175,7 @@ def _cases(report: Report) -> str:
 
 
 def _comparisons(report: Report) -> str:
-    """Return a row for each comparison, by falling ratio."""
+    """Return a row per comparison, by falling ratio."""
     pairs = [(case, c) for case in report.cases for c in case.comparisons]
     pairs.sort(key=lambda pair: -pair[1].agreement.ratio)
     rows = []

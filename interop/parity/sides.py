@@ -1,4 +1,4 @@
-"""One side, torch_attn or pallas_attn, on torch tensors: what runs, and running it."""
+"""Run one side, torch_attn or pallas_attn, on torch tensors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ OUTPUTS, GRADIENTS, POOLS = ("out", "lse"), ("dout", "dlse"), ("k_pages", "v_pag
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation of one side, and the target that its kernels are compiled for.
+    """An implementation of one side, and the target of its kernels.
 
     Attributes:
         side: "torch_attn" or "pallas_attn".
-        implementation: such as "gluon", "mosaic", "triton", "torch_triton" or "reference".
-        target: "sm80" or "sm90"; None where nothing is compiled.
+        target: "sm80" or "sm90"; None if nothing is compiled.
     """
 
     side: str
@@ -60,9 +59,9 @@ class Subject:
 
 
 def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[list[Subject]]:
-    """Return the subjects by target; the reference compiles nothing and goes with the first.
+    """Return the subjects by target; the reference goes with the first.
 
-    A family whose folder is named for a target has kernels for that one alone.
+    A family whose folder is a target's name only runs for that target.
     """
 
     def runs(family: Family, target: str | None) -> bool:
@@ -87,7 +86,7 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
 
 def supports(subject: Subject, case: Case) -> bool:
-    """Return True if a family of the subject's name has the case's problem."""
+    """Return True if a family with the subject's name supports the case."""
     kinds = {
         DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",),
         AppendCase: ("append_kv",), MergeCase: ("combine",),
@@ -110,22 +109,22 @@ def supports(subject: Subject, case: Case) -> bool:
 
 
 def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
-    """Return every torch_attn subject of a group with every pallas_attn subject of it."""
+    """Return all pairs of a torch_attn and a pallas_attn subject."""
     pairs = product(group, group)
     return [(a, b) for a, b in pairs if (a.side, b.side) == ("torch_attn", "pallas_attn")]
 
 
 def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
-    """Return a subject's results of a case, by name: see `results`."""
+    """Return a subject's `results` of a case, by name."""
     with use_target(subject.target):
-        # A new side: what another one has traced may be another target's.
+        # A new side, because a used one may have traced for another target.
         return call(SIDES[subject.side](), case, inputs, subject.implementation)
 
 
 def call(
     side: Side, case: Case, inputs: Tensors, implementation: str, constants: Sequence[str] = ()
 ) -> Tensors:
-    """Return a side's results of a case, by name: see `results`."""
+    """Return a side's `results` of a case, by name."""
     options = {**case.options, "implementation": implementation}
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)
@@ -135,7 +134,7 @@ def call(
 def _results_of_ranks(
     side: Side, case: ContextCase, inputs: Tensors, implementation: str
 ) -> Tensors:
-    """Return what the ranks of a case got, over the whole sequence."""
+    """Return what the ranks of a case got, for the whole sequence."""
     operands = {x: inputs[x] for x in ("q", "k", "v", "sinks") if x in inputs}
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
     found = side.attend_on_ranks(case, operands, gradients, implementation=implementation)
@@ -159,9 +158,9 @@ def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
 def results(
     side: Side, function: str, inputs: Tensors, constants: Sequence[str] = (), **options: Any
 ) -> Tensors:
-    """Call a function that returns out and lse; differentiate it where dout and dlse are given.
+    """Call a function, and differentiate it if `inputs` has dout or dlse; return results by name.
 
-    No gradient is asked for `constants`. `append_kv` returns the pools, and q where it is given.
+    `constants` get no gradient. `append_kv` returns the pools, and q if given.
     """
     if constants:
         options["constants"] = tuple(constants)
@@ -184,7 +183,7 @@ class TorchSide:
     api, distributed = torch_attn, torch_attn.distributed
 
     def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
-        """Return tensors, plan and mesh of the first rank's call."""
+        """Return the first rank's tensors, plan and mesh."""
         own = {x: shard_sequence(operands[x], case.plan, 0) for x in "qkv"}
         mesh = SimulatedPeers(Room(case.ranks), 0)
         return own | {"sinks": operands.get("sinks"), "plan": case.plan, "mesh": mesh}
@@ -203,13 +202,12 @@ class TorchSide:
         constants: Sequence[str] = (),
         **options: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Call a public function.
+        """Call a public function and return its outputs, then gradients if `gradients` are given.
 
         Args:
-            name: of the function.
             operands: its tensors, by argument name.
-            gradients: of its outputs; with them the gradients of all operands that have one are
-                returned as well, but of `constants`.
+            gradients: of its outputs.
+            constants: operands without a gradient.
             options: its other arguments.
 
         `append_kv` gets copies of the pools, because it writes in place.
@@ -226,13 +224,13 @@ class TorchSide:
 
 
 class PallasSide:
-    """pallas_attn on torch tensors, jitted. An object caches what it has compiled."""
+    """pallas_attn on torch tensors, jitted. An object caches its compiled calls."""
 
     api, distributed = pallas_attn, pallas_attn.distributed
     compiler_options: dict[str, bool] = {}  # noqa: RUF012 - of `jax.jit`; never changed
 
     def share(self, tensors: Tensors) -> dict[str, Any]:
-        """Return tensors as JAX arrays of the same memory, or copies of views with strides."""
+        """Return JAX arrays that share the tensors' memory, or copies of strided views."""
         return {name: to_jax(x, copy=not x.is_contiguous()) for name, x in tensors.items()}
 
     def call(
@@ -254,7 +252,7 @@ class PallasSide:
         return tuple(map(to_torch, leaves(found)))
 
     def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
-        """Return arrays, plan and mesh of the call on all ranks, whose devices need not exist."""
+        """Return arrays, plan and mesh of the call on all ranks; the devices need not exist."""
         own = {x: operands.get(x) for x in ("q", "k", "v", "sinks")}
         mesh = jax.sharding.AbstractMesh((case.ranks,), (AXIS,))
         return own | {"plan": case.plan, "axis_name": AXIS, "mesh": mesh}
@@ -262,7 +260,7 @@ class PallasSide:
     def attend_on_ranks(
         self, case: ContextCase, operands: Tensors, gradients: Sequence[Any], implementation: str
     ) -> tuple[torch.Tensor, ...]:
-        """Return out, lse, and the operands' gradients, as `call` does."""
+        """Return out, lse and gradients, as `call` does."""
         arrays = self.share(operands)
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
         attend = _by_position(attend_under_vmap(case, implementation=implementation), arrays)
@@ -288,14 +286,12 @@ SIDES: dict[str, type[Side]] = {"torch_attn": TorchSide, "pallas_attn": PallasSi
 def prepare_torch(
     attend: Attend, operation: str, operands: Sequence[torch.Tensor], dout: Any
 ) -> Callable[[], Any]:
-    """Return a call that may run many times, with the graph that a backward walks made.
+    """Return a call that may run many times, with the backward's graph already made.
 
     Args:
         attend: takes the operands.
         operation: "forward", "backward" or "both".
-        operands: differentiated in, but for integers, unless it is a forward.
-        dout: gradients of what `attend` returns, structured as that, or of the first of a tuple; a
-            forward reads none.
+        dout: gradients of `attend`'s result or of its first parts; unused by a forward.
 
     Returns:
         A function that returns out, the operands' gradients, or (out, *gradients).
@@ -317,7 +313,7 @@ def prepare_torch(
 
 
 def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: Any) -> partial[Any]:
-    """Return a jitted call on JAX arrays, as `prepare_torch` does on tensors."""
+    """Return a jitted call on JAX arrays, like `prepare_torch`'s."""
     if operation == "forward":
         return partial(jax.jit(attend), *operands)
     if operation == "backward":
@@ -343,7 +339,7 @@ def _function(case: Case) -> str:
 
 
 def _with_gradients(attend: Attend, count: int | None = None) -> Attend:
-    """Return a function of dout and the operands, of which the first `count` have gradients."""
+    """Return a function of dout and the operands; the first `count` have gradients."""
 
     def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
         first, rest = operands[:count], operands[len(operands[:count]) :]
@@ -356,7 +352,7 @@ def _with_gradients(attend: Attend, count: int | None = None) -> Attend:
 
 
 def _by_position(function: Attend, names: Iterable[str]) -> Attend:
-    """Return a function of the operands by position, which returns a tuple."""
+    """Return a function of positional operands that returns a tuple."""
 
     def attend(*operands: Any) -> tuple[Any, ...]:
         results = function(**dict(zip(names, operands, strict=True)))

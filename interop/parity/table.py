@@ -1,4 +1,4 @@
-"""Print a run: header, progress with a row per case, summary."""
+"""Print a run: header, a row per case, summary."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from rich.text import Text
 from interop.parity.records import CaseResult, Comparison, Report, worst, worst_of_all
 from interop.rendering.tables import PROGRESS, progress_columns
 
-# The widest cells, and a space: "pallas_attn", and a ratio with its output, as "0.00 k_pages".
+# The widest cells, and a space.
 COLUMN = 13
 SECONDS = 8
 STYLES = {"passed": "green", "failed": "bold red"}
 
 
 class CaseTable(Progress):
-    """Print a row per case as it ends, above a progress bar where there is a terminal.
+    """Print a row per case as it ends, above a progress bar on a terminal.
 
-    Where the console is too narrow for a column of each title, one has the worst of all.
+    If the console is too narrow for a column per title, one column has the worst of all.
 
     Args:
-        console: where to print.
-        titles: one column for each implementation and each pair of twins.
+        titles: one column per implementation and pair of twins.
         names: the cases to come.
     """
 
@@ -55,7 +54,7 @@ class CaseTable(Progress):
         self.update(self._task, description=name)
 
     def finish(self, result: CaseResult) -> None:
-        """Print the row of a case and, under it, what failed."""
+        """Print a case's row and, under it, its failures."""
         row = Text(f"{result.name:{self._width}}")
         found = {title: worst(result, title) for title in self._titles}
         if not self._has_room:
@@ -75,7 +74,7 @@ class CaseTable(Progress):
 
 
 def failures(result: CaseResult) -> list[str]:
-    """Return a line for each exception and for each comparison over its budget."""
+    """Return a line per exception and per comparison over its budget."""
     lines = list(result.errors)
     for c in result.comparisons:
         if not c.ok:
@@ -100,7 +99,7 @@ def print_header(console: Console, facts: dict[str, str]) -> None:
 
 
 def print_summary(console: Console, report: Report, written: Sequence[Path]) -> None:
-    """Print counts, the worst ratio of each column and where it is, and the files written."""
+    """Print counts, each column's worst ratio, and the files written."""
     console.print()
     console.print(Text("Worst error / budget", style="bold"))
     width = max(map(len, ["", *report.titles]))

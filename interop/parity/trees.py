@@ -13,10 +13,8 @@ def make_tree(kind: str, seq_q: int, seq_kv: int, random: Random) -> dict[str, t
     """Make kv_ends [Skv], q_depths [Sq] and kv_depths [Skv] of one sequence.
 
     Args:
-        kind: "nested" for a tree in depth-first order; "any" for ends and depths in no order, among
-            them ends before their key and behind the last one.
-        seq_q, seq_kv: how many queries and keys there are; the last query stands at the last key.
-        random: where they come from.
+        kind: "nested" for a depth-first tree; "any" for arbitrary ends and depths.
+        seq_q, seq_kv: the last query stands at the last key.
     """
     if kind == "nested":
         ends, kv_depths = _nested(seq_kv, random)
@@ -36,7 +34,7 @@ def make_tree(kind: str, seq_q: int, seq_kv: int, random: Random) -> dict[str, t
 
 
 def _nested(size: int, random: Random) -> tuple[list[int], list[int]]:
-    """Return ends and depths of a tree: a token follows the one before it, or an ancestor of it."""
+    """Return ends and depths of a tree: a token follows its predecessor or an ancestor of that."""
     ends, depths, path = [size] * size, [], []
     for token in range(size):
         if path and random.random() * size < BRANCHES:

@@ -1,6 +1,6 @@
-"""Cases spread over processes, each with its own frameworks and its own CUDA context.
+"""Run cases in several processes, each with its own frameworks and CUDA context.
 
-A process says what it begins (`tell`), so that one that dies or hangs is reported with that.
+A process announces its steps (`tell`), so that a report of a death or hang can name one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Protocol
 
 from interop.parity.records import CaseResult
 
-# A forked process could not use the GPU that its parent uses.
+# A forked process could not use its parent's GPU.
 SPAWN = multiprocessing.get_context("spawn")
-# Seconds in which a process may import all that it needs, on a busy machine.
+# Seconds for a process to import what it needs, on a busy machine.
 START = 120.0
-# Cases of one process: XLA keeps memory of every program that it compiled.
+# XLA keeps memory of every compiled program, so a process is replaced after this many cases.
 CASES_OF_A_PROCESS = 200
 
 _pipe: Connection | None = None  # of this process to its parent, if it is a worker
@@ -41,7 +41,7 @@ Run = Callable[[Any], CaseResult]
 
 
 def tell(step: str) -> None:
-    """Say what this process begins; without effect in one that is no worker."""
+    """Announce this process's next step, if it is a worker."""
     if _pipe is not None:
         _pipe.send(step)
 
@@ -55,17 +55,17 @@ def run_cases(
 ) -> Generator[CaseResult]:
     """Run cases in `jobs` processes and yield results as they come.
 
-    With one job and no limit they run in this process. A process that dies fails its case. One
-    whose case raised an exception is replaced, since after an illegal memory access nothing else
-    runs in a CUDA context. Closing the generator ends all processes.
+    With one job and no limit they run in this process. A process that dies fails its case. A
+    process
+    whose case raised is replaced: a CUDA context is unusable after an illegal memory access.
+    Closing the generator ends all processes.
 
     Args:
-        cases: the problems. The next one is taken when the result before it was yielded.
+        cases: the next one is taken once the result before it was yielded.
         run: makes a case's result; picklable unless it runs in this process.
-        jobs: number of processes.
         begin: told the name of each case that begins.
-        limit: seconds after which a process that says nothing hangs: it is ended, and its case
-            fails. A new process may take START before it says something. None waits for ever.
+        limit: seconds of silence after which a process is ended and its case fails; a new process
+            gets at least START. None waits for ever.
     """
     if jobs == 1 and limit is None:
         for case in cases:
@@ -110,7 +110,7 @@ def run_cases(
 
 
 class _Worker:
-    """A process that runs one case after the other, seen from its parent."""
+    """The parent's view of a process that runs one case after the other."""
 
     def __init__(self, run: Run, limit: float | None):
         self.pipe, theirs = SPAWN.Pipe()
@@ -129,11 +129,11 @@ class _Worker:
         self._send(case)
 
     def remaining(self) -> float:
-        """Return the seconds that are left to the present step."""
+        """Return the seconds left to the present step."""
         return max(0.0, self._heard + self._allowed - time.perf_counter())
 
     def receive(self) -> CaseResult | None:
-        """Return the result of the case, a failure if the process died; None for a new step."""
+        """Return the case's result, or a failure if the process died; None for a new step."""
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
@@ -148,7 +148,7 @@ class _Worker:
         return None
 
     def hung(self) -> CaseResult:
-        """Return the result of a case whose present step took too long."""
+        """Return the failure of a case whose step took too long."""
         return self._failure(f"hung: no result after {self._allowed:g} seconds")
 
     def end(self) -> None:

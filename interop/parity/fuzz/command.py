@@ -1,4 +1,4 @@
-"""Run random problems for some time: ``--fuzz``; or one problem: ``--problem``."""
+"""Run random problems (``--fuzz``) or one problem (``--problem``)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from interop.parity.table import failures, print_header
 from interop.parity.workers import run_cases
 from interop.rendering.tables import PROGRESS, progress_columns
 
-# Tokens of a long sequence: an interpreter takes a second for as many.
+# Tokens of a long sequence; an interpreter takes about a second for one.
 LONGEST = {"cpu": 40, "cuda": 700}
-# Seconds after which a step hangs. Compiling takes up to 40 of them, and more on a busy machine.
+# Seconds after which a step hangs; compilation alone may take most of a minute.
 LIMIT = {"cpu": 300.0, "cuda": 180.0}
-# Failures that are alike, of which smaller problems are looked for, and the seconds for each.
+# How many similar failures to shrink, and the seconds for each.
 SHRUNK, SHRINK_SECONDS = 2, 60.0
 
 
@@ -40,9 +40,8 @@ class Tally:
     """Counts of what ran.
 
     Attributes:
-        problems: how many.
-        runs: how many a subject ran of an operation, by (operation, subject).
-        failed: how many of these failed.
+        runs: by (operation, subject).
+        failed: how many of the runs failed.
         worst: the largest error over its budget.
     """
 
@@ -73,7 +72,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Found:
-    """A failure, and the smallest problem that was found to fail so."""
+    """A failure, and the smallest problem found that fails alike."""
 
     failures: frozenset[Failure]
     lines: tuple[str, ...]
@@ -92,9 +91,7 @@ def fuzz(
 
     Args:
         groups: subjects by target.
-        device: "cuda" or "cpu".
-        seconds: to draw problems for; shrinking failures takes more.
-        seed: of the problems.
+        seconds: for drawing problems; shrinking takes more.
         jobs: processes; None chooses.
         output: folder for ``fuzz.json``.
     """
@@ -120,7 +117,7 @@ def fuzz(
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
-    """Run the problem of a line that a failure printed; return the exit code.
+    """Run the problem in a line printed by a failure; return the exit code.
 
     Raises:
         ValueError: the line is no problem.
@@ -185,7 +182,7 @@ def _shrink_all(
     jobs: int,
     console: Console,
 ) -> list[Found]:
-    """Look for smaller problems that fail likewise, and print a few of them."""
+    """Shrink and print a few failures of each kind."""
     chosen, alike = [], Counter()
     for problem, result in found:
         failures_found = frozenset(failures_of(result))

@@ -1,4 +1,4 @@
-"""Tensors with NaN around them, and what a call reads or writes there."""
+"""Tensors surrounded by NaN, and what a call reads or writes there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALLOCATIONS = {
 
 
 def lay_out(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """Return a copy of a tensor [..., S, H, D] or [S, H, D] whose rows lie as `rows` says."""
+    """Return a copy of a tensor [..., S, H, D] or [S, H, D] with the layout `rows`."""
     stored = x.transpose(-3, -2) if rows.heads_first else x
     *shape, size = stored.shape
     width = size + rows.gap
@@ -34,7 +34,7 @@ def lay_out(x: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 
 def with_odd_strides(x: torch.Tensor) -> torch.Tensor:
-    """Return a view whose dimensions of size 1 have odd strides, which lead nowhere."""
+    """Return a view whose dimensions of size 1 have odd strides."""
     strides = [3 + 2 * i if n == 1 else stride
                for i, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True))]  # fmt: skip
     return x.as_strided(x.shape, strides)
@@ -47,7 +47,7 @@ def poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def poison_free_memory(device: torch.device) -> None:
-    """Fill the memory that PyTorch's allocator returns next, of small and of large blocks."""
+    """Poison the memory that PyTorch's allocator returns next, small and large blocks."""
     if device.type != "cuda":
         return
     torch.cuda.empty_cache()
@@ -56,7 +56,7 @@ def poison_free_memory(device: torch.device) -> None:
 
 
 class Guard(TorchDispatchMode):
-    """Surrounds every tensor that is allocated in the block with poison, and fills it with that."""
+    """Surround and fill every tensor allocated in the block with poison."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Guard(TorchDispatchMode):
         return memory[_MARGIN:end].view(x.dtype).as_strided(x.shape, x.stride())
 
     def check(self) -> None:
-        """Look at the poison around all tensors.
+        """Check the poison around all tensors.
 
         Raises:
             MemoryError: some of it was overwritten.
@@ -89,7 +89,7 @@ class Guard(TorchDispatchMode):
 
 @contextmanager
 def unchanged(tensors: Tensors) -> Iterator[None]:
-    """Check that a block changes neither tensors nor what lies between and around their rows.
+    """Check that a block changes neither tensors nor the memory between and around their rows.
 
     Raises:
         MemoryError: it does.
@@ -108,7 +108,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def saved_as(hook: str) -> AbstractContextManager[Any]:
-    """Let tensors that autograd saves come back in another layout, as offloading does.
+    """Let tensors saved by autograd return in another layout, as offloading does.
 
     Args:
         hook: one of `problems.HOOKS`.
@@ -127,6 +127,6 @@ def saved_as(hook: str) -> AbstractContextManager[Any]:
 
 
 def _displaced(x: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return a contiguous copy that begins `offset` elements behind an aligned address."""
+    """Return a contiguous copy `offset` elements after an aligned address."""
     memory = poisoned(offset + x.numel(), x.dtype, x.device)
     return memory[offset:].view(x.shape).copy_(x)

@@ -1,4 +1,4 @@
-"""Draw a random problem, and write it as one line that brings it back."""
+"""Draw a random problem, and write it as one line that restores it."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.target import TARGETS
 
-# Problems in a row that differ in lengths and values alone, and so share compiled Triton kernels.
+# Consecutive problems that differ only in lengths and values, and so share compiled kernels.
 VARIANTS = 4
 COMMON_HEAD_DIMS = (64, 128, 256, 80, 96, 192)
-# What a tensor that autograd saved comes back as, in a layout or at an address of another kind.
+# The layouts and addresses in which saved tensors return.
 HOOKS = ("contiguous", "unaligned", "heads first")
-# What programs add to scores to hide keys; below the least number of a term's dtype it is that.
+# Values added to scores to hide keys; those below a dtype's least number become that.
 HIDING = (0.0, -1e4, -1e9, -1e10, -1e12, -1e30, -3.5e38, -inf)
 KINDS = {
     kind.__name__: kind
@@ -64,9 +64,8 @@ class Rows(NamedTuple):
     """The layout of a tensor's rows in memory.
 
     Attributes:
-        heads_first: the heads' dimension is stored before that of the tokens.
-        gap: elements of NaN behind each row.
-        offset: elements of NaN before the first row.
+        heads_first: heads are stored before tokens.
+        gap, offset: elements of NaN behind each row, and before the first.
     """
 
     heads_first: bool = False
@@ -76,19 +75,17 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A case, and all around it that must not change its results.
+    """A case, and circumstances that must not change its results.
 
     Attributes:
         case: the problem; its name seeds the values.
-        rows: how operands lie in memory, by name; others are contiguous.
-        spread: standard deviation of q and k, where a case has such.
-        hiding: one of `HIDING`, which some values of one of the terms are, and all of some rows of
-            a bias; None for as they were.
-        constants: operands that no gradient is asked for.
-        odd_strides: dimensions of size 1 have strides that no view of a tensor would need.
-        hook: what tensors that autograd saves come back as, one of `HOOKS`, or "" for as they were.
-        jax: run what JAX compiles as well, anew for each shape: pallas_attn, and its kernels in
-            torch.
+        rows: layouts of operands by name; others are contiguous.
+        spread: standard deviation of q and k.
+        hiding: one of `HIDING`, put into some values of a term and all of some rows of a bias.
+        constants: operands without gradients.
+        odd_strides: give dimensions of size 1 unusual strides.
+        hook: how tensors saved by autograd return: one of `HOOKS`, or "" for unchanged.
+        jax: also run what JAX compiles for each shape: pallas_attn, and its kernels in torch.
     """
 
     case: Case
@@ -118,7 +115,7 @@ class Problem:
         """Return the problem that `to_line` wrote.
 
         Raises:
-            ValueError: the line is not such a problem.
+            ValueError: the line is no such problem.
         """
         try:
             document = json.loads(line)
@@ -136,11 +133,10 @@ def _as_tuples(x: Any) -> Any:
 
 
 def draw(seed: int, index: int, longest: int) -> Problem:
-    """Return problem `index` of a seed.
+    """Draw problem `index` of a seed.
 
     Args:
-        seed: of the run.
-        index: of the problem. Those of one group of `VARIANTS` have the same kernels.
+        index: a group of `VARIANTS` consecutive problems has the same kernels.
         longest: tokens of a long sequence; one in ten is up to four times as long.
     """
     shared = _Draw(Random(f"{seed}/{index // VARIANTS}"), longest)
@@ -151,7 +147,7 @@ def draw(seed: int, index: int, longest: int) -> Problem:
     )  # fmt: skip
     case = kind(f"fuzz-{seed}-{index}", shared, own)
     differentiable = isinstance(case, FlashCase | VarlenCase)
-    # A tensor that needs no gradient has kernels of its own, so a group has the same ones.
+    # Constants change the kernels, so a group shares them.
     constants = _constants(case, shared) if differentiable else ()
     return Problem(
         case,
@@ -166,7 +162,7 @@ def draw(seed: int, index: int, longest: int) -> Problem:
 
 
 def _constants(case: FlashCase | VarlenCase, draw: _Draw) -> tuple[str, ...]:
-    """Draw operands that no gradient is asked for, but not all of them."""
+    """Draw operands without gradients, but not all."""
     if isinstance(case, ContextCase) or not draw.chance(0.3):
         return ()
     names = ["q", "k", "v", *(["sinks"] if case.sinks else [])]
@@ -177,7 +173,7 @@ def _constants(case: FlashCase | VarlenCase, draw: _Draw) -> tuple[str, ...]:
 
 @cache
 def tile_sizes() -> tuple[int, ...]:
-    """Return the sizes of tiles of queries and of keys that the shipped tables have."""
+    """Return the tile sizes of queries and of keys in the shipped tables."""
     paths = {
         (table_path(package, target, folder), folder)
         for package in PACKAGES for target in TARGETS for folder in FAMILY_KERNELS
@@ -192,9 +188,9 @@ def tile_sizes() -> tuple[int, ...]:
 
 
 def hidden_values(name: str, x: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """Return a term of which some values, and all of some rows of a bias, are `problem.hiding`.
+    """Return a term with `problem.hiding` in some values, and in all of some rows of a bias.
 
-    Slopes hide by the distance: they are finite, and so large that no product overflows.
+    Slopes stay finite, but large.
     """
     generator = torch.Generator().manual_seed(crc32(problem.name.encode()))
 
@@ -235,12 +231,12 @@ class _Draw:
         return float(f"{self._random.uniform(low, high):.3g}")
 
     def edge(self, *more: int) -> int:
-        """Return a multiple of a tile's size, or of one of `more`, less 1, or plus 1."""
+        """Return a multiple of a tile's size or of one of `more`, less 1 or plus 1 or neither."""
         size = self.pick(*(x for x in (*tile_sizes(), *more) if 0 < x <= max(64, self._longest)))
         return size * self.integer(1, max(1, self._longest // size)) + self.integer(-1, 1)
 
     def length(self, *more: int) -> int:
-        """Return a number of tokens: few, about an edge of tiles or of `more`, or any."""
+        """Return a number of tokens: few, near an edge, or any."""
         longest = self._longest * (4 if self.chance(0.1) else 1)
         return self.weighted(
             (self.integer(0, 3), 1), (self.integer(1, 40), 2), (self.edge(*more), 5),
@@ -248,13 +244,13 @@ class _Draw:
         )  # fmt: skip
 
     def other_length(self, length: int) -> int:
-        """Return a number of keys: as many as queries, more or less by about a tile, or any."""
+        """Return a number of keys: equal, about a tile more or less, or any."""
         return self.weighted(
             (length, 4), (max(0, length + self.pick(-1, 1) * self.edge()), 2), (self.length(), 4)
         )
 
     def lengths(self, most: int, *more: int) -> tuple[int, ...]:
-        """Return the lengths of up to `most` sequences, whose sum is about that of one."""
+        """Return up to `most` lengths that sum to about one sequence."""
         count = self.integer(0, most)
         share = max(1, count // 3)
         return tuple(
@@ -262,7 +258,7 @@ class _Draw:
         )
 
     def long(self) -> int:
-        """Return a number of tokens so large that kernels add up dq on a GPU."""
+        """Return so many tokens that kernels add up dq on a GPU."""
         return self.integer(3 * self._longest, 4 * self._longest)
 
     def head_dim(self) -> int:
@@ -299,7 +295,7 @@ class _Draw:
 
 
 def _options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
-    """Draw the options that all functions of flash attention share."""
+    """Draw the options shared by all flash attention functions."""
     dtype = shared.weighted((DTYPES[0], 3), (DTYPES[1], 3), (DTYPES[2], 2))
     return {
         **shared.heads(),
@@ -330,14 +326,14 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
 
 
 def _tree(shared: _Draw) -> dict[str, Any]:
-    """Draw the options of a tree, which is causal: none, nested, or one of any ends."""
+    """Draw a tree (causal): none, nested, or any ends."""
     if not shared.chance(0.25):
         return {}
     return {"causal": True, "tree": shared.pick("nested", "any"), "depths": shared.chance(0.5)}
 
 
 def _terms(shared: _Draw) -> dict[str, Any]:
-    """Draw what is added to the scores: nothing, a table, slopes, or both; and dropout."""
+    """Draw the terms: none, a table, slopes, or both; and dropout."""
     dropout = {"dropout_rate": shared.pick(0.1, 0.5, 0.9)} if shared.chance(0.2) else {}
     if not shared.chance(0.3):
         return dropout
@@ -396,9 +392,9 @@ def _context(name: str, shared: _Draw, own: _Draw) -> ContextCase:
 
 
 def _cache(shared: _Draw, own: _Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Draw lengths of sequences, and a paged cache that has room for a bit more or less.
+    """Draw lengths, and a paged cache with a bit more or less room.
 
-    A split's or a cascade's keys end where pages and tiles do.
+    Splits and cascades end at edges of pages and tiles.
     """
     page_size = shared.weighted((16, 4), (64, 2), (128, 1), (shared.integer(1, PAGE_SIZE_MAX), 3))
     lengths = own.lengths(9, page_size, lcm(page_size, 64))
@@ -457,7 +453,7 @@ def _append(name: str, shared: _Draw, own: _Draw) -> AppendCase:
     lengths = _fitting(lengths, cache)
     heads_q = cache.pop("heads_q")
     is_rotated = shared.chance(0.5)
-    # The same number of tokens of each sequence, at positions that may be negative; or packed ones.
+    # Either equally many tokens per sequence, perhaps at negative positions, or packed ones.
     is_packed = shared.chance(0.5)
     new = tuple(own.integer(0, n + 2) for n in lengths) if is_packed else None
     return AppendCase(
@@ -480,7 +476,7 @@ Rowed = Callable[[], Rows]
 
 
 def _rows(case: Case, draw: _Draw) -> dict[str, Rows]:
-    """Draw how the operands of a case lie in memory: contiguous, with aligned gaps, or anywhere."""
+    """Draw each operand's layout: contiguous, aligned gaps, or anywhere."""
     names = {
         FlashCase: ("q", "k", "v", "dout"), BlockSparseCase: ("q", "k", "v", "dout"),
         VarlenCase: ("q", "k", "v", "dout"), DecodeCase: ("q", "k_pages", "v_pages"),

@@ -12,7 +12,7 @@ from interop.parity.fuzz.problems import Problem
 from interop.parity.records import CaseResult
 from interop.parity.workers import run_cases
 
-# A failure: of which subject, and whether it is an exception, a hang, a death or wrong numbers.
+# A failure's subject and kind: an exception, a hang, a death or wrong numbers.
 Failure = tuple[str, str]
 # What makes a problem smaller, in several ways.
 Change = Callable[[Problem], Iterator[Problem]]
@@ -28,7 +28,7 @@ def failures_of(result: CaseResult) -> set[Failure]:
 
 
 def _kind(error: str) -> str:
-    """Return the beginning of an error that says what happened, such as an exception's name."""
+    """Return the start of an error, such as an exception's name."""
     words = error.removeprefix("guarded: ").removeprefix("first: ").removeprefix("again: ")
     return words.partition(":")[0]
 
@@ -40,13 +40,11 @@ def shrink(
     limit: float,
     seconds: float,
 ) -> Problem:
-    """Return the smallest problem found in some time that fails as a problem does.
+    """Return the smallest problem found that has one of the same failures.
 
     Args:
-        problem: fails.
-        failures: how.
-        run: makes a problem's result, as `trial.run_problem`.
-        limit: seconds after which it hangs.
+        run: as `trial.run_problem`.
+        limit: seconds after which a problem hangs.
         seconds: to search for.
     """
     search = _Search(problem, time.monotonic() + seconds)
@@ -57,14 +55,14 @@ def shrink(
 
 
 class _Search:
-    """Problems to try, each a step smaller than the smallest that failed so far."""
+    """Problems to try, each a step smaller than the smallest failure so far."""
 
     def __init__(self, problem: Problem, until: float) -> None:
         self.smallest, self._until = problem, until
         self._tried: Problem = problem
 
     def accept(self) -> None:
-        """Go on from the problem that was tried last."""
+        """Continue from the problem that was tried last."""
         self.smallest = self._tried
 
     def __iter__(self) -> Iterator[Problem]:
@@ -76,7 +74,7 @@ class _Search:
                 yield from self._repeated(change, seen)
 
     def _repeated(self, change: Change, seen: set[str]) -> Iterator[Problem]:
-        """Try one kind of change as long as it helps, as halving a length."""
+        """Repeat a change, such as halving a length, while it helps."""
         before = None
         while before is not self.smallest:
             before = self.smallest
@@ -90,7 +88,7 @@ class _Search:
 
 
 def _valid(change: Change, problem: Problem) -> Iterator[Problem]:
-    """Yield what a change makes of a problem, but for cases that cannot be described."""
+    """Yield the changed problems whose cases are valid."""
     try:
         for smaller in change(problem):
             _ = smaller.case.spec
@@ -141,7 +139,7 @@ def _fewer_heads(problem: Problem) -> Iterator[Problem]:
 
 
 def _fewer_sequences(problem: Problem) -> Iterator[Problem]:
-    """Drop sequences, then halve them; packed new tokens go with them."""
+    """Drop or halve sequences together with their packed new tokens."""
     lengths = getattr(problem.case, "lengths", ())
     new = getattr(problem.case, "new_tokens", None) or ()
 
@@ -169,7 +167,7 @@ def _shorter_sequences(problem: Problem) -> Iterator[Problem]:
 
 
 def _halves(length: Any) -> Iterator[Any]:
-    """Yield a shorter length; of a pair of lengths shorter ones of each."""
+    """Yield shorter lengths, or pairs of them."""
     if isinstance(length, tuple):
         for i, one in enumerate(length):
             for smaller in _halves(one):

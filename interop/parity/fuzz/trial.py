@@ -1,4 +1,4 @@
-"""Run one problem: every subject, several times, each time against the error budget."""
+"""Run one problem: every subject, several rounds, each within the error budget."""
 
 from __future__ import annotations
 
@@ -38,13 +38,7 @@ _WITHOUT_STRIDES = {family.name for family in FOREIGN["torch_attn"]}
 
 
 def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> CaseResult:
-    """Run every subject that supports a problem; an exception becomes part of the result.
-
-    Args:
-        problem: as `problems.draw` makes one.
-        groups: subjects by target, as `sides.plan` returns them.
-        device: torch device of the inputs.
-    """
+    """Run every subject that supports a problem; an exception becomes part of the result."""
     start = time.perf_counter()
     runs: list[RunRecord] = []
     comparisons: list[Comparison] = []
@@ -70,10 +64,7 @@ Values = tuple[Tensors, list[Expectation]]
 
 
 def _values(problem: Problem, device: str, again: bool) -> Values:
-    """Return inputs of a problem in their layouts, and the right results.
-
-    The gradient of the log-sum-exp is NaN where a row sees no key.
-    """
+    """Return laid-out inputs and the right results. dlse is NaN where a row sees no key."""
     case = _again(problem.case) if again else problem.case
     inputs = make_inputs(case, device)
     for name in ("q", "k"):
@@ -96,7 +87,7 @@ def _values(problem: Problem, device: str, again: bool) -> Values:
 
 
 def _again(case: Case) -> Case:
-    """Return a case of the same shapes with other values, and other lengths of its sequences."""
+    """Return a case of the same shapes with other values and lengths."""
     changed: dict[str, Any] = {"name": f"{case.name} again"}
     for name in ("lengths", "new_tokens"):
         if getattr(case, name, None):
@@ -107,7 +98,7 @@ def _again(case: Case) -> Case:
 def _run_subject(
     subject: Subject, problem: Problem, values: Sequence[Values]
 ) -> tuple[RunRecord | None, list[Comparison]]:
-    """Run a subject's rounds; a later one does not run where one before failed.
+    """Run a subject's rounds until one fails.
 
     Returns:
         What ran, None if the subject refuses the layout; and comparisons with the oracle.
@@ -136,10 +127,10 @@ def _run_subject(
 
 
 def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
-    """Return what a subject does with a problem, in order.
+    """Return a subject's rounds, in order.
 
-    "guarded" has guarded memory, and so goes through PyTorch's dispatcher; "first" is kept where
-    PyTorch calls are kept, on a GPU; "again" is the same call with other values and lengths.
+    "guarded" runs through PyTorch's dispatcher with guarded memory; "first" is kept where PyTorch
+    calls are kept, on a GPU; "again" repeats the call with other values and lengths.
     """
     if not _is_torch(subject):
         return ("first", "again") if subject.target else ("first",)
@@ -169,10 +160,10 @@ def _is_torch(subject: Subject) -> bool:
 
 
 def _without_refused_strides(subject: Subject, inputs: Tensors) -> Tensors:
-    """Return inputs of which those are contiguous that a subject takes in no other layout.
+    """Make contiguous the inputs that the subject takes in no other layout.
 
-    JAX arrays have no strides. Kernels of JAX in torch refuse pools of pages with gaps; they copy
-    other operands, or refuse the whole problem: see `_is_readable`.
+    JAX arrays have no strides. JAX's kernels in torch refuse pools with gaps; they copy other
+    operands or refuse the whole problem (`_is_readable`).
     """
     names = (*inputs,)
     if _is_torch(subject):
@@ -186,11 +177,7 @@ def _compiles_each_shape(subject: Subject) -> bool:
 
 
 def _is_readable(subject: Subject, inputs: Tensors) -> bool:
-    """Return False for layouts that a subject may refuse.
-
-    Explicit kernels may demand rows that begin at multiples of 16 bytes, those of the other side
-    contiguous tensors that begin at multiples of 256.
-    """
+    """Return False for rows or addresses whose alignment a subject may refuse."""
     if _is_torch(subject) and subject.implementation in _WITHOUT_STRIDES:
         return all(x.data_ptr() % 256 == 0 and x.is_contiguous() for x in inputs.values())
     return all(

@@ -1,1 +1,1 @@
-"""The named problems, which tests, parity and benchmarks share: one module for each kind."""
+"""The named problems that tests, parity and benchmarks share, by kind."""

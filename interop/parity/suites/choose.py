@@ -20,6 +20,6 @@ Make = Callable[[], Iterator[C]]
 
 
 def choose(suite: str, pattern: str, quick: Make[C], full: Make[C], large: Make[C]) -> list[C]:
-    """Return a suite's cases, which these functions make, whose names contain `pattern`."""
+    """Return a suite's cases from these functions, whose names contain `pattern`."""
     makers = {"quick": [quick], "full": [quick, full], "large": [large]}[suite]
     return [case for make in makers for case in make() if pattern in case.name]

@@ -44,7 +44,7 @@ def _full_decode() -> Iterator[DecodeCase]:
     base = DecodeCase("decode-full", (0, 1, 63, 64, 65, 511, 700), page_size=64, max_pages=11)
     # So few keys that they are not split.
     few = replace(base, lengths=(0, 1, 63, 64, 65, 128, 129, 255, 256), max_pages=4)
-    # As many sequences and kv heads as an H200 works on at once, and a few times as many.
+    # As many sequences and kv heads as an H200 runs at once, and several times as many.
     many = replace(base, heads_q=16, heads_kv=8)
     for dtype, short in (("bfloat16", "bf16"), ("float16", "fp16")):
         for name, changes in _full_decode_changes():

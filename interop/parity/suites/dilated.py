@@ -17,7 +17,7 @@ def dilated_cases(suite: str = "quick", pattern: str = "") -> list[DilatedCase]:
 def _quick_dilated() -> Iterator[DilatedCase]:
     base = DilatedCase("", batch=1, seq_q=96, seq_kv=96, head_dim=16, segment_lengths=(24, 48, 96))
     yield replace(base, name="dilated-causal", causal=True, heads_q=4, heads_kv=4)
-    # Two lengths, so two calls, one of them without a copy; rates that do not divide the heads.
+    # Two lengths, so two calls, one without a copy; rates that do not divide the heads.
     yield replace(
         base, name="dilated-all-options", batch=2, heads_q=6, heads_kv=3, head_dim=24,
         head_dim_v=16, dtype="float16", softcap=20.0, scale=0.2, segment_lengths=(96, 48, 32),

@@ -73,7 +73,7 @@ def _quick() -> Iterator[FlashCase]:
     )  # fmt: skip
     yield replace(base, name="relative-one", relative=0, dtype="float32", head_dim=32)
     yield replace(base, name="alibi", alibi="heads", causal=True)
-    # The gradients are stored by the kernel of dq, and summed over sequences, heads, rows and keys.
+    # The kernel of dq stores the bias gradient, summed over sequences, heads, rows and keys.
     yield replace(base, name="bias", bias="bhqk", causal=True, heads_q=4)
     yield replace(base, name="bias-pairs", bias="hqk", seq_kv=97, batch=2, terms_in_q_dtype=True)
     yield replace(

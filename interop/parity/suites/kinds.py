@@ -1,4 +1,4 @@
-"""All kinds of problems, by the functions that return their cases."""
+"""The functions that return the cases, for all kinds of problems."""
 
 from __future__ import annotations
 
