@@ -19,13 +19,13 @@ class Batch(NamedTuple):
 
     Attributes:
         tokens: [T] int32.
-        positions: [T, HIDDEN] float32, sines of each token's depth: its place in its own sequence.
-        parents: [T] int32, the token whose logits predict each one; 0 where there is none.
+        positions: [T, HIDDEN] float32, sines of each token's position in its sequence.
+        parents: [T] int32, the token whose logits predict each one; 0 if there is none.
         advantages: [T] float32, of each token's continuation.
-        shares: [T] float32, of each token in the loss: continuations count the same, and so do the
-            tokens of one; 0 for the prompt.
-        ends: [T] int32, of a tree the end of each token's descendants; else None.
-        offsets: [N + 1] int32, where separate sequences begin, and the last one ends; else None.
+        shares: [T] float32, weights in the loss: equal for continuations, and for the tokens of
+            one; 0 for the prompt.
+        ends: [T] int32, in a tree the end of each token's descendants; else None.
+        offsets: [N + 1] int32, the bounds of separate sequences; else None.
     """
 
     tokens: Any
@@ -38,10 +38,10 @@ class Batch(NamedTuple):
 
 
 def make_batches() -> tuple[Batch, Batch]:
-    """Return the continuations as a tree, and as sequences that each have the prompt.
+    """Return the continuations as a tree, and as sequences that repeat the prompt.
 
-    They are the same every time. An advantage is the continuation's reward, less the mean of the
-    group's and over their standard deviation (Shao et al. 2024).
+    They are always the same. An advantage is the reward, normalised within the group (Shao et al.
+    2024).
     """
     rng = np.random.default_rng(SEED)
     lengths = rng.integers(2, 12, CONTINUATIONS)
@@ -77,7 +77,7 @@ def make_batches() -> tuple[Batch, Batch]:
 
 
 def _sines(depths: np.ndarray) -> np.ndarray:
-    """Return the positions of depths [T] (Vaswani et al. 2017), [T, HIDDEN] float32."""
+    """Return positions of depths [T] (Vaswani et al. 2017), [T, HIDDEN] float32."""
     rates = 100.0 ** (-np.arange(HIDDEN // 2) / (HIDDEN // 2))
     angles = depths[:, None] * rates
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1).astype(np.float32)

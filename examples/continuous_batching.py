@@ -1,4 +1,4 @@
-"""Continuous batching: requests enter a running batch as soon as others leave it."""
+"""Continuous batching: requests enter a running batch as others leave it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# From the slots' next tokens [slots] and tokens in the cache so far [slots], both int32, the
-# likeliest tokens after them [slots].
+# From each slot's next token and its tokens in the cache so far, both [slots] int32, the likeliest
+# token after it [slots].
 Step = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass
 class Request:
-    """A prompt and how many tokens to continue it by.
+    """A prompt of at least one token, and how many tokens to add, at least one.
 
     Attributes:
-        prompt: at least one token.
-        num_tokens: at least one.
         answer: the tokens so far.
-        served: the first and the last step at which it was in the batch.
+        served: the first and the last step in the batch.
     """
 
     prompt: bytes
@@ -30,7 +28,7 @@ class Request:
     served: tuple[int, int] = (-1, -1)
 
     def token(self, position: int) -> int:
-        """Return the token to be fed at a position: the prompt's, then the answer's."""
+        """Return the token at a position: the prompt's, then the answer's."""
         if position < len(self.prompt):
             return self.prompt[position]
         return self.answer[position - len(self.prompt)]
@@ -39,9 +37,8 @@ class Request:
 def serve(requests: Sequence[Request], slots: int, step: Step) -> int:
     """Answer all requests, at most `slots` at once; return the number of steps.
 
-    Each step feeds every slot one token, of a prompt or of an answer, so that a request begins
-    while others go on. A slot's pages are used again by its next request: what is in the cache
-    past a sequence's length never matters.
+    Each step feeds every slot one token, so a request begins while others go on. The next request
+    reuses a slot's pages: what they hold past a sequence's length does not matter.
     """
     waiting = deque(requests)
     running: list[Request | None] = [None] * slots

@@ -1,8 +1,8 @@
-"""Speculative decoding with trees of drafts: several tokens a step, and those of greedy decoding.
+"""Speculative decoding with trees of drafts: several tokens a step, the same as greedy decoding's.
 
-``python -m examples.draft_tree``: a cheap model, here the large one without its attention, proposes
-a tree of drafts for each sequence. The large model computes all of them in one step, and those
-that it would have chosen itself are kept (Miao et al. 2024, SpecInfer).
+``python -m examples.draft_tree``: a cheap model, here the large one without attention, proposes a
+tree of drafts. The large model computes all of them in one step and keeps those that it would have
+chosen (Miao et al. 2024, SpecInfer).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ VOCABULARY, HIDDEN, LAYERS = 48, 32, 2
 HEADS_Q, HEADS_KV, HEAD_DIM = 4, 2, 16
 NUM_PAGES, PAGE_SIZE, MAX_PAGES = 52, 4, 16  # room for 16 steps that keep 3 tokens each
 NEW_TOKENS = 16
-# The token chosen last, two drafts of what follows it, and two of what follows each of those.
+# The last token, two drafts after it, and two after each of those.
 PARENTS = (-1, 0, 1, 1, 0, 4, 4)
-# With this seed the largest logit leads the next by 0.05 or more, which no rounding bridges.
+# With this seed the largest logit leads by more than rounding can change.
 SEED = 4
 
 
@@ -31,7 +31,7 @@ class Toy(NamedTuple):
     Attributes:
         weights: embedding and logits; of each layer q, k, v and out.
         prompts: [B, S] tokens.
-        block_tables: [B, MAX_PAGES], the pages of each sequence, in no order.
+        block_tables: [B, MAX_PAGES], shuffled pages.
     """
 
     weights: dict[str, np.ndarray]
@@ -40,10 +40,10 @@ class Toy(NamedTuple):
 
 
 class Decoder(Protocol):
-    """The large model and its cache, in one of the frameworks."""
+    """The large model and its cache in one framework."""
 
     def step(self, tokens: np.ndarray, tree: Tree, lengths: np.ndarray) -> np.ndarray:
-        """Return the likeliest token after each new one, and have their keys in the cache.
+        """Return the likeliest token after each new one; keep the new keys in the cache.
 
         Args:
             tokens: [B, T], a tree of new tokens for each sequence.
@@ -53,12 +53,12 @@ class Decoder(Protocol):
         ...
 
     def keep(self, order: np.ndarray, lengths: np.ndarray) -> None:
-        """Put the last step's new tokens into another order in the cache, [B, T]."""
+        """Reorder the last step's new tokens in the cache, [B, T]."""
         ...
 
 
 def make_toy() -> Toy:
-    """Make the model and the prompts; they are the same every time."""
+    """Make the model and the prompts, always the same."""
     rng = np.random.default_rng(SEED)
     shapes = {"embedding": (VOCABULARY, HIDDEN), "logits": (HIDDEN, VOCABULARY)}
     for layer in range(LAYERS):
@@ -81,9 +81,9 @@ def make_toy() -> Toy:
 
 
 def draft(weights: dict[str, np.ndarray], last: np.ndarray, parents: Sequence[int]) -> np.ndarray:
-    """Return a tree of drafts [B, T] whose roots are the tokens `last` [B].
+    """Return trees of drafts [B, T] whose roots are `last` [B].
 
-    The n-th child of a token is the n-th likeliest token after it, by the model without attention.
+    A token's n-th child is its n-th likeliest successor without attention.
     """
     tokens = np.empty((len(last), len(parents)), np.int32)
     children = np.zeros(len(parents), int)
@@ -98,11 +98,11 @@ def draft(weights: dict[str, np.ndarray], last: np.ndarray, parents: Sequence[in
 
 
 def accept(tokens: np.ndarray, likeliest: np.ndarray, parents: Sequence[int]) -> list[int]:
-    """Return the path of one sequence's drafts that greedy decoding takes, from the root on.
+    """Return the path of drafts that greedy decoding takes, from the root.
 
     Args:
         tokens: [T], the tree.
-        likeliest: [T], what the large model would say after each of its tokens.
+        likeliest: [T], the large model's token after each of them.
         parents: of the tree.
     """
     path = [0]
@@ -117,7 +117,7 @@ def decode(
 ) -> tuple[np.ndarray, int]:
     """Continue the prompts; return the new tokens [B, num_tokens] and the number of steps.
 
-    With ``parents=(-1,)`` there are no drafts, and a step is one token.
+    ``parents=(-1,)`` means no drafts: one token a step.
     """
     batch, size = toy.prompts.shape
     lengths = np.zeros(batch, np.int32)
@@ -129,7 +129,7 @@ def decode(
         tokens = draft(toy.weights, last, parents)
         likeliest = decoder.step(tokens, tree, lengths)
         paths = [accept(*x, parents) for x in zip(tokens, likeliest, strict=True)]
-        # The accepted tokens come first, so that their keys follow those before them.
+        # The accepted tokens' keys must follow those before them.
         rest = [[t for t in range(len(parents)) if t not in path] for path in paths]
         decoder.keep(np.array([a + b for a, b in zip(paths, rest, strict=True)]), lengths)
         for b, path in enumerate(paths):

@@ -1,7 +1,7 @@
 """Both frameworks update a policy by 16 continuations of a prompt: as a tree, and one by one.
 
-``python -m examples.group_policy`` prints the loss of each step, the same four times. The tree has
-the prompt once, and takes 119 tokens where the sequences take 479.
+``python -m examples.group_policy`` prints the loss of each step, the same four times. The tree
+has the prompt only once: 119 tokens instead of 479.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sys
 from typing import NamedTuple
 
-# The frameworks share a GPU's memory, most of which JAX would otherwise take.
+# JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -26,12 +26,7 @@ TOLERANCE = 1e-5  # of losses and gradients, whose largest are about 0.1
 
 
 class Update(NamedTuple):
-    """The steps of one training.
-
-    Attributes:
-        losses: before each step.
-        gradients: of each step, by weight.
-    """
+    """One training: its losses before each step, and each step's gradients by weight."""
 
     losses: list[float]
     gradients: list[dict[str, np.ndarray]]
@@ -41,7 +36,7 @@ def update_in_both(device: str, implementation: str | None = None) -> dict[str, 
     """Return the steps of each training.
 
     Args:
-        device: of torch's tensors, such as "cpu" or "cuda"; JAX's are on its default device.
+        device: of torch's tensors; JAX uses its default device.
         implementation: of the attention.
     """
     weights, found = make_toy().weights, {}

@@ -1,7 +1,7 @@
-"""Four devices train a small transformer on documents that they share, as one device does.
+"""Four devices train a small transformer on shared documents, as one device does.
 
-``python -m examples.jax_context_training`` takes four devices of the CPU, and prints the losses
-before each step: those of four devices and those of one, which are the same.
+``python -m examples.jax_context_training`` uses four CPU devices and prints the losses before each
+step, which equal those of one device.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def train(
     tokens: jax.Array, targets: jax.Array, positions: jax.Array, attend: Attend
 ) -> list[float]:
-    """Take steps of gradient descent, from the same weights every time.
+    """Take steps of gradient descent, always from the same weights.
 
     Args:
-        tokens, targets: [T] int32, in the order that `attend` takes them in.
-        positions: [T] of the tokens within their documents, for the rotary embedding.
+        tokens, targets: [T] int32, in the order that `attend` takes.
+        positions: [T] within their documents, for the rotary embedding.
         attend: takes q, k and v of these tokens, [1, T, heads, head_dim].
 
     Returns:
@@ -70,17 +70,14 @@ def train(
 
 
 def plan_of(packed: Packed, size: int) -> ContextPlan:
-    """Return the plan that deals out the documents' work."""
+    """Return the plan that distributes the documents' work."""
     return context_plan(TOKENS, size, "balanced", packed.offsets)
 
 
 def train_on_devices(mesh: Mesh) -> list[float]:
-    """Return the losses of training with the tokens spread over the devices of a mesh.
+    """Return the losses of training on the devices of a mesh with the axis "context".
 
-    XLA spreads what is done for each token, and sums the gradients of the weights.
-
-    Args:
-        mesh: with one axis, "context".
+    XLA distributes per-token work and sums the weights' gradients.
     """
     packed = make_documents()
     plan = plan_of(packed, mesh.size)
@@ -95,7 +92,7 @@ def train_on_devices(mesh: Mesh) -> list[float]:
 
 
 def train_on_one_device() -> list[float]:
-    """Return the losses of one device, which has all tokens in the documents' order."""
+    """Return the losses of one device with all tokens in order."""
     packed = make_documents()
     offsets = jnp.asarray(packed.offsets)
 

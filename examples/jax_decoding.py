@@ -11,7 +11,7 @@ from pallas_attn import append_kv, paged_decode
 
 
 def project(weights: dict[str, jax.Array], tokens: jax.Array) -> tuple[jax.Array, ...]:
-    """Return embeddings of tokens, [..., hidden], and their q, k, v, [..., heads, head_dim]."""
+    """Return embeddings of tokens, [..., hidden], and q, k, v, [..., heads, head_dim]."""
     x = weights["embedding"][tokens]
     q, k, v = (
         jnp.einsum("...i,ihd->...hd", x, weights[name]).astype(jnp.float16) for name in "qkv"
@@ -31,7 +31,7 @@ def generate(
 ) -> jax.Array:
     """Continue sequences by a token for each row of `noise`.
 
-    The given pool stays as it is: XLA copies it once, and the loop writes to the copy in place.
+    XLA copies the given pool once, and the loop writes to the copy in place.
 
     Args:
         weights: of the toy model.
@@ -40,7 +40,6 @@ def generate(
         block_tables: [B, max_pages].
         seq_lens: [B], tokens in the cache.
         noise: [N, B, vocabulary], added to the logits.
-        implementation: as `paged_decode` takes it.
 
     Returns:
         The new tokens, [B, N].

@@ -17,7 +17,7 @@ Pools = list[tuple[jax.Array, jax.Array]]
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotate heads [..., H, D] by the angles of their tokens' positions (rotary embedding)."""
+    """Rotate heads [..., H, D] by their tokens' positions."""
     half = x.shape[-1] // 2
     frequencies = 100.0 ** (-jnp.arange(half) / half)
     angles = positions[..., None, None] * frequencies
@@ -36,16 +36,14 @@ def step(
     tables: jax.Array,
     implementation: str | None,
 ) -> tuple[jax.Array, Pools, Pools]:
-    """Return the likeliest token after each new one [B, T], the pools, and each layer's new k, v.
+    """Return the likeliest next tokens [B, T], the pools, and each layer's new k, v.
 
     Args:
-        weights: of the model.
         tokens: [B, T].
         tree: of all sequences.
         lengths: [B], keys in the cache that stay.
         pools: k_pages and v_pages of each layer.
         tables: [B, MAX_PAGES].
-        implementation: as `paged_decode` takes it.
     """
     ends = jnp.broadcast_to(tree.ends, tokens.shape)
     seq_lens = lengths + tokens.shape[1]
@@ -74,7 +72,7 @@ def keep(
     tables: jax.Array,
     implementation: str | None,
 ) -> Pools:
-    """Return the pools with each layer's new k and v in another order [B, T]."""
+    """Return the pools with each layer's new k and v reordered [B, T]."""
     seq_lens = lengths + order.shape[1]
     ordered = jax.tree.map(lambda x: jnp.take_along_axis(x, order[:, :, None, None], 1), new)
     return [
@@ -98,7 +96,7 @@ class JaxDecoder:
         self._new: Pools = []
 
     def step(self, tokens: np.ndarray, tree: Tree, lengths: np.ndarray) -> np.ndarray:
-        """Return the likeliest token after each new one, and have their keys in the cache."""
+        """Return the likeliest token after each new one; keep the new keys in the cache."""
         likeliest, self._pools, self._new = step(
             self._weights, jnp.asarray(tokens), tree, jnp.asarray(lengths), self._pools,
             self._tables, self._implementation,
@@ -106,7 +104,7 @@ class JaxDecoder:
         return np.array(likeliest, np.int32)
 
     def keep(self, order: np.ndarray, lengths: np.ndarray) -> None:
-        """Put the last step's new tokens into another order in the cache, [B, T]."""
+        """Reorder the last step's new tokens in the cache, [B, T]."""
         self._pools = keep(
             jnp.asarray(order), self._new, jnp.asarray(lengths), self._pools, self._tables,
             self._implementation,

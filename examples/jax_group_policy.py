@@ -17,7 +17,7 @@ Step = tuple[float, dict[str, jax.Array]]  # loss, and gradients by weight
 def attend(
     q: jax.Array, k: jax.Array, v: jax.Array, batch: Batch, implementation: str | None
 ) -> jax.Array:
-    """Return attention [T, heads, head_dim] of the sequences that a batch stands for."""
+    """Return attention [T, heads, head_dim] of a batch's sequences."""
     if batch.ends is None:
         offsets = batch.offsets, batch.offsets
         return flash_attention_varlen(q, k, v, *offsets, causal=True, implementation=implementation)
@@ -26,7 +26,7 @@ def attend(
 
 
 def log_probabilities(weights: Weights, batch: Batch, implementation: str | None) -> jax.Array:
-    """Return the log-probability of each token behind those before it, [T]."""
+    """Return each token's log-probability given those before it, [T]."""
     x = weights["embedding"][batch.tokens] + batch.positions
     q, k, v = (jnp.einsum("ti,ihd->thd", x, weights[name]) for name in "qkv")
     out = attend(q, k, v, batch, implementation)
@@ -38,14 +38,12 @@ def log_probabilities(weights: Weights, batch: Batch, implementation: str | None
 def policy_loss(
     weights: Weights, batch: Batch, old: jax.Array, clip: float, implementation: str | None
 ) -> jax.Array:
-    """Return the loss of an update (Shao et al. 2024, without the term that holds it back).
+    """Return an update's loss (Shao et al. 2024, without the KL term).
 
     Args:
-        weights: of the toy model.
         batch: continuations with their advantages.
         old: log-probabilities of the tokens when they were sampled, [T].
         clip: how far from 1 the ratio of probabilities counts.
-        implementation: of the attention.
     """
     ratio = jnp.exp(log_probabilities(weights, batch, implementation) - old)
     clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
@@ -57,7 +55,7 @@ def train(
     weights: Weights, batch: Batch, steps: int, rate: float, clip: float,
     implementation: str | None = None,
 ) -> list[Step]:  # fmt: skip
-    """Take steps of gradient descent from the weights that sampled; return each one's loss."""
+    """Take steps of gradient descent from the weights that sampled; return their losses."""
     loss_of = partial(policy_loss, clip=clip, implementation=implementation)
     gradients_of = jax.jit(jax.value_and_grad(loss_of))
     found = []

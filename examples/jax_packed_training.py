@@ -1,4 +1,4 @@
-"""Training on packed documents in JAX, and on the same documents one by one."""
+"""Training on documents in JAX, packed and one by one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,15 @@ def logits_of(weights: Weights, tokens: jax.Array, attend: Callable[..., jax.Arr
 
 
 def sum_of_losses(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the sum of the cross entropies of the tokens that have a target."""
+    """Return the sum of the cross entropies of tokens with a target."""
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
     return -jnp.where(targets == NO_TARGET, 0, chosen).sum()
 
 
 def packed_loss(weights: Weights, packed: Packed, implementation: str | None = None) -> jax.Array:
-    """Return the mean loss of the tokens that have a target, with one call of attention.
+    """Return the mean loss of tokens with a target, with one call of attention.
 
-    Under `jit` one trace serves all documents that fit into as many tokens, if as many.
-
-    Args:
-        weights: of the toy model.
-        packed: documents, as arrays.
-        implementation: as `flash_attention_varlen` takes it.
+    Under `jit` one trace serves all batches with as many tokens and documents.
     """
     attend = partial(
         flash_attention_varlen,
@@ -53,9 +48,9 @@ def packed_loss(weights: Weights, packed: Packed, implementation: str | None = N
 
 
 def loss_one_by_one(weights: Weights, packed: Packed, offsets: tuple[int, ...]) -> jax.Array:
-    """Return the same loss, with a call of attention for each document.
+    """Return the same loss with a call of attention per document.
 
-    Their offsets are static: every length is compiled for.
+    The offsets are static, so each length compiles.
     """
 
     def attend(*qkv: jax.Array) -> jax.Array:
@@ -69,7 +64,7 @@ def loss_one_by_one(weights: Weights, packed: Packed, offsets: tuple[int, ...]) 
 
 
 def train(weights: Weights, packed: Packed, loss: Loss, steps: int, rate: float) -> list[float]:
-    """Take steps of gradient descent from the given weights; return the loss before each."""
+    """Take steps of gradient descent; return the loss before each."""
 
     @jax.jit
     def step(weights: Weights, packed: Packed) -> tuple[Weights, jax.Array]:

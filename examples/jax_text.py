@@ -1,4 +1,4 @@
-"""Training of the JAX model on text, and a decoding step over its paged cache."""
+"""Train the JAX model on text; decode over its paged cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_model(config: ModelConfig) -> Transformer:
 
 
 def train(model: Transformer, batches: Iterable[np.ndarray], rate: float) -> Iterator[float]:
-    """Take a step of AdamW on each batch [B, S + 1]; return the losses before the steps."""
+    """Take a step of AdamW on each batch [B, S + 1]; return the losses before them."""
     optimizer = nnx.Optimizer(model, optax.adamw(rate), wrt=nnx.Param)
 
     @nnx.jit
@@ -43,7 +43,7 @@ def _decode(model: Transformer, tokens: jax.Array, cache: PagedCache):
 
 
 def make_step(model: Transformer, slots: int, max_tokens: int) -> Step:
-    """Return a function that feeds each slot a token and gives the likeliest next ones."""
+    """Return a function that feeds each slot a token and returns the likeliest next ones."""
     cache = make_cache(model.config, slots, max_tokens, dtype=jnp.float16)
 
     def step(tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:

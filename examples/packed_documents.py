@@ -15,13 +15,12 @@ NO_TARGET = -1
 
 
 class Packed(NamedTuple):
-    """A batch of documents without a dimension for them.
+    """A batch of packed documents.
 
     Attributes:
         tokens: [TOKENS], the documents' tokens, then padding.
-        targets: [TOKENS], the token that follows each one in its document; `NO_TARGET` for the last
-            one of a document, and for padding.
-        offsets: [N + 1] int32, where each document begins, and where the last one ends.
+        targets: [TOKENS], each token's successor; `NO_TARGET` at a document's end and in padding.
+        offsets: [N + 1] int32, the documents' bounds.
     """
 
     tokens: np.ndarray
@@ -30,7 +29,7 @@ class Packed(NamedTuple):
 
 
 def make_documents() -> Packed:
-    """Make documents in which each token tells the next one; they are the same every time."""
+    """Make documents in which each token tells the next one, always the same."""
     offsets = np.array([0, *accumulate(LENGTHS)], np.int32)
     tokens = np.zeros(TOKENS, np.int32)
     targets = np.full(TOKENS, NO_TARGET, np.int32)

@@ -1,6 +1,6 @@
 """Both frameworks train a toy model on packed documents, and on the documents one by one.
 
-``python -m examples.packed_training`` prints the four losses before each step, which are the same.
+``python -m examples.packed_training`` prints the four losses before each step, all the same.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 from functools import partial
 
-# The frameworks share a GPU's memory, most of which JAX would otherwise take.
+# JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -28,7 +28,7 @@ def train_in_both(device: str, implementation: str | None = None) -> dict[str, l
     """Return the losses of each training.
 
     Args:
-        device: of torch's tensors, such as "cpu" or "cuda"; JAX's are on its default device.
+        device: of torch's tensors; JAX uses its default device.
         implementation: of the attention over packed documents.
     """
     weights, packed = make_toy().weights, make_documents()

@@ -1,7 +1,7 @@
-"""Both frameworks continue the same sequences, whose keys and values are in one pool of pages.
+"""Both frameworks continue the same sequences from one pool of pages.
 
-``python -m examples.shared_pool``: torch writes the prompts to a pool, JAX reads them from the
-same memory, and both decode from there. They sample the same tokens.
+``python -m examples.shared_pool``: torch writes the prompts to a pool, JAX reads them from the same
+memory, and both sample the same tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-# The frameworks share a GPU's memory, most of which JAX would otherwise take.
+# JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -24,11 +24,10 @@ def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.n
     """Return the tokens that torch and JAX sample from one pool, each [B, NEW_TOKENS].
 
     Args:
-        device: of the pool, such as "cpu" or "cuda"; JAX's default device.
-        implementation: as `paged_decode` takes it.
+        device: of the pool; JAX's default device.
     """
     toy = jax.tree.map(lambda x: torch.tensor(x, device=device), toy_model.make_toy())
-    # What is in a slot before a token is appended does not matter.
+    # A slot's content does not matter before its token is appended.
     k_pages, v_pages = torch.empty(2, *toy_model.POOL_SHAPE, dtype=torch.float16, device=device)
     pool = k_pages, v_pages
 
@@ -37,7 +36,7 @@ def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.n
     )
     arguments = (toy.weights, toy.last_tokens, pool, toy.block_tables, toy.seq_lens, toy.noise)
     shared = jax.tree.map(to_jax, arguments)
-    # JAX first, and to its end: what torch writes to the pool would show in JAX's arrays.
+    # JAX must finish first, because torch's writes would show in its arrays.
     in_jax = np.asarray(jax_decoding.generate(*shared, implementation))
     in_torch = torch_decoding.generate(*arguments, implementation)
     return in_torch.cpu().numpy(), in_jax

@@ -1,7 +1,7 @@
-"""Four ranks train a small transformer on documents that they share, as one device does.
+"""Four ranks train a small transformer on shared documents, as one device does.
 
-``python -m examples.torch_context_training`` starts the ranks as processes on the CPU, and prints
-the losses before each step: those of the ranks and those of one device, which are the same.
+``python -m examples.torch_context_training`` starts the ranks as CPU processes and prints the
+losses before each step, which equal those of one device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOLERANCE = 1e-4  # of the losses, which are between 0 and 6
 
 
 def make_model() -> Transformer:
-    """Return the model, with the same weights every time."""
+    """Return the model, always with the same weights."""
     torch.manual_seed(0)
     model = Transformer(make_config("tiny"))
     with torch.no_grad():
@@ -49,13 +49,13 @@ def train(
     attend: Callable[..., Any],
     sum_over_ranks: Callable[[Tensor], object] = lambda x: None,
 ) -> list[float]:
-    """Take steps of gradient descent, from the same weights every time.
+    """Take steps of gradient descent, always from the same weights.
 
     Args:
         packed: tokens and targets of a rank, or all of them.
         positions: of these tokens within their documents, for the rotary embedding.
         attend: takes q, k and v of these tokens, [1, T, heads, head_dim].
-        sum_over_ranks: makes a tensor the sum over ranks, in place.
+        sum_over_ranks: replaces a tensor by its sum over ranks, in place.
 
     Returns:
         The loss before each step, of all ranks' tokens.
@@ -84,7 +84,7 @@ def train(
 
 
 def plan_of(packed: Packed, size: int) -> ContextPlan:
-    """Return the plan that deals out the documents' work."""
+    """Return the plan that distributes the documents' work."""
     return context_plan(TOKENS, size, "balanced", packed.offsets)
 
 
@@ -94,7 +94,6 @@ def train_on_a_rank(
     """Train with a rank's tokens; return the losses of all ranks' tokens.
 
     Args:
-        rank, size: which one of how many.
         mesh: as `context_attention` takes it.
         sum_over_ranks: as `train` takes it.
     """

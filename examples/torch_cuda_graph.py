@@ -1,7 +1,7 @@
-"""A decoding step through all layers in one launch: `append_kv` and `paged_decode` in a CUDA graph.
+"""A decoding step of all layers in one launch: `append_kv` and `paged_decode` in a CUDA graph.
 
-``python -m examples.torch_cuda_graph`` continues prompts of different lengths with such a graph and
-without it, which gives the same tokens. Without a GPU the step runs without a graph.
+``python -m examples.torch_cuda_graph`` decodes with such a graph and without, and gets the same
+tokens. Without a GPU there is no graph.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LAYERS = 32
 class Decoder:
     """A toy model of several layers, with a cache for a batch of sequences.
 
-    A step works on tensors that stay where they are, as a CUDA graph requires: before a step its
-    caller writes to `tokens` and `seq_lens`.
+    A CUDA graph needs tensors that stay in place: the caller writes to `tokens` and `seq_lens`
+    before a step.
 
     Attributes:
         tokens: [B], the newest token of each sequence.
-        seq_lens: [B] int32, tokens of each sequence, the newest counted in; 0 for none.
-        block_tables: [B, max_pages] int32; the layers have a pool each and share the tables.
+        seq_lens: [B] int32, tokens of each sequence, the newest included; 0 for none.
+        block_tables: [B, max_pages] int32, shared by the layers' pools.
         k_pages, v_pages: [layers, P, page_size, heads, head_dim].
         weights: embedding and logits of the toy model; q, k, v and out, a layer in each row.
     """
@@ -40,7 +40,7 @@ class Decoder:
         self.tokens = torch.tensor(toy.last_tokens, device=device)
         self.seq_lens = torch.tensor(toy.seq_lens, device=device)
         self.block_tables = torch.tensor(toy.block_tables, device=device)
-        # What is in a slot before a token is appended does not matter.
+        # A slot's content does not matter before its token is appended.
         shape = (2, layers, *toy_model.POOL_SHAPE)
         self.k_pages, self.v_pages = torch.empty(shape, dtype=torch.float16, device=device)
         rng = np.random.default_rng(toy_model.SEED)
@@ -50,7 +50,7 @@ class Decoder:
         self.weights = {name: torch.tensor(x, device=device).float() for name, x in made.items()}
 
     def step(self) -> Tensor:
-        """Append each sequence's newest token to the cache; return logits [B, vocabulary]."""
+        """Append each sequence's newest token; return logits [B, vocabulary]."""
         weights = self.weights
         x = weights["embedding"][self.tokens]
         for layer, (k_pages, v_pages) in enumerate(zip(self.k_pages, self.v_pages, strict=True)):
@@ -75,16 +75,14 @@ def merge_heads(weights: dict[str, Tensor], layer: int, attended: Tensor) -> Ten
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Capture a step in a CUDA graph.
 
-    The graph reads and writes the same memory whenever it is replayed, so the tensors that the step
-    uses must stay alive and in place.
+    A replay reads and writes the same memory, so the step's tensors must stay alive and in place.
 
     Args:
-        step: runs on the current CUDA device and may run any number of times; here it runs once,
-            which compiles its kernels.
+        step: runs on the current CUDA device; it runs once here, which compiles its kernels.
 
     Returns:
-        A function that replays the graph, with one launch, and returns the tensor that the step
-        returned; its content changes at the next replay.
+        A function that replays the graph and returns the step's tensor, which the next replay
+        overwrites.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -92,7 +90,7 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Other threads, such as JAX's, may allocate during the capture; this one may not.
+    # Only this thread is forbidden to allocate during the capture; JAX's may.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = step()
 
@@ -106,7 +104,7 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 def generate(decoder: Decoder, step: Callable[[], Tensor]) -> Tensor:
     """Read the toy's prompts token by token, and continue them.
 
-    The prompts end at the same step: the shorter ones begin later, and have length 0 until then.
+    The prompts end together: shorter ones have length 0 until they begin.
 
     Args:
         decoder: whose tokens and lengths are written before each step.
@@ -132,7 +130,7 @@ def generate(decoder: Decoder, step: Callable[[], Tensor]) -> Tensor:
 
 
 def milliseconds(step: Callable[[], Tensor], repeats: int = 20) -> float:
-    """Return the host's time of a step until it returns, the mean of several."""
+    """Return the host's mean time of a step."""
     start = time.perf_counter()
     for _ in range(repeats):
         step()

@@ -9,7 +9,7 @@ from torch_attn import append_kv, paged_decode
 
 
 def project(weights: dict[str, Tensor], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return embeddings of tokens, [..., hidden], and their q, k, v, [..., heads, head_dim]."""
+    """Return embeddings of tokens, [..., hidden], and q, k, v, [..., heads, head_dim]."""
     x = weights["embedding"][tokens]
     q, k, v = (torch.einsum("...i,ihd->...hd", x, weights[name]).half() for name in "qkv")
     return x, q, k, v
@@ -23,10 +23,11 @@ def prefill(
     seq_lens: Tensor,
     implementation: str | None = None,
 ) -> None:
-    """Write prompts [B, T], padded on the left, to the pages of their sequences, in place.
+    """Write prompts [B, T], padded on the left, to their sequences' pages in place.
 
-    The padding of a prompt stands before position 0, where `append_kv` writes nothing. (One layer
-    needs no attention for this: a prompt's keys and values follow from its tokens alone.)
+    Padding stands before position 0, where `append_kv` writes nothing. (One layer needs no
+    attention
+    here: keys and values follow from the tokens.)
     """
     _, _, k, v = project(weights, prompts)
     append_kv(k, v, *pool, block_tables, seq_lens, implementation=implementation)
@@ -50,7 +51,6 @@ def generate(
         block_tables: [B, max_pages].
         seq_lens: [B], tokens in the cache.
         noise: [N, B, vocabulary], added to the logits.
-        implementation: as `paged_decode` takes it.
 
     Returns:
         The new tokens, [B, N].

@@ -13,7 +13,7 @@ Step = tuple[float, dict[str, Tensor]]  # loss, and gradients by weight
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, implementation: str | None) -> Tensor:
-    """Return attention [T, heads, head_dim] of the sequences that a batch stands for."""
+    """Return attention [T, heads, head_dim] of a batch's sequences."""
     if batch.ends is None:
         offsets = batch.offsets, batch.offsets
         return flash_attention_varlen(q, k, v, *offsets, causal=True, implementation=implementation)
@@ -22,7 +22,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, batch: Batch, implementation: str | 
 
 
 def log_probabilities(weights: Weights, batch: Batch, implementation: str | None) -> Tensor:
-    """Return the log-probability of each token behind those before it, [T]."""
+    """Return each token's log-probability given those before it, [T]."""
     x = weights["embedding"][batch.tokens] + batch.positions
     q, k, v = (torch.einsum("ti,ihd->thd", x, weights[name]) for name in "qkv")
     out = attend(q, k, v, batch, implementation)
@@ -34,14 +34,12 @@ def log_probabilities(weights: Weights, batch: Batch, implementation: str | None
 def policy_loss(
     weights: Weights, batch: Batch, old: Tensor, clip: float, implementation: str | None
 ) -> Tensor:
-    """Return the loss of an update (Shao et al. 2024, without the term that holds it back).
+    """Return an update's loss (Shao et al. 2024, without the KL term).
 
     Args:
-        weights: of the toy model.
         batch: continuations with their advantages.
         old: log-probabilities of the tokens when they were sampled, [T].
         clip: how far from 1 the ratio of probabilities counts.
-        implementation: of the attention.
     """
     ratio = (log_probabilities(weights, batch, implementation) - old).exp()
     clipped = ratio.clamp(1 - clip, 1 + clip)
@@ -53,7 +51,7 @@ def train(
     weights: Weights, batch: Batch, steps: int, rate: float, clip: float,
     implementation: str | None = None,
 ) -> list[Step]:  # fmt: skip
-    """Take steps of gradient descent from the weights that sampled; return each one's loss."""
+    """Take steps of gradient descent from the weights that sampled; return their losses."""
     weights = {name: x.clone().requires_grad_() for name, x in weights.items()}
     old = log_probabilities(weights, batch, implementation).detach()
     found = []

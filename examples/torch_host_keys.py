@@ -1,9 +1,8 @@
-"""Attention over keys that stay in host memory, on one GPU: the card has a part of them at a time.
+"""Attention over keys in host memory, of which one GPU holds a part at a time.
 
-``python -m examples.torch_host_keys`` compares out and gradients with those of one call over all
-keys. The parts of the sequence are the ranks of a plan, which the GPU works for in turn; the next
-keys are copied while its kernels read those before. A partial result stays in float32 until the
-last keys, so that the result is as exact as that of one call.
+``python -m examples.torch_host_keys`` compares out and gradients with one call over all keys. The
+GPU takes the turns of a plan's ranks; the next keys are copied while kernels run. Partial results
+stay in float32, so the result is as exact as that of one call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TOLERANCE = 1e-4  # of float32 results of size 1
 
 
 class Copy:
-    """Wait for copies to the card, on the card."""
+    """Make the card wait for copies to it."""
 
     def __init__(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
         self._event, self._tensors = event, tensors
@@ -44,7 +43,7 @@ class Copy:
 
 
 class HostKeys(Peers):
-    """The rank whose turn it is: keys come from host memory, and their gradients go there."""
+    """The rank whose turn it is: keys and their gradients live in host memory."""
 
     def __init__(
         self,
@@ -57,8 +56,8 @@ class HostKeys(Peers):
 
         Args:
             rank: whose turn it is.
-            keys: k and v of every rank, in host memory; pinned, so that copies do not wait.
-            gradients: sums of the gradients of k and v of every rank, float32 in host memory.
+            keys: k and v of every rank, in pinned host memory, so that copies do not wait.
+            gradients: sums of their gradients, float32 in host memory.
             device: that computes.
         """
         self.rank, self.size, self.group = rank, len(keys), type(self)
@@ -104,7 +103,7 @@ class HostKeys(Peers):
 
 
 class Results(NamedTuple):
-    """The results of the whole sequence, in host memory."""
+    """The whole sequence's results, in host memory."""
 
     out: Tensor
     dq: Tensor
@@ -148,7 +147,7 @@ def attend(
 
 
 def largest_error(device: str, seq_len: int, parts: int) -> float:
-    """Return the largest difference from one call of `flash_attention` over all keys."""
+    """Return the largest difference from one `flash_attention` over all keys."""
     torch.manual_seed(0)
     q, k, v, dout = torch.randn(4, 1, seq_len, 2, 32)
     plan = context_plan(seq_len, parts, "contiguous")

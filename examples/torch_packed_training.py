@@ -1,4 +1,4 @@
-"""Training on packed documents in torch, and on the same documents one by one."""
+"""Training on documents in torch, packed and one by one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,7 @@ def logits_of(weights: Weights, tokens: Tensor, attend: Callable[..., Tensor]) -
 
 
 def packed_loss(weights: Weights, packed: Packed, implementation: str | None = None) -> Tensor:
-    """Return the mean loss of the tokens that have a target, with one call of attention.
-
-    Args:
-        weights: of the toy model.
-        packed: documents, as tensors.
-        implementation: as `flash_attention_varlen` takes it.
-    """
+    """Return the mean loss of tokens with a target, with one call of attention."""
     attend = partial(
         flash_attention_varlen,
         cu_seqlens_q=packed.offsets,
@@ -45,7 +39,7 @@ def packed_loss(weights: Weights, packed: Packed, implementation: str | None = N
 
 
 def loss_one_by_one(weights: Weights, packed: Packed) -> Tensor:
-    """Return the same loss, with a call of attention for each document."""
+    """Return the same loss with a call of attention per document."""
 
     def attend(*qkv: Tensor) -> Tensor:
         return flash_attention(*(x[None] for x in qkv), causal=True)[0]
@@ -59,7 +53,7 @@ def loss_one_by_one(weights: Weights, packed: Packed) -> Tensor:
 
 
 def train(weights: Weights, packed: Packed, loss: Loss, steps: int, rate: float) -> list[float]:
-    """Take steps of gradient descent from the given weights; return the loss before each."""
+    """Take steps of gradient descent; return the loss before each."""
     weights = {name: x.clone().requires_grad_() for name, x in weights.items()}
     losses = []
     for _ in range(steps):

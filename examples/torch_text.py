@@ -1,4 +1,4 @@
-"""Training of the PyTorch model on text, and a decoding step over its paged cache."""
+"""Train the PyTorch model on text; decode over its paged cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make_model(config: ModelConfig) -> Transformer:
 
 
 def train(model: Transformer, batches: Iterable[np.ndarray], rate: float) -> Iterator[float]:
-    """Take a step of AdamW on each batch [B, S + 1]; return the losses before the steps."""
+    """Take a step of AdamW on each batch [B, S + 1]; return the losses before them."""
     optimizer = torch.optim.AdamW(model.parameters(), rate)
     for batch in batches:
         loss = next_token_loss(model, torch.tensor(batch, device=model.embed.weight.device))
@@ -32,7 +32,7 @@ def train(model: Transformer, batches: Iterable[np.ndarray], rate: float) -> Ite
 
 
 def make_step(model: Transformer, slots: int, max_tokens: int) -> Step:
-    """Return a function that feeds each slot a token and gives the likeliest next ones."""
+    """Return a function that feeds each slot a token and returns the likeliest next ones."""
     device = model.embed.weight.device
     cache = make_cache(model.config, slots, max_tokens, dtype=torch.float16, device=device)
 

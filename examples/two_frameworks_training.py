@@ -1,8 +1,8 @@
-"""One model trains in JAX with kernels in Gluon, and in PyTorch with kernels in Mosaic GPU.
+"""One model trains in JAX with Gluon's kernels, and in PyTorch with Mosaic's.
 
-``python -m examples.two_frameworks_training`` gives both frameworks the same weights and the same
-text, and prints the losses before each step. Each framework launches the other's kernels; on a
-machine where it cannot, the next name in `KERNELS` runs, and the reason is printed.
+``python -m examples.two_frameworks_training`` gives both frameworks the same weights and text, and
+prints the losses before each step. If a framework cannot launch the other's kernels, the next name
+in `KERNELS` runs, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-# The frameworks share a GPU's memory, most of which JAX would otherwise take.
+# JAX would otherwise take most of a GPU's memory.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -36,7 +36,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}  # of the losses, from 5.6 to ab
 
 
 def choose(framework: str, q: Any, k: Any) -> str:
-    """Return the first of a framework's `KERNELS` that runs; print why those before it do not.
+    """Return the first of a framework's `KERNELS` that runs; print why others do not.
 
     Args:
         framework: "jax" or "torch".
@@ -85,7 +85,7 @@ def train_in_torch(
 def train_in_jax(
     model: jax_model.Transformer, stretches: Iterable[np.ndarray], dtype: str
 ) -> tuple[str, list[float]]:
-    """Do the same in JAX; dtype is that of the attention."""
+    """Do the same in JAX; dtype is the attention's."""
     q, k = (
         jnp.zeros((1, 64, heads, CONFIG.head_dim), dtype)
         for heads in (CONFIG.num_heads, CONFIG.num_heads_kv)
@@ -108,8 +108,7 @@ def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
     """Train from the same weights on the same text.
 
     Returns:
-        The losses of each framework, by its name and that of its kernels; and by how much they may
-        differ.
+        Each framework's losses, by its name and its kernels'; and how much they may differ.
     """
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"  # of kernels in Gluon and Mosaic, and of a CPU's

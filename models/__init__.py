@@ -1,4 +1,4 @@
 """One decoder-only transformer, in PyTorch and in Flax, for examples, tests and benchmarks.
 
-`torch_model` and `jax_model` are twins over one `config`; `weights` copies parameters between them.
+`torch_model` and `jax_model` are twins with one `config`; `weights` copies parameters.
 """

@@ -1,4 +1,4 @@
-"""The shape of the transformer that both frameworks build: sizes, forms, number of parameters."""
+"""The transformer's shape in both frameworks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ class ModelConfig:
     """A decoder-only transformer: pre-norm blocks of causal attention and an MLP, no dropout.
 
     Attributes:
-        vocab_size: number of tokens.
         d_model: width of the residual stream.
         d_ff: width inside the MLP.
-        num_layers: number of blocks.
         num_heads: query heads, each d_model / num_heads wide.
-        num_heads_kv: key and value heads; divides num_heads.
+        num_heads_kv: divides num_heads.
         norm: "rmsnorm", or "layernorm" with a bias.
         mlp: "swiglu" (three matrices), or "gelu" (two; the exact GELU).
         tied_head: the output projection is the embedding.
@@ -81,17 +79,16 @@ class ModelConfig:
 
     @property
     def rotary_frequencies(self) -> np.ndarray:
-        """Radians per position of each pair of a head's dimensions: [head_dim / 2] float32.
+        """Return radians per position of each pair of a head's dimensions: [head_dim / 2] float32.
 
-        Computed here once, because the frameworks' powers differ in the last bit, which positions
-        multiply.
+        The frameworks' powers would differ in the last bit, which positions multiply.
         """
         exponents = np.arange(0, self.head_dim, 2) / self.head_dim
         return (self.rope_theta**-exponents).astype(np.float32)
 
 
 class Size(NamedTuple):
-    """A row of `SIZES`; d_ff is that of the GELU form."""
+    """A row of `SIZES`; d_ff is the GELU form's."""
 
     vocab_size: int
     d_model: int
@@ -101,7 +98,7 @@ class Size(NamedTuple):
     num_heads_kv: int
 
 
-# The sizes of GPT-2 and a larger one. Of the modern form 3 to 5 query heads share a kv head.
+# The sizes of GPT-2 and a larger one. In the modern form 3 to 5 query heads share a kv head.
 SIZES = {
     "tiny": Size(256, 32, 128, 2, 2, 1),
     "S": Size(10_000, 768, 3072, 12, 12, 4),
@@ -119,9 +116,8 @@ def make_config(
 
     Args:
         size: a name of `SIZES`.
-        form: "modern" is RMSNorm, SwiGLU and grouped kv heads. "gpt" is LayerNorm, GELU and as many
-            kv heads as query heads. SwiGLU's three matrices have d_ff 8/3 d_model, up to a multiple
-            of 64, so that they have as many parameters as GELU's two of 4 d_model.
+        form: "modern" is RMSNorm, SwiGLU and grouped kv heads; its d_ff gives the MLP as many
+            parameters as GELU's. "gpt" is LayerNorm, GELU and no grouping.
         changes: fields of `ModelConfig` that differ, such as ``tied_head=True``.
 
     Raises:
@@ -145,7 +141,7 @@ def make_config(
 
 
 def check_dtypes(dtype: str, compute_dtype: str) -> None:
-    """Refuse dtypes, by their names, in which the models do not compute.
+    """Refuse the names of dtypes in which the models do not compute.
 
     Raises:
         ValueError: a name that is not in `DTYPES`.

@@ -1,6 +1,6 @@
 """Causal attention of the JAX model: by name, and over a paged cache.
 
-Each function takes q [B, S, Hq, D] and k, v [B, S, Hkv, D], and returns [B, S, Hq, D].
+Functions take q [B, S, Hq, D] and k, v [B, S, Hkv, D], and return [B, S, Hq, D].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def twin(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute attention with this project's kernels; on a CPU with their reference."""
+    """Run this project's kernels; on a CPU their reference."""
     return flash_attention(q, k, v, causal=True)
 
 
@@ -37,7 +37,7 @@ ATTENTIONS: dict[str, Attend] = {"twin": twin, "cudnn": cudnn, "xla": xla}
 
 
 def choose_attention(name: str, config: ModelConfig, dtype: jnp.dtype) -> Attend:
-    """Return the attention of a name, if JAX's default device runs it for the model.
+    """Return the attention of a name, if the device runs it for the model.
 
     Raises:
         ValueError: an unknown name.
@@ -69,7 +69,7 @@ class PagedCache:
 
     Attributes:
         k_pages, v_pages: a pool [P, page_size, Hkv, D] for each layer.
-        block_tables: [B, max_pages] int32, the pages of each sequence, in every layer the same.
+        block_tables: [B, max_pages] int32, shared by the layers.
         seq_lens: [B] int32, tokens of each sequence in the cache.
     """
 
@@ -79,7 +79,7 @@ class PagedCache:
     seq_lens: jax.Array
 
     def extended(self, num_new_tokens: int) -> PagedCache:
-        """Return the cache with the new tokens counted in; each layer's `attend` writes them."""
+        """Return the cache with longer sequences; each layer's `attend` writes the tokens."""
         return replace(self, seq_lens=self.seq_lens + num_new_tokens)
 
     def positions(self, num_new_tokens: int) -> jax.Array:
@@ -88,7 +88,7 @@ class PagedCache:
         return self.seq_lens[:, None] + last
 
     def attend(self, layer: int) -> Attend:
-        """Return the attention of new tokens over the cache of a layer, which it writes first."""
+        """Return the attention of new tokens over a layer's cache, which it writes first."""
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             pages = self.k_pages[layer], self.v_pages[layer]

@@ -23,7 +23,7 @@ def make_cache(
     page_size: int = 16,
     dtype: jnp.dtype = jnp.bfloat16,
 ) -> PagedCache:
-    """Return an empty cache for `batch` sequences of at most `max_tokens`, float16 or bfloat16."""
+    """Return an empty cache for `batch` sequences of at most `max_tokens`."""
     max_pages = -(-max_tokens // page_size)
     shape = (batch * max_pages, page_size, config.num_heads_kv, config.head_dim)
     return PagedCache(
@@ -43,12 +43,11 @@ def _decode(model: Transformer, tokens: jax.Array, cache: PagedCache):
 def generate(
     model: Transformer, prompts: jax.Array, num_tokens: int, cache: PagedCache
 ) -> jax.Array:
-    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S], one after the other.
+    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S].
 
     Args:
-        model: the model.
-        prompts: [B, S] int32, of one length, S at least 1.
-        num_tokens: how many to add, at least 1.
+        prompts: [B, S] int32, S at least 1.
+        num_tokens: at least 1.
         cache: an empty one with room for S + num_tokens - 1; not to be used any more.
     """
     for start in range(0, prompts.shape[1], MOST_NEW_TOKENS):

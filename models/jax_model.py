@@ -20,8 +20,8 @@ class Transformer(nnx.Module):
         attention: "twin" (this project's), "xla" or "cudnn".
         rngs: of the weights; None is ``nnx.Rngs(0)``.
         dtype: of parameters.
-        compute_dtype: of the layers' arithmetic and results; None is `dtype`. Norms, rotations and
-            the loss compute in float32.
+        compute_dtype: of the layers; None is `dtype`. Norms, rotations and the loss compute in
+            float32.
 
     Raises:
         ValueError: an unknown attention or dtype.
@@ -58,9 +58,9 @@ class Transformer(nnx.Module):
         return self.logits(x)
 
     def decode(self, tokens: jax.Array, cache: PagedCache) -> tuple[jax.Array, PagedCache]:
-        """Return the logits [B, T, vocab_size] of T new tokens, and the cache with them in it.
+        """Return the logits [B, T, vocab_size] of T new tokens, at most 64, and the extended cache.
 
-        T is at most 64. The cache given is not to be used any more.
+        The given cache is not to be used any more.
         """
         cache = cache.extended(tokens.shape[1])
         x, rotary = self.embed(tokens), self.rotary(cache.positions(tokens.shape[1]))

@@ -1,4 +1,4 @@
-"""Llama of Hugging Face transformers with random weights, its attention by name."""
+"""Llama of Hugging Face transformers with random weights and a choice of attention."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class Llama(nn.Module):
 
     Args:
         config: the shape, with RMSNorm and SwiGLU.
-        attention: "twin" (this project's, by `torch_attn.adapters.transformers`), or transformers'
-            own "eager", "sdpa" or "flex".
-        device: where parameters are made; None is the CPU.
+        attention: "twin" (this project's), or transformers' own "eager", "sdpa" or "flex".
+        device: of the parameters; None is the CPU.
         dtype: of parameters.
         compute_dtype: of matrix products and attention, by autocast; None is `dtype`.
 
@@ -72,7 +71,7 @@ class Llama(nn.Module):
         return self._run(tokens, use_cache=False).logits
 
     def decode(self, tokens: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
-        """Return the likeliest next token [B, 1], and the cache with the new tokens in it.
+        """Return the likeliest next token [B, 1], and the extended cache.
 
         Args:
             tokens: [B, T], the new tokens.

@@ -1,6 +1,6 @@
 """Causal attention of the PyTorch model: by name, and over a paged cache.
 
-Each function takes q [B, S, Hq, D] and k, v [B, S, Hkv, D], and returns [B, S, Hq, D].
+Functions take q [B, S, Hq, D] and k, v [B, S, Hkv, D], and return [B, S, Hq, D].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def twin(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention with this project's kernels; on a CPU with their reference."""
+    """Run this project's kernels; on a CPU their reference."""
     return flash_attention(q, k, v, causal=True)
 
 
@@ -36,7 +36,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention with the backend of `scaled_dot_product_attention` that torch chooses."""
+    """Run the backend of `scaled_dot_product_attention` that torch chooses."""
     q, k, v = heads_first(q, k, v)
     grouped = q.shape[1] != k.shape[1]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -52,7 +52,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention with compiled FlexAttention; each new length compiles."""
+    """Run compiled FlexAttention; each new length compiles."""
     attend, mask_of = _flex()
     grouped = q.shape[2] != k.shape[2]
     mask = mask_of(q.shape[1], q.device)
@@ -61,7 +61,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @cache
 def _flex() -> tuple[Callable[..., Tensor], Callable]:
-    """Return compiled FlexAttention, and a function of length and device that gives its mask."""
+    """Return compiled FlexAttention, and its mask as a function of length and device."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def visible(batch, head, query, key):
@@ -118,7 +118,7 @@ class PagedCache:
 
     Attributes:
         k_pages, v_pages: a pool [P, page_size, Hkv, D] for each layer.
-        block_tables: [B, max_pages] int32, the pages of each sequence, in every layer the same.
+        block_tables: [B, max_pages] int32, shared by the layers.
         seq_lens: [B] int32, tokens of each sequence in the cache.
     """
 
@@ -128,7 +128,7 @@ class PagedCache:
     seq_lens: Tensor
 
     def extended(self, num_new_tokens: int) -> PagedCache:
-        """Return the cache with the new tokens counted in; each layer's `attend` writes them."""
+        """Return the cache with longer sequences; each layer's `attend` writes the tokens."""
         return replace(self, seq_lens=self.seq_lens + num_new_tokens)
 
     def positions(self, num_new_tokens: int) -> Tensor:
@@ -137,7 +137,7 @@ class PagedCache:
         return self.seq_lens[:, None] + last
 
     def attend(self, layer: int) -> Attend:
-        """Return the attention of new tokens over the cache of a layer, which it writes first."""
+        """Return the attention of new tokens over a layer's cache, which it writes first."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = self.k_pages[layer], self.v_pages[layer]

@@ -21,7 +21,7 @@ def make_cache(
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device | None = None,
 ) -> PagedCache:
-    """Return an empty cache for `batch` sequences of at most `max_tokens`, float16 or bfloat16."""
+    """Return an empty cache for `batch` sequences of at most `max_tokens`."""
     max_pages = -(-max_tokens // page_size)
     shape = (batch * max_pages, page_size, config.num_heads_kv, config.head_dim)
     options = {"dtype": dtype, "device": device}
@@ -35,12 +35,11 @@ def make_cache(
 
 @torch.no_grad()
 def generate(model: Transformer, prompts: Tensor, num_tokens: int, cache: PagedCache) -> Tensor:
-    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S], one after the other.
+    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S].
 
     Args:
-        model: the model.
-        prompts: [B, S] int32, of one length, S at least 1.
-        num_tokens: how many to add, at least 1.
+        prompts: [B, S] int32, S at least 1.
+        num_tokens: at least 1.
         cache: an empty one with room for S + num_tokens - 1; not to be used any more.
     """
     for chunk in prompts.split(MOST_NEW_TOKENS, dim=1):

@@ -16,16 +16,16 @@ Rotary = tuple[Tensor, Tensor]
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer, weights normal with `INIT_STD` by torch's own generator.
+    """A decoder-only transformer, weights normal with `INIT_STD` by torch's generator.
 
     Args:
         config: the shape.
         attention: "twin" (this project's), "eager", "sdpa", "cudnn" or "flex".
-        device: where parameters are made; None is the CPU.
+        device: of the parameters; None is the CPU.
         dtype: of parameters.
         compute_dtype: of matrix products and attention; None is `dtype`. Another one is torch's
-            autocast, which leaves the residual stream in `dtype`. Norms, rotations and the loss
-            compute in float32.
+            autocast; the residual stream keeps `dtype`. Norms, rotations and the loss compute in
+            float32.
 
     Raises:
         ValueError: an unknown attention or dtype.
@@ -69,9 +69,9 @@ class Transformer(nn.Module):
             return self.logits(x)
 
     def decode(self, tokens: Tensor, cache: PagedCache) -> tuple[Tensor, PagedCache]:
-        """Return the logits [B, T, vocab_size] of T new tokens, and the cache with them in it.
+        """Return the logits [B, T, vocab_size] of T new tokens, at most 64, and the extended cache.
 
-        T is at most 64. The cache given is not to be used any more.
+        The given cache is not to be used any more.
         """
         cache = cache.extended(tokens.shape[1])
         with self.autocast():

@@ -1,8 +1,7 @@
-"""Parameters, and gradients, from one framework's model to the other's through `interop.exchange`.
+"""Copy parameters and gradients between the frameworks' models, through `interop.exchange`.
 
-Modules have the same names on both sides; the frameworks' own layers name and lay out their
-parameters differently. `layers.0.mlp.up_proj.weight` [out, in] of torch is
-`layers.0.mlp.up_proj.kernel` [in, out] of Flax.
+Modules have the same names on both sides, but the frameworks' layers do not:
+`layers.0.mlp.up_proj.weight` [out, in] of torch is `layers.0.mlp.up_proj.kernel` [in, out] of Flax.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from twin_attention.contract.validate.errors import fail
 
 
 def copy_to_jax(source: torch_model.Transformer, target: jax_model.Transformer) -> None:
-    """Copy the parameters of a PyTorch model into a Flax model of the same shape and dtype.
+    """Copy the parameters of a PyTorch model into a Flax model.
 
     Raises:
         ValueError: configurations or dtypes that differ.
@@ -29,7 +28,7 @@ def copy_to_jax(source: torch_model.Transformer, target: jax_model.Transformer) 
 
 
 def copy_to_torch(source: jax_model.Transformer, target: torch_model.Transformer) -> None:
-    """Copy the parameters of a Flax model into a PyTorch model of the same shape and dtype.
+    """Copy the parameters of a Flax model into a PyTorch model.
 
     Raises:
         ValueError: configurations or dtypes that differ.
@@ -39,7 +38,7 @@ def copy_to_torch(source: jax_model.Transformer, target: torch_model.Transformer
 
 
 def as_jax(tensors: Mapping[str, Tensor]) -> nnx.State:
-    """Return copies of a PyTorch model's parameters or gradients, by name, as the Flax model's."""
+    """Return copies of a PyTorch model's parameters or gradients, with the Flax model's names."""
     flat = {}
     for name, tensor in tensors.items():
         *path, layer, leaf = name.split(".")
@@ -52,7 +51,7 @@ def as_jax(tensors: Mapping[str, Tensor]) -> nnx.State:
 
 
 def as_torch(state: nnx.State) -> dict[str, Tensor]:
-    """Return copies of a Flax model's parameters or gradients as the PyTorch model's, by name."""
+    """Return copies of a Flax model's parameters or gradients, with the PyTorch model's names."""
     tensors = {}
     for (*path, layer, leaf), variable in nnx.to_flat_state(state):
         array = variable[...]
@@ -62,7 +61,7 @@ def as_torch(state: nnx.State) -> dict[str, Tensor]:
 
 
 def _flax_name(layer: Any) -> str:
-    """Return what Flax calls the parameter that is ``weight`` in torch's layer of this name."""
+    """Return Flax's name for the ``weight`` of torch's layer of this name."""
     if layer == "embed":
         return "embedding"
     return "scale" if layer.endswith("norm") else "kernel"

@@ -1,9 +1,8 @@
 """Make the environment that the Makefile runs in: `python3 tools/setup_env.py parity`.
 
-Where this Python already holds jax, torch and triton (as on a GPU machine), the environment
-shows those and adds only the small packages that are missing: no second copy of a framework,
-and no network when nothing is missing. Anywhere else it installs the pinned versions of
-`tools/constraints-*.txt`. A stamp makes later calls free until the interpreter, the
+If this Python has jax, torch and triton (as on a GPU machine), the environment shows those and
+adds only the missing packages, without a network if none is missing. Otherwise it installs the
+versions of `tools/constraints-*.txt`. A stamp makes later calls free until the interpreter, the
 requirements or the constraints change.
 
 Standard library only: it runs before anything is installed.
@@ -43,7 +42,7 @@ def main() -> None:
     stamp = arguments.venv / "twin-attention.json"
     state = json.loads(stamp.read_text()) if stamp.exists() else {}
     if Path(sys.prefix).resolve() == arguments.venv.resolve():
-        # It is active. Its own Python would make it from itself, and first remove all it holds.
+        # The active environment cannot remake itself.
         python = state.get("python", f"{sys.base_prefix}/bin/python3.{sys.version_info.minor}")
         os.execv(python, [python, *sys.argv])
     key = environment_key(project, constraints)
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 def environment_key(project: dict, constraints: Path) -> str:
-    """Return a key that changes when an environment made earlier is no longer the right one."""
+    """Return a key that changes when the environment is out of date."""
     inputs = [
         sys.executable,
         sys.version,
@@ -87,7 +86,7 @@ def environment_key(project: dict, constraints: Path) -> str:
 
 
 def requirements(project: dict, extras: list[str]) -> list[str]:
-    """Return the requirements of the project with `extras`, its references to itself followed."""
+    """Return the project's requirements with `extras`, resolving references to itself."""
     found = list(project["dependencies"])
     for extra in extras:
         for requirement in project["optional-dependencies"][extra]:
@@ -104,7 +103,7 @@ def installed_version(name: str) -> str | None:
 
 
 def satisfied(requirement: str) -> bool:
-    """Return True if this Python holds a package, at the requirement's lower bound or above."""
+    """Return True if this Python holds a package at or above the requirement's lower bound."""
     name, _, rest = requirement.partition(";")[0].partition(">=")
     version = installed_version(name.partition("[")[0].strip())
     return version is not None and release(version) >= release(rest or "0")
@@ -116,7 +115,7 @@ def release(version: str) -> list[int]:
 
 
 def create(directory: Path, overlay: bool) -> None:
-    """Make an empty virtual environment; an overlay shows this Python's own packages."""
+    """Make an empty virtual environment; an overlay shows this Python's packages."""
     if overlay:
         frameworks = ", ".join(f"{name} {installed_version(name)}" for name in FRAMEWORKS)
         say(f"{directory.name}: using what {sys.executable} holds ({frameworks})")
@@ -124,8 +123,8 @@ def create(directory: Path, overlay: bool) -> None:
         say(f"{directory.name}: Python {sys.version.split()[0]}, the frameworks pinned in tools/")
     venv.create(directory, clear=True, symlinks=True, with_pip=not overlay)
     if overlay:
-        # Not venv's system_site_packages: from a venv, that shows only the base Python's packages.
-        # PYTHONPATH, which may hold some of them, may be another one when the environment is used.
+        # venv's system_site_packages would show only the base Python's packages. PYTHONPATH may
+        # change before the environment is used.
         paths = filter(None, os.getenv("PYTHONPATH", "").split(os.pathsep))
         shown = [str(Path(path).resolve()) for path in paths]
         shown += site.getsitepackages()
@@ -136,7 +135,7 @@ def create(directory: Path, overlay: bool) -> None:
 
 
 def site_packages(directory: Path) -> Path:
-    """Return the folder in which a virtual environment of this Python's version keeps packages."""
+    """Return where a virtual environment of this Python keeps packages."""
     return Path(sysconfig.get_path("purelib", "venv", {"base": str(directory)}))
 
 
@@ -165,7 +164,7 @@ def install_pinned(directory: Path, constraints: Path, extras: list[str]) -> Non
     say(f"installing extras {', '.join(extras)} with {constraints.relative_to(ROOT)} (1-2 minutes)")
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     project = f"{ROOT}[{','.join(extras)}]"
-    # Compiling every module of the frameworks would take longer than the rest of the installation.
+    # Compiling all of the frameworks' modules would take longer than installing them.
     options = ["-qq", "--no-compile"]
     command = [*pip, "install", *options, "-c", str(constraints), "--editable", project]
     if status := subprocess.run(command).returncode:

@@ -1,7 +1,6 @@
 """Tensors across the frameworks: one memory, seen from PyTorch and from JAX.
 
-`dlpack` passes tensors on and refuses what cannot be shared, `lifetime` keeps shared GPU
-memory from being reused while the other framework still works on it.
+`dlpack` passes tensors on, `lifetime` keeps shared GPU memory alive while it is in use.
 """
 
 try:

@@ -1,8 +1,7 @@
 """Pass a tensor from one framework to the other through DLPack.
 
-Nothing here copies unless it was asked to: what cannot be shared is refused, with the way out
-in the message. The checks come first because the frameworks on their own narrow 64-bit types,
-drop a negation bit, or copy unaligned memory without a word.
+Nothing copies unless asked to; what cannot be shared is refused. The checks come first because the
+frameworks silently narrow 64-bit types, drop a negation bit, or copy unaligned memory.
 
 Source: the DLPack protocol, https://dmlc.github.io/dlpack/latest/python_spec.html
 """
@@ -39,11 +38,11 @@ DTYPES = {
     "complex128",
 }
 
-# Without jax_enable_x64 JAX turns these into types of half the width. Asking it takes 10 us.
+# Without jax_enable_x64 JAX halves their width. Asking for it takes 10 us.
 WIDE_DTYPES = {"int64", "uint64", "float64", "complex128"}
 
-# What XLA assumes of a buffer that it did not allocate, in bytes. On a CPU JAX would copy
-# silently; on a GPU the first computation would fail.
+# Bytes to which XLA expects a foreign buffer to be aligned. Otherwise JAX copies silently on a CPU,
+# and the first computation fails on a GPU.
 ALIGNMENT = {"cpu": 64, "cuda": 16}
 
 
@@ -51,21 +50,21 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     """Give a torch tensor to JAX, sharing its memory.
 
     Args:
-        tensor: a dense tensor of any shape in CPU or CUDA memory, of a dtype in `DTYPES`. Its
-            elements must fill one block of memory, in any order of the dimensions.
-        copy: True returns an array with memory of its own, and takes any strides and alignment.
-            None and False share memory or raise.
+        tensor: a dense CPU or CUDA tensor of a dtype in `DTYPES`, whose elements fill one block of
+            memory in any order of the dimensions.
+        copy: True returns an array with its own memory, and takes any strides and alignment. None
+            and False share memory or raise.
 
     Returns:
-        An array of the same shape and dtype on the same device. It keeps the memory alive.
-        Later in-place writes to `tensor` show in it unless it is a copy. The storage of a CPU
-        tensor can no longer be resized; that of a CUDA tensor must not be.
+        An array of the same shape and dtype on the same device, which keeps the memory alive and,
+        unless it is a copy, shows later writes to `tensor`. The storage of a shared CPU tensor
+        cannot be resized; that of a CUDA tensor must not be.
 
     Raises:
-        TypeError: not a plain dense tensor with memory of its own, or a 64-bit dtype while
-            `jax_enable_x64` is off (with `copy=True` as well: JAX would narrow it).
+        TypeError: not a plain dense tensor with its own memory, or a 64-bit dtype while
+            `jax_enable_x64` is off (also with `copy=True`).
         ValueError: a tensor that requires grad, or that only a copy could pass on.
-        NotImplementedError: a dtype that the other side does not have.
+        NotImplementedError: a dtype that JAX does not have.
 
     Example:
         >>> import torch
@@ -82,7 +81,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
     if not tensor.is_cuda:
         _fix_size(tensor)
         return jax.dlpack.from_dlpack(tensor, copy=False)
-    # JAX may leave another device current in this thread; torch puts back what was.
+    # JAX may change this thread's current device; torch restores it.
     with torch.cuda.device(tensor.device):
         jax.local_devices()  # starts JAX, if need be: the last device is current then
         torch.cuda.set_device(tensor.device)
@@ -95,17 +94,17 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
     """Give a JAX array to torch, sharing its memory.
 
     Args:
-        array: an array of any shape on one CPU or CUDA device, of a dtype in `DTYPES`.
-        copy: True returns a tensor with memory of its own. None and False share memory.
+        array: an array on one CPU or CUDA device, of a dtype in `DTYPES`.
+        copy: True returns a tensor with its own memory. None and False share memory.
 
     Returns:
-        A tensor of the same shape and dtype on the same device. It keeps the memory alive.
+        A tensor of the same shape and dtype on the same device, which keeps the memory alive.
         Writing to it in place changes `array` unless it is a copy.
 
     Raises:
         TypeError: not a JAX array, or a tracer.
         ValueError: an array that is deleted, or spread over several devices.
-        NotImplementedError: a dtype that the other side does not have.
+        NotImplementedError: a dtype that torch does not have.
 
     Example:
         >>> import jax.numpy as jnp
@@ -175,9 +174,9 @@ def _check_shareable(tensor: torch.Tensor) -> None:
 
 
 def _fix_size(tensor: torch.Tensor) -> None:
-    """Make torch refuse to resize a CPU tensor's memory, which would free what JAX still reads.
+    """Make torch refuse to resize a CPU tensor's memory, which JAX still reads.
 
-    Torch does so for memory that NumPy sees. Bytes go to NumPy whatever the tensor's dtype.
+    Torch refuses this for memory that NumPy sees. Bytes go to NumPy whatever the dtype.
     """
     torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
 
@@ -209,7 +208,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_compact(tensor: torch.Tensor) -> bool:
-    """True when some order of the dimensions walks the memory without gaps or repetition."""
+    """Return True if some order of the dimensions has neither gaps nor repetition."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:

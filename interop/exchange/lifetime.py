@@ -1,9 +1,8 @@
 """Keep shared GPU memory alive until the other framework's stream is done with it.
 
-DLPack frees memory when the last reference to it goes, which on a GPU says nothing about the
-work that is still queued. Each allocator then reuses the block in the order of its own stream.
-So the release has to be ordered after the other framework's stream, on the device, without
-making the host wait.
+DLPack frees memory with its last reference, perhaps before queued work has run, and the allocator
+reuses it in its own stream's order. So the release is ordered after the other stream, on the
+device, without making the host wait.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from jax.experimental.buffer_callback import buffer_callback
 
 
 def release_after_jax(tensor: torch.Tensor, array: jax.Array) -> None:
-    """Stop torch from reusing `tensor`'s memory before JAX has done what it had queued by then.
+    """Stop torch from reusing `tensor`'s memory before JAX has done its queued work.
 
     Args:
-        tensor: CUDA tensor that was handed to JAX.
+        tensor: CUDA tensor that was given to JAX.
         array: the JAX array that shares its memory.
     """
     (device,) = array.devices()
@@ -29,23 +28,22 @@ def release_after_jax(tensor: torch.Tensor, array: jax.Array) -> None:
 
 
 def release_after_torch(tensor: torch.Tensor, array: jax.Array) -> torch.Tensor:
-    """Stop JAX from reusing `array`'s memory before torch has done what it had queued by then.
+    """Stop JAX from reusing `array`'s memory before torch has done its queued work.
 
-    Torch's queue is the stream that is current now, as for a tensor that torch allocates itself.
+    Torch's queue is the stream that is current now.
 
     Args:
         tensor: CUDA tensor that shares the memory of `array`.
         array: the JAX array it came from.
 
     Returns:
-        A tensor to use in place of `tensor`. Its storage is its own, so its end is that of the
-        last view of it, whatever happens to the Python objects.
+        A tensor to use instead. Its storage lives until its last view ends.
     """
     (device,) = array.devices()
     with torch.cuda.device(tensor.device):
         shared = torch.from_dlpack(tensor)
     torch_stream = torch.cuda.current_stream(tensor.device)
-    # `finalize` holds `tensor`, and so JAX's memory, until the callback has returned.
+    # `finalize` holds `tensor`, and so JAX's memory, until the callback returns.
     release = weakref.finalize(
         shared.untyped_storage(), _make_wait, jax_stream(device), torch_stream, tensor
     )
@@ -57,9 +55,9 @@ def release_after_torch(tensor: torch.Tensor, array: jax.Array) -> torch.Tensor:
 def jax_stream(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # JAX builds the class
 ) -> torch.cuda.ExternalStream:
-    """Return the CUDA stream on which JAX runs its computations on `device`.
+    """Return the CUDA stream of JAX's computations on `device`.
 
-    The first call for a device runs a small JAX program and waits for it.
+    The first call for a device runs a small JAX program.
     """
     pointers: list[int] = []
 

@@ -1,1 +1,1 @@
-"""Render reports: tables, plots and one HTML page that needs nothing else."""
+"""Render reports: tables, plots and one self-contained HTML page."""

@@ -1,4 +1,4 @@
-"""Write a report as one HTML page that needs nothing else."""
+"""Write a report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> 
     """Return the page.
 
     Args:
-        title: its heading.
-        badges: look, a class of page.css, and text of each badge beside the heading.
+        badges: each badge's class of page.css and its text.
         body: elements below the heading.
     """
     folder = files("interop.rendering")
@@ -39,12 +38,12 @@ def facts(named: Mapping[str, str]) -> str:
 
 
 def figure(picture: Figure, caption: str, name: str) -> str:
-    """Return a picture with a caption below it.
+    """Return a picture with a caption.
 
     Args:
-        picture: what is drawn; it scrolls in a box of its own where it is too wide.
+        picture: scrolls in its own box if it is too wide.
         caption: the text below it, or "".
-        name: what a screen reader says in place of the picture.
+        name: what a screen reader says.
     """
     text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     box = f'<div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'

@@ -10,13 +10,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart without red and green.
+# Okabe and Ito's colours, distinct without red and green.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A7F00", "#555555")
 BUDGET_COLOUR = "#d62728"
 RULE_COLOUR = "#eeeeee"
 MUTED_COLOUR = "#6b6b70"
 PAPER_COLOUR = "#ffffff"
-# Variables of page.css in place of colours: they follow the reader's light or dark mode.
+# Variables of page.css, which follow the reader's light or dark mode.
 _PAGE_COLOURS = {
     "#000000": "currentColor",
     RULE_COLOUR: "var(--faint)",
@@ -25,12 +25,12 @@ _PAGE_COLOURS = {
     PAPER_COLOUR: "var(--paper)",
     **{colour.lower(): f"var(--series-{i})" for i, colour in enumerate(COLOURS, 1)},
 }
-# Most of the bytes of a picture with much text: the font, which is the page's, and a turn by 0.
+# What takes most bytes: the font, which is the page's, and rotations by 0.
 _SUPERFLUOUS = re.compile(r"""font-family: [^;"]*; | transform="rotate\(-0 [^"]*\"""")
 
 
 def quiet(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
-    """Draw a light grid behind the data, and no frame that says nothing."""
+    """Draw a light grid behind the data, and no frame."""
     axes.grid(axis=grid, color=RULE_COLOUR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -42,7 +42,7 @@ def quiet(axes: Axes, grid: Literal["x", "y", "both"]) -> None:
 
 
 def legend(figure: Figure) -> None:
-    """Name what the panels show, once, above the figure, in as many columns as fit its width."""
+    """Name the panels' contents once, above the figure, in columns that fit."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -58,9 +58,8 @@ def to_svg(figure: Figure, standalone: bool = False) -> str:
     """Return the figure as SVG, without metadata.
 
     Args:
-        figure: the picture.
-        standalone: a file that needs no page: on white, letters as outlines. Otherwise an element
-            whose text is text, in the page's font and colours.
+        standalone: on white, with letters as outlines. Otherwise an element with real text in the
+            page's font and colours.
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

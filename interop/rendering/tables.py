@@ -23,9 +23,9 @@ from rich.text import Text
 Grid = list[list[str]]  # a table's cells, titles first
 
 _NUMBER = re.compile(r"[-+]?(inf|[\d.]+)(%|\s|$)")
-# Options of a progress bar. One large case outlasts the default of 30 seconds.
+# Options of a progress bar. A large case outlasts the default of 30 seconds.
 PROGRESS: dict[str, Any] = {"transient": True, "speed_estimate_period": 600}
-# Options of a table that leaves the columns to its cells.
+# Options of a table as wide as its cells.
 COMPACT: dict[str, Any] = {
     "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "show_edge": False,
 }  # fmt: skip
@@ -36,7 +36,6 @@ class Cell(NamedTuple):
     """One cell of an HTML table.
 
     Attributes:
-        text: what it shows.
         look: a class of page.css, such as "failed".
         details: lines that a click opens.
     """
@@ -47,7 +46,7 @@ class Cell(NamedTuple):
 
 
 def numeric(grid: Sequence[Sequence[str]]) -> list[bool]:
-    """Return for each column whether a cell below its title begins with a number."""
+    """Return for each column whether a cell in it begins with a number."""
     columns = zip(*grid, strict=True)
     return [any(_NUMBER.match(cell) for cell in column[1:]) for column in columns]
 
@@ -65,13 +64,11 @@ def to_html(
     looks: Sequence[str] = (),
     filtered: bool = False,
 ) -> str:
-    """Return an HTML table, which page.js sorts by the column that is clicked.
+    """Return an HTML table, which page.js sorts by a clicked column.
 
     Args:
-        titles: of the columns.
-        rows: their cells.
-        looks: a class of page.css for each row, or none at all.
-        filtered: a long table that scrolls, with a field to filter its rows.
+        looks: a class of page.css for each row, or None.
+        filtered: a long table that scrolls, with a filter field.
     """
     body = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     numbers = numeric([titles, *([cell.text for cell in row] for row in body)])
@@ -102,7 +99,7 @@ def _td(cell: Cell, number: bool) -> str:
 
 
 def console_of(log_width: int) -> Console:
-    """Return a console as wide as the terminal or as COLUMNS says, or else of this width."""
+    """Return a console as wide as the terminal, COLUMNS, or else `log_width`."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = log_width
@@ -113,8 +110,7 @@ def to_terminal(grid: Grid, styles: Sequence[str] = (), **options: Any) -> Table
     """Return the table for a `rich` console, numbers to the right.
 
     Args:
-        grid: its cells.
-        styles: of each row, such as "red", or none at all.
+        styles: of each row, such as "red", or None.
         options: of `rich.table.Table`, such as a title.
     """
     table = Table(**COMPACT | options)
