@@ -1,4 +1,4 @@
-"""Take out of records what tells who made them."""
+"""Remove from records what tells who made them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.records import Record
 
-# Absolute paths, numbers of cards and buses, and addresses, as errors of libraries may have them.
+# Absolute paths, serial numbers and addresses, as in libraries' errors.
 _PATH = re.compile(r"(?<![\w.:/])~?(?:/[^\s/:'\",;()<>]+){2,}/?|file://\S+")
 _NUMBERS = re.compile(
     r"(?:GPU-|MIG-)?\b[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}\b"  # UUID
@@ -26,11 +26,7 @@ _NUMBERS = re.compile(
 
 
 def to_bytes(records: Iterable[Record]) -> bytes:
-    """Return records as lines of JSON, compressed, without what is personal.
-
-    Neither text nor compression has a name of a user, a host, a file or a card. The text is that
-    of `bench.records.append` but for messages, versions and commits.
-    """
+    """Return records as compressed lines of JSON, without names of users, hosts, files or cards."""
     names = _names()
     lines = (json.dumps(_cleaned(asdict(record), names)) + "\n" for record in records)
     return gzip.compress("".join(lines).encode(), mtime=0)
@@ -45,7 +41,7 @@ def _cleaned(fields: dict[str, Any], names: re.Pattern[str] | None) -> dict[str,
 
 
 def clean(text: str, names: re.Pattern[str] | None = None) -> str:
-    """Return a text without paths, numbers of cards, addresses and these names.
+    """Return a text without paths, serial numbers, addresses and these names.
 
     >>> clean("no /home/jo/lib/libcuda.so for GPU-01234567-89ab-cdef-0123-456789abcdef")
     'no [path] for [number]'
@@ -55,7 +51,7 @@ def clean(text: str, names: re.Pattern[str] | None = None) -> str:
 
 
 def _names() -> re.Pattern[str] | None:
-    """Return a pattern of this user's and this host's names, as far as they are known."""
+    """Return a pattern of this user's and host's names."""
     host = socket.gethostname()
     found = {host, host.partition(".")[0], Path.home().name}
     with suppress(KeyError, OSError):  # a user without a name

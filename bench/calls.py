@@ -20,9 +20,9 @@ def torch_call(
     """Return a call of `attend` in torch.
 
     Args:
-        attend: takes q, k, v [B, S, H, D], and integers that follow them, and returns out.
+        attend: takes q, k, v [B, S, H, D], and perhaps integers, and returns out.
         operation: "forward", "backward" or "both".
-        tensors: q, k, v [B, S, H, D], integers that they need beside them, and dout.
+        tensors: `attend`'s arguments, and dout.
         heads_first: `attend` takes and returns [B, H, S, D], views of the same memory.
     """
     import torch
@@ -40,11 +40,7 @@ def torch_call(
 
 
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
-    """Return a jitted call of `attend` in JAX, on the memory of torch's tensors.
-
-    Args:
-        attend, operation, tensors: as those of `torch_call`.
-    """
+    """Return a jitted call of `attend` in JAX, on the memory of torch's tensors."""
     from interop.exchange import to_jax
     from interop.parity.sides import leaves, prepare_jax
 
@@ -57,13 +53,13 @@ PREPARE: dict[str, Callable[..., Call]] = {"torch_attn": torch_call, "pallas_att
 
 
 def _planned(run: partial) -> int:
-    """Return the bytes of temporaries and results that XLA plans for a call that was made."""
+    """Return the bytes of temporaries and results that XLA planned for a call that was made."""
     plan = run.func.lower(*run.args).compile().memory_analysis()  # compiled before: JAX keeps it
     return plan.temp_size_in_bytes + plan.output_size_in_bytes
 
 
 def as_torch(x: Any) -> Tensor:
-    """Return an array of either framework as a tensor on the same memory."""
+    """Return an array of either framework as a tensor that shares its memory."""
     import torch
 
     from interop.exchange import to_torch
@@ -72,10 +68,10 @@ def as_torch(x: Any) -> Tensor:
 
 
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Apply `torch.compile` for fixed shapes, of as many problems as a suite has.
+    """Apply `torch.compile` for fixed shapes, for all problems of a suite.
 
-    Past dynamo's limit of graphs a function would silently run uncompiled. A backward that was
-    compiled to run once takes over the buffers that its forward saved, and refuses to run again.
+    Past dynamo's limit of graphs a function would silently run uncompiled. A compiled backward
+    takes over its forward's buffers unless it is told that it will run again.
     """
     import torch
     import torch._dynamo

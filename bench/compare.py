@@ -29,15 +29,15 @@ class Change(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Return the distance between the two ranges over the earlier median; 0 if they meet."""
+        """Return the distance between the ranges over the earlier median; 0 if they meet."""
         (low, high), (other_low, other_high) = self.before.range, self.after.range
         return max(0.0, low - other_high, other_low - high) / self.before.median
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> list[Change]:
-    """Return what has a time in both runs, peaks left out, in the later run's order.
+    """Return measurements with a time in both runs, without peaks, in the later run's order.
 
-    Of the same measurement the last record counts.
+    The last record of a measurement counts.
     """
     earlier, later = (
         {record.measurement: record for record in records if record.operation != "peak"}
@@ -71,7 +71,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison; return 1 if one of ours is slower, 2 if there is none to make."""
+    """Print the comparison; return 1 if one of ours is slower, 2 if nothing can be compared."""
     try:
         runs = [load(path) for path in (arguments.before, arguments.after)]
         found = [c for c in changes(*runs) if arguments.filter in c.record.case["name"]]
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(found: Sequence[Change], percent: float) -> list[str]:
-    """Count the ranges that meet and that lie apart, and sum up the medians' differences."""
+    """Count the ranges that meet and that do not, and summarise the medians' differences."""
     meet = sum(change.gap == 0 for change in found)
     near = sum(0 < change.gap <= percent / 100 for change in found)
     lines = [

@@ -1,8 +1,7 @@
-"""Dilated attention by its formula, and a check of it that takes long sequences.
+"""Dilated attention by its formula, and a check of it for long sequences.
 
-By its formula each pair of a segment length and a rate is a call of `flash_attention` of its own.
-The tokens that a head keeps are taken by their numbers, what the call gives is put where they are,
-and all is merged by log-sum-exps: as one writes it who has no `dilated_attention`.
+The formula calls `flash_attention` for each pair of a segment length and a rate, scatters the
+results back and merges them by log-sum-exps, as a user without `dilated_attention` would.
 
 Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
 """
@@ -28,7 +27,7 @@ Attend = Callable[..., Any]
 
 
 def torch_standard(attention: Attend, case: DilatedCase) -> Attend:
-    """Return the formula in torch, a function of q, k and v; `attention` is `flash_attention`."""
+    """Return the formula in torch as a function of q, k, v, using `attention`."""
     import torch
 
     def attend(q, k, v):
@@ -53,7 +52,7 @@ def torch_standard(attention: Attend, case: DilatedCase) -> Attend:
 
 
 def jax_standard(attention: Attend, case: DilatedCase) -> Attend:
-    """Return the formula in JAX, a function of q, k and v; `attention` is `flash_attention`."""
+    """Return the formula in JAX as a function of q, k, v, using `attention`."""
     import jax
     import jax.numpy as jnp
 
@@ -82,13 +81,13 @@ def dilated_flops(case: DilatedCase) -> tuple[int, int]:
 
 
 def dilated_check(case: DilatedCase, operation: str, tensors: list[Tensor]) -> Check:
-    """Return a check of all rows of the first and of the last head.
+    """Return a check of all rows of the first and the last head.
 
-    The oracle runs on the tokens that each pair keeps: over all pairs of tokens it would take
-    hundreds of GiB.
+    The oracle only runs on the tokens that each pair keeps; all pairs of tokens would not fit in
+    memory.
 
     Args:
-        case: as many kv heads as heads; a rate of 1 among its rates.
+        case: as many kv heads as heads; one of its rates is 1.
         operation: "forward" or "both".
         tensors: q, k, v and dout [B, S, H, D].
     """
@@ -118,14 +117,13 @@ def _expected(case: DilatedCase, inputs: Tensors, head: int) -> Expectation:
 def _evaluate(
     case: DilatedCase, inputs: Tensors, head: int, dtype: Any, lses: Tensor | None = None
 ) -> tuple[Tensors, Tensor]:
-    """Run the formula on one head; return its results, and the log-sum-exps [N, B, S, 1] of pairs.
+    """Run the formula on one head; return its results, and the pairs' log-sum-exps [N, B, S, 1].
 
     Args:
-        case: the problem.
         inputs: q, k, v and, for gradients, dout [B, S, 1, D].
-        head: which one it is.
+        head: its number.
         dtype: of the operations.
-        lses: exact ones in place of those in `dtype`: kernels have them in float32.
+        lses: exact ones to use instead; kernels have them in float32.
     """
     import torch
 
@@ -165,7 +163,7 @@ def _kept(x: Tensor, pair: Dilation, head: int) -> Tensor:
 
 
 def _spec_of(case: DilatedCase, pair: Dilation, heads: int) -> AttentionSpec:
-    """Return the problem of one pair, with segments as a batch."""
+    """Return one pair's problem, with segments as a batch."""
     same: dict[str, Any] = {x.name: getattr(case.spec, x.name) for x in fields(AttentionSpec)}
     same["batch"] *= case.seq_q // pair.segment_length
     same["seq_q"] = same["seq_kv"] = pair.kept

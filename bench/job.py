@@ -1,7 +1,4 @@
-"""Describe what a suite measures: calls that are timed together, on the same tensors.
-
-A suite lists `Job`s and measures nothing itself; `bench.runner` runs them.
-"""
+"""Describe what a suite measures: calls that are timed together, on the same tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ Timer = Callable[["Mapping[Subject, Callable[[], Any]]"], "Mapping[Subject, Timi
 
 
 class Subject(NamedTuple):
-    """An implementation, and the target that it is compiled for: None for a peer."""
+    """An implementation and its target, which is None for a peer."""
 
     implementation: str
     target: str | None = None
@@ -33,7 +30,7 @@ class Subject(NamedTuple):
 
 
 class Absent(Exception):
-    """Raised by a factory: the peer is not installed or does not do the case, with the reason."""
+    """Raised by a factory, with the reason, if the peer is missing or does not do the case."""
 
 
 class Call(NamedTuple):
@@ -41,12 +38,12 @@ class Call(NamedTuple):
 
     Attributes:
         run: the timed function; launches and does not wait.
-        result: from what `run` returned, the arrays to check, torch's or JAX's [B, S, H, D]: (out,)
-            of a forward or a decode, (dq, dk, dv) of a backward, (out, dq, dk, dv) of both,
-            (k_pages, v_pages) of an append. None where it is not the problem's result.
-        saved: bytes of a forward's output and saved activations before a backward, None if unknown.
-        planned: returns the bytes that a call adds, where its compiler plans them; to be called
-            after `run`. None where the timer sees them.
+        result: the arrays to check, torch's or JAX's, from what `run` returned: (out,), (dq, dk,
+            dv) of a backward, (out, dq, dk, dv) of both, (k_pages, v_pages) of an append. None if
+            it is not the problem's result.
+        saved: bytes of a forward's output and saved activations, None if unknown.
+        planned: returns the bytes that a call adds, as planned by its compiler; to be called after
+            `run`. None if the timer sees them.
     """
 
     run: Callable[[], Any]
@@ -60,15 +57,13 @@ class Job:
     """Several implementations of one operation on the same tensors.
 
     Attributes:
-        case: the case's fields, its "name" among them.
-        operation: what one call does.
+        case: the case's fields, with "name".
         flops, bytes: operations and least traffic (reads and writes) of one call; 0 for no rate.
         inputs: makes the tensors.
-        factories: from those tensors, each implementation's call, or `Absent`.
-        check: from those tensors, a function that returns the worst error of a result over its
-            budget; above 1 refuses the result (see `interop.parity.check`). None if nothing is
-            checked.
-        reads, writes: `bytes` by direction, where a suite shows them.
+        factories: make each implementation's call from the tensors, or raise `Absent`.
+        check: makes from the tensors a function that returns a result's worst error over its
+            budget; above 1 refuses the result. None checks nothing.
+        reads, writes: `bytes` by direction, for suites that show them.
         time: times the calls; None for the run's own timer, which takes device times.
     """
 
@@ -88,7 +83,7 @@ class Job:
         return f"{self.case['name']} {self.operation}"
 
     def only(self, texts: Sequence[str]) -> Job | None:
-        """Return the job of the implementations that are one of the texts; None without any."""
+        """Return the job with the implementations that match the texts; None without any."""
         chosen = {s: make for s, make in self.factories.items() if Subject(*s).is_one_of(texts)}
         return replace(self, factories=chosen) if chosen else None
 

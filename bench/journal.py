@@ -1,9 +1,8 @@
-"""Go on behind an implementation that ends the process, as a segmentation fault in a library does.
+"""Continue after an implementation crashes the process.
 
-`supervise` runs a command in a process of its own. That one writes to a `Journal` what it has
-measured, and before each step whose kernels they are. If a signal of `CRASHES` ends it, another one
-takes from there what was measured, and knows what crashed. What ran when SIGTERM ended it, as
-``timeout`` does, is named.
+`supervise` runs a command in another process, which writes measurements and the running
+implementations to a `Journal`. After a signal in `CRASHES` a new process continues from there.
+After SIGTERM, as from ``timeout``, what ran is named.
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ _MEASURED, _RUNNING = "measured.jsonl", "running.jsonl"
 
 
 class Journal:
-    """Records of a run that outlive its process, in a folder; without one, none do.
+    """Records of a run that outlive its process, if there is a folder.
 
     Attributes:
-        folder: where they are kept, or None.
-        measured: by key, what processes before this one have measured.
-        crashed: of these, what ended one of them, as rows that say so.
-        suspects: keys of what ran together when one ended.
+        measured: by key, what earlier processes have measured.
+        crashed: those records among them that name a crash.
+        suspects: keys of what ran together when a process ended.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -49,7 +47,7 @@ class Journal:
         self.measured = {record.key: record for record in self._load(_MEASURED)}
 
     def begin(self, records: Iterable[Record]) -> None:
-        """Note what runs next: if the process ends, one of them is why."""
+        """Note what runs next, and so what a crash is due to."""
         if self.folder is not None:
             (self.folder / _RUNNING).unlink(missing_ok=True)
             append(self.folder / _RUNNING, records)
@@ -67,16 +65,12 @@ class Journal:
 
 
 def start_of_run() -> float:
-    """Return when the run that this process belongs to began, by `time.monotonic`."""
+    """Return when this process's run began, by `time.monotonic`."""
     return float(os.environ.get(STARTED, time.monotonic()))
 
 
 def supervise(arguments: Sequence[str]) -> int:
-    """Run ``python -m bench`` in a process of its own, again while it crashes at an implementation.
-
-    Returns:
-        The exit code.
-    """
+    """Run ``python -m bench`` in another process, again after each crash; return the exit code."""
     started = str(time.monotonic())
     handlers = {x: signal.getsignal(x) for x in (signal.SIGINT, signal.SIGTERM)}
     with TemporaryDirectory() as folder:
@@ -86,7 +80,7 @@ def supervise(arguments: Sequence[str]) -> int:
                     [*_COMMAND, *arguments],
                     env=os.environ | {VARIABLE: folder, STARTED: started},
                 )
-                # A terminal sends Ctrl-C to that process as well, which ends in its own time.
+                # A terminal sends Ctrl-C to that process as well.
                 signal.signal(signal.SIGINT, lambda *_: None)
                 signal.signal(signal.SIGTERM, lambda *_, process=process: process.terminate())
                 code = process.wait()
@@ -101,7 +95,7 @@ def supervise(arguments: Sequence[str]) -> int:
 
 
 def _names(running: Path) -> str:
-    """Return the case and the implementations that a journal has as running."""
+    """Return the running case and implementations."""
     records = load(running) if running.exists() else []
     if not records:
         return "no implementation"

@@ -1,4 +1,4 @@
-"""Measure the jobs of a suite on this machine's device, for every command that does."""
+"""Measure a suite's jobs on this machine's device, for all commands."""
 
 from __future__ import annotations
 
@@ -35,13 +35,11 @@ class Setting(NamedTuple):
     """Where a run measures, and where its records go.
 
     Attributes:
-        device: "cuda" or "cpu".
-        facts: of the run, peers' versions among them.
+        facts: of the run, with peers' versions.
         card: the card's size and limits, None for a CPU.
         path: file that records are appended to, or None.
-        resume: take from `path` what is measured already.
-        memory: fraction of the GPU's memory that an implementation may take, or None.
-        journal: of this run.
+        resume: reuse the measurements in `path`.
+        memory: fraction of the GPU's memory for an implementation, or None.
     """
 
     device: str
@@ -54,19 +52,18 @@ class Setting(NamedTuple):
 
 
 def open_journal() -> Journal:
-    """Return the journal of the run that this process belongs to."""
+    """Return the journal of this process's run."""
     return Journal(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else NO_JOURNAL
 
 
 def prepare(refuse: Refuse, device: str = "cuda", memory_cap: float | None = None) -> Setting:
-    """Let the frameworks share the card; refuse where nothing can be timed.
+    """Let the frameworks share the card; refuse if nothing can be timed.
 
     Args:
         refuse: a parser's `error`.
-        device: "cuda" or "cpu".
-        memory_cap: GiB that an implementation may take, or None.
+        memory_cap: GiB for an implementation, or None.
     """
-    # torch and JAX share the card: JAX must not reserve most of it. Read when JAX starts.
+    # JAX, when it starts, must not reserve most of the shared card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     memory = _memory_fraction(refuse, memory_cap)
     if memory is not None:  # JAX runs implementations alone, so that its limit may stay
@@ -85,7 +82,7 @@ def prepare(refuse: Refuse, device: str = "cuda", memory_cap: float | None = Non
     except NotImplementedError as error:  # an older card
         refuse(str(error))
     found = card() if device == "cuda" else None
-    # Once: a file of records under version control changes while it is written.
+    # Once, because a versioned file of records changes while it is written.
     return Setting(device, facts(device), found, memory=memory, journal=open_journal())
 
 
@@ -98,7 +95,7 @@ def _who_sees_one() -> str:
 
 
 def _memory_fraction(refuse: Refuse, cap: float | None) -> float | None:
-    """Return a number of GiB as a fraction of the GPU's memory."""
+    """Return GiB as a fraction of the GPU's memory."""
     import torch
 
     if cap is None or not torch.cuda.is_available():
@@ -111,7 +108,7 @@ def _memory_fraction(refuse: Refuse, cap: float | None) -> float | None:
 
 @contextmanager
 def _torch_limit(fraction: float | None) -> Iterator[None]:
-    """Limit torch to a fraction of the GPU's memory; None is no limit."""
+    """Limit torch to a fraction of the GPU's memory, or not at all."""
     import torch
 
     if fraction is None:
@@ -132,14 +129,13 @@ def measure(
     deadline: float = math.inf,
     quiet: bool = False,
 ) -> int:
-    """Run jobs of a suite behind the peaks of the device; return the exit code.
+    """Measure a suite's jobs after the device's peaks; return the exit code.
 
     Args:
         name: the suite.
         jobs: in the order to run them.
-        setting: of the run.
-        log: file that samples of clocks and power are appended to, as CSV.
-        deadline, quiet: as `run_suite` takes them.
+        log: CSV file that samples of clocks and power are appended to.
+        deadline, quiet: as in `run_suite`.
     """
     import torch
 
@@ -176,7 +172,7 @@ def measure(
 
 
 def facts(device: str) -> dict[str, str]:
-    """Return the facts of this run, the peers' versions among them."""
+    """Return the facts of this run, with peers' versions."""
     import torch
 
     from interop.parity import environment

@@ -42,10 +42,9 @@ class Part(NamedTuple):
     """Some problems of a suite.
 
     Attributes:
-        suite: its name.
-        until: the share of the whole time in which they are to be done; what an earlier part
-            leaves of its time is a later one's.
-        cases: names, in the order to measure them; None for all.
+        until: the share of the whole time by which they are done; time left over goes to later
+            parts.
+        cases: names, in order; None for all.
     """
 
     suite: str
@@ -95,7 +94,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, and write the file; returns 1 if a result is wrong."""
+    """Measure, print the table and write the file; return 1 if a result is wrong."""
     setting = prepare(arguments.refuse)
     make_folder(arguments.refuse, "--output", arguments.output)
     from interop.parity.environment import choose_targets
@@ -129,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(part: Part, target: str | None) -> list[AnyJob]:
-    """Return a part's jobs for a target, with the implementations that are compared."""
+    """Return a part's jobs for a target, with the compared implementations."""
     found: list[Any] = []
     jobs = load(part.suite).jobs((target,))
     names = part.cases or tuple(dict.fromkeys(job.case["name"] for job in jobs))
@@ -145,7 +144,7 @@ def _compared(job: Any) -> AnyJob:
 
 
 def name_of(facts: dict[str, str]) -> str:
-    """Return the card and the commit in a file's name.
+    """Return the card and the commit for a file's name.
 
     >>> name_of({"device": "NVIDIA A30 (compute capability 8.0)", "commit": "0123456789ab"})
     'nvidia-a30-0123456789ab'

@@ -1,7 +1,7 @@
 """Calls of the two sides' public functions, for each target.
 
 "torch triton compiled" is torch_attn under `torch.compile`; pallas_attn is always jitted. Calls
-whose name ends in "deterministic" make the same bits in every backward.
+named "deterministic" have reproducible backwards.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ _CALLS = NAMES | FOREIGN_NAMES
 
 
 def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subject, Factory]:
-    """Return factories of calls, which take (case, operation, tensors) as peers' do.
+    """Return factories like peers', which take (case, operation, tensors).
 
     Args:
         targets: to compile for.
-        variants: calls of the other side's kernels, compiled and deterministic ones as well.
+        variants: add the other side's kernels, and compiled and deterministic calls.
     """
     names = _CALLS if variants else FAMILY_NAMES
     return _factories(_flash, filter(has_kernels, product(names, targets)))
 
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls, which take (case, operation, tensors) as peers' do."""
+    """Return factories like peers', which take (case, operation, tensors)."""
     names = (*FAMILY_NAMES, *FOREIGN_NAMES)
     keys = filter(has_kernels, product(names, targets))
     return _factories(partial(_or_absent, _packed), keys)
 
 
 def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls, which take (case, operation, tensors) as peers' do.
+    """Return factories like peers', which take (case, operation, tensors).
 
-    Their names say how the tree is given: as a "tree" of ends, as its paths in "separate" packed
-    sequences, and where it has roots alone also by "segments" ids.
+    Their names say how the tree is given: as a "tree" of ends, as "separate" packed paths, or, if
+    it has only roots, by "segments" ids.
     """
     kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
     keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
@@ -80,7 +80,7 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
 
 
 def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls with terms of scores, as peers' are, without variants."""
+    """Return factories of calls with terms of scores, without variants."""
     keys = filter(has_kernels, product(CHOSEN_NAMES, targets))
     return _factories(partial(_or_absent, _scores), keys)
 
@@ -88,12 +88,12 @@ def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
 def decode_factories(
     targets: Sequence[str], names: Sequence[str] = ("jax mosaic", "torch triton", "jax triton")
 ) -> dict[Subject, Factory]:
-    """Return factories of calls, which take (case, tensors) as peers' do."""
+    """Return factories like peers', which take (case, tensors)."""
     return _factories(partial(_or_absent, _paged, "paged_decode"), product(names, targets))
 
 
 def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls of the families that have kernels for a problem."""
+    """Return factories of the families that have kernels for a problem."""
     keys = [key for key in product(FAMILY_NAMES, targets) if has_chunks(key[0], spec, key[1])]
     return _factories(partial(_paged, "paged_attention"), keys)
 
@@ -108,12 +108,12 @@ def kernels_of(name: str) -> tuple[str, str]:
 
 
 def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
-    """Return True if a family has kernels for a `paged_attention` here."""
+    """Return True if a family has kernels for this `paged_attention`."""
     return any(x.supports("paged_attention", spec, target) is None for x in _families(name))
 
 
 def has_kernels(key: tuple[str, str]) -> bool:
-    """Return True if the family has kernels for the target, which its folder tells."""
+    """Return True if the family has kernels for the target."""
     name, target = key
     return any(family.folder in ("portable", target) for family in _families(name))
 
@@ -139,7 +139,7 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
 
 
 def _or_absent(make: Factory, *problem: Any) -> Call:
-    """Return the call of a family, if it has kernels for the problem in this pass."""
+    """Return a family's call, if it has kernels for the problem and pass."""
     try:
         call = make(*problem)
         call.run()
@@ -188,7 +188,7 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
     offsets = to_jax(offsets)
     with use_target(target):
         if operation == "forward":
-            # The offsets are arguments: as constants they would be folded into what is compiled.
+            # As constants the offsets would be folded into the compiled code.
             arrays = (*map(to_jax, tensors[:3]), offsets, offsets)
             call = Call(partial(jax.jit(attention), *arrays), lambda out: (out,))
         else:
@@ -226,9 +226,9 @@ def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, ten
 def _with_integers(
     side: str, target: str, attend: Factory, operation: str, tensors: Any, integers: Any
 ) -> Call:
-    """Return a call of `attend`, which takes q, k, v and integers.
+    """Return a call of `attend` on q, k, v and integers.
 
-    They are an argument: as constants they would be folded into what JAX compiles.
+    As constants the integers would be folded into what JAX compiles.
     """
     *qkv, dout = tensors
     with use_target(target):
@@ -252,9 +252,9 @@ def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: Dec
 
 
 def for_target(call: Call, target: str) -> Call:
-    """Return the call, with kernels of the target whenever it runs.
+    """Return the call, always run with the target's kernels.
 
-    JAX too may compile at any call: once more after a peer's import has changed its settings.
+    JAX may compile at any call, for example after an import has changed its settings.
     """
 
     def run() -> Any:

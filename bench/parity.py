@@ -1,4 +1,4 @@
-"""Compare one case of parity with the reference, and keep a record for each implementation."""
+"""Compare a case of parity with the reference, with a record per implementation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ from interop.parity.records import CaseResult
 
 @dataclass(frozen=True)
 class ParityJob:
-    """One case of parity: both frameworks, in each family that has kernels for it.
-
-    Attributes:
-        problem: the case.
-        subjects: the implementations.
-        device: torch device of the inputs.
-    """
+    """One case of parity: both frameworks, in each family that has kernels for it."""
 
     problem: Case
     subjects: Sequence[Subject]
@@ -37,7 +31,7 @@ class ParityJob:
         return f"{self.problem.name} {PARITY}"
 
     def only(self, texts: Sequence[str]) -> ParityJob | None:
-        """Return the job of the implementations that are one of the texts; None without any."""
+        """Return the job with the implementations that match the texts; None without any."""
         chosen = [subject for subject in self.subjects if subject.is_one_of(texts)]
         return replace(self, subjects=chosen) if chosen else None
 
@@ -49,7 +43,7 @@ class ParityJob:
     def measure(
         self, planned: Mapping[Subject, Record], sampler: Sampler, show: Callable[[str], object]
     ) -> list[Record]:
-        """Fill the planned records; nothing is sampled, since nothing is timed."""
+        """Fill the planned records. Nothing is timed, so nothing is sampled."""
         from interop.parity import sides
         from interop.parity.harness import run_case
 

@@ -1,4 +1,4 @@
-"""Relate rates to what the device can do: peaks measured in the same run, and its datasheet."""
+"""Relate rates to the device's peaks, measured in the same run, and to its datasheet."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _BYTES = 2**30  # of what is read or copied: many times any L2
 
 
 class Datasheet(NamedTuple):
-    """Peak rates of a device, dense, as NVIDIA gives them.
+    """Peak dense rates of a device, as NVIDIA gives them.
 
     Attributes:
         tflops: 10^12 bfloat16 or float16 tensor core operations per second.
         gigabytes_per_second: of device memory.
-        gigahertz: boost clock of the SMs. That of the Hopper cards follows from their rate and
-            their tensor cores' 2048 multiply-adds per cycle.
+        gigahertz: boost clock of the SMs; Hopper's follows from its rate and tensor cores.
     """
 
     tflops: float
@@ -30,8 +29,8 @@ class Datasheet(NamedTuple):
 
 A100 = Datasheet(312, 2039, 1.41)  # 80 GB, SXM
 H200 = Datasheet(989, 4800, 1.83)  # SXM
-# By a part of the device's name in CUDA; the first that fits counts. From the datasheets of NVIDIA
-# A30 (2021), A100 (2020), H100 (2023) and H200 (2024).
+# By a part of CUDA's device name; the first that fits counts. From the datasheets of NVIDIA A30
+# (2021), A100 (2020), H100 (2023) and H200 (2024).
 DATASHEETS = {
     "H200 NVL": Datasheet(835, 4800, 1.54),
     "H200": H200,
@@ -46,7 +45,7 @@ DATASHEETS = {
 
 
 def datasheet(device: str) -> Datasheet | None:
-    """Return the datasheet of a device by its name, None if it is not known.
+    """Return the datasheet of a device by its name, None if unknown.
 
     >>> datasheet("NVIDIA A30 (compute capability 8.0)")
     Datasheet(tflops=165, gigabytes_per_second=933, gigahertz=1.44)
@@ -55,10 +54,10 @@ def datasheet(device: str) -> Datasheet | None:
 
 
 def peak_jobs() -> list[Job]:
-    """Return a bfloat16 product of matrices, a read (a sum) and a copy, each by torch.
+    """Return a bfloat16 matrix product, a read (a sum) and a copy, each by torch.
 
     Their records have the operation "peak" and the cases "matmul" (TFLOP/s), "read" and "copy"
-    (bytes per second, read and written); no gate checks them.
+    (bytes per second, read and written).
     """
     square = 2 * _SIZE * _SIZE  # bytes of a matrix
     return [
@@ -100,10 +99,10 @@ class Peak:
     """A peak rate of the device.
 
     Attributes:
-        name: what was measured: "bf16 matmul" or "read".
+        name: "bf16 matmul" or "read".
         unit: "TFLOP/s" or "GB/s".
-        measured: the rate of torch's own kernel in the same run, None if it was not measured. A
-            reference and no bound: a kernel that moves more bytes than it may reach more.
+        measured: the rate of torch's own kernel in the same run, if any. It is no bound: kernels
+            that move more bytes may exceed it.
         datasheet: the rate in the device's datasheet, None for an unknown device.
     """
 
@@ -113,7 +112,7 @@ class Peak:
     datasheet: float | None
 
     def rate(self, record: Record) -> float | None:
-        """Return the record's rate in the peak's unit, None if it has none."""
+        """Return the record's rate in the peak's unit, if any."""
         if self.unit == "TFLOP/s":
             return record.tflops
         return None if record.bytes_per_second is None else record.bytes_per_second / 1e9
@@ -125,13 +124,13 @@ class Peak:
         return rate
 
     def share(self, record: Record, of: float | None) -> float | None:
-        """Return the record's rate over a rate, such as `measured`; None if either is unknown."""
+        """Return the record's rate over `of`, such as `measured`; None if either is unknown."""
         rate = self.rate(record)
         return None if rate is None or not of else rate / of
 
 
 class Peaks(NamedTuple):
-    """The two peaks that rates are compared with: products, and reading the cache."""
+    """The two peaks that rates are compared with: matrix products, and reads of the cache."""
 
     matmul: Peak
     read: Peak
@@ -143,7 +142,7 @@ class Peaks(NamedTuple):
 
 
 def peaks(records: Sequence[Record]) -> Peaks:
-    """Return the peaks of records that were measured together, with the peaks among them."""
+    """Return the peaks among records that were measured together."""
     found = {r.case["name"]: r for r in records if r.operation == "peak" and r.times}
     matmul, read = found.get("matmul"), found.get("read")
     sheet = datasheet(records[0].device) if records else None

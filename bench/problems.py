@@ -33,10 +33,10 @@ SEED = 0  # of random masks
 BAND, GLOBAL = 8, 1  # tiles that a tile of queries sees up to its own, and tiles that all see
 
 AttentionCase = FlashCase | VarlenCase
-# Returns a call of an implementation from the case, the operation and q, k, v and dout.
+# Returns an implementation's call from the case, the operation and q, k, v and dout.
 Factory = Callable[[Any, str, "list[Tensor]"], Call]
 Factories = Mapping[Subject, Factory]
-# Returns a call of an implementation from the case and its tensors.
+# Returns an implementation's call from the case and its tensors.
 DecodeFactory = Callable[[Any, "DecodeTensors"], Call]
 DecodeFactories = dict[Subject, DecodeFactory]
 
@@ -46,20 +46,20 @@ class SparseCase(BlockSparseCase):
     """One call of `block_sparse_attention` with a mask of a pattern.
 
     Attributes:
-        pattern: "random" for about `kept` of the tiles, the diagonal's among them, without a causal
-            mask; "local" for a causal band and global tiles.
+        pattern: "random" for about `kept` of the tiles and the diagonal's, without a causal mask;
+            "local" for a causal band and global tiles.
     """
 
     pattern: str = "random"
 
     @cached_property
     def mask(self) -> BlockMask[np.ndarray]:
-        """Return the lists of the tiles that are kept."""
+        """Return the lists of the kept tiles."""
         return BlockMask.of(self.tiles)
 
     @property
     def tiles(self) -> np.ndarray:
-        """Return the tiles that are kept, [tiles_q, tiles_kv] bool."""
+        """Return which tiles are kept, [tiles_q, tiles_kv] bool."""
         *_, q, kv = self.mask_shape
         if self.pattern == "local":
             return local_tiles(q, kv, left=BAND - 1, right=0) | global_tiles(q, kv, GLOBAL)
@@ -73,7 +73,7 @@ def document_lengths(case: VarlenCase) -> list[int]:
 
 
 def offsets_of(case: VarlenCase, device: Any) -> Tensor:
-    """Return where documents begin, and the last one ends, [N + 1] int32."""
+    """Return the documents' bounds, [N + 1] int32."""
     import torch
 
     offsets = [0, *accumulate(document_lengths(case))]
@@ -96,7 +96,7 @@ def attention_job(
     """Return the job of one operation on a case.
 
     Args:
-        heads: whose rows are checked; None is as many as `sample_check` chooses.
+        heads: how many to check; None is `sample_check`'s default.
     """
     flops = _flops(case)
     traffic = cost.forward_bytes(case.spec), cost.backward_bytes(case.spec)
@@ -129,10 +129,7 @@ def _flops(case: AttentionCase) -> tuple[int, int]:
 
 
 def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]:
-    """Return q, k, v and dout, [B, S, H, D] or [T, H, D] of packed sequences, random normal.
-
-    Terms of scores that have a gradient stand before dout.
-    """
+    """Return q, k, v, terms with a gradient, and dout: [B, S, H, D] or packed [T, H, D]."""
     from interop.parity.inputs import make_inputs
 
     inputs = make_inputs(case if isinstance(case, VarlenCase) else dense_case(case), device)
@@ -140,12 +137,12 @@ def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]
 
 
 def varied_terms(case: AttentionCase) -> tuple[str, ...]:
-    """Return the names of a case's terms of scores that have a gradient."""
+    """Return the names of a case's terms that have a gradient."""
     return tuple(name for name in case.spec.terms if name not in CONSTANTS)
 
 
 def constants_of(case: AttentionCase, device: Any) -> dict[str, Tensor]:
-    """Return ALiBi's slopes, and a seed of dropout, by name, where a case has them."""
+    """Return a case's ALiBi slopes and dropout seed by name, if any."""
     import torch
 
     found = {}
@@ -165,7 +162,7 @@ def dense_case(case: FlashCase) -> FlashCase:
 def attention_check(
     case: AttentionCase, operation: str, tensors: list[Tensor], heads: int | None = None
 ) -> Check:
-    """Return the check of an operation's result: by `sample_check`, of a few heads."""
+    """Return the check of an operation's result: a `sample_check` of a few heads."""
     if isinstance(case, DilatedCase):
         return dilated_check(case, operation, tensors)
     import torch
@@ -191,7 +188,7 @@ def attention_check(
 
 
 def checked(call: Call, check: Check) -> Call:
-    """Return a call after a check of its own: its result is not that of the job.
+    """Return a call after its own check, because its result is not the job's.
 
     Raises:
         ValueError: the result is wrong.
@@ -204,7 +201,7 @@ def checked(call: Call, check: Check) -> Call:
 
 
 def absent(reason: str, *_: Any) -> NoReturn:
-    """Make no call: the implementation is not timed, for this reason."""
+    """Make no call, for this reason."""
     raise Absent(reason)
 
 
@@ -214,9 +211,8 @@ class DecodeTensors:
 
     Attributes:
         q: [B, T, Hq, D], of a `paged_attention` [Tq, Hq, D].
-        k_pages, v_pages: [P, page_size, Hkv, D]. The sequences' pages lie in random order; pages
-            and slots that no sequence uses hold NaN.
-        block_tables: [B, max_pages] int32; past a sequence's last page it holds no page's id.
+        k_pages, v_pages: [P, page_size, Hkv, D], pages in random order; unused ones hold NaN.
+        block_tables: [B, max_pages] int32; unused entries hold no page's id.
         seq_lens: [B] int32.
         k_scale, v_scale: of a quantised cache, [] or [Hkv] float32; else None.
         tree_ends: of draft trees, [B, T] int32; else None.
@@ -235,13 +231,13 @@ class DecodeTensors:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """Return the tensors by argument name, without the ones that are None."""
+        """Return the tensors that are not None, by argument name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if x is not None}
 
     @cached_property
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Return k and v [B, Skv, Hkv, D], copied out of their pages; all lengths are the same."""
+        """Return k and v [B, Skv, Hkv, D], copied from their pages; all lengths are equal."""
         length = int(self.seq_lens[0])
         pages = self.block_tables[:, : -(-length // self.k_pages.shape[1])].long()
         k, v = (
@@ -252,7 +248,7 @@ class DecodeTensors:
 
 
 def fitted(case: DecodeCase) -> DecodeCase:
-    """Return the case with tables no wider than its longest sequence needs."""
+    """Return the case with tables only as wide as its longest sequence."""
     return replace(case, max_pages=-(-max(case.lengths) // case.page_size))
 
 
@@ -270,7 +266,7 @@ def decode_tensors(case: DecodeCase, device: str = "cuda") -> DecodeTensors:
 
 
 def decode_job(case: DecodeCase, factories: DecodeFactories) -> Job:
-    """Return the job of a decode, with its reads and writes, or of a `paged_attention`."""
+    """Return the job of a decode, with reads and writes, or of a `paged_attention`."""
     if isinstance(case, PagedCase):
         problem = case.spec, list(zip(case.new_tokens, case.lengths, strict=True))
         flops, total, writes = cost.paged_flops(*problem), cost.paged_bytes(*problem), None

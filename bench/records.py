@@ -1,4 +1,4 @@
-"""Keep a record for each implementation on each case, as JSON lines."""
+"""A record for each implementation on each case, kept as JSON lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal[
 ]
 PARITY = "parity"  # the operation of a check that times nothing
 
-# What earlier versions wrote, by field, and its name today.
+# Former names in earlier records, by field, and today's.
 FORMER_NAMES = {
     "suite": {"flash-vs-eager": "eager", "eager-attention": "eager"},
     "operation": {"ceiling": "peak"},
@@ -28,17 +28,17 @@ FORMER_NAMES = {
         "Pallas": "jax triton",
     },
 }
-# Of cases: earlier records lack these fields, which then have these defaults.
+# Fields of cases that earlier records lack, and their defaults.
 LATER_FIELDS = {
     "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
     "depths": False, "cascade": False, "common_pages": 0, "relative": None,
     "terms_in_q_dtype": False, "alibi": "", "bias": None, "dropout_rate": 0.0, "row_max": False,
 }  # fmt: skip
-# Of earlier records: our forward with another softmax, by the ends of their names.
+# Ends of names of our forward with another softmax, in earlier records.
 ABLATIONS = ("without softmax", "with barriers")
-# Of packed sequences: the dense kernel on another problem of as many FLOPs (`bench.suites.packed`).
+# Of packed sequences: the dense kernel on a problem of as many FLOPs (`bench.suites.packed`).
 YARDSTICKS = {"torch triton": "torch triton dense", "jax triton": "jax triton dense"}
-# Of patterns: flash attention of all pairs, beside attention to some (`bench.suites.patterns`).
+# Of patterns: flash attention of all pairs (`bench.suites.patterns`).
 DENSE = ("torch dense", "jax dense")
 _OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 
@@ -50,7 +50,7 @@ class Times:
     Attributes:
         median: median over the calls of a round, then over rounds.
         fastest, slowest: medians of the fastest and of the slowest round.
-        p20, p80: percentiles over the calls of all rounds; None where calls were not kept.
+        p20, p80: percentiles over all calls; None if calls were not kept.
     """
 
     median: float
@@ -77,36 +77,31 @@ class Record:
     """One implementation on one case.
 
     Attributes:
-        suite: the suite that it was measured for.
-        case: the case's fields, its "name" among them.
+        case: the case's fields, with "name".
         operation: of one call: "forward", "backward", "both", "decode" or "append"; of training
-            also "optimizer" and "step", all three together; of inference "prefill" and "decode";
-            "peak" is a rate of the device in the same run (see `bench.peaks`); "parity" compares a
-            case's results with the reference, and has no times.
+            also "optimizer" and "step" (all three); of inference "prefill" and "decode"; "peak" is
+            a rate of the device (see `bench.peaks`); "parity" compares with the reference, untimed.
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
-        target: what our own kernels were compiled for; None for a peer.
+        target: of our own kernels; None for a peer.
         device, versions, commit, date: where, with what and when it ran.
-        status: "planned" until it is measured, which no file holds; "absent" when the peer is not
-            installed or does not do the case; "refused by parity" when the result is wrong, so that
-            its time says nothing; "skipped" when the run's time was up.
+        status: "planned" until it is measured; "absent" if the peer is not installed or does not do
+            the case; "refused by parity" if the result is wrong; "skipped" if time was up.
         message: the error behind a status that is not "ok".
-        times: device time of a call; of the suite "host" the same as `host`. None unless the status
-            is "ok", as the rest.
+        times: device time of a call; of the suite "host" the same as `host`. This and what follows
+            is None unless the status is "ok".
         span: from the start of a call's first kernel to the end of its last one.
         host: until a call returns on the host, without a profiler.
         events: milliseconds of a call between two CUDA events, a cross-check of `span`.
         kernels: names of the kernels of one call, in order.
-        tflops: 10^12 operations per second of `times`, of the pairs that the mask keeps.
-        bytes_per_second: least traffic over `times`.
-        reads, writes: bytes of that traffic, by direction.
-        error: the worst error over its budget, by the gate.
-        memory: bytes that a call adds at its peak, of JAX as far as XLA plans them; of training,
-            all bytes at the peak.
-        held: bytes of a forward's output and its saved activations, before a backward.
-        steps: milliseconds of each training step from the first on, which compiles.
+        tflops: 10^12 operations per second, of the pairs that the mask keeps.
+        bytes_per_second, reads, writes: least traffic over `times`; its bytes by direction.
+        error: the worst error over its budget.
+        memory: bytes that a call adds at its peak, for JAX as planned by XLA; of training, all
+            bytes at the peak.
+        held: bytes of a forward's output and its saved activations.
+        steps: milliseconds of each training step; the first compiles.
         timeline: bytes by category over a training step (see `bench.training.timeline`).
-        gpu: clocks, power, temperature and throttle reasons while it was timed (see
-            `bench.sampling`).
+        gpu: clocks, power, temperature and throttle reasons meanwhile (see `bench.sampling`).
         card: the card's size, limits and driver (see `bench.sampling.card`).
     """
 
@@ -156,13 +151,13 @@ class Record:
 
     @property
     def is_yardstick(self) -> bool:
-        """Return True if it waits or computes something else: its time compares with no peer's."""
+        """Return True if it waits or computes something else, and so compares with no peer."""
         name = self.implementation
         return name.endswith(ABLATIONS) or name in (*YARDSTICKS.values(), *DENSE)
 
     @property
     def run(self) -> str:
-        """Return what records must share to be compared: the card, versions and commit."""
+        """Return what records must share to be compared: card, versions and commit."""
         shared = [self.device, self.card, self.versions, self.commit]
         return json.dumps(shared, sort_keys=True)
 
@@ -175,12 +170,12 @@ class Record:
 
     @property
     def key(self) -> str:
-        """Return a text that two records of the same measurement in one run share."""
+        """Return a text shared by records of the same measurement in one run."""
         return json.dumps([self.measurement, self.run])
 
 
 def origin(suite: str, facts: dict[str, str], card: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the fields that all records of a suite's run share, from a report's facts."""
+    """Return the fields that all records of a suite's run share."""
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
     shared = {"suite": suite, "versions": versions, "card": card}
@@ -212,11 +207,7 @@ def append(path: Path, records: Iterable[Record]) -> None:
 
 
 def drop_unfinished_line(path: Path) -> bool:
-    """End a file with a whole line, as `append` needs it: a killed run may leave part of one.
-
-    Returns:
-        True if the last line was no JSON and was dropped.
-    """
+    """Drop a partial last line, which a killed run may leave; return True if there was one."""
     content = path.read_bytes()
     whole, newline, last = content.rpartition(b"\n")
     if not last:
@@ -231,9 +222,7 @@ def drop_unfinished_line(path: Path) -> bool:
 
 
 def load(path: Path) -> list[Record]:
-    """Read what `append` wrote, also where it was compressed since (".gz").
-
-    Records of earlier versions get the names of today (`FORMER_NAMES`).
+    """Read what `append` wrote, perhaps compressed (".gz"), with today's names (`FORMER_NAMES`).
 
     Raises:
         ValueError: a line is no record; the message gives file and line.

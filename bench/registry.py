@@ -3,15 +3,13 @@
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
 - ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
-- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s, `ParityJob`s or `FirstCallJob`s, with our own
-  kernels compiled for each of `targets`, the device's own first; (None,) is a CPU;
-- ``COLUMNS``: the suite's own columns of the table of all rows. A record without a time is asked as
-  well. The report adds what every table has, as far as its title is not taken: implementation,
-  milliseconds, spread, limits, ratio to the best peer, status;
-- ``tables(records)``, if it has tables by heading in place of the common ones.
+- ``jobs(targets)``: a list of `Job`s, `TrainingJob`s, `ParityJob`s or `FirstCallJob`s, for each of
+  `targets`, the device's own first; (None,) is a CPU;
+- ``COLUMNS``: its own columns of the table of all rows, also asked for records without a time. The
+  report adds the common ones, unless their titles are taken;
+- ``tables(records)``, if it replaces the common tables, by heading.
 
-Jobs are timed by `bench.timing.time_calls` unless they bring a timer of their own (`Job.time`), as
-those of "host" do.
+`bench.timing.time_calls` times jobs that have no timer (`Job.time`).
 """
 
 from __future__ import annotations

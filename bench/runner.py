@@ -1,4 +1,4 @@
-"""Run a suite: measure what is not measured yet, and keep every record at once."""
+"""Run a suite: measure what is missing, and keep every record at once."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ class Instruments(NamedTuple):
     """The functions that use the device.
 
     Attributes:
-        time: times the calls of a job that brings no timer of its own.
+        time: times the calls of a job without a timer.
         wait: blocks until a call's result is there.
         sample: returns a sampler of clocks and power.
         release: frees memory that nothing refers to.
-        limit: limits the memory of an implementation while it makes its first call; the oracle and
-            the timer have memory of their own.
+        limit: limits an implementation's memory during its first call.
     """
 
     time: Timer
@@ -66,18 +65,17 @@ def run_suite(
     deadline: float = math.inf,
     quiet: bool = False,
 ) -> int:
-    """Measure every job and print the table; returns the exit code.
+    """Measure every job and print the table; return the exit code.
 
     Args:
         jobs: in the order to run them.
         origin: the fields that all records share.
-        instruments: of the device.
         path: file that records are appended to.
-        resume: take from `path` what is measured already; what failed there is tried again.
-        log: file that samples of clocks and power are appended to, as CSV.
-        journal: of this run; what processes before this one have measured is not measured again.
-        deadline: by `time.monotonic`. A job that would end after it, if it took as long as the
-            longest one so far, is skipped.
+        resume: reuse the measurements in `path`, but try failures again.
+        log: CSV file that samples of clocks and power are appended to.
+        journal: of this run; earlier processes' measurements are reused.
+        deadline: by `time.monotonic`. A job is skipped if one as long as the longest so far would
+            end after it.
         quiet: print no table.
     """
     records = {}
@@ -134,7 +132,7 @@ def run_suite(
 
 
 def _apart(todo: dict[Any, Record], suspects: set[str]) -> list[dict[Any, Record]]:
-    """Return the records to measure together: all but the suspects, each of which is alone."""
+    """Return the groups to measure together: each suspect alone, all others together."""
     alone = [{part: record} for part, record in todo.items() if record.key in suspects]
     together = {part: r for part, r in todo.items() if r.key not in suspects}
     return [together, *alone] if together else alone
@@ -145,7 +143,7 @@ def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
 
 
 def _print(records: Sequence[Record], console: Console) -> None:
-    """Print a table of all records but those without a result, which are counted."""
+    """Print a table of the records with a result, and count the others."""
     shown = [record for record in records if record.status not in ("absent", "skipped")]
     absent = sum(record.status == "absent" for record in records)
     caption = f"{absent} absent: a peer is not installed, or does not do the case"
@@ -162,8 +160,8 @@ def measure(
 ) -> list[Record]:
     """Fill the planned records of one job; an error becomes the status of what it stopped.
 
-    Implementations are timed together as far as they fit in memory together: one that runs out of
-    it waits until those before it are timed and gone. `show` receives each step.
+    Implementations are timed together while they fit in memory; one that does not waits until those
+    before it are done. `show` receives each step.
     """
     if not planned:
         return []
@@ -209,7 +207,7 @@ def _prepare(
     check: Check | None,
     instruments: Instruments,
 ) -> tuple[Record, Run | None]:
-    """Make a call and check its result; no call if the record says why."""
+    """Make a call and check its result; return None if the record says why not."""
     limit = nullcontext if record.operation == "peak" else instruments.limit
     try:
         with limit():
@@ -238,7 +236,7 @@ def _time(
     sampler: Sampler,
     journal: Journal,
 ) -> list[Record]:
-    """Time calls against each other; if that fails, each by itself, to find the culprit."""
+    """Time calls against each other; if that fails, time each separately to find the culprit."""
     if not ready:
         return []
     timer = job.time or instruments.time

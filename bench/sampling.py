@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from bench.records import stem
 
-# Bits of NVML's clocks event (throttle) reasons that hold a busy GPU back.
+# Bits of NVML's throttle reasons that slow a busy GPU.
 THROTTLE_REASONS = {
     0x04: "power cap",
     0x08: "hardware slowdown",
@@ -29,9 +29,6 @@ class Sample(NamedTuple):
 
     Attributes:
         time: seconds since the epoch.
-        sm_mhz, memory_mhz: clocks.
-        watts: power.
-        celsius: temperature.
         throttle: bits of the reasons for a lower clock.
     """
 
@@ -44,7 +41,7 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """Sample in a thread while entered; may be entered again, and then adds to its samples.
+    """Sample in a thread while entered; entering again adds samples.
 
     >>> with Sampler(lambda: Sample(0.0, 1980.0, 3201.0, 500.0, 60.0, 0x04)) as sampler:
     ...     pass
@@ -53,10 +50,9 @@ class Sampler:
     """
 
     def __init__(self, read: Callable[[], Sample] | None, interval: float = 0.05) -> None:
-        """
-        Args:
-            read: takes a sample; None if there is nothing to read.
-            interval: seconds between samples.
+        """Args:
+        read: takes a sample; None if there is nothing to read.
+        interval: seconds between samples.
         """
         self.samples: list[Sample] = []
         self._read = read
@@ -84,7 +80,7 @@ class Sampler:
                 return
 
     def summary(self) -> dict[str, Any] | None:
-        """Return medians, extremes and throttle reasons of the samples; None without a sample."""
+        """Return medians, extremes and throttle reasons; None without a sample."""
         if not self.samples:
             return None
         _, sm, memory, watts, celsius, throttle = zip(*self.samples, strict=True)
@@ -164,10 +160,10 @@ def nvml_reader() -> Callable[[], Sample] | None:
 
 
 def card() -> dict[str, Any]:
-    """Return size, limits and driver of torch's current GPU; None for what nothing tells.
+    """Return size, limits and driver of torch's current GPU; None for the unknown.
 
-    That is: multiprocessors, memory_gib, shared_memory (bytes that a block may have), watts (the
-    power limit), sm_mhz and memory_mhz (the highest clocks) and driver (its version).
+    The fields are multiprocessors, memory_gib, shared_memory (bytes of a block), watts (the limit),
+    sm_mhz and memory_mhz (the highest clocks) and driver (its version).
     """
     import torch
 
@@ -194,5 +190,5 @@ def card() -> dict[str, Any]:
 
 
 def _text(value: str | bytes) -> str:
-    """Return what older versions of nvidia-ml-py give as bytes."""
+    """Decode what older versions of nvidia-ml-py give as bytes."""
     return value.decode() if isinstance(value, bytes) else value

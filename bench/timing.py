@@ -1,15 +1,14 @@
-"""Measure device times of calls of either framework with one collector, and the host's share.
+"""Measure calls of either framework: device times with one collector, and host times.
 
-`torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call the
-L2 cache is flushed by filling a buffer; that fill also separates the calls in the trace.
+`torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call a fill
+flushes the L2 cache and separates the calls in the trace.
 
-Calls of torch are queued behind the fill, which hides the host's launch latency. JAX launches on a
-stream of its own, which would overtake the fill, so its calls wait for it and their span includes
-gaps that the host leaves.
+Calls of torch queue behind the fill, which hides launch latency. JAX's own stream would overtake
+the fill, so its calls wait for it, and their span includes the host's gaps.
 
-A card at its power cap slows down within tens of milliseconds of work. So a turn first makes as
-many uncounted calls as `triton.testing.do_bench` does. The first round also calls that function, as
-a cross-check.
+A card at its power cap slows down within tens of milliseconds, so a turn first makes as many
+uncounted calls as `triton.testing.do_bench`. The first round also calls that function, as a
+cross-check.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class Timing:
     """The measurements of one call.
 
     Attributes:
-        busy: time in which at least one of its kernels runs, copies and casts that a framework
-            adds included. (A dependent launch may overlap the kernel that it waits for.) Of
-            `time_host` the same as `host`.
+        busy: time in which at least one of its kernels runs, copies and casts included. (A
+            dependent launch may overlap the kernel that it waits for.) Of `time_host` the same as
+            `host`.
         span: from the start of its first kernel to the end of its last one; None of `time_host`.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order; none of `time_host`.
-        events: milliseconds by CUDA events, from `triton.testing.do_bench`; None for a call of JAX,
-            and for one that is very short or very long.
-        memory: bytes that it adds at its peak; None for a call of JAX.
+        events: milliseconds by CUDA events, from `triton.testing.do_bench`; None for JAX, and for
+            very short or long calls.
+        memory: bytes that it adds at its peak; None for JAX.
     """
 
     busy: Times
@@ -70,8 +69,7 @@ class Plan(NamedTuple):
     """The counts of a turn of one call.
 
     Attributes:
-        warmup: calls of a turn that are not counted.
-        repeats: calls of a turn that are.
+        warmup, repeats: calls that are not counted, and that are.
         fills: before each call.
         queued: behind the fills, without waiting for them.
         rest: seconds before a turn.
@@ -110,7 +108,7 @@ def time_calls(
         calls: by name; each is called a few times to warm up.
         wait: blocks until a call's result is there.
         rounds: turns of each call.
-        round_ms: about the duration of a turn's counted calls, which are 3 to 20.
+        round_ms: rough duration of a turn's counted calls, which are 3 to 20.
 
     Raises:
         RuntimeError: the trace does not show the calls, or no kernel of one.
@@ -145,11 +143,10 @@ def time_host(
     rounds: int = 7,
     repeats: int = 300,
 ) -> dict[Name, Timing]:
-    """Time the host's share of several calls, in alternating order (ABBA).
+    """Time several calls on the host, in alternating order (ABBA).
 
-    The calls of a turn follow each other without waiting for the device. The device must be done
-    with one before the host has launched the next, or the host ends up waiting for room in the
-    queue of launches.
+    A turn's calls do not wait for the device, which must be faster than the host; otherwise the
+    host waits for room in the queue of launches.
 
     Args:
         calls: by name; each is called a few times to warm up.
@@ -158,8 +155,8 @@ def time_host(
         repeats: calls of a turn.
 
     Returns:
-        Timings whose `host` and `busy` are the milliseconds of one call: the median over turns, the
-        fastest and the slowest turn.
+        Timings whose `host` and `busy` are milliseconds of one call: the median, the fastest and
+        the slowest turn.
     """
     for call in calls.values():
         _host_turn(call, wait, _HOST_WARMUP)
@@ -191,14 +188,14 @@ def summarize(rounds: Sequence[Sequence[float]]) -> Times:
 
 
 def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Kernel]]]:
-    """Return for each turn the kernels of each call, told apart by the fills before calls.
+    """Return the kernels of each call of each turn, separated by the fills.
 
     Args:
         trace: kernels in any order.
         repeats: calls of each turn.
 
     Raises:
-        RuntimeError: there are other numbers of calls with a kernel.
+        RuntimeError: the number of calls with a kernel differs.
     """
     calls: list[list[Kernel]] = []
     for kernel in sorted(trace, key=lambda kernel: kernel.start):
@@ -215,7 +212,7 @@ def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Ker
 
 
 def covered(kernels: Iterable[Kernel]) -> float:
-    """Return the microseconds in which at least one of the kernels runs."""
+    """Return the microseconds in which at least one kernel runs."""
     total, until = 0.0, float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         total += max(0.0, kernel.end - max(kernel.start, until))
@@ -234,12 +231,12 @@ def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, T
 
 
 def _order(calls: Mapping[Name, Run], turn: int) -> list[Name]:
-    """Return the names in order, or reversed in every other turn."""
+    """Return the names in order, reversed in every other turn."""
     return list(calls) if turn % 2 == 0 else list(calls)[::-1]
 
 
 def _host_turn(call: Run, wait: Wait, repeats: int) -> float:
-    """Return the milliseconds of a call on the host, the mean of `repeats` calls in a row."""
+    """Return a call's milliseconds on the host, the mean of `repeats` calls."""
     result = None
     start = time.perf_counter()
     for _ in range(repeats):
@@ -254,7 +251,7 @@ def _is_torch(result: Any) -> bool:
 
 
 def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
-    """Plan as many calls as take `round_ms` by the host's clock, after one to warm up."""
+    """Plan the calls that take `round_ms` on the host's clock."""
     result = call()
     queued = _is_torch(result)
     wait(result)
@@ -274,9 +271,9 @@ def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
 
 
 def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
-    """Return all kernels of these turns, those of uncounted calls included."""
+    """Return all kernels of these turns, uncounted calls included."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    # Without acc_events it warns that more than one cycle, which there is not, would be lost.
+    # Avoids a warning about more than one cycle.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for call, plan in turns:
             time.sleep(plan.rest)

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TreeCase(FlashCase):
-    """One causal call of `flash_attention` over one tree of segments of tokens.
+    """One causal call of `flash_attention` over one tree of segments.
 
     Attributes:
-        batch: 1.
         seq_q, seq_kv: the tokens of all segments.
         parents: of each segment, in depth-first order; -1 for a root.
         segment_lengths: tokens of each segment.
@@ -69,11 +68,11 @@ class TreeCase(FlashCase):
 
 
 def separate(case: TreeCase, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Copy the paths of a tree out of q, k, v and dout [1, S, H, D], one after the other.
+    """Copy a tree's paths out of q, k, v and dout [1, S, H, D], one after the other.
 
     Returns:
-        q, k, v and dout [T, H, D], dout 0 but for one copy of each token, so that the gradients
-        are those of the tree; and the offsets of the paths, [N + 1] int32.
+        q, k, v and dout [T, H, D], and the paths' offsets [N + 1] int32. dout is 0 except at one
+        copy of each token, so that the gradients are the tree's.
     """
     import torch
 
@@ -88,7 +87,7 @@ def separate(case: TreeCase, tensors: Sequence[Tensor]) -> tuple[list[Tensor], T
 
 
 def joined(case: TreeCase, results: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tree's out, or out, dq, dk and dv [1, S, H, D], from those of `separate`."""
+    """Return the tree's results [1, S, H, D] from those of `separate`."""
     import torch
 
     out, *gradients = results
@@ -101,12 +100,12 @@ def joined(case: TreeCase, results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def separate_pairs(case: TreeCase) -> int:
-    """Count the pairs that are seen where the paths are separate sequences, in all heads."""
+    """Count the visible pairs of the separate paths, in all heads."""
     return case.heads_q * sum(len(path) * (len(path) + 1) // 2 for path in case.paths)
 
 
 def _first_copies(case: TreeCase, device: Any) -> Tensor:
-    """Return where each token of a tree is first in its paths, one after the other, [S] int64."""
+    """Return where each token first occurs in the packed paths, [S] int64."""
     import torch
 
     _, first = np.unique(np.concatenate(case.paths), return_index=True)

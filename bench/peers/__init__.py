@@ -1,10 +1,9 @@
 """The libraries that the twins are compared with, each of which may be absent.
 
-A flash factory takes (case, operation, tensors), tensors q, k, v and dout [B, S, H, D] of torch, or
-[T, H, D] one of packed sequences; a decode or prefill factory takes (case, tensors), a
-`bench.problems.DecodeTensors`. They return a `bench.job.Call` and raise
-`bench.job.Absent` if the peer is not installed or does not do the case. Peers are imported when
-they are asked for a call.
+A flash factory takes (case, operation, tensors), with torch's q, k, v and dout [B, S, H, D], or
+packed [T, H, D]; a decode or prefill factory takes (case, tensors), a
+`bench.problems.DecodeTensors`. They import their peer, and return a `bench.job.Call` or raise
+`bench.job.Absent`.
 """
 
 from collections.abc import Callable, Mapping

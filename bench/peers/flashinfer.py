@@ -1,7 +1,7 @@
 """FlashInfer's attention over a paged cache, planned outside of the timed call.
 
-It compiles a module for each wrapper, head dimension and pair of dtypes, for up to a minute. The
-modules of the suite kvcache are compiled in parallel at the first call, so that a run waits once.
+It slowly compiles a module for each wrapper, head dimension and pair of dtypes. The first call
+compiles those of the suite kvcache in parallel.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from bench.problems import DecodeTensors, decode_tensors
 from interop.parity.cases import DecodeCase, PagedCase
 
 WORKSPACE_BYTES = 512 * 2**20
-# A case of each module that kvcache needs: tokens of a sequence (all of several share a module),
-# head dimension, the cache's dtype where it is not the queries'.
+# A case for each module that kvcache needs: tokens of a sequence (several share a module), head
+# dimension, the cache's dtype if it is not the queries'.
 COMPILED_AHEAD = (
     (1, 128, None), (4, 128, None), (1, 128, "float8_e4m3fn"), (1, 64, None), (1, 256, None),
 )  # fmt: skip
@@ -27,8 +27,7 @@ COMPILED_AHEAD = (
 def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
     """Return a call of its decode kernels, or of its prefill kernels for several tokens.
 
-    One token a sequence goes through BatchDecodeWithPagedKVCacheWrapper, without its option of
-    tensor cores, which is slower there; several go through BatchPrefillWithPagedKVCacheWrapper.
+    One token uses BatchDecodeWithPagedKVCacheWrapper without tensor cores, which is faster there.
     """
     _check_case(case)
     load("flashinfer")  # absent before anything is compiled
@@ -38,7 +37,7 @@ def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
 
 
 def prefill(case: PagedCase, tensors: DecodeTensors) -> Call:
-    """Return a call of its prefill kernels, which take any number of new tokens a sequence."""
+    """Return a call of its prefill kernels."""
     _check_case(case)
     if case.padding:
         raise Absent("it leaves padding as it is")
@@ -56,7 +55,7 @@ def _check_case(case: DecodeCase) -> None:
 
 @cache
 def _compile_ahead(device: str) -> None:
-    """Compile the modules of kvcache; a failure shows again at the case that needs it."""
+    """Compile the modules of kvcache; the case that needs a module shows its failure."""
 
     def compile_for(tokens: int, head_dim: int, kv_dtype: str | None) -> None:
         case = DecodeCase("small", (tokens,), tokens, 1, 1, head_dim, dtype="float16",
@@ -69,7 +68,7 @@ def _compile_ahead(device: str) -> None:
 
 
 def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
-    """Return a wrapper's run with these tensors; planning compiles if that is not done yet."""
+    """Return a wrapper's run, planned and compiled."""
     import torch
 
     flashinfer = load("flashinfer")

@@ -1,7 +1,6 @@
 """FlashAttention-3 in JAX, both passes: XLA's calls into the library of dew-flash-attn-cu13.
 
-Of that package only one library is read, so that a folder of its name on PYTHONPATH, with the
-library in it, is enough.
+Only that library is read, so a folder of the package's name on PYTHONPATH is enough.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ROWS = 128  # to which the backward rounds a sequence's rows up, at most
 
 
 def fa3(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of the kernels of FlashAttention-3."""
+    """Return a call of FlashAttention-3's kernels."""
     check_flash(case, rectangles=True)
     check_head_dims(case, same=True)
     register()
@@ -35,7 +34,7 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of the kernels of FlashAttention-3 for packed sequences."""
+    """Return a call of FlashAttention-3's kernels for packed sequences."""
     check_packed(case)
     check_head_dims(case, same=True)
     register()
@@ -51,7 +50,7 @@ def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 @cache
 def register() -> None:
-    """Register the library's functions with JAX, whose devices load what it is linked to.
+    """Register the library's functions with JAX, whose devices load its dependencies.
 
     Raises:
         Absent: there is no library, it cannot be loaded, or this card is not Hopper.
@@ -77,10 +76,9 @@ def register() -> None:
 def _attention(
     case: FlashCase | VarlenCase, sequences: int, offsets: tuple[Any, ...] = (), **lengths: Any
 ) -> Callable[..., Any]:
-    """Return out from q, k, v, [B, S, H, D] or [T, H, D], with the library's own backward.
+    """Return a function of q, k, v, [B, S, H, D] or [T, H, D], with the library's backward.
 
     Args:
-        case: the problem.
         sequences: how many there are.
         offsets: of packed queries and keys, [N + 1] int32.
         lengths: of the longest packed sequence, by attribute.
@@ -104,7 +102,7 @@ def _attention(
 
     def forward(q, k, v):
         *batch, rows, heads, _ = q.shape
-        # Out, the log-sum-exp, and of splits, which this build has not, nothing.
+        # Out, the log-sum-exp, and two empty results of splits.
         results = (like(q), floats(*batch, heads, rows), floats(1, 1, 1, 1), floats(1, 1, 1))
         out, lse, *_ = ffi_call(f"dew_flash3_{kind}_fwd", results)(q, k, v, *offsets, **attributes)
         return out, (q, k, v, out, lse)

@@ -18,14 +18,14 @@ from bench.job import Absent, Call
 from bench.peers.limits import HALF, check_flash, load
 from interop.parity.cases import FlashCase
 
-# Imported by tokamax: a profiler that its attention does not use.
+# Tokamax imports this profiler, which its attention does not use.
 _XPROF = "xprof.cli.tools.get_kernel_stats_tool"
 
 
 def jax_nn(
     implementation: Literal["xla", "cudnn"], case: FlashCase, operation: str, tensors
 ) -> Call:
-    """Return a call of XLA's operations or of cuDNN's kernels; float32 is not rounded to TF32."""
+    """Return a call of XLA's operations or cuDNN's kernels; float32 is not rounded to TF32."""
     check_flash(case, dtypes=(*HALF, "float32") if implementation == "xla" else HALF)
     import jax
 
@@ -39,7 +39,7 @@ def jax_nn(
 
 
 def pallas_mha(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of `jax.experimental.pallas.ops.gpu.attention.mha` with its own block sizes."""
+    """Return a call of `jax.experimental.pallas.ops.gpu.attention.mha` with its block sizes."""
     check_flash(case, groups=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # in favour of tokamax, a peer as well
@@ -54,7 +54,7 @@ def pallas_mha(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def tokamax(implementation: str, case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of tokamax's "mosaic" or "triton" kernels, with the configuration they have."""
+    """Return a call of tokamax's "mosaic" or "triton" kernels as configured."""
     check_flash(case)
     with _xprof():
         module = load("tokamax")
@@ -75,7 +75,7 @@ def tokamax(implementation: str, case: FlashCase, operation: str, tensors) -> Ca
 
 @contextmanager
 def _not_autotuned() -> Iterator[None]:
-    """Filter out the warnings that it is not autotuned, pages of text per call compiled."""
+    """Filter its long warnings that it is not autotuned."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith("Autotuning cache miss")
@@ -90,7 +90,7 @@ def _not_autotuned() -> Iterator[None]:
 
 @contextmanager
 def _xprof() -> Iterator[None]:
-    """Let empty modules stand in for xprof inside the block if it is not installed."""
+    """Replace xprof by empty modules if it is not installed."""
     stand_ins = {}
     if not find_spec("xprof"):
         names = accumulate(_XPROF.split("."), "{}.{}".format)

@@ -1,4 +1,4 @@
-"""Refuse, with `Absent`, what a peer does not do before it is called."""
+"""Refuse, with `Absent`, what a peer does not do."""
 
 from __future__ import annotations
 
@@ -33,13 +33,12 @@ def check_flash(
     """Refuse what an adapter does not pass on to its peer.
 
     Args:
-        case: the problem.
         dtypes: supported dtypes.
         rectangles: its causal mask is aligned to the last query and key, like ours.
         groups: query heads may share a kv head.
 
     Raises:
-        Absent: the peer does not do the case; the text says why.
+        Absent: the peer does not do the case.
     """
     if case.window_size is not None or case.softcap is not None:
         raise Absent("this adapter has neither windows nor capped scores")
@@ -55,7 +54,7 @@ def check_packed(case: VarlenCase, dtypes: tuple[str, ...] = HALF) -> None:
     """Refuse what an adapter does not pass on to its peer of packed sequences.
 
     Raises:
-        Absent: the peer does not do the case; the text says why.
+        Absent: the peer does not do the case.
     """
     if case.window_size is not None or case.softcap is not None or case.sinks:
         raise Absent("this adapter has neither windows, capped scores nor sinks")
@@ -69,11 +68,10 @@ def check_head_dims(case: FlashCase | VarlenCase, *, same: bool = False) -> None
     """Refuse head dimensions that FlashAttention-3 and 4 do not take on Hopper.
 
     Args:
-        case: the problem.
         same: values must have the head dimension of queries and keys.
 
     Raises:
-        Absent: a head dimension over 256, no multiple of 8, or another one of values.
+        Absent: a head dimension over 256 or no multiple of 8, or another one of values.
     """
     head_dims = case.spec.head_dim, case.spec.head_dim_v
     for head_dim in head_dims:
@@ -87,7 +85,7 @@ def check_dense(case: DecodeCase) -> None:
     """Refuse what a plain attention over a dense copy of the cache does not do.
 
     Raises:
-        Absent: a window, capped scores, sinks, a quantised cache, a tree or lengths that differ.
+        Absent: a window, capped scores, sinks, a quantised cache, a tree or different lengths.
     """
     if case.window_size is not None or case.softcap is not None or case.sinks:
         raise Absent("this adapter has neither windows, capped scores nor sinks")

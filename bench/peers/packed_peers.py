@@ -1,6 +1,6 @@
 """Attention over packed sequences by other libraries: from offsets, by a mask, or padded.
 
-A factory takes (case, operation, tensors), tensors q, k, v and dout [T, H, D] of torch.
+A factory takes (case, operation, tensors), with torch's q, k, v and dout [T, H, D].
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 FLEX_TILE = 128  # queries, and keys, of FlexAttention's tiles
 SCORES_MAX = 1 << 35  # bytes of float32 scores; beside them there are masks and probabilities
-# Arrays of the scores' size at once; a backward has the gradients of scores and probabilities too.
+# Arrays of the scores' size at once; a backward has gradients of scores and probabilities too.
 ARRAYS = {"forward": 1, "backward": 4}
 
 
 def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of the FlashAttention-2 in torch, as `torch.nn.attention.varlen` calls it."""
+    """Return a call of torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
     check_packed(case)
     attend = _aten()._flash_attention_forward
     offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
@@ -60,10 +60,7 @@ def fa4_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 
 def flex(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention whose block mask, of documents, is made beforehand.
-
-    Compiling takes some 10 s for every shape.
-    """
+    """Return a call of compiled FlexAttention with a premade block mask of documents."""
     check_packed(case, dtypes=(*HALF, "float32"))
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -123,14 +120,13 @@ def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
 def padded(
     factory: Callable[..., Call], case: VarlenCase, operation: str, tensors: Sequence[Tensor]
 ) -> Call:
-    """Return a flash peer's call on the documents as a batch padded to the longest one.
+    """Return a flash peer's call on the documents, padded to the longest one.
 
-    The batch is made beforehand, its length a multiple of 64. What a causal mask shows of a
-    document is no padding, which comes behind it; the gradient of padding is 0.
+    The batch is premade, its length a multiple of 64. Padding comes last, where causal rows do not
+    see it; its gradient is 0.
 
     Args:
         factory: the peer's, which takes (case, operation, tensors).
-        case, operation, tensors: as those of the other factories here.
     """
     check_packed(case)
     if not case.causal:

@@ -1,7 +1,7 @@
 """Terms of scores and dropout by other libraries.
 
-A factory takes (case, operation, tensors): a `FlashCase`, and q, k, v, the term that has a gradient
-if there is one, and dout, of torch.
+A factory takes (case, operation, tensors): a `FlashCase`, and torch's q, k, v, the term that has a
+gradient, if any, and dout.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def flex(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def sdpa(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of `scaled_dot_product_attention`, the bias its attn_mask."""
+    """Return a call of `scaled_dot_product_attention` with the bias as attn_mask."""
     if _terms(case) not in (["bias"], []):
         raise Absent("it has a bias alone")
     import torch

@@ -1,7 +1,7 @@
-"""Attention over the tiles that a block mask keeps, by other libraries.
+"""Attention with a block mask by other libraries.
 
-A factory takes (case, operation, tensors): a `bench.problems.SparseCase`, and q, k, v and dout
-[B, S, H, D] of torch.
+A factory takes (case, operation, tensors): a `bench.problems.SparseCase`, and torch's q, k, v and
+dout [B, S, H, D].
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from twin_attention.contract.block_mask import BlockMask
 
 
 def flex(case: SparseCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention whose block mask is made beforehand.
-
-    Compiling takes some 10 s for every shape.
-    """
+    """Return a call of compiled FlexAttention with a premade block mask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attend = partial(
@@ -32,7 +29,7 @@ def flex(case: SparseCase, operation: str, tensors) -> Call:
 
 
 def sparse_mask(case: SparseCase, device: Any) -> Any:
-    """Return FlexAttention's mask: tiles that are seen as a whole, and a causal mask's edge."""
+    """Return FlexAttention's mask: whole tiles, and a causal mask's edge."""
     tiles = case.tiles
     edge = np.zeros_like(tiles)
     if case.causal:
@@ -51,13 +48,13 @@ def flex_mask(
     visible: Callable[..., Any] | None,
     device: Any,
 ) -> Any:
-    """Return a mask of the kept tiles. `create_block_mask` would evaluate every pair for it.
+    """Return a mask of the kept tiles. `create_block_mask` would evaluate every pair.
 
     Args:
-        kept, whole: [tiles_q, tiles_kv] bool, tiles of which something or all is seen.
+        kept, whole: [tiles_q, tiles_kv] bool, tiles that are seen partly or wholly.
         tile: queries and keys of a tile.
         lengths: queries and keys.
-        visible: which pairs of the other kept tiles are seen, or None if all kept ones are whole.
+        visible: which pairs of partly seen tiles are seen; None if all are whole.
         device: where the mask lies.
     """
     import torch
@@ -73,7 +70,7 @@ def flex_mask(
 
 
 def jax_masked(case: SparseCase, operation: str, tensors) -> Call:
-    """Return a call of XLA's attention in `jax.nn` with a mask of pairs, made in each call."""
+    """Return a call of XLA's attention in `jax.nn` that makes a mask of pairs."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -90,7 +87,7 @@ def jax_masked(case: SparseCase, operation: str, tensors) -> Call:
             )  # fmt: skip
 
     *qkv, dout = tensors
-    # The tiles are an argument: a constant would be folded into a mask when it is compiled.
+    # As a constant the tiles would be folded into the compiled mask.
     tiles = torch.tensor(case.tiles, device=dout.device)
     return jax_call(attend, operation, [*qkv, tiles, dout])
 

@@ -13,14 +13,14 @@ from bench.problems import DecodeTensors
 from interop.parity.cases import DecodeCase, FlashCase
 
 FLASH_ATTENTION = "FLASH_ATTENTION"  # FlashAttention-2; CUDNN_ATTENTION is cuDNN's
-# Memory-efficient attention. A float32 product is three of TF32, at torch's default and always.
+# Memory-efficient attention always multiplies float32 by three TF32 products.
 EFFICIENT_ATTENTION = "EFFICIENT_ATTENTION"
 
 
 def eager(case: FlashCase, operation: str, tensors) -> Call:
     """Compute ``softmax(scale · q kᵀ) v`` in the inputs' dtype, all scores in memory.
 
-    The causal mask is made beforehand.
+    The causal mask is premade.
     """
     check_flash(case, dtypes=(*HALF, "float32"), rectangles=True)
     import torch
@@ -44,10 +44,7 @@ def eager(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def flex(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention, its causal mask a block mask made beforehand.
-
-    Compiling takes some 10 s for every shape.
-    """
+    """Return a call of compiled FlexAttention with a premade causal block mask."""
     check_flash(case, dtypes=(*HALF, "float32"), rectangles=True)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -90,10 +87,7 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa4(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4.
-
-    Compiling takes some 5 s for every head dimension, with and without a causal mask.
-    """
+    """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
     check_flash(case, rectangles=True)
     check_head_dims(case)
     attend = load("flash_attn.cute").flash_attn_func
@@ -108,7 +102,7 @@ def fa4(case: FlashCase, operation: str, tensors) -> Call:
 def sdpa_by_default(
     case: FlashCase, operation: str, tensors, wrap: Callable[[Any], Any] = lambda attend: attend
 ) -> Call:
-    """Return a call of the backend that torch chooses; `wrap` compiles it, for example."""
+    """Return a call of the backend that torch chooses; `wrap` may compile it."""
     check_flash(case, dtypes=(*HALF, "float32"), groups=False)
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -119,10 +113,9 @@ def sdpa_by_default(
 def sdpa_operator(
     backend: Literal["flash", "cudnn"], case: FlashCase, operation: str, tensors
 ) -> Call:
-    """Return a call of the operator that torch's SDPA calls once it has chosen a backend.
+    """Return a call of the operator behind torch's SDPA.
 
-    For times of the host: there `sdpa` also pays for entering `sdpa_kernel` at each call, which
-    takes about as long as the attention.
+    For host times: `sdpa` also enters `sdpa_kernel`, which takes about as long as the attention.
     """
     check_flash(case, groups=False)
     import torch
@@ -139,7 +132,7 @@ def sdpa_operator(
 
 
 def sdpa_decode(backend: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """Return a call of the backend on a dense copy of the cache, which is made beforehand."""
+    """Return a call of the backend on a premade dense copy of the cache."""
     check_dense(case)
     spec, length = case.spec, case.lengths[0]
     causal = spec.tokens > 1

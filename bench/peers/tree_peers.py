@@ -1,7 +1,7 @@
 """Attention over a tree of tokens by other libraries.
 
-A factory takes (case, operation, tensors): a `bench.trees.TreeCase`, and q, k, v and dout
-[1, S, H, D] of torch.
+A factory takes (case, operation, tensors): a `bench.trees.TreeCase`, and torch's q, k, v and dout
+[1, S, H, D].
 """
 
 from __future__ import annotations
@@ -25,12 +25,9 @@ def flex(
 ) -> Call:
     """Return a call of compiled FlexAttention with a block mask of the tree.
 
-    Compiling takes some 10 s for every shape.
-
     Args:
-        case, operation, tensors: as every factory takes them.
-        makes_mask: make the mask in each call, as each new tree needs it; else it is made once.
-        compiles_mask: compile the function that makes it, which torch does not by default.
+        makes_mask: make the mask in each call, as each new tree needs it; else it is premade.
+        compiles_mask: compile the function that makes it, unlike torch's default.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
