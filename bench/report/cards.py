@@ -1,4 +1,4 @@
-"""Put cards beside each other: for each its facts and a table, with the same columns."""
+"""Compare cards: the facts and a table of each, with the same columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CAPTION = (
 )
 _TITLES = ["case", "pass", "torch", "jax", "FA2", "cuDNN", "fastest peer", "/ torch", "/ jax"]
 _SHOWN = ("GPU", "card", "clocks", "power", "versions", "commit", "date")
-# The order in which a framework takes its families.
+# The order in which a framework chooses its families.
 _FAMILIES = {"torch": ("torch gluon", "torch triton"), "jax": ("jax mosaic", "jax triton")}
 _PEERS = {
     "FA2": ("FA2", "FA2 varlen", "FA2 dense"),
@@ -29,13 +29,7 @@ _TARGETS = ("sm90", "sm80")  # that of the device first
 
 
 class Card(NamedTuple):
-    """One run on one card.
-
-    Attributes:
-        title: the card's name.
-        facts: where, when and with what it was measured, and whether the results were right.
-        grid: a row for each problem; titles first.
-    """
+    """One run on one card: its name, its facts with whether results were right, and its table."""
 
     title: str
     facts: dict[str, str]
@@ -84,7 +78,7 @@ def _grid(run: Sequence[Record]) -> Grid:
 
 
 def _cells(row: dict[str, Record], ours: Sequence[Record | None], peak: Peak) -> Iterator[str]:
-    """Return the rates of a problem, the fastest peer, and its times over ours."""
+    """Return a problem's rates, the fastest peer, and its times over ours."""
     for record in (*ours, *(_first(row, labels) for labels in _PEERS.values())):
         if record is None or record.times is None:
             yield "" if record is None else record.status
@@ -104,7 +98,7 @@ def _ours(row: dict[str, Record], framework: str, operation: str) -> Record | No
 
 
 def _is_slower(record: Record, operation: str) -> bool:
-    """Return True for kernels of paged caches behind which a framework has faster ones."""
+    """Return True for paged kernels that a framework's default prefers others to."""
     if operation != "decode" or record.implementation != "jax mosaic":
         return False
     spec = DecodeCase(**record.case).spec
@@ -112,6 +106,6 @@ def _is_slower(record: Record, operation: str) -> bool:
 
 
 def _first(row: dict[str, Record], labels: Sequence[str]) -> Record | None:
-    """Return the first record that is there and has a problem of this kind."""
+    """Return the first record that exists and has this kind of problem."""
     found = [row[label] for label in labels if label in row]
     return next((record for record in found if record.status != "absent"), None)

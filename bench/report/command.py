@@ -45,7 +45,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report; returns 2 when a file cannot be read or holds no record."""
+    """Write the report; return 2 if a file cannot be read or holds no record."""
     from bench.report.markdown import put_excerpt, summary
     from bench.report.page import number_of_chapters, to_page
     from bench.report.tables import to_csv
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _logs(paths: Sequence[Path], records: Sequence[Record]) -> dict[str, list[Sample]]:
-    """Return by suite the log of clocks and power that `python -m bench all` wrote."""
+    """Return by suite the log of clocks and power from `python -m bench all`."""
     suites = dict.fromkeys(record.suite for record in records)
     beside = {suite: [log_path(path, suite) for path in paths] for suite in suites}
     return {

@@ -1,4 +1,4 @@
-"""Write the report's summary in markdown, with a few plots; and tables for the documentation."""
+"""Write the report's summary in markdown with plots, and tables for the documentation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LETTERS_PER_INCH = 10  # of a picture's title
 
 
 def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
-    """Return the files of a summary by their names: NAME.md and the plots that it shows."""
+    """Return a summary's files by name: NAME.md and its plots."""
     compared = runs(records)
     pictures = {f"{name}-{short}.svg": p for run in compared for short, p in headline(run)}
     parts = [f"# Benchmark {name}"]
@@ -50,7 +50,7 @@ def put_excerpt(text: str, records: Sequence[Record]) -> str:
     """Return a text with tables of records between its marks, `BEGIN` and `END`.
 
     Raises:
-        ValueError: there are not these two marks.
+        ValueError: a mark is missing.
     """
     try:
         before, rest = text.split(BEGIN)
@@ -62,7 +62,7 @@ def put_excerpt(text: str, records: Sequence[Record]) -> str:
 
 
 def _excerpt(run: Sequence[Record]) -> list[str]:
-    """Return tables of flash attention at 4096 keys and of the decode of batches."""
+    """Return tables of flash attention at 4096 keys and of batched decodes."""
     shown = [
         record
         for record in run
@@ -92,7 +92,7 @@ def _folded(title: str, grid: Grid) -> str:
 
 
 def _standalone(picture: Picture) -> str:
-    """Return a picture as a file of its own: its title inside, on white, letters as outlines."""
+    """Return a picture as a file: with its title, on white, letters as outlines."""
     (legend,) = picture.figure.legends
     title = "\n".join(wrap(picture.title, int(picture.figure.get_figwidth() * LETTERS_PER_INCH)))
     legend.set_title(title, FontProperties(size=11, weight="bold"))

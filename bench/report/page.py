@@ -41,13 +41,11 @@ def to_page(
     logs: Mapping[str, Sequence[Sample]] | None = None,
     follow: Follow = iter,
 ) -> str:
-    """Return a page with every run: its facts and peaks, and a section for each suite.
+    """Return a page with every run's facts, peaks and suites.
 
     Args:
-        title: of the page.
-        records: of one run or more.
         logs: by suite, clocks and power over its run.
-        follow: returns the iterator of the chapters that it gets, as a progress bar does.
+        follow: wraps the iterable of chapters, as a progress bar does.
     """
     compared = runs(records)
     measured = [record for run in compared for record in run if record.operation != "peak"]
@@ -62,7 +60,7 @@ def to_page(
 
 
 def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the statuses of our rows, red if one failed, and those of the peers."""
+    """Return the statuses of our rows, red if one failed, and of the peers'."""
     ours, peers = ([r for r in records if r.is_peer == peer] for peer in (False, True))
     look = "failed" if any(_LOOKS.get(r.status) == "failed" for r in ours) else "passed"
     texts = [(look, "ours", statuses(ours)), ("peers", "peers", statuses(peers))]
@@ -72,7 +70,7 @@ def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
 def _all_chapters(
     records: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
 ) -> Iterator[tuple[str, str]]:
-    """Return the title and the HTML of each part: of each card, then of each run."""
+    """Return the title and HTML of each part: of each card, then of each run."""
     several = are_several(records)
     if several:
         yield from _cards(records)
@@ -83,14 +81,14 @@ def _all_chapters(
 
 
 def number_of_chapters(records: Sequence[Record]) -> int:
-    """Return how many chapters `to_page` makes at most: a suite of peaks alone has none."""
+    """Return the most chapters that `to_page` makes; a suite of only peaks has none."""
     compared = runs(records)
     suites = sum(len({record.suite for record in run}) for run in compared)
     return suites + len(compared) * (1 + are_several(records))
 
 
 def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """Return the name of each card, and its facts and table, which have the same columns."""
+    """Return each card's name, facts and table; tables have the same columns."""
     for card in cards(records):
         titles, *rows = card.grid
         cells = ([Cell(text, _LOOKS.get(text, "")) for text in row] for row in rows)
@@ -101,7 +99,7 @@ def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
 def _chapters(
     run: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
 ) -> Iterator[tuple[str, str]]:
-    """Return the title and the HTML of each part of a run."""
+    """Return the title and HTML of each part of a run."""
     title = f"Run of {run[0].date[:10]}, commit {run[0].commit[:12]}"
     yield title, "\n".join(_overview(run))
     for section in sections(run):

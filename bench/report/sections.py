@@ -1,4 +1,4 @@
-"""Collect what a report shows of a run: facts, peaks, and a section for each suite."""
+"""Collect what a report shows of a run: facts, peaks, and a section per suite."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ class Section:
     """One suite of one run.
 
     Attributes:
-        title, note: the suite's.
-        records: its records by operation, peaks left out.
-        peaks: those measured with the suite.
-        tables: by heading, those with a row or more.
+        records: by operation, without peaks.
+        peaks: measured with the suite.
+        tables: by heading.
         every: a row for each of `records`, in their order.
     """
 
@@ -50,7 +49,7 @@ class Section:
 
 
 def sections(run: Sequence[Record]) -> list[Section]:
-    """Return the suites of a run, each with the peaks that were measured with it."""
+    """Return a run's suites, each with its peaks."""
     found = []
     for name, group in groups(run, lambda record: record.suite).items():
         parts = by_operation(record for record in group if record.operation != "peak")
@@ -81,7 +80,7 @@ def _tables(
 
 
 def limits(card: Mapping[str, Any]) -> str:
-    """Return a card's size, limits and driver in one line, as far as they are known."""
+    """Return a card's known size, limits and driver in one line."""
     texts = {
         "multiprocessors": "{} SMs", "memory_gib": "{:.0f} GiB",
         "shared_memory": "{} bytes of shared memory a block", "sm_mhz": "up to {:.0f} MHz",
@@ -99,7 +98,7 @@ def statuses(records: Sequence[Record]) -> str:
 
 
 def facts(run: Sequence[Record]) -> dict[str, str]:
-    """Return where, when and with what a run was measured, and how far its numbers hold."""
+    """Return where, when and with what a run was measured, and how reliable it is."""
     days = sorted({record.date[:10] for record in run})
     found = {
         "GPU": run[0].device,
@@ -149,7 +148,7 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
 
 
 def _difference(record: Record) -> float:
-    """Return how far the events of a record that has both are from its span."""
+    """Return how far a record's events are from its span."""
     assert record.events is not None
     assert record.span is not None
     return abs(record.events / record.span.median - 1)
@@ -171,7 +170,7 @@ def notes(run: Sequence[Record]) -> list[str]:
 
 
 def peaks_table(run: Sequence[Record]) -> Grid:
-    """Return the rates of torch's product, read and copy, by datasheet and beside each suite."""
+    """Return rates of torch's product, read and copy, by datasheet and by suite."""
     found = [record for record in run if record.operation == "peak" and record.times]
     beside = list(groups(found, lambda record: record.suite))
     rows = [["peak", "datasheet", *(f"beside {name}" for name in beside)]]

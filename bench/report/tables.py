@@ -17,7 +17,7 @@ from interop.rendering.tables import Grid
 
 Item = TypeVar("Item")
 
-# What a summary shows: the twins and the peers that a reader compares them with first.
+# What a summary shows: the twins and the most relevant peers.
 SHOWN = {
     "torch gluon", "jax mosaic", "torch triton", "jax triton", "FA2", "FA3", "FA4",
     "jax FA3", "cuDNN", "tokamax Mosaic", "FlashInfer", "FA2 dense", "cuDNN dense",
@@ -27,7 +27,7 @@ _RATIOS = ("eager", "SDPA", "FA2")  # peers whose time over each implementation'
 
 
 def groups(records: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, list[Item]]:
-    """Return records, or groups of them, by a key, in the order in which keys first appear."""
+    """Return records or groups of them by a key, in order of first appearance."""
     found: dict[Any, list[Item]] = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
@@ -35,7 +35,7 @@ def groups(records: Iterable[Item], key: Callable[[Item], Any]) -> dict[Any, lis
 
 
 def runs(records: Iterable[Record]) -> list[list[Record]]:
-    """Return groups that may be compared; of the same measurement the last record counts."""
+    """Return comparable groups; of the same measurement the last record counts."""
     latest = {record.key: record for record in records}
     return list(groups(latest.values(), lambda record: record.run).values())
 
@@ -46,25 +46,25 @@ def by_operation(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 def by_case(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
-    """Return for each case's name the records of one operation by label."""
+    """Return each case's records of one operation by label."""
     cases = groups(records, lambda record: record.case["name"])
     return {name: {record.label: record for record in group} for name, group in cases.items()}
 
 
 def labels(records: Iterable[Record], peers: bool | None = None) -> list[str]:
-    """Return labels of all, of the peers or of our own: ours first, then by number of times."""
+    """Return labels of all, peers or ours: ours first, then by number of times."""
     chosen = groups((r for r in records if peers in (None, r.is_peer)), lambda r: r.label)
     timed = {label: sum(r.times is not None for r in group) for label, group in chosen.items()}
     return sorted(chosen, key=lambda label: (chosen[label][0].is_peer, -timed[label]))
 
 
 def is_batch(record: Record) -> bool:
-    """Return True for a decode of a batch, none of the sweep over lengths."""
+    """Return True for a batched decode outside the length sweep."""
     return record.suite == "kvcache" and not record.case["name"].startswith("sweep")
 
 
 def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
-    """Return a peer's time over ours, above 1 if ours is faster; None if either is missing."""
+    """Return a peer's time over ours, above 1 if ours is faster; None if one is missing."""
     pair = [row[name].times for name in (label, peer) if name in row]
     if len(pair) < 2 or pair[0] is None or pair[1] is None:
         return None
@@ -78,7 +78,7 @@ def status(record: Record) -> str:
 
 
 def ratio_text(row: dict[str, Record], label: str, other: str | None) -> str:
-    """Return another's time over that of `label`, or why it has none; "" where it is absent."""
+    """Return another's time over `label`'s, or why it has none; "" if absent."""
     if other is None or other not in row or row[other].status == "absent":
         return ""
     found = ratio(row, label, other)
@@ -86,26 +86,26 @@ def ratio_text(row: dict[str, Record], label: str, other: str | None) -> str:
 
 
 def best_peer(row: dict[str, Record]) -> str | None:
-    """Return the label of the fastest peer of a case, None if none has a time."""
+    """Return the label of a case's fastest peer, if any has a time."""
     times = {label: r.times.median for label, r in row.items() if r.is_peer and r.times}
     return min(times, key=lambda label: times[label], default=None)
 
 
 def problem(case: dict[str, Any]) -> str:
-    """Return a case in one line: its problem, or its name where it has none."""
+    """Return a case in one line: its problem, or else its name."""
     if "head_dim" not in case:
         return case["name"]
     text = re.sub(r"\b(S|H|T)q(\d+) \1kv\2\b", r"\1\2", problem_text(case))
     if "max_pages" in case and case["max_pages"] == -(-max(case["lengths"]) // case["page_size"]):
         text = re.sub(r"pages \d+x", "pages ", text)  # as many as the sequence needs
     text = text.replace("pages ", "pages=")
-    # How many pages all sequences begin with is no field of a case.
+    # The number of shared first pages is no field of a case.
     shared = re.fullmatch(r"cascade-.*-(\d+)-pages", case["name"])
     return f"{text} shared_pages={shared[1]}" if shared else text
 
 
 def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:
-    """Return what the problems of all cases share, and by case what tells it from the others."""
+    """Return what all cases' problems share, and how each case differs."""
     words = {r.case["name"]: re.split(r" (?![^(]*\))", problem(r.case)) for r in records}
     shared = [word for word in next(iter(words.values())) if all(word in w for w in words.values())]
     if len(words) == 1:
@@ -115,12 +115,12 @@ def names(records: Iterable[Record]) -> tuple[str, dict[str, str]]:
 
 
 def number(value: float) -> str:
-    """Return three digits, or all those before the point."""
+    """Return three digits, or all before the point."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def percent(value: float) -> str:
-    """Return a fraction as a percentage, one digit after the point."""
+    """Return a fraction as a percentage with one decimal."""
     return f"{value:.1%}"
 
 
@@ -130,7 +130,7 @@ def rates(records: Sequence[Record], peak: Peak) -> Grid:
 
 
 def milliseconds(records: Sequence[Record]) -> Grid:
-    """Return times of one operation and, in brackets, the spread between rounds."""
+    """Return times of one operation with the spread between rounds in brackets."""
     return _pivot(
         records,
         lambda r: f"{number(r.times.median)} ({percent(r.times.spread)})" if r.times else r.status,
@@ -138,7 +138,7 @@ def milliseconds(records: Sequence[Record]) -> Grid:
 
 
 def memory(records: Sequence[Record]) -> Grid:
-    """Return megabytes that calls of one operation add and, in brackets, what a forward saved."""
+    """Return megabytes that one operation's calls add, and in brackets what a forward saved."""
 
     def cell(record: Record) -> str:
         if record.memory is None:  # of JAX it may be unknown
@@ -150,7 +150,7 @@ def memory(records: Sequence[Record]) -> Grid:
 
 
 def speeds(records: Sequence[Record]) -> Grid:
-    """Return a peer's time over ours, minimum to maximum over the cases; a column for each peer."""
+    """Return a peer's time over ours, from minimum to maximum over the cases; a column per peer."""
     timed = [record for record in records if record.times and not record.is_yardstick]
     peers = labels(timed, peers=True)
     rows = [["operation", "implementation", "best peer", *peers]]
@@ -164,7 +164,7 @@ def speeds(records: Sequence[Record]) -> Grid:
 
 
 def every(records: Sequence[Record], columns: Mapping[str, Column], bounds: Peaks) -> Grid:
-    """Return a row for each record: the suite's own columns, then the common ones."""
+    """Return a row for each record: the suite's columns, then the common ones."""
     cases = {name: by_case(group) for name, group in by_operation(records).items()}
     rows = []
     for record in records:
@@ -176,16 +176,16 @@ def every(records: Sequence[Record], columns: Mapping[str, Column], bounds: Peak
 
 
 def to_grid(rows: Sequence[Cells]) -> Grid:
-    """Return rows of cells by title as a table, without columns that are empty."""
+    """Return rows of cells by title as a table without empty columns."""
     titles = dict.fromkeys(title for row in rows for title in row)
     used = [title for title in titles if any(row.get(title) not in (None, "") for row in rows)]
     return [used, *([_text(row.get(title)) for title in used] for row in rows)]
 
 
 def brief(records: Sequence[Record]) -> tuple[Grid, list[str]]:
-    """Return a row for each record: its time and rates, and the fastest peer's time over it.
+    """Return each record's time, rates and fastest peer's ratio, and each row's style.
 
-    A row without numbers names each problem. Beside the table there is the style of each row.
+    A row without numbers names each problem.
     """
     bounds, rows, styles = peaks(records), [], []
     for problem, group in groups(records, lambda r: (r.case["name"], r.operation)).items():
@@ -212,7 +212,7 @@ def brief(records: Sequence[Record]) -> tuple[Grid, list[str]]:
 
 
 def unmeasured(records: Sequence[Record]) -> Grid:
-    """Return what has no time, and why; the same of several cases in one row."""
+    """Return what has no time, and why; equal reasons of several cases share a row."""
     found = groups(
         (record for record in records if record.times is None),
         lambda r: (r.operation, r.label, r.status, r.message or ""),
@@ -226,9 +226,9 @@ def unmeasured(records: Sequence[Record]) -> Grid:
 
 
 def to_csv(records: Iterable[Record]) -> str:
-    """Return a row for each record and a column for each field, nested fields among them.
+    """Return a row per record and a column per field, also nested ones.
 
-    The timelines of memory, which are long, are in the records alone.
+    Only the records have the long timelines of memory.
     """
     rows = [_flat(asdict(replace(record, timeline=None))) for record in records]
     buffer = io.StringIO()
@@ -253,7 +253,7 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shared(record: Record, row: dict[str, Record], peak: Peak) -> Cells:
-    """Return the cells that every suite has, from a record and those beside it."""
+    """Return the cells that every suite has."""
     times, span, host, gpu = record.times, record.span, record.host, record.gpu or {}
     peer = best_peer(row)
     best = None if peer is None else ratio(row, record.label, peer)
@@ -284,7 +284,7 @@ def _percent(value: float | None) -> str | None:
 
 
 def _pivot(records: Sequence[Record], cell: Callable[[Record], str]) -> Grid:
-    """Return cases down, implementations across, without the ones that are absent everywhere."""
+    """Return cases down, implementations across, without those absent everywhere."""
     titles = labels(record for record in records if record.status != "absent")
     shared, apart = names(records)
     rows = [[f"case (all {shared})" if shared else "case", *titles]]

@@ -20,7 +20,7 @@ _EAGER = {"torch": "eager", "jax": "xla"}
 
 
 def mfu(record: Record) -> str | None:
-    """Return the model's FLOP rate over the datasheet's of bfloat16, if there is one."""
+    """Return the model's FLOP rate over the datasheet's of bfloat16, if known."""
     sheet = datasheet(record.device)
     return percent(record.tflops / sheet.tflops) if record.tflops and sheet else None
 
@@ -32,7 +32,7 @@ def mean_text(record: Record, warmup: int) -> str:
 
 
 def gains(records: Sequence[Record]) -> Grid:
-    """Return how much faster a step is than with other attention of its framework and mode."""
+    """Return each step's gain over other attention of its framework and mode."""
     rows = [["case", "implementation", "step, ms", "best other", "best other / this",
              f"{_BEFORE} / this"]]  # fmt: skip
     steps = [record for record in records if record.operation == "step"]
@@ -43,7 +43,7 @@ def gains(records: Sequence[Record]) -> Grid:
 
 
 def phases(records: Sequence[Record]) -> Grid:
-    """Return a row for each implementation of a case: phases, rate, memory, status."""
+    """Return a row per implementation of a case: phases, rate, memory, status."""
     rows = []
     for group in trainings(records):
         whole = group["step"]
@@ -61,7 +61,7 @@ def phases(records: Sequence[Record]) -> Grid:
 
 
 def inference(records: Sequence[Record]) -> Grid:
-    """Return a row for each implementation of a case: prefill and decode, rate, memory, status."""
+    """Return a row per implementation of a case: prefill and decode, rate, memory, status."""
     rows = []
     for group in trainings(records, INFERENCE):
         prefill = group["prefill"]
@@ -75,7 +75,7 @@ def inference(records: Sequence[Record]) -> Grid:
 
 
 def warmups(records: Sequence[Record]) -> Grid:
-    """Return a row for each implementation of a case: its means after each warm-up."""
+    """Return a row per implementation of a case: its means after each warm-up."""
     rows = []
     for group in trainings(records):
         whole = group["step"]
@@ -117,7 +117,7 @@ def _compared(ours: Record, group: Sequence[Record]) -> list[str]:
 def trainings(
     records: Sequence[Record], operations: Sequence[str] = OPERATIONS
 ) -> Iterator[dict[str, Record]]:
-    """Return the records of each training by operation, where it has all of the operations."""
+    """Return each training's records by operation, if it has all operations."""
     for group in groups(records, lambda r: (r.case["name"], r.label)).values():
         found = {record.operation: record for record in group}
         if found.keys() >= set(operations):

@@ -29,7 +29,7 @@ def scaled(field: str, divisor: float) -> Column:
 
 
 def of_median(field: str, factor: float = 1.0) -> Column:
-    """Return a column of the median of a record's times, such as microseconds of the host."""
+    """Return a column of a median time, such as the host's microseconds."""
 
     def cell(record: Record) -> float | None:
         times = getattr(record, field)
@@ -39,7 +39,7 @@ def of_median(field: str, factor: float = 1.0) -> Column:
 
 
 def of_gpu(field: str) -> Column:
-    """Return a column of what was sampled while a record was timed, such as the SMs' clock."""
+    """Return a column of what was sampled meanwhile, such as the SMs' clock."""
     return lambda record: (record.gpu or {}).get(field)
 
 

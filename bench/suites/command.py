@@ -1,4 +1,4 @@
-"""``python -m bench SUITE``: time a suite on a GPU; ``python -m bench all``: time all of them."""
+"""``python -m bench SUITE`` times a suite on a GPU, ``python -m bench all`` all suites."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _run_all(arguments: argparse.Namespace) -> int:
 
 
 def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Run suites, as far as the filter leaves jobs of them; return the exit code."""
+    """Run the suites that the filter leaves; return the exit code."""
     chosen = _choose(names, arguments)
     setting = prepare(arguments.refuse, arguments.device, arguments.memory_cap)
     setting = setting._replace(path=arguments.json, resume=arguments.resume)
@@ -112,7 +112,7 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
 
 
 def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
-    """Return the suites that the filter leaves; exit with code 2 where an argument is wrong."""
+    """Return the suites that the filter leaves; exit with code 2 if an argument is wrong."""
     if arguments.resume and arguments.json is None:
         arguments.refuse("--resume: expected --json FILE beside it, got none")
     if arguments.memory_cap is not None and not arguments.memory_cap > 0:
@@ -131,17 +131,17 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def _jobs(name: str, targets: Sequence[Any], pattern: str) -> list[AnyJob]:
-    """Return a suite's jobs whose titles, the case's name and the pass, contain a pattern."""
+    """Return a suite's jobs whose title (case and pass) contains a pattern."""
     return [job for job in load(name).jobs(targets) if pattern in job.title]
 
 
 def _only(jobs: Sequence[AnyJob], texts: Sequence[str]) -> list[AnyJob]:
-    """Return the jobs of the implementations whose names contain one of the texts."""
+    """Return the jobs of implementations whose names contain one of the texts."""
     return [left for job in jobs if (left := job.only(texts)) is not None]
 
 
 def _prepare_file(path: Path, arguments: argparse.Namespace) -> None:
-    """Prepare the file of records to be appended to; exit with code 2 if it cannot be."""
+    """Prepare to append to the file of records; exit with code 2 if that fails."""
     if path.suffix == ".gz" or path.is_dir():
         arguments.refuse(f"--json: expected a plain file to append to, got {str(path)!r}")
     make_folder(arguments.refuse, "--json", path.parent)

@@ -1,4 +1,4 @@
-"""Context parallel attention: the time of a rank beside its share of the whole sequence's."""
+"""Context parallel attention: a rank's time compared with its share of the whole sequence's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SHARES = "A rank's share of the whole sequence's time over this"
 
 @dataclass(frozen=True)
 class ContextCase(cases.ContextCase):
-    """One call of `context_attention` beside that of the whole sequence."""
+    """One call of `context_attention`, and that of the whole sequence."""
 
     @property
     def whole(self) -> FlashCase | VarlenCase:
@@ -77,7 +77,7 @@ def _case(
     window: int | None = None,
     packed: bool = False,
 ) -> ContextCase:
-    """Return a case of a number of tokens a rank."""
+    """Return a case with a number of tokens per rank."""
     kind = "lognormal" if packed else "causal" if window is None else f"window-{window}"
     tokens, heads = ranks * local, CHANNELS // head_dim
     return ContextCase(
@@ -88,7 +88,7 @@ def _case(
 
 
 def context_cases() -> Iterator[ContextCase]:
-    """Yield the cases in order of worth, as a run may be cut off."""
+    """Yield the cases by value, because a run may be cut off."""
     for ranks in (4, 8, 2):
         yield _case(ranks, 8192)
     for ranks in (4, 8, 2):

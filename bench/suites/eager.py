@@ -1,4 +1,4 @@
-"""Attention that keeps all scores, beside kernels that do not: time and memory."""
+"""Time and memory of attention that keeps all scores, compared with kernels that do not."""
 
 from __future__ import annotations
 

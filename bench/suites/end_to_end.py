@@ -35,7 +35,7 @@ NOTE = (
 )
 
 TINY = (TrainingCase("tiny", 2, 64), TrainingCase("tiny", 2, 64, "bfloat16", "llama"))
-# In order of worth, as a run may be cut off.
+# By value, because a run may be cut off.
 CASES = (
     *(TrainingCase("M", 1, context) for context in (4096, 16384)),
     TrainingCase("M", 1, 4096, "bfloat16", "llama"),
@@ -57,9 +57,9 @@ IN_JAX = (
 
 
 def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
-    """Return the jobs of every case for the first target, those of torch first; tiny on a CPU.
+    """Return every case's jobs for the first target, torch's first; tiny on a CPU.
 
-    JAX keeps the memory that it once took, so that torch would have less after it.
+    JAX keeps the memory that it took, so torch would have less after it.
     """
     target = targets[0]
     cases = TINY if target is None else CASES
@@ -97,7 +97,7 @@ COLUMNS = MODEL | {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return what attention gains a step, phases with their memory, and means by warm-up."""
+    """Return the gain of attention per step, phases with memory, and means by warm-up."""
     after = ", ".join(map(str, WARMUPS))
     deviation = "mean ± standard deviation"
     return {

@@ -42,7 +42,7 @@ PACKED_PEERS = ("FA2 varlen", "FA3 varlen", "FA4 varlen", "jax FA3 varlen", "cuD
 
 
 def _of_shape(dense: str, packed: Callable[[Sequence[Sequence[int]]], int]) -> Column:
-    """Return a column of a dense case's field, or of what the documents' lengths say."""
+    """Return a column of a dense case's field, or of the documents' lengths."""
 
     def cell(record: Record) -> int:
         lengths = record.case.get("lengths")
@@ -56,7 +56,7 @@ COLUMNS = {
     "H": "heads_q", "Hkv": "heads_kv", "D": "head_dim", "causal": yes_no("causal"),
     "pass": OPERATION, "TFLOP/s": TFLOPS, "host, us": HOST,
 }  # fmt: skip
-# Every shape is compiled anew, in seconds: the whole suite is to take minutes.
+# Each shape compiles anew, and the whole suite should take minutes.
 AT_LENGTH, AT_HEAD_DIM = 4096, 128
 ONE_LENGTH = ("eager", "jax.nn cuDNN")
 ONE_TARGET = ("jax triton", "jax gluon")  # the other one at `AT_LENGTH` alone
@@ -83,7 +83,7 @@ def cases() -> list[FlashCase]:
 
 
 def more_cases() -> list[FlashCase | VarlenCase]:
-    """Return the shapes beside those, the packed one last."""
+    """Return the other shapes, the packed one last."""
     found: list[FlashCase | VarlenCase] = []
     for batch, length, heads, heads_kv, head_dim in MORE:
         kv = "" if heads_kv == heads else f"-kv{heads_kv}"
@@ -112,7 +112,7 @@ def _factories(targets: Sequence[str], case: FlashCase | VarlenCase) -> Factorie
 
 
 def _left_out(name: str, is_second_target: bool, case: FlashCase) -> str | None:
-    """Return why an implementation is not timed on a case, None if it is."""
+    """Return why an implementation is not timed on a case, if it is not."""
     if name in ONE_SHAPE and (case.seq_kv, case.head_dim) != (AT_LENGTH, AT_HEAD_DIM):
         return f"timed at {AT_LENGTH} keys and head dimension {AT_HEAD_DIM} only"
     one_length = name in ONE_LENGTH or (name in ONE_TARGET and is_second_target)

@@ -1,4 +1,4 @@
-"""Flash attention in float32, its products in IEEE precision and in TF32, beside torch's."""
+"""Flash attention in float32, with products in IEEE precision and in TF32, and torch's."""
 
 from __future__ import annotations
 

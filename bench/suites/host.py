@@ -76,7 +76,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return a job for each operation on every case, for the device's own target."""
+    """Return a job per operation and case, for the device's own target."""
     native = targets[0]
     found = [
         *attention_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
@@ -88,7 +88,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _timed_on_the_host(job: Job) -> Job:
-    """Return the job with the host's timer, and without rates, which are the device's."""
+    """Return the job with the host's timer and without the device's rates."""
     repeats = CALLS_OF_BOTH if job.operation == "both" else CALLS
     timer = partial(_time, repeats)
     return replace(job, time=timer, flops=0, bytes=0, reads=None, writes=None)
@@ -117,7 +117,7 @@ def _flash(target: str) -> Factories:
 def _by_name(
     call: Callable[..., Call], names: Sequence[str], target: str, **options: Any
 ) -> dict[Subject, Callable[..., Call]]:
-    """Return factories of calls that ask for a family, a side's own or a foreign one."""
+    """Return factories of calls that ask for a family, own or foreign."""
     return {
         Subject(name, target): partial(call, side, implementation=family, **options)
         for name in names
@@ -128,7 +128,7 @@ def _by_name(
 def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
     """Return a call of SDPA under `torch.compile`, with a dout that is contiguous heads first.
 
-    The compiled backward of torch 2.11 is wrong for one that is a view of [B, S, H, D].
+    The compiled backward of torch 2.11 is wrong for a dout that is a view of [B, S, H, D].
     """
     *operands, dout = tensors
     dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
@@ -197,7 +197,7 @@ def _decode_cases() -> list[DecodeCase]:
 
 
 def _append_job(target: str) -> Job:
-    """Return the job of an `append_kv`; JAX has it only inside a program that owns the cache."""
+    """Return the job of an `append_kv`; JAX has it only in programs that own the cache."""
     return Job(
         case=asdict(CACHE),
         operation="append",
@@ -210,7 +210,7 @@ def _append_job(target: str) -> Job:
 
 
 def _append(tensors: DecodeTensors) -> Call:
-    """Return a call that appends the queries, as new keys and as new values."""
+    """Return a call that appends the queries as keys and values."""
     from torch_attn import append_kv
 
     q, *cache = tensors.arguments.values()
@@ -218,7 +218,7 @@ def _append(tensors: DecodeTensors) -> Call:
 
 
 def _check_append(tensors: DecodeTensors) -> Check:
-    """Return a check that the slots of the last positions hold the new keys and values."""
+    """Return a check that the last slots hold the new keys and values."""
     import torch
 
     sequences = torch.arange(len(CACHE.lengths), device=tensors.q.device)

@@ -1,7 +1,7 @@
 """Decoding from a paged cache: a sweep over the cache's length, and batches of sequences.
 
-The sweep runs twice, with page tables as wide as the sequence needs and with tables for 2^20 keys:
-a decode whose time follows from the table's width is slow in the second.
+The sweep runs twice, with tables as wide as needed and with tables for 2^20 keys, which show
+whether a decode's time follows the table's width.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ BATCHES = (  # sequences, keys of each, query heads, kv heads
 QUANTIZED = BATCHES[2:]  # in float16 these have more than 1 GiB of keys and values
 VARIED = (BATCHES[0], BATCHES[2])  # with more new tokens, and at other head dimensions
 DRAFTS = 64  # new tokens, in a tree and without one
-# With cascades: sequences, keys of each, query heads, kv heads, pages that all begin with.
+# With cascades: sequences, keys of each, query heads, kv heads, shared first pages.
 SHARED = ((64, 8704, 32, 8, 512), (64, 8704, 32, 8, 0), (64, 1024, 32, 8, 0))
 
 
 def _noise(field: str) -> Column:
-    """Return a column of half the distance of the percentiles, over the median."""
+    """Return a column of half the percentiles' distance over the median."""
 
     def cell(record: Record) -> str | None:
         times = getattr(record, field)
@@ -124,7 +124,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _shared_job(*shape: int, factories: DecodeFactories) -> Job:
-    """Return the job of a batch whose sequences begin with the same pages, with cascades too."""
+    """Return the job of a batch with shared first pages, also with cascades."""
     *sizes, pages = shape
     batch, length, heads_q, heads_kv = sizes
     case = _batch(batch, length, heads_q, heads_kv)
@@ -145,7 +145,7 @@ def _cascade(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) ->
 def _sharing(
     inputs: Callable[..., DecodeTensors], pages: int, device: str = "cuda"
 ) -> DecodeTensors:
-    """Make tensors of sequences that all begin with the first one's pages."""
+    """Make tensors of sequences that share the first one's first pages."""
     tensors = inputs(device)
     tensors.block_tables[:, :pages] = tensors.block_tables[:1, :pages].clone()
     return tensors
@@ -190,14 +190,14 @@ def _ours(targets: Sequence[str]) -> DecodeFactories:
 
 
 def _graph(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """Return a call that replays the CUDA graph of another one."""
+    """Return a call that replays another one's CUDA graph."""
     import torch
 
     call = factory(case, tensors)
     call.run()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # JAX's threads may allocate meanwhile, which is forbidden to the capturing thread alone.
+    # JAX's threads may allocate meanwhile; only the capturing thread may not.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = call.run()
 

@@ -1,4 +1,4 @@
-"""Memory over a training step of `models/`, by category, with our attention and without."""
+"""Memory over a training step of `models/` by category, with our attention and others."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STEPS = 3  # before memory is looked at; the first compiles
 
 
 def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
-    """Return the jobs of every case for the first target, those of torch first; tiny on a CPU."""
+    """Return every case's jobs for the first target, torch's first; tiny on a CPU."""
     target = targets[0]
     device = "cpu" if target is None else "cuda"
     cases = [TINY] if target is None else [TrainingCase("S", 1, context) for context in CONTEXTS]
@@ -53,7 +53,7 @@ def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
 
 
 def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
-    """Return the memory of a step by category, after a few that are timed."""
+    """Return the memory of a step by category, after a few timed steps."""
     steps = []
     for i in range(_STEPS):
         show(f"step {i + 1}")
@@ -65,7 +65,7 @@ def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dic
 
 
 def _at_peak(category: str) -> Column:
-    """Return a column of the megabytes of a category at the step's peak."""
+    """Return a column of a category's megabytes at the step's peak."""
     return lambda record: peak(record.timeline)[category] / 1e6 if record.timeline else None
 
 

@@ -1,4 +1,4 @@
-"""Packed documents: attention over sequences of different lengths, one after the other."""
+"""Packed documents: attention over consecutive sequences of different lengths."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cases() -> list[VarlenCase]:
 
 
 def lognormal(tokens: int) -> list[int]:
-    """Return lengths of documents that fill the tokens, the same every time."""
+    """Return lengths of documents that fill the tokens, always the same."""
     rng = Random(SEED)
     mu = math.log(MEAN_LENGTH) - SIGMA**2 / 2
     lengths: list[int] = []
@@ -80,7 +80,7 @@ def lognormal(tokens: int) -> list[int]:
 
 
 def dense_case(case: VarlenCase) -> FlashCase:
-    """Return dense attention with as many visible pairs, or nearly: equal documents as a batch."""
+    """Return dense attention with about as many visible pairs: a batch of equal documents."""
     lengths = document_lengths(case)
     batch, length = len(lengths), lengths[0]
     if len(set(lengths)) > 1:
@@ -102,7 +102,7 @@ def factories(targets: Sequence[str]) -> Factories:
 
 
 def _dense(subject: Subject, case: VarlenCase, operation: Operation, tensors: list[Tensor]) -> Call:
-    """Return the call of a dense yardstick, checked here on tensors of its own."""
+    """Return the call of a dense yardstick, checked on its own tensors."""
     dense = dense_case(case)
     make = ours.flash_factories([subject.target or ""])[subject]
     own = attention_tensors(dense, str(tensors[0].device))

@@ -37,7 +37,7 @@ def jobs(targets: Sequence[str]) -> list[ParityJob]:
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return a row for each case and implementation that has it."""
+    """Return a row per case and implementation."""
     shown = [record for record in records if record.status != "absent"]
     rows = [
         {

@@ -1,4 +1,4 @@
-"""Prefill in chunks: new tokens of several sequences over a paged cache, beside single tokens."""
+"""Prefill in chunks: several new tokens per sequence over a paged cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[PagedCase]:
-    """Return chunks over every length, chunks beside single tokens, and single tokens."""
+    """Return chunks over every length, chunks among single tokens, and single tokens."""
     chunks = (CHUNK,) * CHUNKS
     found = [
         _case(f"chunks-{CHUNKS}x{length}-page{page_size}", chunks, length, page_size)

@@ -1,4 +1,4 @@
-"""Describe the training of a model: its size, its tokens, its dtypes and what that costs."""
+"""A model's training: its size, tokens, dtypes and cost."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ DTYPES = {
     "mixed": ("float32", "bfloat16"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
-# By framework; what `models.torch_attention` and `models.jax_attention` know. "xla" keeps all
-# scores, and where it runs out of memory JAX has too little for what comes after it.
+# By framework, as in `models.*_attention`. "xla" keeps all scores; if it runs out of memory, JAX
+# has too little for what follows.
 ATTENTIONS = {
     "torch": ("twin", "eager", "sdpa", "cudnn", "flex"),
     "jax": ("twin", "cudnn", "xla"),
 }
-# Of a model with attention other than every one of its framework.
+# Of a model whose attention no other has.
 FORM_ATTENTIONS = {
     "gpt": ("twin", "eager"),  # the form with LayerNorm and GELU is that of older reports
     "llama": ("twin", "eager", "sdpa", "flex"),  # what `models.llama` knows
@@ -36,7 +36,7 @@ class TrainingCase:
 
     Attributes:
         size: of `models.config.make_config`.
-        form: of `make_config`, or "llama": `models.llama`, in the shape of the modern form.
+        form: of `make_config`, or "llama": `models.llama` in the modern form's shape.
         batch: sequences of a step.
         context: tokens of a sequence that the model predicts from.
         dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
@@ -64,16 +64,17 @@ class TrainingCase:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Return the models' arguments by the dtypes' names."""
+        """Return the models' dtype arguments."""
         dtype, compute_dtype = DTYPES[self.dtype]
         return {"dtype": dtype, "compute_dtype": compute_dtype}
 
     def flops(self, operation: str) -> int:
-        """Count the model's operations: its matrix products and the pairs that the mask keeps.
+        """Count the operations of the model's matrix products and visible pairs.
 
-        A backward has twice a forward's; what it computes once more does not count, nor does the
-        optimizer. So they are those of model FLOPs utilisation. A prefill and a decode predict one
-        token of each sequence. Source: Chowdhery et al. 2022.
+        They are those of model FLOPs utilisation: a backward has twice a forward's; recomputation
+            and the
+        optimizer do not count. Prefill and decode predict one token per sequence. Source: Chowdhery
+        et al. 2022.
         """
         config, tokens = self.config, self.context
         queries, keys, predicted = {

@@ -15,7 +15,6 @@ class Inference:
     """A model with a prompt of random tokens, and the token after it.
 
     Args:
-        case: the model and the prompts.
         attention: a name of `models.llama`.
         device: "cuda" or "cpu".
 
@@ -42,7 +41,7 @@ class Inference:
         self.token = self.cache = None
 
     def time_step(self) -> dict[str, float]:
-        """Return the milliseconds until the first token is there, and from there to the next."""
+        """Return the milliseconds to the first token, and from there to the next."""
         found, start = {}, self._now()
         for phase in INFERENCE:
             getattr(self, phase)()
@@ -51,7 +50,7 @@ class Inference:
         return found
 
     def memory(self) -> tuple[None, dict[str, int]]:
-        """Return None, as a forward leaves nothing, and all bytes at the peak of each phase.
+        """Return None, because a forward leaves nothing, and each phase's peak in bytes.
 
         torch counts no bytes on a CPU.
         """
@@ -63,7 +62,7 @@ class Inference:
         return None, peaks
 
     def _now(self) -> float:
-        """Return the seconds on a clock when the device has done everything."""
+        """Return the time in seconds once the device is idle."""
         if self.prompt.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter()

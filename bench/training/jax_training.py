@@ -1,7 +1,7 @@
 """Training steps of the JAX model; `torch_training` is its twin.
 
-A phase is a jitted program of its own: the forward returns the arrays that its pullback needs,
-which are what it saves. A whole step is one program, which XLA optimises as a whole.
+Each phase is a jitted program: the forward returns the arrays of its pullback. A whole step is
+another program.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class JaxTraining:
     """A model with its AdamW optimizer and one batch of random tokens.
 
     Args:
-        case: the model and the batch.
         attention: a name of `models.jax_attention`.
 
     Raises:
@@ -58,7 +57,7 @@ class JaxTraining:
         def forward(params: Any, tokens: jax.Array) -> Any:
             value, pullback = jax.vjp(lambda params: loss(params, tokens), params)
             leaves, self.pullback = jax.tree.flatten(pullback)
-            # A parameter that the backward reads is no activation, and not to be copied.
+            # Parameters that the backward reads are no activations, and not copied.
             known = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(params))}
             self.sources = [known.get(id(leaf)) for leaf in leaves]
             return value, [leaf for leaf in leaves if id(leaf) not in known]
@@ -105,7 +104,7 @@ class JaxTraining:
         return loss, self.params
 
     def time_step(self) -> dict[str, float]:
-        """Return the milliseconds of each phase, and of another whole step, until they are done."""
+        """Return the milliseconds of each phase, and of another whole step."""
         found = {}
         with jax.default_matmul_precision(self.precision) if self.precision else nullcontext():
             for name in (*PHASES, "step"):
@@ -115,9 +114,9 @@ class JaxTraining:
         return found
 
     def memory(self) -> tuple[int, dict[str, int]]:
-        """Return the bytes that a forward leaves, and all bytes at the peak of each program.
+        """Return the bytes that a forward leaves, and each program's peak.
 
-        They are what XLA plans, beside the arrays that are there; to be called after `time_step`.
+        They are what XLA plans, plus existing arrays; call this after `time_step`.
         """
         resident = num_bytes(self.params) + num_bytes(self.moments) + num_bytes(self.tokens)
         saved = num_bytes(self.forward())
@@ -131,10 +130,9 @@ class JaxTraining:
         return saved, peaks
 
     def timeline(self) -> Timeline:
-        """Run a step and return the memory before, during and after each phase's program.
+        """Run a step and return the memory before, during and after each phase.
 
-        XLA does not tell what its temporaries are: they are "other". To be called after
-        `time_step`, which compiles.
+        XLA's temporaries are "other". Call this after `time_step`, which compiles.
         """
         there = {"parameters": num_bytes(self.params), "optimizer state": num_bytes(self.moments)}
         saved = {"saved activations": num_bytes(self.forward())}
@@ -156,7 +154,6 @@ class Program:
     """A jitted function for arguments of one shape, compiled at its first call.
 
     Args:
-        function: of pytrees of arrays.
         donated: positions of arguments whose memory its results may take.
     """
 
@@ -171,12 +168,12 @@ class Program:
 
     @property
     def temporaries(self) -> int:
-        """Return the bytes that XLA plans for what lives within a call alone."""
+        """Return the bytes of temporaries that XLA plans."""
         return self.compiled.memory_analysis().temp_size_in_bytes
 
     @property
     def results(self) -> int:
-        """Return the bytes of results that do not take the memory of an argument."""
+        """Return the bytes of results in memory of their own."""
         plan = self.compiled.memory_analysis()
         return plan.output_size_in_bytes - plan.alias_size_in_bytes
 

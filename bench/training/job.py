@@ -1,4 +1,4 @@
-"""Run a training, or an inference, and keep a record for each of its operations."""
+"""Run a training or an inference, and keep a record per operation."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ class Training(Steps, Protocol):
     def timeline(self) -> Timeline: ...
 
 
-# Returns the fields of each operation's record, of what a job starts.
+# Returns the fields of each operation's record, given what a job starts.
 Observe = Callable[[Any, TrainingCase, Show], Mapping[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One model with one attention, which is made, observed and gone before the next one.
+    """One model with one attention, made, observed and freed before the next one.
 
     Attributes:
-        training: the model and its batch.
         subject: the implementation's name in records.
         start: makes the training or the inference, or raises `Absent`.
         observe: takes its measurements.
@@ -61,11 +60,11 @@ class TrainingJob:
         return f"{self.training.name} {self.subject.implementation}"
 
     def only(self, texts: Sequence[str]) -> TrainingJob | None:
-        """Return the job if its implementation is one of the texts."""
+        """Return the job if its implementation matches a text."""
         return self if self.subject.is_one_of(texts) else None
 
     def plan(self, origin: dict[str, Any]) -> dict[str, Record]:
-        """Return the records that measuring would fill, by operation."""
+        """Return the records to fill, by operation."""
         shared = {"case": self.case, **self.subject._asdict(), **origin}
         return {name: Record(operation=name, **shared) for name in self.operations}
 

@@ -1,4 +1,4 @@
-"""Time the steps of a training, or of an inference, from the first one on."""
+"""Time all steps of a training or an inference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mean(NamedTuple):
 
 
 def mean_after(steps: Sequence[float], warmup: int) -> Mean | None:
-    """Return the mean of at most `REPEATS` steps after a warm-up; None of less than two steps.
+    """Return the mean of at most `REPEATS` steps after a warm-up; None for fewer than two.
 
     >>> mean_after([900.0, 3.0, 5.0], 1)
     Mean(mean=4.0, deviation=1.4142135623730951)
@@ -37,7 +37,7 @@ def mean_after(steps: Sequence[float], warmup: int) -> Mean | None:
 
 
 def observe(training: Steps, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
-    """Return times, rates and memory of each phase, and of a training's whole step."""
+    """Return times, rates and memory of each phase and of the whole step."""
     steps: dict[str, list[float]] = {}
     start = time.monotonic()
     for i in range(WARMUPS[-1] + REPEATS):
@@ -58,7 +58,7 @@ def observe(training: Steps, case: TrainingCase, show: Show) -> dict[str, dict[s
 
 
 def fields(steps: Sequence[float], warmup: int, flops: int) -> dict[str, Any]:
-    """Return a record's times, steps and rate; its rounds are thirds of the steps that count."""
+    """Return a record's times, steps and rate; its rounds are thirds of the counted steps."""
     from bench.timing import summarize
 
     thirds = np.array_split(steps[warmup:], 3)

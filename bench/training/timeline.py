@@ -1,4 +1,4 @@
-"""Memory over a training step by category, from what an allocator did."""
+"""Memory over a training step by category, from an allocator's events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Blocks = Mapping[int, int]  # bytes by address
 
 
 class Event(NamedTuple):
-    """An allocation, or with less than 0 bytes the end of one."""
+    """An allocation, or with negative bytes the end of one."""
 
     address: int
     num_bytes: int
@@ -31,8 +31,8 @@ class Owned(NamedTuple):
     """Memory of known tensors, by address.
 
     Attributes:
-        parameters, optimizer: there before the step.
-        gradients: there after the backward.
+        parameters, optimizer: exist before the step.
+        gradients: exist after the backward.
     """
 
     parameters: Blocks
@@ -43,12 +43,12 @@ class Owned(NamedTuple):
 def timeline_of(start: Blocks, events: Mapping[str, Sequence[Event]], owned: Owned) -> Timeline:
     """Return the bytes of each category after each event of a step.
 
-    What a forward allocates and leaves is a saved activation, its loss included. What is neither
-    that nor memory of a known tensor is "other", such as temporaries and tokens.
+    What a forward leaves, its loss included, is a saved activation. Unknown memory is "other", such
+    as temporaries and tokens.
 
     Args:
-        start: blocks that are there before the step.
-        events: of each phase, in order. Ends of blocks that nothing began are left out.
+        start: blocks before the step.
+        events: of each phase, in order. Ends of unknown blocks are left out.
         owned: memory of known tensors.
     """
     found = empty_timeline()
@@ -84,7 +84,7 @@ def empty_timeline() -> Timeline:
 
 
 def add_point(timeline: Timeline, phase: str, num_bytes: Mapping[str, int]) -> None:
-    """Append a point in time; categories that are not given have no bytes."""
+    """Append a point in time; missing categories have no bytes."""
     timeline["phase"].append(phase)
     for category in CATEGORIES:
         timeline[category].append(num_bytes.get(category, 0))
@@ -103,7 +103,7 @@ def peak(timeline: Timeline) -> dict[str, int]:
 
 
 def shortened(timeline: Timeline, most: int = _MOST_POINTS) -> Timeline:
-    """Return at most about a number of points: of neighbours in one phase the highest."""
+    """Return at most about a number of points: the highest of neighbours in one phase."""
     total = totals(timeline)
     width = -(-len(total) // most)
     kept: dict[Any, int] = {}
@@ -115,7 +115,7 @@ def shortened(timeline: Timeline, most: int = _MOST_POINTS) -> Timeline:
 
 
 def _left(events: Sequence[Event]) -> dict[int, int]:
-    """Return by address which event began a block that is there after all of them."""
+    """Return which events began the blocks that remain, by address."""
     found: dict[int, int] = {}
     for i, (address, num_bytes) in enumerate(events):
         if num_bytes > 0:

@@ -16,10 +16,10 @@ def record_timeline(
     parameters: Sequence[Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> Timeline:
-    """Run the phases of a step, not the training's first, and return its memory by category.
+    """Run the phases of a step, not the first one, and return its memory by category.
 
-    On a GPU the events are those of the allocator's history, on a CPU the profiler's, which does
-    not know what else is there than parameters and the optimizer's state.
+    On a GPU the events come from the allocator's history, on a CPU from the profiler, which only
+    knows parameters and the optimizer's state.
     """
     weights = blocks_of(parameters)
     states = blocks_of(x for state in optimizer.state.values() for x in state.values())
@@ -54,7 +54,7 @@ def cuda_events(call: Any) -> list[Event]:
 
 
 def events_of(trace: Iterable[dict[str, Any]]) -> list[Event]:
-    """Return the allocations and frees in a device's trace of a memory snapshot."""
+    """Return the allocations and frees in a memory snapshot's device trace."""
     signs = {"alloc": 1, "free_completed": -1}
     return [
         Event(entry["addr"], signs[entry["action"]] * entry["size"])

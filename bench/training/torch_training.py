@@ -24,11 +24,9 @@ class TorchTraining:
     """A model with its AdamW optimizer and one batch of random tokens.
 
     Args:
-        case: the model and the batch.
         attention: a name of `models.torch_attention`, or of `models.llama` for its form.
         device: "cuda" or "cpu".
-        compiled: each block under torch.compile. Blocks share their code, so that it is compiled
-            once.
+        compiled: compile each block. Blocks share their code, so it is compiled once.
 
     Raises:
         ValueError: an unknown attention.
@@ -59,9 +57,9 @@ class TorchTraining:
         self.adamw.zero_grad()
 
     def time_step(self) -> dict[str, float]:
-        """Return the milliseconds of each phase of a step, and of all of it, on one clock.
+        """Return the milliseconds of each phase, and of the whole step, on one clock.
 
-        On a GPU the clock is an event in the stream behind each phase, which makes nothing wait.
+        On a GPU the clock is an event after each phase, so nothing waits.
         """
         mark, between = _clock(self.tokens.is_cuda)
         marks = [mark()]
@@ -72,7 +70,7 @@ class TorchTraining:
         return dict(zip(PHASES, phases, strict=True)) | {"step": between(marks[0], marks[-1])}
 
     def memory(self) -> tuple[int | None, dict[str, int]]:
-        """Return the bytes that a forward leaves, and all bytes at the peak of each phase.
+        """Return the bytes that a forward leaves, and each phase's peak.
 
         torch counts no bytes on a CPU.
         """
@@ -88,13 +86,13 @@ class TorchTraining:
         return saved, peaks | {"step": max(peaks.values())}
 
     def timeline(self) -> Timeline:
-        """Run a step and return its memory by category; to be called after `time_step`."""
+        """Run a step and return its memory by category; call this after `time_step`."""
         phases = {phase: getattr(self, phase) for phase in PHASES}
         return record_timeline(phases, self.parameters, self.adamw)
 
 
 def make_model(case: TrainingCase, attention: str, device: str) -> Transformer | Llama:
-    """Return the model of a case, with nothing compiled before it."""
+    """Return a case's model, without earlier compilations."""
     torch.compiler.reset()  # what another case compiled neither counts nor keeps its memory
     torch.manual_seed(0)
     dtypes = {name: getattr(torch, dtype) for name, dtype in case.dtypes.items()}
@@ -112,7 +110,7 @@ def make_tokens(case: TrainingCase, device: str) -> torch.Tensor:
 
 
 def _clock(is_cuda: bool) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """Return a function that marks a time, and one that gives milliseconds between two marks."""
+    """Return a function that marks a time, and one for the milliseconds between marks."""
     if not is_cuda:
         return time.perf_counter, lambda start, end: (end - start) * 1e3
 

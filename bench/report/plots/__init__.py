@@ -36,7 +36,7 @@ class Picture(NamedTuple):
 
 
 def of_run(run: Sequence[Record]) -> Iterator[Picture]:
-    """Draw what all suites of a run show together."""
+    """Draw all suites of a run together."""
     placed = [r for r in run if r.tflops and r.bytes_per_second and r.operation != "peak"]
     if placed:
         yield Picture(
@@ -50,12 +50,11 @@ def of_run(run: Sequence[Record]) -> Iterator[Picture]:
 def of_suite(
     records: Sequence[Record], bounds: Peaks, log: Sequence[Sample] = ()
 ) -> Iterator[Picture]:
-    """Draw the records of one suite, peaks left out.
+    """Draw the records of one suite, without peaks.
 
     Args:
-        records: of one suite and one run.
         bounds: the peaks of the same run.
-        log: clocks and power over the run, if the suite wrote them.
+        log: clocks and power over the run, if there is one.
     """
     if records[0].suite in ("end-to-end", "memory"):
         yield from (picture for _, picture in _training(records))
@@ -89,7 +88,7 @@ def of_suite(
 
 
 def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
-    """Draw the records of "end-to-end" or of "memory", each picture with a short name."""
+    """Draw "end-to-end" or "memory"; each picture with a short name."""
     where = _setting(records)
     if records[0].suite == "end-to-end":
         caption = "Medians of each phase, timed by itself; the number is that of the whole step."
@@ -102,9 +101,9 @@ def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
 
 
 def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
-    """Draw what a summary shows, each picture with a short name.
+    """Draw a summary's pictures, each with a short name.
 
-    It is causal flash attention over length, decodes of batches, and training.
+    They are causal flash attention over length, batched decodes, and training.
     """
     shown = [record for record in run if record.implementation in SHOWN]
     for operation in ("forward", "backward"):

@@ -1,4 +1,4 @@
-"""Draw rates: lines over length where cases form a series, dots by case elsewhere."""
+"""Draw rates: lines over length for series of cases, dots for others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def length(record: Record) -> int:
 
 
 def split_series(records: Sequence[Record]) -> tuple[list[list[Record]], list[Record]]:
-    """Return groups of cases that differ in length alone, and the cases that are in no group."""
+    """Return groups of cases that differ only in length, and the other cases."""
     series, alone = [], []
     for group in groups(records, _family).values():
         lengths = {record.case["name"]: length(record) for record in group}
@@ -52,8 +52,8 @@ def over_length(
         series: records by panel.
         peak: what rates are compared with.
         looks: styles by label.
-        columns: panels beside each other.
-        named: name each line beside its end instead of above the figure.
+        columns: panels per row.
+        named: name each line at its end instead of above the figure.
     """
     panel_width = 13 / columns  # inches
     columns = min(columns, len(series))
@@ -62,7 +62,7 @@ def over_length(
     figure = Figure(figsize=(panel_width * columns, 3.3 * rows + 0.6), layout=layout)
     grid = panels(figure, len(series), columns, sharey=True)
     rates = [peak.known_rate(record) for records in series for record in records]
-    # Rates of single heads span orders; a bandwidth is read against its peak.
+    # Rates of single heads span orders; a bandwidth is compared with its peak.
     logarithmic = peak.unit == "TFLOP/s" and max(rates) > 100 * min(rates)
     rules = {f"measured {peak.name}": peak.measured, "datasheet": peak.datasheet}
     near = {name: rate for name, rate in rules.items() if rate and rate < 2 * max(rates)}
@@ -93,7 +93,7 @@ def over_length(
 
 
 def _name_lines(axes: Axes, height: float) -> None:
-    """Write the name of each line to the right of its end, one below the other.
+    """Write the lines' names to the right of their ends, without overlap.
 
     Args:
         axes: a panel whose limits are set.
@@ -114,7 +114,7 @@ def _name_lines(axes: Axes, height: float) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Return places in the same order that lie apart by a gap or more, near the given ones.
+    """Return places in the same order near the given ones, at least a gap apart.
 
     >>> spread([0.5, 0.0, 0.5], 0.25)
     [0.375, 0.0, 0.625]
@@ -142,7 +142,7 @@ def _top(group: Sequence[float], gap: float) -> float:
 
 
 def by_case(records: Sequence[Record], peak: Peak, looks: dict[str, Style]) -> Figure:
-    """Draw one operation's cases from top to bottom, their rates from left to right."""
+    """Draw one operation's cases from top to bottom, rates from left to right."""
     _, apart = names(records)
     places = {name: place for place, name in enumerate(apart)}
     size = (name_width(apart.values()) + 7, 0.3 * len(apart) + 1.3)
@@ -211,7 +211,7 @@ def _has_wide_table(record: Record) -> bool:
 
 
 def _order(group: Sequence[Record]) -> tuple:
-    """Return a key that puts panels that differ in one thing, such as the mask, side by side."""
+    """Return a key that puts panels that differ in one thing side by side."""
     case = group[0].case
     return case["head_dim"], -case["heads_q"], -case["heads_kv"], case["dtype"], _family(group[0])
 

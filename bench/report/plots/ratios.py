@@ -22,7 +22,7 @@ _MIDDLE = 0.179  # the luminance on which both have the same contrast
 
 
 def ratios(records: Sequence[Record]) -> Figure:
-    """Draw a peer's time over ours, blue where ours is faster, red where it is slower."""
+    """Draw a peer's time over ours, blue if ours is faster, red if slower."""
     records = [record for record in records if not record.is_yardstick]
     peers = labels(records, peers=True)
     cases = {
@@ -30,7 +30,7 @@ def ratios(records: Sequence[Record]) -> Figure:
         for name, row in by_case(records).items()
         if any(record.is_peer for record in row.values())
     }
-    # A variant that is timed at few cases would be a panel without cells.
+    # A variant that is timed on few cases would be an empty panel.
     ours = [
         label
         for label in labels(records, peers=False)
@@ -71,7 +71,7 @@ def heat_map(axes: Axes, values: np.ndarray) -> None:
 
 
 def _luminance(colour: Sequence[float]) -> float:
-    """Return the relative luminance of a colour, as contrasts are defined by (WCAG 2.2)."""
+    """Return the relative luminance of a colour (WCAG 2.2)."""
     channels = np.array(colour[:3])
     linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
     return float(linear @ [0.2126, 0.7152, 0.0722])

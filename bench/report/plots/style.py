@@ -1,4 +1,4 @@
-"""Shared parts of the plots: styles of implementations, grids of panels, and bars."""
+"""What plots share: styles of implementations, grids of panels, and bars."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PEERS = (COLOURS[2], COLOURS[3], COLOURS[1], COLOURS[4], COLOURS[6], COLOURS[7]
 
 
 def styles(records: Sequence[Record]) -> dict[str, Style]:
-    """Return a style by label, the same in every picture of these records.
+    """Return a style by label, the same in all pictures of these records.
 
-    Ours are bold: a colour for each framework, dashed where it is SM80 code, with a marker for each
-    implementation. Peers are thin, and dotted from the seventh on.
+    Ours are bold: a colour per framework, a marker per implementation, dashed for SM80 code. Peers
+    are thin, and dotted from the seventh on.
     """
     ours: dict[str, Style] = {}
     firsts = {r.label: r for r in records if not r.is_peer}
@@ -58,7 +58,7 @@ def name_width(names: Iterable[str]) -> float:
 
 
 def panels(figure: Figure, count: int, columns: int, **options: Any) -> list[Axes]:
-    """Return panels row by row; the rest of the last row stays empty."""
+    """Return panels row by row."""
     grid = figure.subplots(-(-count // columns), columns, squeeze=False, **options).ravel()
     for axes in grid[count:]:
         axes.set_visible(False)
@@ -71,7 +71,7 @@ def bars(
     colours: Mapping[str, Any],
     unit: str,
 ) -> None:
-    """Draw a row from top to bottom for each name: its parts end to end, and a text behind them."""
+    """Draw a row per name: its parts end to end, and a text behind them."""
     for place, (_, parts, text) in enumerate(rows):
         left = 0.0
         for part, width in parts.items():

@@ -1,4 +1,4 @@
-"""Draw training: the phases of its steps, and memory by category at their peak and over them."""
+"""Draw training: the phases of its steps, and memory by category at the peak and over a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"))
 
 
 def steps(records: Sequence[Record]) -> Figure:
-    """Draw a panel for each case, a bar of median milliseconds for each implementation."""
+    """Draw a panel per case, a bar of median milliseconds per implementation."""
     cases = groups(trainings(records), lambda t: t["step"].case["name"])
     shown = [[t for t in found if t["step"].status != "absent"] for found in cases.values()]
     shown = [found for found in shown if found]
@@ -43,14 +43,14 @@ def steps(records: Sequence[Record]) -> Figure:
 
 
 def _phases(training: dict[str, Record]) -> tuple[str, dict[str, float], str]:
-    """Return a bar of the phases; what has no time says why."""
+    """Return a bar of the phases, or why there are none."""
     whole = training["step"]
     parts = {x: times.median for x in PHASES if (times := training[x].times)}
     return whole.label, parts, number(whole.times.median) if whole.times else whole.status
 
 
 def peaks_by_case(records: Sequence[Record]) -> Figure:
-    """Draw a bar for each implementation of each case: its categories at the peak."""
+    """Draw a bar per implementation of each case: its categories at the peak."""
     cases = groups(records, lambda record: record.case["name"]).values()
     shown = [record for group in cases for record in group if record.status != "absent"]
     divisor, unit = _unit(shown)
@@ -63,7 +63,7 @@ def peaks_by_case(records: Sequence[Record]) -> Figure:
 
 
 def _categories(record: Record, divisor: float) -> tuple[str, dict[str, float], str]:
-    """Return a bar of the categories; what has no timeline says why."""
+    """Return a bar of the categories, or why there are none."""
     at_peak = peak(record.timeline) if record.timeline else {}
     parts = {category: num_bytes / divisor for category, num_bytes in at_peak.items()}
     text = number(sum(parts.values())) if parts else status(record)
@@ -71,7 +71,7 @@ def _categories(record: Record, divisor: float) -> tuple[str, dict[str, float], 
 
 
 def over_a_step(records: Sequence[Record]) -> Figure | None:
-    """Draw the steps of the longest context at which most implementations have one."""
+    """Draw steps of the longest context that most implementations have."""
     drawn = [record for record in records if record.timeline]
     if not drawn:
         return None
@@ -88,7 +88,7 @@ def over_a_step(records: Sequence[Record]) -> Figure | None:
 
 
 def _step(axes: Axes, record: Record, divisor: float) -> None:
-    """Draw the categories one on top of the other, and where the phases begin."""
+    """Draw stacked categories, and where the phases begin."""
     timeline = record.timeline
     assert timeline is not None
     points = range(len(timeline["phase"]))
@@ -109,6 +109,6 @@ def _step(axes: Axes, record: Record, divisor: float) -> None:
 
 
 def _unit(records: Sequence[Record]) -> tuple[float, str]:
-    """Return a divisor of bytes that leaves the largest peak above 1, and its unit."""
+    """Return a divisor and unit of bytes with the largest peak above 1."""
     most = max((record.memory or 0 for record in records), default=0)
     return next((unit for unit in _UNITS if most >= unit[0]), _UNITS[-1])
