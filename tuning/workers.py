@@ -1,4 +1,4 @@
-"""Processes to compile in, beside a parent that may hold a GPU."""
+"""Processes to compile in; their parent may hold a GPU."""
 
 from __future__ import annotations
 

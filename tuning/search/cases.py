@@ -1,7 +1,7 @@
-"""The problem that stands for a row of the configuration tables while the row is tuned.
+"""The problem on which a row of the configuration tables is tuned: its kernel's first case that
+reads it.
 
-A row's case is the first of its kernel's cases that reads it, so that a table may gain keys: what
-is needed then is a case here that reaches the new rows.
+New rows need a case here that reaches them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TimedCase = FlashCase | DecodeCase  # or a PagedCase, which is one of these
 
 
 def cases(kernel: str) -> Iterator[TimedCase]:
-    """Return the cases of a kernel that is tuned, the largest head dimension of a row first."""
+    """Return the cases of a tuned kernel, the largest head dimension of a row first."""
     if kernel == "paged_attention":
         return _paged_cases()
     if KERNELS[kernel].function == "paged_decode":
@@ -37,9 +37,9 @@ def reader(kernel: str, spec: Spec) -> Spec:
 
 
 def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
-    """Yield causal cases, in which tiles with a mask and tiles without one both count, and full.
+    """Yield causal cases, where tiles with and without a mask count, then full ones.
 
-    A row that a causal case reads as well is not timed on a full one, which comes after it.
+    A row that a causal case reads is not timed on a later full one.
     """
     for head_dim in reversed(HEAD_DIMS):
         heads = 2048 // head_dim
@@ -85,7 +85,7 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
 
 
 def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
-    """Yield many sequences for `paged_decode`; for `combine` some short ones, of few splits."""
+    """Yield many sequences for `paged_decode`; for `combine` also short ones with few splits."""
     lengths, kind = ((1024,) * 8, "some") if kernel == "combine" else ((4096,) * 32, "batch")
     base = DecodeCase(
         "", lengths, tokens=1, heads_q=32, heads_kv=8, page_size=16,

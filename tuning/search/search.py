@@ -33,7 +33,7 @@ class Tools(NamedTuple):
 
     Attributes:
         survey: compiles a row's configurations, in order.
-        calls: puts up a row's case; the result makes a configuration's call (see `search`).
+        calls: prepares a row's case and returns `search`'s `call`.
         timer: times calls against each other.
         note: the table's comment on a found configuration.
     """
@@ -69,11 +69,8 @@ def tune(
     Args:
         table: holds the rows and changes with them.
         target: "sm80" or "sm90".
-        rows: those to tune.
-        tools: what compiles, runs and times.
         output: the file to write.
         limit_seconds: for all rows; each has an even share of what is left.
-        console: where to print.
     """
     say = partial(console.print, highlight=False)
     end = time.monotonic() + limit_seconds
@@ -110,13 +107,12 @@ def search(
         present: the row's configuration.
         candidates: in the order to try them.
         call: makes a configuration's call; raises if its results are wrong or it cannot run.
-        timer: times calls against each other.
         deadline: of `time.monotonic`; no candidate is begun after it.
         report: takes a line on each candidate.
 
     Returns:
-        The best candidate if, timed once more, it is faster than the present configuration by more
-        than the spreads of the two; else None.
+        The best candidate if a second timing shows a gain over the present configuration beyond
+        both spreads; else None.
 
     Raises:
         What `call` raises for the present configuration.
@@ -147,7 +143,7 @@ def search(
 def show(
     table: ConfigTable, target: str, rows: Sequence[Row], survey: Surveyor, console: Console
 ) -> None:
-    """Print what compiling leaves of each row's space, the present configuration first."""
+    """Print each row's configurations after compilation, the present one first."""
     for row in rows:
         case, configs = _space(table, target, row)
         grid = [["tile, warps, stages", "registers", "spilled", "shared", "blocks", "verdict"]]
@@ -183,7 +179,7 @@ def case_of(table: ConfigTable, row: Row) -> TimedCase:
 
 
 def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[KernelConfig]:
-    """Return the configurations worth a launch, one for each code that they make."""
+    """Return the configurations worth a launch, one for each distinct code."""
     seen = set()
     for entry in surveys:
         if entry.reason is None and entry.config != present and entry.code not in seen:
@@ -192,7 +188,7 @@ def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[Kerne
 
 
 def faster(a: Times, b: Times) -> bool:
-    """Return True if `a` is less than `b` by more than the spreads of the two."""
+    """Return True if `a` is less than `b` by more than both spreads."""
     return b.median - a.median > (a.slowest - a.fastest) + (b.slowest - b.fastest)
 
 
@@ -202,6 +198,6 @@ def describe(config: KernelConfig) -> str:
 
 
 def _space(table: ConfigTable, target: str, row: Row) -> tuple[TimedCase, list[KernelConfig]]:
-    """Return a row's case and all of its configurations, the present one first."""
+    """Return a row's case and all its configurations, the present one first."""
     case = case_of(table, row)
     return case, [row.config, *candidates(row.kernel, case.spec, row.config, target)]

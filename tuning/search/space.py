@@ -19,9 +19,9 @@ from twin_attention.targets.kernels import (
 from twin_attention.targets.splits import tiles_ahead
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# A field that is left out keeps the row's value, such as max_rows, which few new tokens reach.
+# Fields without values here keep the row's, such as max_rows, which few new tokens reach.
 SPACE: dict[type[KernelConfig], dict[str, tuple[int, ...]]] = {
-    # A backward pads its rows to 128, so that its query tiles may not be larger.
+    # A backward pads its rows to 128, which limits its query tiles.
     FlashConfig: {
         "block_q": (16, 32, 64, 128),
         "block_kv": (16, 32, 64, 128),
@@ -48,12 +48,11 @@ _REGISTERS = 192  # of a thread's 255; operands and addresses take the rest
 def candidates(
     kernel: str, spec: AttentionSpec | DecodeSpec, present: KernelConfig, target: str
 ) -> list[KernelConfig]:
-    """Return every other configuration that may fit, nearest to the present one first.
+    """Return all other configurations that may fit, nearest to the present one first.
 
     Args:
         kernel: one of `TUNED`.
         spec: the problem that the row is tuned on.
-        present: the row's configuration.
         target: "sm80" or "sm90".
     """
     make = KERNELS[kernel].config
@@ -72,10 +71,9 @@ def may_fit(
 ) -> bool:
     """Return True if the least that a program needs fits, before anything is compiled.
 
-    Registers hold the accumulators and one tile of scores, in float32. Shared memory holds the
-    tiles that are loaded ahead: one less than the stages, or `tiles_ahead`. Each warp has at least
-    an instruction's share of the scores, 16×8 on tensor cores, since without one it would repeat
-    another's work.
+    Registers hold the accumulators and one tile of scores, in float32; shared memory the tiles
+    that are loaded ahead: the stages less one, or `tiles_ahead`. Each warp needs at least an
+    instruction's share of the scores, 16×8 on tensor cores.
     """
     if not isinstance(config, FlashConfig | DecodeConfig):
         return True
@@ -97,7 +95,7 @@ def may_fit(
 
 
 def _distance(a: KernelConfig, b: KernelConfig) -> float:
-    """Return the doublings of tiles and warps, and the steps of stages, between the two."""
+    """Return the doublings of tiles and warps, plus the steps of stages, between the two."""
     doublings = sum(
         abs(log2(x / getattr(b, name))) for name, x in vars(a).items() if name != "num_stages"
     )

@@ -1,6 +1,6 @@
 """Compile configurations without launching, in many processes, and read their resources.
 
-Compiled code stays in Triton's cache on disk, so that launching a survivor compiles little.
+Triton's disk cache keeps the code for launches.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Survey:
     """One configuration, compiled.
 
     Attributes:
-        config: the configuration.
-        resources: of the problem that failed, or of the first; None if a compiler gave up.
-        reason: why it is not worth a launch; None if it is.
-        code: a digest of the first problem's code, by which equal kernels are found.
+        resources: of the first problem that failed, or of the first; None if a compiler gave up.
+        reason: why it is not worth a launch, or None.
+        code: a digest of the first problem's code, which identifies equal kernels.
     """
 
     config: KernelConfig
@@ -46,8 +45,7 @@ class Plan(NamedTuple):
     """One row and the problems to survey its configurations by.
 
     Attributes:
-        package, target, kernel: of the row.
-        problems: those of the static gate that read the row; each must compile to fit code.
+        problems: the static gate's that read the row; each must compile to fit code.
         spec: the problem that the row is timed on.
         device: of the launches, None if there are none.
     """
@@ -70,7 +68,7 @@ def survey(
     case: TimedCase,
     configs: Sequence[KernelConfig],
 ) -> Iterator[Survey]:
-    """Compile configurations of a row, as many at a time as there are processes.
+    """Compile configurations of a row, in all processes.
 
     Args:
         package, target: of the table.
@@ -101,7 +99,7 @@ def gate_problems(table: ConfigTable, package: str, target: str, row: Row) -> It
 
 
 def compile_one(plan: Plan, config: KernelConfig) -> Survey:
-    """Compile one configuration for a plan's problems, up to the first that rules it out."""
+    """Compile one configuration for a plan's problems, until one rules it out."""
     compile_kernels = compiler(plan.problems[0].framework)
     first = code = None
     try:

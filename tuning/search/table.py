@@ -1,4 +1,4 @@
-"""Edit a table of configurations as text: a row is a line, and the other lines stay as they are."""
+"""Edit a table of configurations as text: a row is a line, and other lines stay."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ class Row:
     """One row of a table.
 
     Attributes:
-        kernel: its kernel.
         index: its place among the kernel's rows.
         key: the columns that say which problems it serves, with their values.
-        config: its configuration.
     """
 
     kernel: str
@@ -44,7 +42,7 @@ class ConfigTable:
         self._rows = parse_table(text)
 
     def rows(self, kernel: str) -> Iterator[Row]:
-        """Return a kernel's rows, in order, without those for cards of less shared memory.
+        """Return a kernel's rows in order, without those for cards of less shared memory.
 
         These follow a row with the same key.
         """
@@ -55,14 +53,14 @@ class ConfigTable:
             seen.add(row.key)
 
     def index_of(self, kernel: str, spec: Spec) -> int | None:
-        """Return the place of the row that serves a problem, None if there is none."""
+        """Return the place of the row that serves a problem, if any."""
         if not isinstance(spec, KERNELS[kernel].spec):
             return None
         rows = enumerate(self._rows.get(kernel, ()))
         return next((index for index, row in rows if row.serves(spec)), None)
 
     def write(self, row: Row, config: KernelConfig, note: str) -> None:
-        """Give a row another configuration, and a comment in place of its last one.
+        """Replace a row's configuration and its comment.
 
         Args:
             note: when, where and how it was found; one line.
@@ -83,7 +81,7 @@ class ConfigTable:
 
 
 def format_rows(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the line of each row: numbers and the commas after words stand in columns."""
+    """Return each row's line, with numbers and the commas after words in columns."""
     columns = []
     for column in zip(*rows, strict=True):
         cells = [json.dumps(value) for value in column]

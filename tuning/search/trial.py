@@ -1,4 +1,4 @@
-"""One configuration at work on a row's case: its call, and how wrong its results are."""
+"""Run one configuration on a row's case, and check its results."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Refused(Exception):
 
 
 class Trials:
-    """Calls of a kernel's function on a case, one configuration each.
+    """Calls of a kernel's function on a case, one per configuration.
 
-    The kernels' own functions are called, not the packages': those keep what JAX traced, and with
-    it the configuration of an earlier call.
+    They call the kernels' functions, because the packages keep JAX's traces with earlier
+    configurations.
     """
 
     def __init__(
         self, side: str, target: str, kernel: str, case: TimedCase, device: str = "cuda"
     ) -> None:
-        """Make the case's tensors on the device, and ask the oracle for their results."""
+        """Make the case's tensors on the device, and the oracle's results."""
         self._side, self._kernel, self._function = side, kernel, KERNELS[kernel].function
         backend = portable_backend(side, target if device == "cuda" else None)
         self._options = {"spec": case.spec, "backend": backend}
@@ -58,7 +58,7 @@ class Trials:
             self._arguments = (arrays["dout"], arrays["dlse"], operands, *outputs, None)
 
     def call(self, config: KernelConfig) -> Callable[[], Any]:
-        """Return a call of the function with this configuration, checked.
+        """Return a checked call of the function with this configuration.
 
         Raises:
             Refused: a result is over its error budget.

@@ -1,9 +1,9 @@
 """Find named barriers whose register a miscompiled kernel overwrites before it is read.
 
-A barrier's number may come from a register, which the instruction reads some cycles after its
-issue. It counts in a scoreboard until then, and what writes the register next must wait for that
-scoreboard. ptxas 12.8 leaves out that wait in some kernels. The number is then a wrong one: an
-illegal instruction, or a hang.
+A barrier's number may come from a register, which is read some cycles after issue. Until then
+the instruction counts in a scoreboard, for which the register's next write must wait. ptxas
+12.8 omits that wait in some kernels; the wrong number then is an illegal instruction, or a
+hang.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tuning.static.uniform import RESULT
 
-# An instruction and its predicate, and in the next line the upper half of its encoding.
+# An instruction and its predicate, then the upper half of its encoding.
 _LINE = re.compile(
     r"/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([^;]*?)\s*;.*\n.*/\* 0x([0-9a-f]{16}) \*/"
 )
@@ -26,9 +26,8 @@ class Instruction(NamedTuple):
 
     Attributes:
         text: name and operands.
-        has_predicate: it has one.
-        control: from bit 0 on: 4 bits of stall, 1 of yield, 3 of the scoreboard in which a late
-            result counts, 3 of the one for late reads, and a bit for each scoreboard to wait for.
+        control: from bit 0 on: 4 bits of stall, 1 of yield, 3 of the scoreboard of late results, 3
+            of that of late reads, and a bit for each scoreboard to wait for.
     """
 
     text: str
@@ -37,7 +36,7 @@ class Instruction(NamedTuple):
 
 
 def overwritten(sass: str) -> list[str]:
-    """Return the barriers of a kernel whose register a path overwrites too early.
+    """Return the barriers whose register some path overwrites too early.
 
     A load writes its result late, and may follow.
 

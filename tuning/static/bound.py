@@ -1,13 +1,12 @@
 """Bound a kernel's inner loop by multiplying, special functions or loading.
 
-The work of one tile of the loop is counted, and for each resource the cycles of an SM that does
-nothing else. The largest is the bound: the loop cannot be faster, and is slower as far as the three
-do not overlap. Left out are shared memory, and on the FMA units the softmax's scaling, maxima, sums
-and masks and the conversion of a quantised cache.
+For one tile of the loop, count the cycles that an SM needs for each resource; the largest is
+the bound. The loop is slower as far as they do not overlap. Not counted are shared memory,
+and on the FMA units the softmax's scaling, maxima, sums and masks and the conversion of a
+quantised cache.
 
-Tiles of k and v (q and dout for dk and dv) are read again and again by programs that run at the
-same time, and come from L2: ``cp.async.cg`` passes by L1. So do tiles that chunks of prompts share.
-A decode reads its cache once, from device memory.
+Programs that run together share tiles of k and v (q and dout for dk and dv), which come from
+L2: ``cp.async.cg`` bypasses L1. A decode reads its cache once, from device memory.
 
 Rates of one SM per cycle:
 
@@ -17,9 +16,8 @@ Rates of one SM per cycle:
 - FMA units: 64 and 128 float32 multiply-adds; special-function units: 16 base-2 exponentials or
   reciprocals on both (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
   compute capabilities 8.0 and 9.0).
-- L2: 5120 bytes in one cycle of the whole A100 (the same paper); the number for an H200, which
-  NVIDIA does not give, is taken to be the same.
-- Device memory: of an A100 80 GB SXM and an H200 SXM, as `bench.peaks` has them.
+- L2: 5120 bytes in one cycle of the whole A100 (the same paper); assumed for an H200 as well.
+- Device memory: of an A100 80 GB SXM and an H200 SXM, as in `bench.peaks`.
 """
 
 from __future__ import annotations
@@ -62,13 +60,13 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class Tile:
-    """The work of one step of a kernel's loop, or of one program of a kernel without a loop.
+    """The work of one step of a kernel's loop, or of one program without a loop.
 
     Attributes:
-        flops: floating-point operations of its products, columns of padding included.
+        flops: operations of its products, padded columns included.
         special: exponentials and reciprocals, for the scores.
-        bytes: loaded, and stored where a kernel has no loop.
-        source: where most of those are: "L2" or "device memory".
+        bytes: loaded, and stored if there is no loop.
+        source: of most bytes: "L2" or "device memory".
     """
 
     flops: int
@@ -82,7 +80,6 @@ class Bound:
     """The cycles of a tile.
 
     Attributes:
-        tile: its work.
         intensity: floating-point operations per byte.
         cycles: of one SM, by resource.
         limit: the resource with the most cycles.
@@ -102,7 +99,7 @@ def bound(
     padded: Callable[[int], int] = padded_head_dim,
     cap_functions: int = 2,
 ) -> Bound:
-    """Count a tile of a kernel, as `count` does, and find its bound on a target."""
+    """Count a tile of a kernel with `count`, and find its bound on a target."""
     tile = count(kernel, spec, config, padded, cap_functions)
     unit = "FMA units"
     if find_kernel(kernel).products and uses_tensor_cores(spec):
@@ -129,13 +126,12 @@ def count(
     padded: Callable[[int], int] = padded_head_dim,
     cap_functions: int = 2,
 ) -> Tile:
-    """Count the work of one tile of a kernel of `spec`, all of it visible.
+    """Count the work of one wholly visible tile of a kernel of `spec`.
 
     Args:
-        padded: the columns that a tile has for a head dimension.
-        cap_functions: special functions of a score's softcap. A hyperbolic tangent by exponentials
-            takes one, and the reciprocal of a division; a quotient of polynomials the latter alone;
-            a polynomial, where scores are small, none.
+        padded: the tile's columns for a head dimension.
+        cap_functions: special functions of a score's softcap: two of a tanh by exponentials, one of
+            a quotient of polynomials, none of a polynomial.
     """
     described = find_kernel(kernel)
     sizes = {"d": padded(spec.head_dim), "dv": padded(spec.head_dim_v)}

@@ -1,7 +1,7 @@
-"""Find bounds of loops that a compiler made constant.
+"""Find loop bounds that a compiler made constant.
 
-Triton 3.6 drops a number that a loop carries where nothing but the bounds of an inner loop depends
-on it: the inner loop then begins, or ends, where it did the first time.
+Triton 3.6 drops a number that a loop carries if only the bounds of an inner loop depend on
+it; the inner loop then always begins or ends where it first did.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _LOOP = re.compile(r"scf\.for %\S+ = %(\S+) to %(\S+) step ")
 
 
 def fixed_bounds(before: str, after: str) -> int:
-    """Return how many bounds of loops are constants after a compiler's passes that were not before.
+    """Return how many loop bounds a compiler's passes made constant.
 
     Args:
         before, after: a kernel in MLIR, in which constants are called "%c", as Triton prints them.

@@ -136,10 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _select(arguments: argparse.Namespace) -> list[Problem]:
-    """Return the problems that the options leave; exit with code 2 if they leave none.
-
-    Of each feature there is one at least.
-    """
+    """Return the chosen problems, at least one per feature; exit with code 2 if there are none."""
     found = [
         problem
         for target in arguments.target or TARGETS
@@ -231,7 +228,7 @@ def _fuzz(arguments: argparse.Namespace, console: Console, begin: float) -> int:
 
 
 def _compiled_here(selected: Sequence[Any], console: Console) -> list[Any]:
-    """Return the problems that this machine can compile, and say why it cannot the others."""
+    """Return the problems that this machine can compile; print why not the others."""
     reasons = [not_compiled(problem) for problem in selected]
     pairs = list(zip(selected, reasons, strict=True))
     for name, reason in dict.fromkeys((_table_of(x), reason) for x, reason in pairs):
@@ -245,7 +242,7 @@ def _in_processes(
     function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
 ) -> list[Any]:
     found = []
-    # JAX's CUDA plugin assembles for one target a process.
+    # JAX's CUDA plugin assembles for one target per process.
     for target in dict.fromkeys(each.target for each in selected):
         of_target = [each for each in selected if each.target == target]
         with workers(jobs) as pool:
@@ -265,7 +262,7 @@ def _change(text: str) -> tuple[str, dict[str, int]]:
 
 
 def resource_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
-    """Return the resources of each kernel, a row each; fewer columns where it is to be narrow."""
+    """Return a row of resources per kernel; fewer columns if it must be narrow."""
     titles = [*_LABELS, "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes",
               "blocks", "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2", "verdict"]  # fmt: skip
     grid, styles = [titles], []
@@ -298,7 +295,7 @@ def _without(grid: Grid, *titles: str) -> Grid:
 
 
 def bound_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
-    """Return the bound of each kernel's tile; features that leave both as they are share a row."""
+    """Return the bound of each kernel's tile; features with equal bounds share a row."""
     titles = [*_LABELS, "bytes", "kFLOP", "FLOP/B", "multiply\ncycles", "special\ncycles",
               "load\ncycles", "bound", "peak"]  # fmt: skip
     rows = {}

@@ -1,7 +1,7 @@
-"""Compile the kernels of random problems, without a GPU, and find what a compiler got wrong.
+"""Compile the kernels of random problems, without a GPU, and find compilers' mistakes.
 
-The gate has one problem of each feature; a compiler's mistakes are in combinations of them. Speed
-is not judged here: a rare combination may spill.
+These occur in combinations of features, of which the gate has few. Speed is not judged: a
+rare combination may spill.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ LONGEST = 2048
 
 @dataclass(frozen=True)
 class Compilation:
-    """A random problem of a family's.
+    """A family's random problem.
 
     Attributes:
-        problem: what to compile.
         spec, sinks: of its case.
-        framework, target, family: as a gate's problem has them.
+        framework, target, family: as in a gate's problem.
     """
 
     problem: Problem
@@ -42,12 +41,7 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """Tell of a mistake in a problem's code.
-
-    Attributes:
-        compilation: the problem, and whose kernels.
-        reason: what is wrong.
-    """
+    """A mistake in a problem's code."""
 
     compilation: Compilation
     reason: str
@@ -59,7 +53,7 @@ class Mistake:
 
 
 def compilations(framework: str, target: str, number: int, seed: int) -> list[Compilation]:
-    """Return random problems of flash attention, each for all explicit families of a framework."""
+    """Return random problems of flash attention for all explicit families of a framework."""
     return [
         Compilation(problem, case.spec, case.sinks, framework, target, family)
         for problem, case in islice(_problems(seed), number)
@@ -69,7 +63,7 @@ def compilations(framework: str, target: str, number: int, seed: int) -> list[Co
 
 
 def _problems(seed: int) -> Iterator[tuple[Problem, FlashCase | VarlenCase]]:
-    """Yield random problems of 16 bits and their cases; no two of them have the same kernels."""
+    """Yield random 16-bit problems and their cases, all with different kernels."""
     for index in count(step=VARIANTS):
         problem = draw(seed, index, LONGEST)
         case = problem.case

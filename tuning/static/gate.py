@@ -1,19 +1,17 @@
 """Judge every shipped configuration by its compiled code.
 
-A kernel fails when it takes more shared memory than the target has or, on 16-bit inputs or in
-TF32, has lost its tensor-core instructions. On SM80 it also fails when it spills registers, or has
-lost the asynchronous copies of a load pipeline (more than one stage), and forward and decode have
-to fit the smaller cards that run SM80 code, unless these take a row of their own; SM90's
-configurations are chosen by times, which include the cost of spills. It fails when it reads a
-uniform register that nothing wrote, with wgmma, or when a loop has lost its bounds: both are a
-compiler's mistakes. float32 multiplies in IEEE precision, without tensor cores, unless TF32 is
-asked for.
+A kernel fails if it takes more shared memory than the target has, lost its tensor-core
+instructions (on 16-bit inputs or in TF32), reads a uniform register that nothing wrote, or
+lost loop bounds; the last two are compilers' mistakes. On SM80 it also fails if it spills
+registers or lost the asynchronous copies of a load pipeline; forward and decode must fit
+smaller cards that run SM80 code, unless these have their own row. SM90's configurations are
+chosen by times, which include the cost of spills.
 
-The explicit kernels are chosen by times as well, and take nearly all registers on purpose. They
-fail where a step of the main loop spills as much as a tile has. Those of SM80 and of paged caches
-fail where they have lost ldmatrix or, with any number of stages, cp.async; those of SM90 where they
-have lost TMA, or the compiler waits for each product, as it does for want of registers. Mosaic's
-are compiled for both sizes of SM80 card, where JAX is new enough and has its CUDA plugin.
+Explicit kernels take nearly all registers on purpose. They fail if a step of the main loop
+spills as much as a tile has. Those of SM80 and of paged caches also fail if they lost
+ldmatrix or cp.async, those of SM90 if they lost TMA or the compiler waits for each product.
+Mosaic's are compiled for both sizes of SM80 card, if JAX is new enough and has its CUDA
+plugin.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ from twin_attention.targets.target import (
 )
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
-# Fields of the case that has the feature, beside those in `Problem.spec`. Without a causal mask or
-# a window a kernel has one of the causal one's two loops, in some tables in other tiles.
+# Fields of the feature's case, added to those in `Problem.spec`. Without a causal mask or a
+# window a kernel has one of the causal one's two loops, sometimes with other tiles.
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {},
@@ -112,7 +110,7 @@ CHUNK_FEATURES: dict[str, dict[str, Any]] = {
         "num_splits": 1,
     },
 }  # fmt: skip
-# Those of them that the explicit kernels have, and small pages.
+# Those that the explicit kernels have, and small pages.
 EXPLICIT_CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks-in-one-part": {"num_splits": 1},
     "chunks-all-options": CHUNK_FEATURES["chunks-all-options"],
@@ -132,8 +130,8 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Features that not all kernels have, for which the portable ones are compiled in bfloat16, or in
-# float32 for TF32, and these head sizes.
+# Features that only some kernels have: the portable ones are compiled in bfloat16, or float32
+# for TF32, with these head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
@@ -144,15 +142,15 @@ _PORTABLE_FEATURES = {
     "few-kv-heads-odd-length": (), "short": (), "long": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
-# Those of terms of scores, which the explicit kernels of SM90 have, with these head sizes: with
-# Triton 3.9 the fused backward at 64 spills 332 bytes in a step for dropout.
+# Terms of scores in SM90's explicit kernels, with these head sizes: with Triton 3.9 dropout in
+# the fused backward at 64 spills 332 bytes in a step.
 _TERM_FEATURES = {
     "bias": (64, 128, 256), "row-max": (64, 128, 256),
     "terms": (128, 256), "terms-packed": (128, 256),
     "dropout": (128, 256), "dropout-packed": (128, 256),
 }  # fmt: skip
-# Those of them that the explicit kernels of a target have. No windows of depths on SM90: with
-# Triton 3.9 the fused backward at head dimension 64 spills 272 bytes in a step of its main loop.
+# Those that a target's explicit kernels have. No windows of depths on SM90: with Triton 3.9 the
+# fused backward at head dimension 64 spills 272 bytes in a step.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"), ("long", "sm90"),
@@ -160,25 +158,24 @@ _EXPLICIT_FEATURES = {
     *product(("segments", "tree", "tree-packed"), TARGETS),
     *product(_TERM_FEATURES, ("sm90",)),
 }  # fmt: skip
-# The explicit kernels' head sizes: of each row the largest, and all that need two column pieces.
+# The explicit kernels' head sizes: each row's largest, and all in two column pieces.
 _EXPLICIT_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
-# Mosaic's, which take longer to compile: of each row the largest, and one of two pieces; those with
-# other features than a mask; those of paged caches.
+# Mosaic's, which compile slower: each row's largest, and one in two pieces; those with features
+# other than a mask; those of paged caches.
 _MOSAIC_HEAD_DIMS = (64, 96, 128, 192, 240, 256)
 _MOSAIC_HEAD_DIMS_WITH_FEATURES = (64, 128)
 _MOSAIC_HEAD_DIMS_OF_SHORT = (192, 256)  # of rows of their own under a mask
 _PAGED_HEAD_DIMS = (64, 128, 256)
 _PAGED_FEATURES = ("decode", "decode-all-options")
-# Bytes that a thread of an explicit kernel may spill and read in a step: the bounds and addresses
-# of a step and rows of lse and delta. The least tile, 64x64 scores over 128 threads, has 128 bytes,
-# stored and loaded makes 256.
+# Bytes that a thread of an explicit kernel may spill and reload in a step: bounds, addresses,
+# and rows of lse and delta. The least tile, 64x64 scores over 128 threads, would make 256.
 _LOOP_SPILLS_MAX = 255
-# Bytes that a thread of a portable kernel may spill in a step, a few scalars, and in all, less than
-# the least tile takes: paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
+# Bytes that a thread of a portable kernel may spill in a step, and in all: less than the least
+# tile takes. paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
 _SCALAR_SPILLS_MAX = 32
 _SPILLS_MAX = 127
-# The kernel of shared pages searches in front of its main loop, and keeps that loop's addresses
-# meanwhile, up to 200 bytes (JAX 0.11.2, SM80, head size 256).
+# The kernel of shared pages keeps its main loop's addresses while it searches, up to 200 bytes
+# (JAX 0.11.2, SM80, head size 256).
 _SPILLS_MAX_OF_CASCADES = 255
 _WGMMA_ROWS = 64  # which a wgmma instruction multiplies
 
@@ -190,11 +187,11 @@ class Problem:
     Attributes:
         framework: one of `FRAMEWORKS`.
         target: "sm80" or "sm90".
-        dtype: of k and v, one of those of `DTYPES`.
+        dtype: of k and v, one of `DTYPES`.
         head_dim: the padded head size of the row.
         feature: one of `FEATURES`.
-        family: the name of the kernels' family.
-        shared_memory: bytes that a block has on the card, or None for the target's own cards.
+        family: of the kernels.
+        shared_memory: bytes per block on the card, or None for the target's own cards.
     """
 
     framework: str
@@ -246,13 +243,10 @@ class Problem:
 def decode_spec(
     kv_dtype: str, head_dim: int, batch: int, heads_kv: int, **options: Any
 ) -> DecodeSpec:
-    """Return a decode of 16 query heads; those of a quantised cache are float16.
+    """Return a decode of 16 query heads, in float16 with a quantised cache.
 
     Args:
         kv_dtype: dtype of the cache.
-        head_dim: head size.
-        batch: sequences.
-        heads_kv: kv heads.
         options: further fields of a `DecodeCase`.
     """
     dtype = "float16" if kv_dtype in QUANTIZED_DTYPES else kv_dtype
@@ -275,7 +269,7 @@ def paged_spec(kv_dtype: str, head_dim: int, **options: Any) -> PagedSpec:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One compiled kernel: its resources, its bound, and the reasons why it fails."""
+    """A compiled kernel's resources and bound, and the reasons why it fails."""
 
     problem: Problem
     kernel: str
@@ -286,7 +280,7 @@ class Verdict:
 
 
 def problems(framework: str, target: str, family: str = "triton") -> Iterator[Problem]:
-    """Return every problem that the gate compiles for one framework, target and family."""
+    """Return the gate's problems of one framework, target and family."""
     if family == "mosaic":
         yield from _mosaic_problems(target)
         return
@@ -347,7 +341,7 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
 
 
 def not_compiled(problem: Problem) -> str | None:
-    """Return why this machine cannot compile a problem's kernels, None if it can."""
+    """Return why this machine cannot compile a problem's kernels, or None."""
     if problem.family != "mosaic":
         return None
     return import_module(_AOT["jax", "mosaic"]).missing(problem.spec, problem.target)
@@ -402,17 +396,17 @@ def _compile(problem: Problem) -> list[tuple[str, KernelConfig, Any]]:
 
 
 def _columns(target: str, head_dim: int) -> int:
-    """Return the columns that a tile of a Gluon kernel has for a head."""
+    """Return the columns of a Gluon kernel's tile for a head."""
     return sum(_COLUMN_PIECES[target](head_dim))
 
 
 def _columns_of_mosaic(head_dim: int) -> int:
-    """Return the columns that a tile of a Mosaic kernel has for a head."""
+    """Return the columns of a Mosaic kernel's tile for a head."""
     return -(-head_dim // 16) * 16
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:
-    """Return the shared memory that a block of a kernel may have on all of its cards, in bytes."""
+    """Return the bytes of shared memory that a kernel's block may have on all its cards."""
     if target == "sm80" and not kernel.startswith("flash_bwd"):
         return SHARED_MEMORY_OF_SMALLER_CARDS
     return SHARED_MEMORY_LIMIT[target]
@@ -421,7 +415,7 @@ def shared_memory_limit(kernel: str, target: str) -> int:
 def failures(
     problem: Problem, kernel: str, config: KernelConfig, resources: Resources
 ) -> tuple[str, ...]:
-    """Return the reasons why a compiled kernel fails; empty if it is fit to ship."""
+    """Return the reasons why a compiled kernel fails, if any."""
     target, is_explicit = problem.target, problem.family != "triton"
     found = []
     if is_explicit:
@@ -472,7 +466,7 @@ def failures(
 
 
 def _has_row_of_smaller_cards(problem: Problem, kernel: str, config: KernelConfig) -> bool:
-    """Return True where a card with less shared memory takes another row of a Gluon kernel's."""
+    """Return True if cards with less shared memory have another row of a Gluon kernel."""
     if (problem.family, problem.target) != ("gluon", "sm80") or kernel != "flash_fwd":
         return False
     package = FRAMEWORKS[problem.framework]

@@ -1,7 +1,7 @@
 """Compile the Mosaic GPU kernels of one problem for a card, without a GPU.
 
-JAX compiles them with its CUDA plugin for a card that is described in words, and prints their PTX,
-which ptxas of the same CUDA release assembles.
+JAX's CUDA plugin compiles them for a described card and prints their PTX, which the same CUDA
+release's ptxas assembles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_LIMIT
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-# What XLA has to know of a card. Bandwidth and clock do not matter here.
+# What XLA must know of a card; bandwidth and clock do not matter.
 _DESCRIPTION = """
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -90,7 +90,7 @@ class Compiled:
 
 
 def missing(spec: AttentionSpec | DecodeSpec, target: str) -> str | None:
-    """Return why nothing can be compiled on this machine, None if it can."""
+    """Return why this machine can compile nothing, or None."""
     reason = family_of(spec, target).supports(_operation(spec), spec, target)
     if reason is None and not any(_is_installed(plugin) for plugin in _PLUGINS):
         return "they are compiled by JAX's CUDA plugin (pip install 'jax[cuda13]'), which is absent"
@@ -106,18 +106,17 @@ def compile_kernels(
     """Compile a problem's kernels as `pallas_attn` calls them.
 
     Args:
-        target: instruction set to use, "sm80" or "sm90".
-        shared_memory: bytes that a block has on the card, or None for the target's own cards.
-        sinks: give sinks to `flash_attention`; a decode has them always.
+        target: instruction set, "sm80" or "sm90".
+        shared_memory: bytes per block on the card, or None for the target's own cards.
+        sinks: give sinks to `flash_attention`; a decode always has them.
 
     Returns:
-        Each kernel's name, its configuration and its code; those of a backward that is to be
-        deterministic and of one that need not be.
+        Each kernel's name, configuration and code, for both deterministic and other backwards.
 
     Raises:
         RuntimeError: the plugin compiled nothing, as for a second target in one process.
     """
-    # Set before the plugin is loaded; the rest of its dumps would be hundreds of megabytes.
+    # Set before the plugin is loaded; its other dumps would take hundreds of megabytes.
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
     card = card_in_words(target, shared_memory or SHARED_MEMORY_LIMIT[target])
     with _compiling_for(card) as empty, targets.described(card) as configs, _printed() as printed:
@@ -162,11 +161,11 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def card_in_words(target: str, limit: int) -> Any:
-    """Return a device of JAX that is only described, which programs can be compiled for.
+    """Return a described device of JAX to compile for.
 
     Args:
-        target: instruction set of the card, "sm80" or "sm90".
-        limit: bytes of shared memory that a block has there.
+        target: instruction set, "sm80" or "sm90".
+        limit: bytes of shared memory per block.
     """
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # set before the plugin is loaded
     text = _DESCRIPTION.format(
@@ -178,7 +177,7 @@ def card_in_words(target: str, limit: int) -> Any:
 
 @contextmanager
 def _compiling_for(card: Any) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
-    """Let JAX compile for a card; yields a function that gives operands there."""
+    """Let JAX compile for a card; yield a function that makes operands there."""
     mesh = jax.sharding.Mesh([card], ("x",))
     place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
@@ -191,7 +190,7 @@ def _compiling_for(card: Any) -> Iterator[Callable[..., jax.ShapeDtypeStruct]]:
 
 @contextmanager
 def _printed() -> Iterator[Callable[[], str]]:
-    """Catch what native code prints in the block; yields a function that returns it afterwards."""
+    """Catch native output in the block; yield a function that returns it afterwards."""
     sys.stdout.flush()
     with tempfile.TemporaryFile() as file:
         before, text = os.dup(1), ""
@@ -207,7 +206,7 @@ def _printed() -> Iterator[Callable[[], str]]:
 
 
 def _shared_memory(lowered: Any) -> dict[str, int]:
-    """Return the bytes of shared memory that each kernel is launched with."""
+    """Return each kernel's bytes of shared memory."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
 

@@ -1,4 +1,4 @@
-"""Operands without values, in the shapes of a problem, and the calls that compile its kernels."""
+"""Operands without values for a problem, and the calls that compile its kernels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Empty = Callable[..., X]  # a dtype's name and a shape: an array without values
 def operands_of(
     spec: AttentionSpec | DecodeSpec | AppendSpec, empty: Empty[X], sinks: bool
 ) -> tuple[Any, ...]:
-    """Return the operands of a problem's functions, those of a decode's `append_kv` among them."""
+    """Return the operands of a problem's functions, including a decode's `append_kv`."""
     if isinstance(spec, PartialSpec):
         return partial_operands(spec, empty)
     if isinstance(spec, AttentionSpec):
@@ -48,8 +48,7 @@ def run_kernels(
     """Call every function of a family for a problem; return the results.
 
     Args:
-        backend: the family and its target.
-        operands: those of `operands_of`.
+        operands: from `operands_of`.
         deterministic: which backwards.
     """
     family, run = backend.family, backend.family.function
@@ -89,10 +88,7 @@ def run_kernels(
 
 
 def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:
-    """Return the operands of a problem's function, with sinks or without.
-
-    There are segment ids, ends, depths and terms where the problem has them.
-    """
+    """Return a flash problem's operands: segment ids, ends, depths and terms as it has them."""
     if isinstance(spec, VarlenSpec):
         return VarlenOperands(
             q=empty(spec.dtype, spec.seq_q, spec.heads_q, spec.head_dim),
@@ -135,7 +131,7 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
 
 
 def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
-    """Return what is added to the scores of a problem, and the seed of dropout, by name.
+    """Return a problem's terms of scores and dropout seed, by name.
 
     All sequences share a bias, in the problem's dtype or a wide one.
     """
@@ -150,10 +146,7 @@ def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
 
 
 def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:
-    """Return the operands of a part, a result in its dtype, and one over other keys with its lse.
-
-    There are no sinks.
-    """
+    """Return a part's operands, its result, and one over other keys with its lse; no sinks."""
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     rows = (spec.batch, spec.seq_q, spec.heads_q)
     part = PartialOperands(
@@ -170,9 +163,8 @@ def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:
 
 
 def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
-    """Return the operands of `paged_decode`, with sinks, and with a scale of each kv head.
-
-    There are ends of a tree where the problem has one.
+    """Return the operands of `paged_decode`, with sinks, scales per kv head, and a tree's ends if
+    any.
     """
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
@@ -191,7 +183,7 @@ def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
 
 
 def paged_operands(spec: PagedSpec, empty: Empty[X]) -> PagedOperands[X]:
-    """Return the operands of `paged_attention`, otherwise as those of a decode."""
+    """Return the operands of `paged_attention`, otherwise as a decode's."""
     return PagedOperands(
         **decode_operands(spec, empty)._asdict()
         | {
@@ -214,7 +206,7 @@ def append_spec(spec: DecodeSpec) -> AppendSpec:
 
 
 def append_operands(spec: AppendSpec, empty: Empty[X]) -> AppendOperands[X]:
-    """Return the operands of `append_kv`, with a scale of each kv head, as the problem has them."""
+    """Return the operands of `append_kv`, with scales per kv head."""
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
     new = (spec.dtype, spec.tokens) if spec.packed else (spec.dtype, spec.batch, spec.tokens)

@@ -31,17 +31,16 @@ def compile_kernels(
     """Compile a problem's kernels as `pallas_attn` calls them.
 
     Args:
-        target: instruction set to use, "sm80" or "sm90".
-        limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
-            pipeline than configured if need be.
-        sinks: give sinks to `flash_attention`; a decode has them always.
-        shared_memory: bytes that a block has on the card, or None for the target's own cards.
+        target: instruction set, "sm80" or "sm90".
+        limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
+        sinks: give sinks to `flash_attention`; a decode always has them.
+        shared_memory: bytes per block on the card, or None for the target's own cards.
 
     Returns:
-        Each kernel's name, its configuration and what Triton compiled.
+        Each kernel's name, configuration and Triton's result.
     """
     backend = portable_backend("pallas_attn", target)
-    # Its backward is the same whether it is to be deterministic or not.
+    # Its backward is always deterministic.
     function = partial(run_kernels, spec, backend, deterministic=(False,))
     operands = operands_of(spec, _empty, sinks)
     with _card(target, shared_memory), lowering.recording(limit) as compiled:
@@ -50,7 +49,7 @@ def compile_kernels(
 
 
 def _card(target: str, shared_memory: int | None) -> AbstractContextManager[Any]:
-    """Choose tiles for a card with that much shared memory, which nothing else is asked of."""
+    """Choose tiles for a card with that much shared memory."""
     if shared_memory is None:
         return nullcontext()
     sizes = {"core_count": NUM_SMS[target], "shared_memory_per_block_optin": shared_memory}

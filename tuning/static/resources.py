@@ -43,19 +43,17 @@ class Resources:
     Attributes:
         registers: 32-bit registers per thread.
         spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
-            (as ``ptxas -v`` counts them).
-        loop_spills: the same, stores and loads together, of one step of the main loop, the most
-            where warps of different work have one each: the last that multiplies on tensor cores,
-            with no such loop in it, which is the one without a mask. Not looked for in a portable
-            kernel of wgmma.
+            (as in ``ptxas -v``).
+        loop_spills: both in one step of the main loop, the largest of all warps' loops: the last
+            innermost loop with tensor-core products, which has no mask. Not for portable wgmma.
         stack: bytes of a thread's stack frame.
         shared: bytes of shared memory per block.
         warps: warps per block.
         occupancy: blocks resident on an SM.
-        serialized: the compiler waits for each wgmma, where the PTX does not (ptxas says C7512).
-        unwritten: instructions that read a uniform register which nothing wrote, with wgmma.
+        serialized: the compiler waits for each wgmma though the PTX does not (ptxas C7512).
+        unwritten: reads of uniform registers that nothing wrote, with wgmma.
         overwritten: named barriers whose number is overwritten before it is read, with wgmma.
-        fixed_bounds: bounds of loops that Triton made constant.
+        fixed_bounds: loop bounds that Triton made constant.
         mma, wgmma, cp_async, tma, ldmatrix, ex2: instructions in the PTX.
     """
 
@@ -86,7 +84,8 @@ def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
     assert usage is not None
     registers, stack = map(int, usage.groups())
     ptx = compiled.asm["ptx"]
-    # It takes seconds. Without a stack nothing spills, and only wgmma needs uniform registers.
+    # Slow, so skipped where it cannot matter: nothing spills without a stack, and only wgmma needs
+    # uniform registers.
     sass = _cuobjdump(cubin, "-sass") if stack or "wgmma" in ptx else ""
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     return Resources(
@@ -120,7 +119,7 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
 
 
 def _bytes_moved(opcode: str, sass: str) -> int:
-    """Return the bytes of all instructions with an opcode; ".64" and the like give widths."""
+    """Return the bytes of all instructions with an opcode, by suffixes such as ".64"."""
     widths = (
         next((_BITS[part] for part in modifiers.split(".") if part in _BITS), 32)
         for modifiers in re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)
@@ -129,18 +128,16 @@ def _bytes_moved(opcode: str, sass: str) -> int:
 
 
 def _spills(sass: str) -> int:
-    """Return the bytes of all stores and loads of spilled registers."""
+    """Return the bytes of all spill stores and loads."""
     return _bytes_moved("STL", sass) + _bytes_moved("LDL", sass)
 
 
 def _main_loops(sass: str) -> list[str]:
-    """Return the instructions of the last innermost loop with products, of each consumer.
+    """Return the instructions of each consumer's last innermost loop with products.
 
-    Warps of different work begin their code by setting their registers. A kernel without products
-    has no such loop.
-
-    A loop is what lies between a branch and the place before it where the branch leads. What starts
-    in a loop and ends behind it is none: the branch comes back from where a barrier is polled.
+    Warps of different work begin by setting their registers. A loop lies between a branch and its
+    earlier target. Code that begins in a loop and ends behind it is none: that branch returns
+    from polling a barrier.
     """
     instructions = [
         (int(address, 16), text)

@@ -1,7 +1,7 @@
-"""Compile kernels only until their shared memory is known: a fifth of the time.
+"""Compile kernels only until their shared memory is known, which is several times faster.
 
-Uses Triton's hook on a compiler's stages and, for the stage that allocates shared memory, its
-private passes. Checked with Triton 3.6 and 3.9; ``tests/tuning/test_sweep.py`` guards it.
+Uses Triton's hook on a compiler's stages and private passes for shared memory. Checked with
+Triton 3.6 and 3.9; ``tests/tuning/test_sweep.py`` guards it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from triton.backends.nvidia.compiler import get_ptx_version_from_options
 
 @contextmanager
 def only_shared_memory() -> Iterator[None]:
-    """Let kernels that are compiled in the block have ``metadata.shared`` and no code.
+    """Let kernels compiled in the block have ``metadata.shared`` and no code.
 
-    Triton keeps them by the same keys as real ones: use a process of its own.
+    Triton caches them by the keys of real ones: use a separate process.
     """
     with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.runtime.scope():
         knobs.cache.dir = folder

@@ -1,14 +1,11 @@
 """Check that no valid problem is refused for want of shared memory, whatever its lengths.
 
-Lengths are static in Pallas. The steps of a kernel's loops are then often known to the
-compiler, which turns a loop of one step into plain code. That can take more shared memory than the
-long loops that the configurations were chosen for. So each kernel of flash attention is compiled
-once for every combination of steps that lengths of a few tiles give, over full, causal and windowed
-masks. Paged decoding reads its lengths on the device; its code depends on the query rows, the pages
-and the options. In `torch_attn` all lengths are run-time values, and a few problems do; with
-segment ids, or ends of keys, which tell the steps on the device, one does. A kernel that does not
-fit as configured gets fewer stages (`compile_to_fit`), and is refused only where that does not
-help.
+Pallas has static lengths, so a compiler often knows the steps of a loop and turns a single
+step into plain code, which can take more shared memory. So each flash kernel is compiled for
+every combination of steps of a few tiles, over full, causal and windowed masks. Run-time
+lengths, as in `torch_attn`, in paged decoding and with segment ids or ends of keys, need only
+a few problems. A kernel that does not fit gets fewer stages (`compile_to_fit`), and is
+refused only if that does not help.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.config import find_configs, table_path
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))
-# The features of the gate's problems that stand for rows: without capped scores, and with them.
+# The features of the gate's problems that stand for rows: without and with capped scores.
 FEATURES = ("causal", "all-options", "decode", "decode-all-options")
 _STEPS_MAX = 3  # more steps make no other code
 _WITH_TILES = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
@@ -45,8 +42,7 @@ class Misfit:
     """A problem whose configuration takes more shared memory than there is.
 
     Attributes:
-        row: the problem of the gate that its configurations are of.
-        spec: the problem.
+        row: the gate's problem with its configurations.
         outcome: the kernel, and the configuration that fits; or why it is refused.
         refused: nothing fits.
     """
@@ -60,24 +56,24 @@ class Misfit:
 def lengths_of(
     row: Problem, windows: Sequence[Window] = WINDOWS
 ) -> Sequence[AttentionSpec | DecodeSpec]:
-    """Return the problems of all kinds of lengths that are compiled for a row."""
+    """Return the problems of all kinds of lengths for a row."""
     if isinstance(row.spec, DecodeSpec):
         return list(_decodes(row))
     if row.framework == "torch":
         spec = _flash(row, 203, 331)
         segmented = replace(spec, window=windows[-1], segmented=True)
         return [segmented, _tree(spec), *(replace(spec, window=window) for window in windows)]
-    # With segment ids, or ends of keys, the steps are known on the device alone.
+    # With segment ids or ends of keys only the device knows the steps.
     segmented = replace(_flash(row, 203, 331, windows[-1]), segmented=True)
     tree = _tree(_flash(row, 203, 331))
     return [segmented, tree, *_flash_of_all_structures(row, windows)]
 
 
 def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
-    """Compile a row's problems, in a process of its own (`only_shared_memory`).
+    """Compile a row's problems, in a separate process (`only_shared_memory`).
 
     Returns:
-        The number of problems, and the problems that do not fit as configured.
+        The number of problems, and those that do not fit as configured.
     """
     specs = lengths_of(row, windows)
     with only_shared_memory():
@@ -85,7 +81,7 @@ def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[
 
 
 def misfits_of(row: Problem, spec: AttentionSpec | DecodeSpec) -> Iterator[Misfit]:
-    """Return the kernels of a problem that do not fit as configured; see `only_shared_memory`."""
+    """Return a problem's kernels that do not fit as configured; see `only_shared_memory`."""
 
     def limit(kernel: str) -> int:
         return row.shared_memory or shared_memory_limit(kernel, row.target)
@@ -134,7 +130,7 @@ def _flash_of_all_structures(row: Problem, windows: Sequence[Window]) -> Iterato
 
 
 def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tuple]:
-    """Return the steps of each kernel's two loops, where they are static."""
+    """Return the static steps of each kernel's two loops."""
     from pallas_attn.kernels.library.tiles import visible_tiles  # which imports JAX
 
     left, right = spec.window.left, spec.window.right
@@ -154,8 +150,8 @@ def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tup
 
 
 def _decodes(row: Problem) -> Iterator[DecodeSpec]:
-    """Return few to many query rows, small and large pages, few and many keys, split or not, and
-    chunks of prompts.
+    """Return decodes of few and many rows and keys, small and large pages, split or not, and
+    chunks.
     """
     for tokens, page_size, pages, splits in (
         (1, 16, 1, 1), (1, 256, 8, 4), (2, 64, 16, None), (3, 256, 2, 1),

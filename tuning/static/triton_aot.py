@@ -30,16 +30,15 @@ def compile_kernels(
     """Compile a problem's kernels as `torch_attn` launches them.
 
     Args:
-        target: instruction set to use, "sm80" or "sm90".
-        limit: bytes of shared memory that a block of a kernel may have, with fewer stages of the
-            pipeline than configured if need be.
-        sinks: give sinks to `flash_attention`; a decode has them always.
-        device: what to assemble for, the target's own devices unless given.
+        target: instruction set, "sm80" or "sm90".
+        limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
+        sinks: give sinks to `flash_attention`; a decode always has them.
+        device: what to assemble for; the target's own devices by default.
         family: whose kernels.
 
     Returns:
-        Each kernel's name, its configuration and what Triton compiled; those of a backward that is
-        to be deterministic and of one that need not be.
+        Each kernel's name, configuration and Triton's result, for both deterministic and other
+        backwards.
 
     Raises:
         NotImplementedError: the explicit kernels do not cover the problem.

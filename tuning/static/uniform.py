@@ -1,7 +1,7 @@
 """Find uniform registers that a miscompiled kernel reads before it writes them.
 
-Uniform registers hold the addresses that wgmma and TMA take. A wrong one is an illegal access, or
-wrong numbers without one, and only for the problems that reach it.
+They hold the addresses of wgmma and TMA. A wrong one is an illegal access, or silently wrong
+numbers, and only for the problems that reach it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import re
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([^;]*?)\s*;")
 _WRITES = re.compile("U(?!I?SETP|PLOP)|R2UR|C?S2UR|REDUX|VOTEU")
 _REGISTER = re.compile(r"(g?desc)?\[?\bUR(\d+)")
-# ptxas keeps a uniform register in a general one, written or not, and copies it back.
+# ptxas may keep a uniform register in a general one, written or not.
 _COPY = re.compile(r"(?:MOV|R2UR) (U?)R(\d+), (U?)R(\d+)")
-# An instruction with a result in general registers, of which it names the first. A predicate may
-# come before it.
+# An instruction, perhaps after a predicate, that names its first result in a general register.
 RESULT = re.compile(r"(?!BAR|BRX|R2P)(\S+) (?:U?P\w+, )?R(\d+)\b")
 _GENERAL = 64  # the bit of the first general register, behind those of uniform registers
 
 
 def unwritten(sass: str) -> list[str]:
-    """Return the instructions of a kernel that read a register which some path left unwritten.
+    """Return the instructions that read a register which some path left unwritten.
 
     Args:
         sass: as ``cuobjdump -sass`` prints it.
@@ -50,7 +49,7 @@ def unwritten(sass: str) -> list[str]:
 
 
 def _copy(instruction: str) -> tuple[int, int] | None:
-    """Return the bits of the registers to and from which an instruction copies one, if it does."""
+    """Return the bits of the registers between which an instruction copies, if it does."""
     found = _COPY.fullmatch(instruction)
     if not found or found[1] == found[3]:
         return None
@@ -62,8 +61,9 @@ def _copy(instruction: str) -> tuple[int, int] | None:
 
 
 def _registers(instruction: str) -> tuple[int, int]:
-    """Return the registers that an instruction reads and writes, as bits: uniform ones, and also
-    general ones that it writes. A copy reads and writes none.
+    """Return the registers that an instruction reads and writes, as bits.
+
+    Reads are of uniform registers, writes also of general ones. A copy has neither.
     """
     if _copy(instruction):
         return 0, 0
