@@ -45,9 +45,9 @@ settings.load_profile("gpu" if ON_GPU else "cpu")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--suite",
-        choices=("quick", "full"),
-        default="full" if ON_GPU else "quick",
-        help="cases that kernels run in tests/semantics (default: full on a GPU, else quick)",
+        choices=("small", "full"),
+        default="full" if ON_GPU else "small",
+        help="cases that kernels run in tests/semantics (default: full on a GPU, else small)",
     )
 
 

@@ -110,7 +110,7 @@ def choose_runs(
 ) -> None:
     """Run a test for each implementation, as `by`, and each `case` of its suite.
 
-    The plain reference runs the quick suite, the kernels the suite that was chosen.
+    The plain reference runs the small suite, the kernels the suite that was chosen.
 
     Args:
         metafunc: of `pytest_generate_tests`.
@@ -118,7 +118,7 @@ def choose_runs(
         explicit: tells which of them the explicit kernels run.
     """
     suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
-    suites["reference"] = "quick"
+    suites["reference"] = "small"
     runs = [
         (name, case)
         for name, suite in suites.items()

@@ -111,7 +111,7 @@ def test_tables_of_bench_fit_80_columns(wide):
 
 @pytest.mark.parametrize("count", [3, 12])
 def test_a_row_of_parity_fits_80_columns(count):
-    names = [case.name for cases in KINDS for case in cases("quick")]
+    names = [case.name for cases in KINDS for case in cases("small")]
     titles = [f"torch_attn mosaic sm9{number}" for number in range(count)]
     agreement = Agreement(0.97, 1.0, 0.5, 1.0, True)
     comparisons = [Comparison(title, "float64", "dsinks", agreement) for title in titles]

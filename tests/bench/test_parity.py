@@ -12,8 +12,8 @@ from interop.parity import harness
 from interop.parity.suites.flash import flash_cases
 from interop.parity.suites.merge import merge_cases
 
-(MERGE,) = merge_cases("quick", "merge-bf16")
-(FLASH,) = flash_cases("quick", "one-token")
+(MERGE,) = merge_cases("small", "merge-bf16")
+(FLASH,) = flash_cases("small", "one-token")
 TRITON = Subject("torch triton"), Subject("jax triton")
 
 

@@ -318,7 +318,7 @@ def test_other_operations(name, launches, monkeypatch):
     """Run what Pallas's Triton lowering runs; a pool is a result, which torch writes in place."""
     choose_upcast = ptx.choose_upcast
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
-    (case,) = (case for cases in KINDS for case in cases("quick", name))
+    (case,) = (case for cases in KINDS for case in cases("small", name))
     inputs = make_inputs(case, "cpu")
     expected = run(Subject("torch_attn", "triton"), case, inputs)
     found = run(Subject("pallas_attn", "torch_triton", "sm80"), case, inputs)
@@ -375,7 +375,7 @@ def test_parts_after_a_gather(launches):
 
 
 def test_parts_by_the_portable_kernels(launches):
-    (case,) = (case for cases in KINDS for case in cases("quick", "context-ring"))
+    (case,) = (case for cases in KINDS for case in cases("small", "context-ring"))
     case = replace(case, ranks=2)
     inputs, subject = make_inputs(case, "cpu"), Subject("pallas_attn", "torch_triton", "sm80")
     assert supports(subject, case)

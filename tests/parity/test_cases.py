@@ -17,14 +17,11 @@ from interop.parity.cases import (
 from interop.parity.inputs import bias_shape
 from interop.parity.suites.append import append_cases
 from interop.parity.suites.block_sparse import block_sparse_cases
-from interop.parity.suites.choose import SUITES
+from interop.parity.suites.choose import QUICK, SUITES
 from interop.parity.suites.decode import decode_cases
-from interop.parity.suites.dilated import dilated_cases
 from interop.parity.suites.flash import flash_cases
 from interop.parity.suites.kinds import KINDS
-from interop.parity.suites.merge import merge_cases
 from interop.parity.suites.paged import paged_cases
-from interop.parity.suites.varlen import varlen_cases
 from twin_attention.contract.operands import (
     AppendOperands,
     BlockSparseOperands,
@@ -65,31 +62,23 @@ from twin_attention.contract.validate.paged import (
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
 from twin_attention.targets.target import TARGETS
 
-EVERY = {case.name: case for suite in SUITES for case in flash_cases(suite)}
-EVERY_DECODE = {case.name: case for suite in SUITES for case in decode_cases(suite)}
-EVERY_PAGED = {case.name: case for suite in SUITES for case in paged_cases(suite)}
-EVERY_VARLEN = {case.name: case for suite in SUITES for case in varlen_cases(suite)}
-
-EVERY_BLOCK_SPARSE = {case.name: case for suite in SUITES for case in block_sparse_cases(suite)}
-
-EVERY_DILATED = {case.name: case for suite in SUITES for case in dilated_cases(suite)}
-
-EVERY_MERGE = {case.name: case for suite in SUITES for case in merge_cases(suite)}
-
-EVERY_APPEND = {case.name: case for suite in SUITES for case in append_cases(suite)}
-
 of_all_kinds = pytest.mark.parametrize("cases", KINDS)
+
+
+def every(cases):
+    return [case for suite in ("full", "large") for case in cases(suite)]
 
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_names_are_unique(suite):
     names = Counter(case.name for cases in KINDS for case in cases(suite))
     assert not [name for name, n in names.items() if n > 1]
+    assert suite != "quick" or names.keys() == set(QUICK)
 
 
 @of_all_kinds
-def test_full_contains_quick(cases):
-    assert set(cases("quick")) < set(cases("full"))
+def test_suites_contain_each_other(cases):
+    assert set() < set(cases("quick")) <= set(cases("small")) < set(cases("full"))
 
 
 @of_all_kinds
@@ -105,31 +94,8 @@ def test_a_pattern_selects_by_name(cases):
     assert chosen == [case for case in cases("full") if "bf16" in case.name]
 
 
-@pytest.mark.parametrize("case", EVERY_BLOCK_SPARSE.values(), ids=EVERY_BLOCK_SPARSE)
-def test_a_block_sparse_case_describes_the_call_that_validation_accepts(case: BlockSparseCase):
-    options, mask = check_flash_options(**case.options, return_lse=True), case.mask_shape
-    q, k, v = (Operand(n, x, case.dtype) for n, x in zip("qkv", case.shapes, strict=True))
-    check_kept_tiles(Operand("block_mask", mask, "bool"), q, k)
-    *masks, tiles_q, tiles_kv = mask
-    lists = {
-        "kv_counts": (*masks, tiles_q), "kv_tiles": (*masks, tiles_q, tiles_kv),
-        "q_counts": (*masks, tiles_kv), "q_tiles": (*masks, tiles_kv, tiles_q),
-    }  # fmt: skip
-    operands = BlockSparseOperands(
-        q, k, v, *(Operand(name, shape, "int32") for name, shape in lists.items()),
-        sinks=Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
-    )  # fmt: skip
-    assert check_block_sparse_attention(operands, options) == case.spec
-
-
-@pytest.mark.parametrize("case", EVERY_DILATED.values(), ids=EVERY_DILATED)
-def test_a_dilated_case_describes_the_call_that_validation_accepts(case: DilatedCase):
-    options = dict(case.options)
-    dilations = check_dilations(options.pop("segment_lengths"), options.pop("dilation_rates"))
-    checked = check_flash_options(**options, window_size=None, return_lse=True)
-    q, k, v = (Operand(n, x, case.dtype) for n, x in zip("qkv", case.shapes, strict=True))
-    found = check_dilated_attention(FlashOperands(q, k, v), dilations, checked)
-    assert found == case.spec
+def qkv(case):
+    return [Operand(n, shape, case.dtype) for n, shape in zip("qkv", case.shapes, strict=True)]
 
 
 def checked(case):
@@ -163,10 +129,22 @@ def terms_of(case, batch: int) -> dict[str, Operand]:
     return terms
 
 
-@pytest.mark.parametrize("case", EVERY_VARLEN.values(), ids=EVERY_VARLEN)
-def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCase):
-    options, spec = checked(case), case.spec
-    offsets = (len(case.lengths) + 1,)
+def of_flash(case: FlashCase):
+    operands = FlashOperands(
+        *qkv(case),
+        Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
+        *(
+            Operand(f"{name}_segment_ids", shape[:2], "int32") if case.segments else None
+            for name, shape in zip(("q", "kv"), case.shapes, strict=False)
+        ),
+        **tree_of(case, *(shape[:2] for shape in case.shapes[:2])),
+        **terms_of(case, case.batch),
+    )
+    return check_flash_attention(operands, checked(case))
+
+
+def of_varlen(case: VarlenCase):
+    spec, offsets = case.spec, (len(case.lengths) + 1,)
     operands = VarlenOperands(
         Operand("q", (spec.seq_q, spec.heads_q, spec.head_dim), case.dtype),
         Operand("k", (spec.seq_kv, spec.heads_kv, spec.head_dim), case.dtype),
@@ -176,31 +154,108 @@ def test_a_varlen_case_describes_the_call_that_validation_accepts(case: VarlenCa
         **tree_of(case, (spec.seq_q,), (spec.seq_kv,)),
         **terms_of(case, spec.num_sequences),
     )
-    assert check_flash_attention_varlen(operands, options) == spec
+    return check_flash_attention_varlen(operands, checked(case))
 
 
-@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY)
-def test_a_case_describes_the_call_that_validation_accepts(case: FlashCase):
-    options = checked(case)
-    operands = FlashOperands(
-        *(Operand(name, shape, case.dtype) for name, shape in zip("qkv", case.shapes, strict=True)),
-        Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
-        *(
-            Operand(f"{name}_segment_ids", shape[:2], "int32") if case.segments else None
-            for name, shape in zip(("q", "kv"), case.shapes, strict=False)
-        ),
-        **tree_of(case, *(shape[:2] for shape in case.shapes[:2])),
-        **terms_of(case, case.batch),
-    )
-    assert check_flash_attention(operands, options) == case.spec
+def of_block_sparse(case: BlockSparseCase):
+    options, mask = check_flash_options(**case.options, return_lse=True), case.mask_shape
+    q, k, v = qkv(case)
+    check_kept_tiles(Operand("block_mask", mask, "bool"), q, k)
+    *masks, tiles_q, tiles_kv = mask
+    lists = {
+        "kv_counts": (*masks, tiles_q), "kv_tiles": (*masks, tiles_q, tiles_kv),
+        "q_counts": (*masks, tiles_kv), "q_tiles": (*masks, tiles_kv, tiles_q),
+    }  # fmt: skip
+    operands = BlockSparseOperands(
+        q, k, v, *(Operand(name, shape, "int32") for name, shape in lists.items()),
+        sinks=Operand("sinks", (case.heads_q,), "float32") if case.sinks else None,
+    )  # fmt: skip
+    return check_block_sparse_attention(operands, options)
 
 
-@pytest.mark.parametrize("case", EVERY_MERGE.values(), ids=EVERY_MERGE)
-def test_a_merge_case_describes_the_call_that_validation_accepts(case: MergeCase):
+def of_dilated(case: DilatedCase):
+    options = dict(case.options)
+    dilations = check_dilations(options.pop("segment_lengths"), options.pop("dilation_rates"))
+    options = check_flash_options(**options, window_size=None, return_lse=True)
+    return check_dilated_attention(FlashOperands(*qkv(case)), dilations, options)
+
+
+def of_merge(case: MergeCase):
     rows = case.num_states, case.batch
     outs = Operand("outs", (*rows, case.tokens, case.heads, case.head_dim_v), case.dtype)
-    lses = Operand("lses", (*rows, case.heads, case.tokens), "float32")
-    assert check_merge_states(outs, lses) == case.spec
+    return check_merge_states(outs, Operand("lses", (*rows, case.heads, case.tokens), "float32"))
+
+
+def cached(case, **others) -> dict[str, Operand]:
+    """Return the operands of a cache, and `others` by name: shape and dtype, or None."""
+    cache, batch = case.spec.cache, case.spec.batch
+    pool = (cache.num_pages, cache.page_size, cache.heads)
+    scale = (case.scale_shape, "float32") if cache.is_quantized else None
+    described = others | {
+        "k_pages": ((*pool, cache.head_dim), cache.dtype),
+        "v_pages": ((*pool, cache.head_dim_v), cache.dtype),
+        "block_tables": ((batch, cache.max_pages), "int32"),
+        "seq_lens": ((batch,), "int32"),
+        "k_scale": scale,
+        "v_scale": scale,
+    }
+    return {name: Operand(name, *x) for name, x in described.items() if x is not None}
+
+
+def of_decode(case: DecodeCase):
+    spec = case.spec
+    tokens = () if case.tokens is None else (case.tokens,)
+    operands = cached(
+        case,
+        q=((spec.batch, *tokens, spec.heads_q, spec.head_dim), case.dtype),
+        sinks=((spec.heads_q,), "float32") if case.sinks else None,
+        tree_ends=((spec.batch, spec.tokens), "int32") if case.tree else None,
+    )
+    options = check_decode_options(**case.options, return_lse=True)
+    return check_paged_decode(DecodeOperands(**operands), options)
+
+
+def of_paged(case: PagedCase):
+    spec = case.spec
+    operands = cached(
+        case,
+        q=((spec.tokens, spec.heads_q, spec.head_dim), case.dtype),
+        cu_seqlens_q=((len(case.new_tokens) + 1,), "int32"),
+        sinks=((spec.heads_q,), "float32") if case.sinks else None,
+        tree_ends=((spec.tokens,), "int32") if case.tree else None,
+    )
+    options = check_paged_options(**case.options, return_lse=True)
+    return check_paged_attention(PagedOperands(**operands), options)
+
+
+def of_append(case: AppendCase):
+    spec, cache = case.spec, case.spec.cache
+    rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
+    rotation = ((case.positions, case.rotary_dim // 2), "float32") if case.rotary_dim else None
+    operands = cached(
+        case,
+        k_new=((*rows, cache.heads, cache.head_dim), case.dtype),
+        v_new=((*rows, cache.heads, cache.head_dim_v), case.dtype),
+        cu_seqlens_q=((spec.batch + 1,), "int32") if spec.packed else None,
+        q=((*rows, case.heads_q, cache.head_dim), case.dtype) if case.heads_q else None,
+        rotary_cos=rotation,
+        rotary_sin=rotation,
+    )
+    return check_append_kv(AppendOperands(**operands), case.rotary_interleaved)
+
+
+DESCRIBED = {
+    FlashCase: of_flash, VarlenCase: of_varlen, BlockSparseCase: of_block_sparse,
+    DilatedCase: of_dilated, DecodeCase: of_decode, PagedCase: of_paged, AppendCase: of_append,
+    MergeCase: of_merge,
+}  # fmt: skip
+
+
+@of_all_kinds
+def test_a_case_describes_the_call_that_validation_accepts(cases):
+    for case in every(cases):
+        if describe := DESCRIBED.get(type(case)):
+            assert describe(case) == case.spec, case.name
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -251,85 +306,18 @@ def test_a_large_case_passes_two_to_the_31_elements():
 
 def test_a_strided_case_has_tensors_that_can_be_packed():
     """q, k and v are slices of one tensor along its heads, so all else must agree."""
-    strided = [case for case in EVERY.values() if case.layout == "strided"]
+    strided = [case for case in every(flash_cases) if case.layout == "strided"]
     assert strided
     for case in strided:
         assert len({(b, s, d) for b, s, _, d in case.shapes}) == 1
 
 
-@pytest.mark.parametrize("case", EVERY_DECODE.values(), ids=EVERY_DECODE)
-def test_a_decode_case_describes_the_call_that_validation_accepts(case: DecodeCase):
-    spec, cache = case.spec, case.spec.cache
-    options = check_decode_options(**case.options, return_lse=True)
-    tokens = () if case.tokens is None else (case.tokens,)
-    pool = (cache.num_pages, cache.page_size, cache.heads)
-    operands = DecodeOperands(
-        Operand("q", (spec.batch, *tokens, spec.heads_q, spec.head_dim), case.dtype),
-        Operand("k_pages", (*pool, cache.head_dim), cache.dtype),
-        Operand("v_pages", (*pool, cache.head_dim_v), cache.dtype),
-        Operand("block_tables", (spec.batch, cache.max_pages), "int32"),
-        Operand("seq_lens", (spec.batch,), "int32"),
-        Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
-        Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
-        Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
-        Operand("tree_ends", (spec.batch, spec.tokens), "int32") if case.tree else None,
-    )
-    assert check_paged_decode(operands, options) == spec
-
-
-@pytest.mark.parametrize("case", EVERY_PAGED.values(), ids=EVERY_PAGED)
-def test_a_paged_case_describes_the_call_that_validation_accepts(case: PagedCase):
-    spec, cache = case.spec, case.spec.cache
-    options = check_paged_options(**case.options, return_lse=True)
-    pool = (cache.num_pages, cache.page_size, cache.heads)
-    operands = PagedOperands(
-        Operand("q", (spec.tokens, spec.heads_q, spec.head_dim), case.dtype),
-        Operand("k_pages", (*pool, cache.head_dim), cache.dtype),
-        Operand("v_pages", (*pool, cache.head_dim_v), cache.dtype),
-        Operand("block_tables", (spec.batch, cache.max_pages), "int32"),
-        Operand("seq_lens", (spec.batch,), "int32"),
-        Operand("cu_seqlens_q", (len(case.new_tokens) + 1,), "int32"),
-        Operand("sinks", (spec.heads_q,), "float32") if case.sinks else None,
-        Operand("k_scale", case.scale_shape, "float32") if cache.is_quantized else None,
-        Operand("v_scale", case.scale_shape, "float32") if cache.is_quantized else None,
-        Operand("tree_ends", (spec.tokens,), "int32") if case.tree else None,
-    )
-    assert check_paged_attention(operands, options) == spec
-
-
-@pytest.mark.parametrize("case", EVERY_APPEND.values(), ids=EVERY_APPEND)
-def test_an_append_case_describes_the_call_that_validation_accepts(case: AppendCase):
-    spec, cache = case.spec, case.spec.cache
-    rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
-    pool = (cache.num_pages, cache.page_size, cache.heads)
-    scale = (case.scale_shape, "float32") if cache.is_quantized else None
-    rotation = ((case.positions, case.rotary_dim // 2), "float32") if case.rotary_dim else None
-    described = {
-        "k_new": ((*rows, cache.heads, cache.head_dim), case.dtype),
-        "v_new": ((*rows, cache.heads, cache.head_dim_v), case.dtype),
-        "k_pages": ((*pool, cache.head_dim), cache.dtype),
-        "v_pages": ((*pool, cache.head_dim_v), cache.dtype),
-        "block_tables": ((spec.batch, cache.max_pages), "int32"),
-        "seq_lens": ((spec.batch,), "int32"),
-        "k_scale": scale,
-        "v_scale": scale,
-        "cu_seqlens_q": ((spec.batch + 1,), "int32") if spec.packed else None,
-        "q": ((*rows, case.heads_q, cache.head_dim), case.dtype) if case.heads_q else None,
-        "rotary_cos": rotation,
-        "rotary_sin": rotation,
-    }
-    operands = {name: Operand(name, *x) for name, x in described.items() if x is not None}
-    assert check_append_kv(AppendOperands(**operands), case.rotary_interleaved) == spec
-
-
-EVERY_CACHE = EVERY_DECODE | EVERY_PAGED
-
-
-@pytest.mark.parametrize("case", EVERY_CACHE.values(), ids=EVERY_CACHE)
-def test_a_decode_case_has_room_for_its_sequences(case: DecodeCase):
-    cache = case.spec.cache
-    assert max(case.lengths, default=0) <= cache.capacity or case.spec.is_empty
-    assert cache.num_pages > len(case.lengths) * cache.max_pages
+@pytest.mark.parametrize("cases", [decode_cases, paged_cases])
+def test_a_decode_case_has_room_for_its_sequences(cases):
+    for case in every(cases):
+        cache = case.spec.cache
+        assert max(case.lengths, default=0) <= cache.capacity or case.spec.is_empty, case.name
+        assert cache.num_pages > len(case.lengths) * cache.max_pages, case.name
 
 
 @pytest.mark.parametrize("suite", ["quick", "full"])
@@ -349,10 +337,9 @@ def test_suites_cover_every_option_of_a_decode(suite):
 
 
 def test_a_decode_has_lengths_around_a_pages_end():
-    size = EVERY_DECODE["decode-bf16"].page_size
-    capacity = EVERY_DECODE["decode-bf16"].spec.cache.capacity
-    lengths = {0, 1, size - 1, size, size + 1, capacity}
-    assert lengths == set(EVERY_DECODE["decode-bf16"].lengths)
+    (case,) = decode_cases("small", "decode-bf16")
+    size = case.page_size
+    assert {0, 1, size - 1, size, size + 1, case.spec.cache.capacity} == set(case.lengths)
 
 
 def test_the_full_suite_reaches_the_limits_of_a_decode():

@@ -21,7 +21,7 @@ OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
 
 def parity(folder: Path, *arguments: str) -> int:
-    return command.main([*arguments, "--output", str(folder)])
+    return command.main(["--suite", "small", *arguments, "--output", str(folder)])
 
 
 def verdicts(folder: Path) -> dict[str, dict]:
@@ -40,7 +40,7 @@ def failed(case: dict) -> set[tuple[str, str, str]]:
 def test_right_results_pass(fake_twins, tmp_path, capsys):
     assert parity(tmp_path, "--filter", "e-") == 0
     cases = verdicts(tmp_path)
-    chosen = [case for cases in KINDS for case in cases("quick", "e-")]
+    chosen = [case for cases in KINDS for case in cases("small", "e-")]
     assert list(cases) == [case.name for case in chosen]
     assert {case["status"] for case in cases.values()} == {"passed"}
     printed = capsys.readouterr().out
@@ -137,12 +137,12 @@ def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, cap
 
 def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: case.name)
-    empty, full = flash_cases("quick", "no-keys")[0], flash_cases("quick", "one-token")[0]
+    empty, full = flash_cases("small", "no-keys")[0], flash_cases("small", "one-token")[0]
     monkeypatch.setattr(command, "KINDS", (lambda suite: [empty, full],))
     parity(tmp_path)
     facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
     assert facts["torch_attn triton"] == facts["pallas_attn triton"] == "one-token"
-    assert facts["processes"] == "1 (quick)"
+    assert facts["processes"] == "1 (small)"
 
 
 def test_a_report_keeps_the_order_of_the_cases(fake_twins, tmp_path, monkeypatch):

@@ -65,7 +65,7 @@ def used_slots(case: DecodeCase, inputs: dict[str, torch.Tensor]) -> torch.Tenso
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "page-7", "int8", "fp8", "no-sequence"])
 def test_slots_that_hold_no_key_are_poisoned(name, torch_device):
-    (case,) = decode_cases("quick", f"decode-{name}")
+    (case,) = decode_cases("small", f"decode-{name}")
     inputs = {name: x.cpu() for name, x in make_inputs(case, torch_device).items()}
     used = used_slots(case, inputs)
     assert used.sum() == sum(case.lengths)

@@ -88,7 +88,7 @@ def test_a_stretch_agrees_with_the_whole_sequence(window, monkeypatch, torch_dev
 
 
 @pytest.mark.parametrize(
-    "case", [*decode_cases("quick"), DecodeCase("no-pages", lengths=(0, 9), tokens=2, max_pages=0)],
+    "case", [*decode_cases(), DecodeCase("no-pages", lengths=(0, 9), tokens=2, max_pages=0)],
     ids=lambda case: case.name,
 )  # fmt: skip
 def test_a_decode_sequence_by_sequence_agrees_with_all_at_once(case, torch_device):

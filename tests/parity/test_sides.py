@@ -114,7 +114,7 @@ def test_results_of_a_decode(side, tokens, out, lse, torch_device):
 
 @pytest.mark.parametrize("name", ["decode-bf16", "decode-int8", "decode-fp8"])
 def test_jax_gets_the_memory_of_the_pool(name, torch_device):
-    (case,) = decode_cases("quick", name)
+    (case,) = decode_cases("small", name)
     inputs = make_inputs(case, torch_device)
     arrays = PallasSide().share(inputs)
     assert arrays.keys() == inputs.keys()

@@ -614,7 +614,7 @@ def test_forward_with_a_block_mask(mode, counts, request):
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_paged_attention(mode, left):
     """Keys before the window hold NaN."""
-    (case,) = paged_cases("quick", "paged-chunks")
+    (case,) = paged_cases("small", "paged-chunks")
     case = replace(case, window_size=None if left is None else (left, 0))
     inputs, spec = make_inputs(case, "cpu"), case.spec
     (expected,) = expectations(inputs, parts_of(spec))

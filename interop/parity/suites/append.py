@@ -10,12 +10,12 @@ from interop.parity.cases import AppendCase
 from interop.parity.suites.choose import Change, choose
 
 
-def append_cases(suite: str = "quick", pattern: str = "") -> list[AppendCase]:
+def append_cases(suite: str = "small", pattern: str = "") -> list[AppendCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_append, _full_append, _large_append)
+    return choose(suite, pattern, _small_append, _full_append, _large_append)
 
 
-def _quick_append() -> Iterator[AppendCase]:
+def _small_append() -> Iterator[AppendCase]:
     # Tokens before the first position and past the capacity; sequences without tokens; padding.
     yield AppendCase(
         "append-packed", (20, 2, 38, 9), new_tokens=(17, 4, 4, 0), padding=2, page_size=7,

@@ -10,12 +10,12 @@ from interop.parity.cases import BlockSparseCase
 from interop.parity.suites.choose import Change, choose
 
 
-def block_sparse_cases(suite: str = "quick", pattern: str = "") -> list[BlockSparseCase]:
+def block_sparse_cases(suite: str = "small", pattern: str = "") -> list[BlockSparseCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_block_sparse, _full_block_sparse, _large_block_sparse)
+    return choose(suite, pattern, _small_block_sparse, _full_block_sparse, _large_block_sparse)
 
 
-def _quick_block_sparse() -> Iterator[BlockSparseCase]:
+def _small_block_sparse() -> Iterator[BlockSparseCase]:
     base = BlockSparseCase("", batch=1, seq_q=130, seq_kv=200, head_dim=16)
     yield replace(base, name="block-sparse-causal", causal=True, own_masks="heads")
     yield replace(base, name="block-sparse-fp32", seq_q=70, heads_q=4, tile_kv=128, dtype="float32")

@@ -9,12 +9,12 @@ from interop.parity.cases import ContextCase
 from interop.parity.suites.choose import Change, choose
 
 
-def context_cases(suite: str = "quick", pattern: str = "") -> list[ContextCase]:
+def context_cases(suite: str = "small", pattern: str = "") -> list[ContextCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_context, _full_context, _large_context)
+    return choose(suite, pattern, _small_context, _full_context, _large_context)
 
 
-def _quick_context() -> Iterator[ContextCase]:
+def _small_context() -> Iterator[ContextCase]:
     base = ContextCase("", batch=1, seq_q=96, seq_kv=96, heads_q=2, head_dim=16, causal=True)
     yield replace(base, name="context-ring", ranks=4, heads_kv=1, exchange="ring")
     yield replace(

@@ -10,12 +10,12 @@ from interop.parity.cases import DecodeCase
 from interop.parity.suites.choose import Change, choose
 
 
-def decode_cases(suite: str = "quick", pattern: str = "") -> list[DecodeCase]:
+def decode_cases(suite: str = "small", pattern: str = "") -> list[DecodeCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_decode, _full_decode, _large_decode)
+    return choose(suite, pattern, _small_decode, _full_decode, _large_decode)
 
 
-def _quick_decode() -> Iterator[DecodeCase]:
+def _small_decode() -> Iterator[DecodeCase]:
     # Lengths around a page's end, none at all, and the table's capacity.
     base = DecodeCase("", lengths=(0, 1, 15, 16, 17, 128))
     yield replace(base, name="decode-bf16")

@@ -9,12 +9,12 @@ from interop.parity.cases import DilatedCase
 from interop.parity.suites.choose import Change, choose
 
 
-def dilated_cases(suite: str = "quick", pattern: str = "") -> list[DilatedCase]:
+def dilated_cases(suite: str = "small", pattern: str = "") -> list[DilatedCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_dilated, _full_dilated, _large_dilated)
+    return choose(suite, pattern, _small_dilated, _full_dilated, _large_dilated)
 
 
-def _quick_dilated() -> Iterator[DilatedCase]:
+def _small_dilated() -> Iterator[DilatedCase]:
     base = DilatedCase("", batch=1, seq_q=96, seq_kv=96, head_dim=16, segment_lengths=(24, 48, 96))
     yield replace(base, name="dilated-causal", causal=True, heads_q=4, heads_kv=4)
     # Two lengths, so two calls, one without a copy; rates that do not divide the heads.

@@ -10,12 +10,12 @@ from interop.parity.cases import FlashCase
 from interop.parity.suites.choose import Change, choose
 
 
-def flash_cases(suite: str = "quick", pattern: str = "") -> list[FlashCase]:
+def flash_cases(suite: str = "small", pattern: str = "") -> list[FlashCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick, _full, _large)
+    return choose(suite, pattern, _small, _full, _large)
 
 
-def _quick() -> Iterator[FlashCase]:
+def _small() -> Iterator[FlashCase]:
     base = FlashCase("", batch=1, seq_q=160, seq_kv=160, heads_q=2, heads_kv=2)
     yield replace(base, name="bf16")
     yield replace(base, name="bf16-causal", causal=True)

@@ -9,12 +9,12 @@ from interop.parity.cases import MergeCase
 from interop.parity.suites.choose import choose
 
 
-def merge_cases(suite: str = "quick", pattern: str = "") -> list[MergeCase]:
+def merge_cases(suite: str = "small", pattern: str = "") -> list[MergeCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_merge, _full_merge, _large_merge)
+    return choose(suite, pattern, _small_merge, _full_merge, _large_merge)
 
 
-def _quick_merge() -> Iterator[MergeCase]:
+def _small_merge() -> Iterator[MergeCase]:
     yield MergeCase("merge-bf16")
     yield MergeCase("merge-fp32-dv24", dtype="float32", head_dim_v=24)
     yield MergeCase("merge-no-state", num_states=0)

@@ -10,12 +10,12 @@ from interop.parity.cases import PagedCase
 from interop.parity.suites.choose import Change, choose
 
 
-def paged_cases(suite: str = "quick", pattern: str = "") -> list[PagedCase]:
+def paged_cases(suite: str = "small", pattern: str = "") -> list[PagedCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_paged, _full_paged, _large_paged)
+    return choose(suite, pattern, _small_paged, _full_paged, _large_paged)
 
 
-def _quick_paged() -> Iterator[PagedCase]:
+def _small_paged() -> Iterator[PagedCase]:
     # A chunk in the middle of its prompt, a whole prompt, decodes.
     yield PagedCase("paged-mixed", (170, 41, 90, 1), new_tokens=(37, 41, 1, 1), max_pages=11)
     yield PagedCase(

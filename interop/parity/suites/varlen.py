@@ -10,12 +10,12 @@ from interop.parity.cases import VarlenCase
 from interop.parity.suites.choose import Change, choose
 
 
-def varlen_cases(suite: str = "quick", pattern: str = "") -> list[VarlenCase]:
+def varlen_cases(suite: str = "small", pattern: str = "") -> list[VarlenCase]:
     """Return the cases of a suite whose names contain `pattern`."""
-    return choose(suite, pattern, _quick_varlen, _full_varlen, _large_varlen)
+    return choose(suite, pattern, _small_varlen, _full_varlen, _large_varlen)
 
 
-def _quick_varlen() -> Iterator[VarlenCase]:
+def _small_varlen() -> Iterator[VarlenCase]:
     base = VarlenCase("")
     yield replace(base, name="varlen-bf16")
     yield replace(base, name="varlen-fp32", dtype="float32", causal=False, head_dim=32)
