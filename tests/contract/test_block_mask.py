@@ -77,13 +77,10 @@ def test_tiles_of_documents_are_those_that_share_one():
         (lambda: local_tiles(4, 4, 0.5, 0), TypeError, "left: expected an integer from 0 to"),
         (lambda: strided_tiles(4, 4, 0), ValueError, "stride: expected an integer from 1 to"),
         (lambda: random_tiles(4, 4, 1, None), TypeError, "seed: expected an integer from 0 to"),
-        (
-            lambda: document_tiles(np.zeros((1, 4)), np.zeros((2, 4)), 64, 64),
-            ValueError,
-            r"kv_ids: expected q_ids' batch \(1,\) of 1 axis, got \(2,\)",
-        ),
+        (lambda: document_tiles(np.zeros((1, 4)), np.zeros((2, 4)), 64, 64), ValueError,
+         r"kv_ids: expected q_ids' batch \(1,\) of 1 axis, got \(2,\)"),
     ],
-)
+)  # fmt: skip
 def test_bad_patterns_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()

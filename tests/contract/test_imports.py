@@ -25,19 +25,13 @@ GROUND = ", ".join(
     ("modules", "forbidden"),
     [
         (GROUND, {"jax", "torch", "triton"}),
-        (
-            "torch_attn",
-            {"jax", "pallas_attn", "transformers", "torch_attn.adapters", "triton"}
-            | {"torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter"},
-        ),
-        (
-            "pallas_attn",
-            {"torch", "triton", "flax", "torch_attn", "pallas_attn.adapters"}
-            | {"jax.experimental.mosaic.gpu"},
-        ),
+        ("torch_attn", {"jax", "pallas_attn", "transformers", "torch_attn.adapters",
+         "triton"} | {"torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter"}),
+        ("pallas_attn", {"torch", "triton", "flax", "torch_attn",
+         "pallas_attn.adapters"} | {"jax.experimental.mosaic.gpu"}),
     ],
     ids=["ground", "torch_attn", "pallas_attn"],
-)
+)  # fmt: skip
 def test_importing_stays_on_its_side(modules, forbidden):
     """It is light as well: it imports no compiler, and nothing that few calls need."""
     script = f"import sys, {modules}; print(*sys.modules)"

@@ -50,33 +50,18 @@ def check(changes=None, **options):
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (
-            ValueError,
-            "q: expected 4 dimensions [B, Sq, Hq, D], got shape (5, 4, 32)",
-            {"q": {"shape": (5, 4, 32)}},
-        ),
-        (
-            ValueError,
-            "k: expected 4 dimensions [B, Skv, Hkv, D], got shape (2, 7, 2, 32, 1)",
-            {"k": {"shape": (2, 7, 2, 32, 1)}},
-        ),
-        (
-            ValueError,
-            "v: expected 4 dimensions [B, Skv, Hkv, Dv], got shape ()",
-            {"v": {"shape": ()}},
-        ),
+        (ValueError, "q: expected 4 dimensions [B, Sq, Hq, D], got shape (5, 4, 32)",
+         {"q": {"shape": (5, 4, 32)}}),
+        (ValueError, "k: expected 4 dimensions [B, Skv, Hkv, D], got shape (2, 7, 2, 32, 1)",
+         {"k": {"shape": (2, 7, 2, 32, 1)}}),
+        (ValueError, "v: expected 4 dimensions [B, Skv, Hkv, Dv], got shape ()",
+         {"v": {"shape": ()}}),
         (TypeError, "q: expected a floating-point dtype, got int32", {"q": {"dtype": "int32"}}),
         (TypeError, "v: expected a floating-point dtype, got bool", {"v": {"dtype": "bool"}}),
-        (
-            NotImplementedError,
-            "k: expected dtype float16, bfloat16, float32, got float64",
-            {"k": {"dtype": "float64"}},
-        ),
-        (
-            NotImplementedError,
-            "q: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
-            {"q": {"dtype": "float8_e4m3fn"}},
-        ),
+        (NotImplementedError, "k: expected dtype float16, bfloat16, float32, got float64",
+         {"k": {"dtype": "float64"}}),
+        (NotImplementedError, "q: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
+         {"q": {"dtype": "float8_e4m3fn"}}),
         (TypeError, "k: expected q's dtype bfloat16, got float32", {"k": {"dtype": "float32"}}),
         (TypeError, "v: expected q's dtype bfloat16, got float16", {"v": {"dtype": "float16"}}),
         (ValueError, "k: expected q's device cpu, got cuda:0", {"k": {"device": "cuda:0"}}),
@@ -113,11 +98,8 @@ def check(changes=None, **options):
             )
             for name in GOOD
         ),
-        (
-            TypeError,
-            "sinks: expected dtype float32, got bfloat16",
-            {"sinks": {"dtype": "bfloat16"}},
-        ),
+        (TypeError, "sinks: expected dtype float32, got bfloat16",
+         {"sinks": {"dtype": "bfloat16"}}),
         *(
             (
                 ValueError,
@@ -128,7 +110,7 @@ def check(changes=None, **options):
         ),
         (ValueError, "sinks: expected q's device cpu, got cuda:1", {"sinks": {"device": "cuda:1"}}),
     ],
-)
+)  # fmt: skip
 def test_wrong_tensors(error, message, changes):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check(changes)

@@ -49,24 +49,15 @@ def check(changes=None, **options):
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (
-            ValueError,
-            "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 12, 4, 32)",
-            {"q": {"shape": (1, 12, 4, 32)}},
-        ),
-        (
-            ValueError,
-            "v: expected 3 dimensions [Tkv, Hkv, Dv], got shape (13, 48)",
-            {"v": {"shape": (13, 48)}},
-        ),
+        (ValueError, "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 12, 4, 32)",
+         {"q": {"shape": (1, 12, 4, 32)}}),
+        (ValueError, "v: expected 3 dimensions [Tkv, Hkv, Dv], got shape (13, 48)",
+         {"v": {"shape": (13, 48)}}),
         (ValueError, "v: expected k's length 13, got 12", {"v": {"shape": (12, 2, 48)}}),
         (ValueError, "v: expected k's 2 heads, got 1", {"v": {"shape": (13, 1, 48)}}),
         (ValueError, "k: expected q's head dimension 32, got 40", {"k": {"shape": (13, 2, 40)}}),
-        (
-            ValueError,
-            "q: expected a number of heads divisible by k's 2, got 5",
-            {"q": {"shape": (12, 5, 32)}},
-        ),
+        (ValueError, "q: expected a number of heads divisible by k's 2, got 5",
+         {"q": {"shape": (12, 5, 32)}}),
         (TypeError, "k: expected q's dtype bfloat16, got float32", {"k": {"dtype": "float32"}}),
         *(
             (
@@ -77,33 +68,19 @@ def check(changes=None, **options):
             for name in ("cu_seqlens_q", "cu_seqlens_kv")
             for shape in ((), (0,), (5, 1))
         ),
-        (
-            TypeError,
-            "cu_seqlens_q: expected dtype int32, got int64",
-            {"cu_seqlens_q": {"dtype": "int64"}},
-        ),
-        (
-            ValueError,
-            "cu_seqlens_kv: expected cu_seqlens_q's 5 offsets, got 6",
-            {"cu_seqlens_kv": {"shape": (6,)}},
-        ),
-        (
-            ValueError,
-            "cu_seqlens_kv: expected q's device cpu, got cuda:0",
-            {"cu_seqlens_kv": {"device": "cuda:0"}},
-        ),
-        (
-            ValueError,
-            "cu_seqlens_q: expected a contiguous last dimension, got a stride other than 1",
-            {"cu_seqlens_q": {"contiguous_rows": False}},
-        ),
-        (
-            ValueError,
-            "sinks: expected shape (4,), one of each head, got (2,)",
-            {"sinks": {"shape": (2,)}},
-        ),
+        (TypeError, "cu_seqlens_q: expected dtype int32, got int64",
+         {"cu_seqlens_q": {"dtype": "int64"}}),
+        (ValueError, "cu_seqlens_kv: expected cu_seqlens_q's 5 offsets, got 6",
+         {"cu_seqlens_kv": {"shape": (6, )}}),
+        (ValueError, "cu_seqlens_kv: expected q's device cpu, got cuda:0",
+         {"cu_seqlens_kv": {"device": "cuda:0"}}),
+        (ValueError,
+         "cu_seqlens_q: expected a contiguous last dimension, got a stride other than 1",
+         {"cu_seqlens_q": {"contiguous_rows": False}}),
+        (ValueError, "sinks: expected shape (4,), one of each head, got (2,)",
+         {"sinks": {"shape": (2, )}}),
     ],
-)
+)  # fmt: skip
 def test_wrong_tensors(error, message, changes):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         check(changes)

@@ -110,23 +110,17 @@ def test_what_is_not_compiled_has_a_reason(select, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--head-dim", "13"],
-            "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 240, 256, got 13",
-        ),
-        (
-            ["--target", "sm90", "--shared-memory", "99"],
-            "--shared-memory: expected --target sm80 beside it, got sm90",
-        ),
+        (["--head-dim", "13"],
+         "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 240, 256, got 13"),
+        (["--target", "sm90", "--shared-memory", "99"],
+         "--shared-memory: expected --target sm80 beside it, got sm90"),
         (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
         (["--try", "flash_fwd:x"], "--try: expected KERNEL:FIELD=N,..., got 'flash_fwd:x'"),
         (["--json", "/proc/x/y"], "--json: expected a folder that can be made, got '/proc/x'"),
-        (
-            ["--dtype", "int8", "--feature", "causal"],
-            "expected --feature, --dtype and --head-dim that some kernel has together, got none",
-        ),
+        (["--dtype", "int8", "--feature", "causal"],
+         "expected --feature, --dtype and --head-dim that some kernel has together, got none"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(command, "_check_all", lambda *_: pytest.fail("something was compiled"))
     with pytest.raises(SystemExit) as stop:
