@@ -21,40 +21,35 @@ GROUND = ", ".join(
 )  # fmt: skip
 
 
+# Without a package, a module says how to install it.
+WITHOUT = """
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == {0!r}:
+            raise ModuleNotFoundError(name, name=name)
+sys.meta_path.insert(0, Missing())
+import {1}
+"""
+
+
 @pytest.mark.parametrize(
-    ("modules", "forbidden"),
+    ("modules", "forbidden", "missing", "module", "install"),
     [
-        (GROUND, {"jax", "torch", "triton"}),
+        (GROUND, {"jax", "torch", "triton"}, None, None, None),
         ("torch_attn", {"jax", "pallas_attn", "transformers", "torch_attn.adapters",
-         "triton"} | {"torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter"}),
+         "triton"} | {"torch._dynamo", "torch.distributed.tensor", "torch.utils.flop_counter"},
+         "transformers", "torch_attn.adapters.transformers", "transformers>=5.23"),
         ("pallas_attn", {"torch", "triton", "flax", "torch_attn",
-         "pallas_attn.adapters"} | {"jax.experimental.mosaic.gpu"}),
+         "pallas_attn.adapters"} | {"jax.experimental.mosaic.gpu"},
+         "flax", "pallas_attn.modules", "twin-attention[models]"),
     ],
     ids=["ground", "torch_attn", "pallas_attn"],
 )  # fmt: skip
-def test_importing_stays_on_its_side(modules, forbidden):
-    """It is light as well: it imports no compiler, and nothing that few calls need."""
+def test_importing_is_light_and_stays_on_its_side(modules, forbidden, missing, module, install):
     script = f"import sys, {modules}; print(*sys.modules)"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    script += WITHOUT.format(missing, module) if missing else ""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert modules.split(", ")[0] in run.stdout.split(), run.stderr
     assert not forbidden & set(run.stdout.split())
-
-
-@pytest.mark.parametrize(
-    ("module", "missing", "install"),
-    [
-        ("pallas_attn.modules", "flax", "twin-attention[models]"),
-        ("torch_attn.adapters.transformers", "transformers", "transformers>=5.23"),
-    ],
-)
-def test_a_missing_package_is_named_with_how_to_install_it(module, missing, install):
-    program = f"""
-import sys
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name == {missing!r}:
-            raise ModuleNotFoundError(name, name=name)
-sys.meta_path.insert(0, Missing())
-import {module}
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.stderr.rstrip().endswith(f"pip install '{install}'")
+    assert run.stderr.rstrip().endswith(f"pip install '{install}'" if missing else "")
+    assert (run.returncode == 0) == (missing is None)
