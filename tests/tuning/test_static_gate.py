@@ -6,7 +6,7 @@ part of them, with every feature. Here a few stand for all.
 
 import re
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -16,8 +16,6 @@ import pytest
 from interop.parity.cases import AppendCase
 from tuning.static import triton_aot
 from tuning.static.gate import (
-    CHUNK_FEATURES,
-    DECODE_FEATURES,
     FLASH_FEATURES,
     FRAMEWORKS,
     Problem,
@@ -44,32 +42,21 @@ from twin_attention.targets.kernels import (
 from twin_attention.targets.steps import splits_group
 from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 
-
-def chosen(framework: str, target: str) -> list[Problem]:
-    return [
-        problem
-        for problem in problems(framework, target)
-        if (problem.head_dim, problem.dtype) == (64, "bfloat16")
-        if problem.feature in ("causal", "decode", "chunks")
-    ]
+DENSE = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
 
 
-def name(problem: Problem) -> str:
-    return "-".join(map(str, asdict(problem).values()))
-
-
-@pytest.mark.parametrize(
-    "problem", [p for framework in FRAMEWORKS for p in chosen(framework, "sm80")], ids=name
-)
-def test_shipped_configuration_is_fit_for_sm80(problem):
-    verdicts = check(problem)
-    kernels = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
-    if problem.feature in DECODE_FEATURES | CHUNK_FEATURES:
-        is_chunk = problem.feature in CHUNK_FEATURES
-        kernels = {"paged_attention" if is_chunk else "paged_decode", "append_kv"}
-        kernels |= {"combine"} if (problem.spec.num_splits or 1) > 1 else set()
+def assert_fit(verdicts, kernels):
     assert {verdict.kernel for verdict in verdicts} == kernels
     assert not {v.kernel: v.failures for v in verdicts if v.failures}
+
+
+@pytest.mark.parametrize("feature", ["decode", "chunks"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_shipped_configuration_is_fit_for_sm80(framework, feature):
+    problem = Problem(framework, "sm80", "bfloat16", 64, feature)
+    kernels = {"paged_attention" if feature == "chunks" else "paged_decode", "append_kv"}
+    kernels |= {"combine"} if (problem.spec.num_splits or 1) > 1 else set()
+    assert_fit(check(problem), kernels)
 
 
 # Packed or not, each kind of cache, all of a head or a part of it, both kinds of pairs.
@@ -84,8 +71,7 @@ APPENDS = [
 
 
 @pytest.mark.parametrize("case", APPENDS, ids=lambda case: case.name)
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "target"), zip(FRAMEWORKS, TARGETS, strict=True))
 def test_every_kind_of_append_kv_compiles_without_spills(framework, target, case):
     ((kernel, _, compiled),) = compiler(framework)(case.spec, target)
     resources = measure(compiled, target)
@@ -112,8 +98,7 @@ LISTS = {"tile_lists"}
 def test_explicit_kernels_are_fit_for_sm80():
     """A head dimension of two column pieces stands for all, which take minutes to compile."""
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
-    assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["sm80"]} - LISTS
-    assert not {v.kernel: v.failures for v in verdicts if v.failures}
+    assert_fit(verdicts, {*FAMILY_KERNELS["sm80"]} - LISTS)
 
 
 def test_explicit_kernels_are_fit_for_sm90():
@@ -123,9 +108,7 @@ def test_explicit_kernels_are_fit_for_sm90():
         for verdict in check(Problem("torch", "sm90", "bfloat16", 80, feature, "gluon"))
     ]
     # The kernel that sums dq prepares the rows itself.
-    prepared = LISTS | {"flash_bwd_preprocess"}
-    assert {v.kernel for v in verdicts} == {*FAMILY_KERNELS["sm90"]} - prepared
-    assert not {v.kernel: v.failures for v in verdicts if v.failures}
+    assert_fit(verdicts, {*FAMILY_KERNELS["sm90"]} - LISTS - {"flash_bwd_preprocess"})
 
 
 @pytest.mark.parametrize(("framework", "family"), [("torch", "gluon"), ("jax", "mosaic")])
@@ -145,8 +128,7 @@ def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
         pytest.skip(reason)
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # what it prints is caught there
         verdicts = pool.submit(check, problem).result()
-    assert {verdict.kernel for verdict in verdicts} == {*FAMILY_KERNELS["paged"]}
-    assert not {v.kernel: v.failures for v in verdicts if v.failures}
+    assert_fit(verdicts, {*FAMILY_KERNELS["paged"]})
 
 
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
@@ -172,7 +154,9 @@ def test_explicit_kernels_fit_smaller_cards():
 def test_gate_judges_a_changed_configuration(framework):
     problem = Problem(framework, "sm80", "bfloat16", 64, "causal")
     greedy = {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 8}
-    forward = next(v for v in check(problem, {"flash_fwd": greedy}) if v.kernel == "flash_fwd")
+    verdicts = check(problem, {"flash_fwd": greedy})
+    (forward,) = (v for v in verdicts if v.kernel == "flash_fwd")
+    assert_fit([v for v in verdicts if v != forward], DENSE - {"flash_fwd"})
     assert forward.config == FlashConfig(**greedy)
     spills, shared = forward.failures
     assert spills.startswith("spills ")
@@ -191,7 +175,7 @@ def test_four_programs_of_head_dimension_64_share_an_sm_of_sm90(monkeypatch):
 def test_float32_products_are_of_tensor_cores_where_tf32_was_asked_for(framework):
     for feature in ("tf32", "causal"):
         verdicts = check(Problem(framework, "sm80", "float32", 16, feature))
-        assert not {v.kernel: v.failures for v in verdicts if v.failures}
+        assert_fit(verdicts, DENSE)
         of_products = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"}
         for verdict in verdicts:
             wanted = feature == "tf32" and verdict.kernel in of_products
@@ -200,6 +184,7 @@ def test_float32_products_are_of_tensor_cores_where_tf32_was_asked_for(framework
 
 def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
     verdicts = check(Problem("torch", "sm80", "bfloat16", 64, "causal"))
+    assert_fit(verdicts, DENSE)
     counted = [verdict for verdict in verdicts if verdict.bound.tile.special]
     assert len(counted) == 3
     for verdict in counted:
