@@ -277,20 +277,14 @@ CHUNK_CASE = PagedCase(
 )  # fmt: skip
 DECODE_CASE = DecodeCase("decode", (5, 33), tokens=2, heads_kv=2, head_dim=16, page_size=8)
 SMALL_JOBS = {
-    "flash forward": lambda: attention_job(SMALL, "forward", ours.flash_factories(["sm80"])),
-    "flash backward": lambda: attention_job(SMALL, "backward", ours.flash_factories(["sm80"])),
     "flash both": lambda: attention_job(SMALL, "both", ours.flash_factories(["sm80"])),
-    "packed forward": lambda: attention_job(PACKED_CASE, "forward", packed.factories(["sm80"])),
     "packed backward": lambda: attention_job(PACKED_CASE, "backward", packed.factories(["sm80"])),
-    "random forward": lambda: patterns.job(SPARSE_CASE, "forward", "sm90"),
     "random both": lambda: patterns.job(SPARSE_CASE, "both", "sm90"),
     "local both": lambda: patterns.job(LOCAL_CASE, "both", "sm90"),
     "dilated both": lambda: patterns.job(DILATED_CASE, "both", "sm90"),
-    "tree forward": lambda: tree.job(TREE_CASE, "forward", ["sm90"]),
     "tree both": lambda: tree.job(TREE_CASE, "both", ["sm90"]),
     "roots both": lambda: tree.job(ROOTS_CASE, "both", ["sm90"]),
     "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
-    "context forward": lambda: context.job(CONTEXT_CASE, "forward", "sm90"),
     "context both": lambda: context.job(CONTEXT_CASE, "both", "sm90"),
     "shared": lambda: kvcache._shared_job(
         3, 128, 4, 2, 6, factories=ours.decode_factories(["sm90"])
@@ -299,7 +293,6 @@ SMALL_JOBS = {
     "single": lambda: decode_job(SINGLE, prefill.factories(SINGLE, ["sm80"])),
     "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),
     "int8 cache": lambda: decode_job(INT8, ours.decode_factories(["sm80"])),
-    "host forward": lambda: jobs_of("host", "1x128x8x64-causal")[0],
     "host both": lambda: jobs_of("host", "1x128x8x64-causal")[1],
     "host decode": lambda: jobs_of("host", "2-sequences-4-splits")[0],
     "host chunks": lambda: jobs_of("host", "2-chunks")[0],
@@ -312,15 +305,9 @@ CONTEXT_CASE = context.ContextCase(
 SINGLE = replace(CHUNK_CASE, name="single", new_tokens=(1, 1, 1))
 DRAFTS = replace(DECODE_CASE, name="drafts", lengths=(9, 33), tokens=7, tree="drafts")
 INT8 = replace(DECODE_CASE, tokens=None, kv_dtype="int8")
-ON_A_GPU = {
-    "torch ring",
-    "torch gather",
-    "jax ring",
-    "jax gather",
-    "jax dense",
-    "jax triton dense",
-}  # on several
-ON_A_GPU |= {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
+ON_A_GPU = {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
+ON_A_GPU |= {f"{x} {y}" for x in ("torch", "jax") for y in ("ring", "gather")}  # on several
+ON_A_GPU |= {"jax dense", "jax triton dense"}
 
 
 @pytest.mark.parametrize("name", SMALL_JOBS)
