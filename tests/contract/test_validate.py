@@ -229,38 +229,33 @@ def test_zero_sizes_are_right(name):
     assert check({name: {"shape": shape} for name, shape in shapes.items()}).is_empty
 
 
-def test_check_choice():
-    check_choice("implementation", None, ("triton", "reference"))
-    check_choice("implementation", "triton", ("triton", "reference"))
-    message = "implementation: expected None or one of 'triton', 'reference', got 'cudnn'"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_choice("implementation", "cudnn", ("triton", "reference"))
+MODES = "forward mode is not supported; reverse mode, once, is. Use the reference."
 
 
-def test_not_a_tensor():
-    message = "k: expected a torch.Tensor, got numpy.ndarray"
-    with pytest.raises(TypeError, match=f"^{message}$"):
-        not_a_tensor("k", "a torch.Tensor", np.zeros(3))
+@pytest.mark.parametrize(
+    ("error", "message", "function", "arguments"),
+    [
+        (ValueError, "implementation: expected None or one of 'triton', 'reference', got 'cudnn'",
+         check_choice, ("implementation", "cudnn", ("triton", "reference"))),
+        (TypeError, "k: expected a torch.Tensor, got numpy.ndarray",
+         not_a_tensor, ("k", "a torch.Tensor", np.zeros(3))),
+        (NotImplementedError, f"flash_attention: {MODES}",
+         not_differentiable, ("forward mode", "Use the reference.")),
+        (NotImplementedError, f"merge_states: {MODES}",
+         not_differentiable, ("forward mode", "Use the reference.", "merge_states")),
+        (NotImplementedError, "append_kv: a gradient is not supported; give it operands that need "
+         "none (torch.no_grad, jax.lax.stop_gradient), or use flash_attention",
+         no_gradient, ("append_kv",)),
+    ],
+)  # fmt: skip
+def test_other_messages(error, message, function, arguments):
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        function(*arguments)
 
 
-def test_not_differentiable():
-    message = (
-        "flash_attention: forward mode is not supported; reverse mode, once, is. Use the reference."
-    )
-    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
-        not_differentiable("forward mode", "Use the reference.")
-    message = message.replace("flash_attention", "merge_states")
-    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
-        not_differentiable("forward mode", "Use the reference.", "merge_states")
-
-
-def test_no_gradient():
-    message = (
-        "append_kv: a gradient is not supported; give it operands that need none "
-        "(torch.no_grad, jax.lax.stop_gradient), or use flash_attention"
-    )
-    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
-        no_gradient("append_kv")
+@pytest.mark.parametrize("right", [None, "triton"])
+def test_a_right_choice(right):
+    check_choice("implementation", right, ("triton", "reference"))
 
 
 # Decoding. Which mistake gives which message is in tests/semantics/test_decode_bad_input.py,

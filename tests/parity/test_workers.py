@@ -24,6 +24,8 @@ def run(case: FlashCase) -> CaseResult:
         os.kill(os.getpid(), signal.SIGINT)
     elif case.name == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
+    elif case.name == "exit":
+        os._exit(3)
     elif case.name == "sleep":
         time.sleep(600)
     return CaseResult(case.name, asdict(case) | {"process": os.getpid()}, 0.0, error=error)
@@ -55,7 +57,12 @@ def test_every_case_runs_once_in_a_process_that_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("name", "error"), [("raise", "RuntimeError: no"), ("crash", "worker process died: SIGSEGV")]
+    ("name", "error"),
+    [
+        ("raise", "RuntimeError: no"),
+        ("crash", "worker process died: SIGSEGV"),
+        ("exit", "worker process died: exit code 3"),
+    ],
 )
 def test_a_process_is_replaced_after(name, error):
     names = (name, "sleep", "after", "later")

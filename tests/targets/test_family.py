@@ -105,24 +105,38 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
         choice("gluon", "sm90", spec, operation="flash_bwd")
 
 
-@pytest.mark.parametrize(
-    ("package", "head_dims", "reason"),
-    [
-        ("torch_attn", (64, 64), None),
-        ("pallas_attn", (64, 72), None),
-        ("pallas_attn", (256, 64), None),
-        ("pallas_attn", (64, 64), "its packed sequences have head dimensions above 64"),
-    ],
-)
-def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
-    monkeypatch, package, head_dims, reason
-):
+@pytest.fixture
+def importable(monkeypatch):
+    """Let the kernels of all families be there."""
     monkeypatch.setattr(family, "_older_jax", lambda: None)
     monkeypatch.setattr(family, "_import_error", lambda module: None)
     monkeypatch.setattr(family, "_missing_names", lambda group: None)
+
+
+SMALL_HEADS = "its packed sequences have head dimensions above 64"
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(
+    ("package", "operation", "head_dims", "reason"),
+    [
+        ("torch_attn", "flash_fwd", (64, 64), None),
+        ("pallas_attn", "flash_fwd", (64, 72), None),
+        ("pallas_attn", "flash_fwd", (256, 64), None),
+        ("pallas_attn", "flash_fwd", (64, 64), SMALL_HEADS),
+        ("pallas_attn", "flash_bwd", (64, 64), SMALL_HEADS),
+        ("pallas_attn", "flash_bwd", (64, 72), None),
+        ("pallas_attn", "flash_bwd", (128, 128), None),
+        ("pallas_attn", "flash_bwd", (136, 128),
+         "its backward of packed sequences has head dimensions up to 128"),
+    ],
+)  # fmt: skip
+def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
+    package, operation, head_dims, reason
+):
     spec = replace(SPEC, head_dim=head_dims[0], head_dim_v=head_dims[1])
     spec = VarlenSpec(**vars(spec), num_sequences=3)
-    backend, passed_over = choose(package, None, "flash_fwd", spec, "sm90", True)
+    backend, passed_over = choose(package, None, operation, spec, "sm90", True)
     assert backend.family.folder == ("sm90" if reason is None else "portable")
     if reason is not None:
         assert any(line.endswith(f": {reason}") for line in passed_over)
@@ -136,27 +150,6 @@ def test_the_backward_of_packed_sequences_on_sm90():
     short = replace(spec, num_sequences=9)
     with pytest.raises(NotImplementedError, match=r"takes at least 16 keys, on average$"):
         choice("gluon", "sm90", short, operation="flash_bwd")
-
-
-@pytest.mark.parametrize(
-    ("head_dims", "reason"),
-    [
-        ((64, 64), "its packed sequences have head dimensions above 64"),
-        ((64, 72), None),
-        ((128, 128), None),
-        ((136, 128), "its backward of packed sequences has head dimensions up to 128"),
-    ],
-)
-def test_the_backward_of_packed_sequences_in_mosaic(monkeypatch, head_dims, reason):
-    monkeypatch.setattr(family, "_older_jax", lambda: None)
-    monkeypatch.setattr(family, "_import_error", lambda module: None)
-    monkeypatch.setattr(family, "_missing_names", lambda group: None)
-    spec = replace(SPEC, head_dim=head_dims[0], head_dim_v=head_dims[1])
-    spec = VarlenSpec(**vars(spec), num_sequences=3)
-    backend, passed_over = choose("pallas_attn", None, "flash_bwd", spec, "sm90", True)
-    assert backend.family.folder == ("sm90" if reason is None else "portable")
-    if reason is not None:
-        assert any(line.endswith(f": {reason}") for line in passed_over)
 
 
 @pytest.mark.parametrize("operation", ["flash_fwd", "flash_bwd"])
@@ -411,12 +404,10 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
          "the portable kernels are as fast with head dimensions up to 64 in 16 bits"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("importable")
 def test_decodes_of_a_cache_run_in_mosaic_where_that_is_faster(
-    monkeypatch, target, tokens, head_dim, dtype, reason
+    target, tokens, head_dim, dtype, reason
 ):
-    monkeypatch.setattr(family, "_older_jax", lambda: None)
-    monkeypatch.setattr(family, "_missing_names", lambda group: None)
-    monkeypatch.setattr(family, "_import_error", lambda module: None)
     cache = PagedCache(3, 16, 4, 2, head_dim, head_dim, dtype)
     spec = DecodeSpec(2, tokens, 8, cache, "bfloat16", 0.125)
     backend, passed_over = choose("pallas_attn", None, "paged_decode", spec, target, True)
@@ -571,12 +562,10 @@ SHORT = {"batch": 32, "seq_q": 512, "seq_kv": 512}
         ("flash_fwd", {"segmented": True, "seq_q": 600, "seq_kv": 600}, "triton"),
     ],
 )
+@pytest.mark.usefixtures("importable")
 def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
     operation, changes, expected, monkeypatch
 ):
-    monkeypatch.setattr(family, "_missing_names", lambda group: None)
-    monkeypatch.setattr(family, "_import_error", lambda module: None)
-    monkeypatch.setattr(family, "_older_jax", lambda: None)
     fields = {"seq_q": 32768, "seq_kv": 32768, "heads_q": 16, "heads_kv": 16, "head_dim": 128}
     fields |= {"batch": 1, "dtype": "bfloat16", "scale": 0.1} | changes
     fields["head_dim_v"] = fields["head_dim"]
