@@ -52,7 +52,6 @@ class Setting(NamedTuple):
 
 
 def open_journal() -> Journal:
-    """Return the journal of this process's run."""
     return Journal(Path(os.environ[VARIABLE])) if VARIABLE in os.environ else NO_JOURNAL
 
 
@@ -95,7 +94,6 @@ def _who_sees_one() -> str:
 
 
 def _memory_fraction(refuse: Refuse, cap: float | None) -> float | None:
-    """Return GiB as a fraction of the GPU's memory."""
     import torch
 
     if cap is None or not torch.cuda.is_available():
@@ -108,7 +106,6 @@ def _memory_fraction(refuse: Refuse, cap: float | None) -> float | None:
 
 @contextmanager
 def _torch_limit(fraction: float | None) -> Iterator[None]:
-    """Limit torch to a fraction of the GPU's memory, or not at all."""
     import torch
 
     if fraction is None:

@@ -113,7 +113,6 @@ def has_chunks(name: str, spec: PagedSpec, target: str) -> bool:
 
 
 def has_kernels(key: tuple[str, str]) -> bool:
-    """Return True if the family has kernels for the target."""
     name, target = key
     return any(family.folder in ("portable", target) for family in _families(name))
 

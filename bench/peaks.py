@@ -112,13 +112,11 @@ class Peak:
     datasheet: float | None
 
     def rate(self, record: Record) -> float | None:
-        """Return the record's rate in the peak's unit, if any."""
         if self.unit == "TFLOP/s":
             return record.tflops
         return None if record.bytes_per_second is None else record.bytes_per_second / 1e9
 
     def known_rate(self, record: Record) -> float:
-        """Return the rate of a record that has one."""
         rate = self.rate(record)
         assert rate is not None, f"{record.label} has no rate on {record.case['name']}"
         return rate
@@ -136,7 +134,6 @@ class Peaks(NamedTuple):
     read: Peak
 
     def of(self, record: Record) -> Peak:
-        """Return the peak of a record's operation."""
         reads = record.operation == "decode" or record.case["name"] in ("read", "copy")
         return self.read if reads else self.matmul
 

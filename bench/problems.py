@@ -68,7 +68,6 @@ class SparseCase(BlockSparseCase):
 
 
 def document_lengths(case: VarlenCase) -> list[int]:
-    """Return the tokens of each document."""
     return [queries for queries, _ in case.lengths]
 
 
@@ -86,7 +85,6 @@ def attention_jobs(
     factories: Callable[[Any], Factories],
     heads: int | None = None,
 ) -> list[Job]:
-    """Return a job for each operation of each case; see `attention_job`."""
     return [attention_job(c, name, factories(c), heads) for c in cases for name in operations]
 
 
@@ -137,7 +135,6 @@ def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]
 
 
 def varied_terms(case: AttentionCase) -> tuple[str, ...]:
-    """Return the names of a case's terms that have a gradient."""
     return tuple(name for name in case.spec.terms if name not in CONSTANTS)
 
 
@@ -201,7 +198,6 @@ def checked(call: Call, check: Check) -> Call:
 
 
 def absent(reason: str, *_: Any) -> NoReturn:
-    """Make no call, for this reason."""
     raise Absent(reason)
 
 
@@ -231,7 +227,6 @@ class DecodeTensors:
 
     @property
     def arguments(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None, by argument name."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if x is not None}
 

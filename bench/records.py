@@ -142,7 +142,6 @@ class Record:
 
     @property
     def label(self) -> str:
-        """Return the implementation with its target."""
         return " ".join(filter(None, (self.implementation, self.target)))
 
     @property
@@ -183,7 +182,6 @@ def origin(suite: str, facts: dict[str, str], card: dict[str, Any] | None = None
 
 
 def failed(record: Record, error: Exception) -> Record:
-    """Return the record with the error as its status and message."""
     message = f"{type(error).__name__}: {error}".strip()
     status = "out of memory" if _OUT_OF_MEMORY.search(message) else "failed"
     return replace(record, status=status, message=message.splitlines()[0])
@@ -199,7 +197,6 @@ def stem(path: Path) -> str:
 
 
 def append(path: Path, records: Iterable[Record]) -> None:
-    """Add a line for each record."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for record in records:

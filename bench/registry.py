@@ -56,12 +56,10 @@ class Suite(Protocol):
 
 
 def load(name: str) -> Suite:
-    """Import a suite's module."""
     return cast(Suite, import_module(f"bench.suites.{name.replace('-', '_')}"))
 
 
 def cells(columns: Mapping[str, Column], record: Record) -> Cells:
-    """Return a record's cells by their titles."""
     return {
         title: record.case[column] if isinstance(column, str) else column(record)
         for title, column in columns.items()

@@ -294,7 +294,6 @@ def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
 
 
 def _host_latencies(call: Run, wait: Wait, repeats: int) -> list[float]:
-    """Return the milliseconds until each of `repeats` calls returns."""
     latencies = []
     for _ in range(repeats):
         start = time.perf_counter()

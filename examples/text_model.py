@@ -35,7 +35,6 @@ def batches(text: bytes, steps: int) -> Iterator[np.ndarray]:
 
 
 def draw(losses: Sequence[float]) -> str:
-    """Return a picture of the losses as SVG."""
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.subplots()
     axes.plot(losses, color=COLOURS[0], linewidth=0.8)

@@ -117,7 +117,6 @@ def run_rank(rank: int, size: int, store: str) -> list[float]:
 
 
 def train_on_ranks() -> list[list[float]]:
-    """Return the losses that each rank sees."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         with ProcessPoolExecutor(SIZE, get_context("spawn")) as pool:

@@ -160,7 +160,6 @@ def add_missing(directory: Path, needed: list[str]) -> None:
 
 
 def install_pinned(directory: Path, constraints: Path, extras: list[str]) -> None:
-    """Install the project with `extras` at the pinned versions."""
     say(f"installing extras {', '.join(extras)} with {constraints.relative_to(ROOT)} (1-2 minutes)")
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     project = f"{ROOT}[{','.join(extras)}]"

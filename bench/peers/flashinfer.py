@@ -37,7 +37,6 @@ def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
 
 
 def prefill(case: PagedCase, tensors: DecodeTensors) -> Call:
-    """Return a call of its prefill kernels."""
     _check_case(case)
     if case.padding:
         raise Absent("it leaves padding as it is")

@@ -26,7 +26,6 @@ ROWS = 128  # to which the backward rounds a sequence's rows up, at most
 
 
 def fa3(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-3's kernels."""
     check_flash(case, rectangles=True)
     check_head_dims(case, same=True)
     register()

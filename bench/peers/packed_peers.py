@@ -184,7 +184,6 @@ def _documents(case: VarlenCase, device: Any) -> Tensor:
 
 
 def _converted(call: Call, convert: Callable[[Any], Any]) -> Call:
-    """Return a call with each array of its result converted."""
     result = call.result
     assert result is not None
     return call._replace(result=lambda found: [convert(x) for x in result(found)])

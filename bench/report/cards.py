@@ -37,12 +37,10 @@ class Card(NamedTuple):
 
 
 def cards(records: Iterable[Record]) -> list[Card]:
-    """Return the runs of all cards."""
     return [_card(run) for run in runs(records)]
 
 
 def are_several(records: Iterable[Record]) -> bool:
-    """Return True for records of more than one card."""
     return len({(record.device, str(record.card)) for record in records}) > 1
 
 
@@ -92,7 +90,6 @@ def _cells(row: dict[str, Record], ours: Sequence[Record | None], peak: Peak) ->
 
 
 def _ours(row: dict[str, Record], framework: str, operation: str) -> Record | None:
-    """Return the record of what a framework runs by default."""
     labels = [f"{name} {target}" for target in _TARGETS for name in _FAMILIES[framework]]
     return _first(row, [x for x in labels if not (x in row and _is_slower(row[x], operation))])
 

@@ -83,7 +83,6 @@ def _setting(run: Sequence[Record]) -> list[str]:
 
 
 def listed(texts: Mapping[str, str]) -> str:
-    """Return facts as a list in markdown."""
     return "\n".join(f"- {name}: {text}" for name, text in texts.items())
 
 

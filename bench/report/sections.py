@@ -49,7 +49,6 @@ class Section:
 
 
 def sections(run: Sequence[Record]) -> list[Section]:
-    """Return a run's suites, each with its peaks."""
     found = []
     for name, group in groups(run, lambda record: record.suite).items():
         parts = by_operation(record for record in group if record.operation != "peak")
@@ -91,7 +90,6 @@ def limits(card: Mapping[str, Any]) -> str:
 
 
 def statuses(records: Sequence[Record]) -> str:
-    """Count records by status."""
     counts = Counter("measured" if r.status == "ok" else r.status for r in records)
     order = ("measured", "refused by parity", "failed", "out of memory", "skipped", "absent")
     return ", ".join(f"{counts[status]} {status}" for status in order if counts[status])

@@ -41,12 +41,10 @@ def runs(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def by_operation(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Return the records of each operation."""
     return groups(records, lambda record: record.operation)
 
 
 def by_case(records: Iterable[Record]) -> dict[str, dict[str, Record]]:
-    """Return each case's records of one operation by label."""
     cases = groups(records, lambda record: record.case["name"])
     return {name: {record.label: record for record in group} for name, group in cases.items()}
 
@@ -253,7 +251,6 @@ def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _shared(record: Record, row: dict[str, Record], peak: Peak) -> Cells:
-    """Return the cells that every suite has."""
     times, span, host, gpu = record.times, record.span, record.host, record.gpu or {}
     peer = best_peer(row)
     best = None if peer is None else ratio(row, record.label, peer)

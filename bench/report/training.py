@@ -117,7 +117,6 @@ def _compared(ours: Record, group: Sequence[Record]) -> list[str]:
 def trainings(
     records: Sequence[Record], operations: Sequence[str] = OPERATIONS
 ) -> Iterator[dict[str, Record]]:
-    """Return each training's records by operation, if it has all operations."""
     for group in groups(records, lambda r: (r.case["name"], r.label)).values():
         found = {record.operation: record for record in group}
         if found.keys() >= set(operations):

@@ -60,7 +60,6 @@ class ContextCase(cases.ContextCase):
 
     @property
     def whole(self) -> FlashCase | VarlenCase:
-        """Return the problem of the whole sequence."""
         if not self.documents:
             return dense_case(self)
         return VarlenCase(
@@ -107,7 +106,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def job(case: ContextCase, operation: Operation, target: str) -> Job:
-    """Return the job of one operation on a case."""
     made = attention_job(case.whole, operation, {}, HEADS)
     factories: dict[Subject, Callable[..., Call]] = {}
     for side in SIDES:

@@ -65,7 +65,6 @@ def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dic
 
 
 def _at_peak(category: str) -> Column:
-    """Return a column of a category's megabytes at the step's peak."""
     return lambda record: peak(record.timeline)[category] / 1e6 if record.timeline else None
 
 

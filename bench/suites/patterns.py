@@ -201,7 +201,6 @@ def job(case: PatternCase, operation: Operation, target: str) -> Job:
 def _call(
     kind: str, side: str, target: str, case: Any, operation: str, tensors: list[Tensor]
 ) -> Call:
-    """Return a call of one side, with the implementation that it chooses."""
     import torch
 
     *qkv, dout = tensors

@@ -55,7 +55,6 @@ class TrainingCase:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return what a record keeps."""
         return {"name": self.name} | asdict(self)
 
     @property

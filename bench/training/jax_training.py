@@ -179,5 +179,4 @@ class Program:
 
 
 def num_bytes(arrays: Any) -> int:
-    """Return the bytes of the arrays in a pytree."""
     return sum(array.nbytes for array in jax.tree.leaves(arrays))

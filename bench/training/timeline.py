@@ -126,7 +126,6 @@ def _left(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _category(phase: str, address: int, owned: Owned) -> str:
-    """Return the category of a block that a phase leaves."""
     if phase == "forward":
         return "saved activations"
     if phase == "backward":

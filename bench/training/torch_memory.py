@@ -36,7 +36,6 @@ def record_timeline(
 
 
 def blocks_of(tensors: Iterable[Tensor]) -> Blocks:
-    """Return the memory of tensors."""
     return {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
 
 

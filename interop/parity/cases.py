@@ -84,7 +84,6 @@ class FlashCase:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of q, k and v."""
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         return (
             (self.batch, self.seq_q, self.heads_q, self.head_dim),
@@ -208,7 +207,6 @@ class BlockSparseCase(FlashCase):
 
     @property
     def mask_shape(self) -> tuple[int, ...]:
-        """Return the shape of the mask."""
         batch = self.batch if self.own_masks == "all" else 1
         tiles = -(-self.seq_q // self.tile_q), -(-self.seq_kv // self.tile_kv)
         return batch, self.heads_q if self.own_masks else 1, *tiles
@@ -473,7 +471,6 @@ class MergeCase:
 
     @property
     def spec(self) -> MergeSpec:
-        """Return the problem."""
         return MergeSpec(
             self.num_states, self.batch, self.tokens, self.heads, self.head_dim_v, self.dtype
         )

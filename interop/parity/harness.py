@@ -52,7 +52,6 @@ def what_runs(case: Case, subjects: list[Subject], device: str) -> dict[str, str
 
 
 def describe(failure: Exception) -> str:
-    """Return an exception in one line."""
     message = " ".join(str(failure).split())
     return f"{type(failure).__name__}: {message}" if message else type(failure).__name__
 

@@ -129,7 +129,6 @@ def _terms(case: FlashCase | VarlenCase, normal: Normal, batch: int) -> Tensors:
 
 
 def bias_shape(case: FlashCase) -> tuple[int, ...]:
-    """Return the shape of a case's bias."""
     axes = zip("bhqk", (case.batch, case.heads_q, case.seq_q, case.seq_kv), strict=True)
     return tuple(size if name in (case.bias or "") else 1 for name, size in axes)
 
@@ -277,7 +276,6 @@ def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Ten
 
 
 def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
-    """Make the pools of a case, and their scales."""
     cache, pools = case.spec.cache, {}
     for x, head_dim in (("k", cache.head_dim), ("v", cache.head_dim_v)):
         shape = (cache.num_pages, cache.page_size, cache.heads, head_dim)

@@ -42,7 +42,6 @@ class Room:
         self._shown: list[Any] = [None] * size
 
     def show(self, rank: int, x: Any) -> list[Any]:
-        """Return what every rank shows."""
         self._shown[rank] = x
         with self.waiting():
             self._meeting.wait(TIME_LIMIT)

@@ -121,7 +121,6 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """Return the counts in one line."""
         done = f"{len(self.cases) - len(self.failed)} passed, {len(self.failed)} failed"
         left = self.planned - len(self.cases)
         return f"{done}, {left} not run (interrupted)" if left else done

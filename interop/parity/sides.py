@@ -86,7 +86,6 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
 
 
 def supports(subject: Subject, case: Case) -> bool:
-    """Return True if a family with the subject's name supports the case."""
     kinds = {
         DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",),
         AppendCase: ("append_kv",), MergeCase: ("combine",),
@@ -115,7 +114,6 @@ def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
 
 
 def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
-    """Return a subject's `results` of a case, by name."""
     with use_target(subject.target):
         # A new side, because a used one may have traced for another target.
         return call(SIDES[subject.side](), case, inputs, subject.implementation)
@@ -124,7 +122,6 @@ def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
 def call(
     side: Side, case: Case, inputs: Tensors, implementation: str, constants: Sequence[str] = ()
 ) -> Tensors:
-    """Return a side's `results` of a case, by name."""
     options = {**case.options, "implementation": implementation}
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)

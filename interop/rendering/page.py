@@ -32,7 +32,6 @@ def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> 
 
 
 def facts(named: Mapping[str, str]) -> str:
-    """Return names and texts as a list."""
     terms = [f"<dt>{escape(name)}<dd>{escape(text)}" for name, text in named.items()]
     return "\n".join(["<dl>", *terms, "</dl>"])
 

@@ -101,7 +101,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def select(table: ConfigTable, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Return the rows that the options leave."""
     sizes = {"head_dim": arguments.head_dim, "dtype_bits": arguments.dtype_bits}
     for kernel in arguments.kernel or TUNED:
         for row in table.rows(kernel):

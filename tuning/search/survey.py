@@ -91,7 +91,6 @@ def survey(
 
 
 def gate_problems(table: ConfigTable, package: str, target: str, row: Row) -> Iterator[Problem]:
-    """Return the static gate's problems that read a row."""
     (framework,) = (name for name, side in FRAMEWORKS.items() if side == package)
     for problem in problems(framework, target):
         if table.index_of(row.kernel, reader(row.kernel, problem.spec)) == row.index:

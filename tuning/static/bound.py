@@ -164,7 +164,6 @@ def count(
 
 
 def rows_per_tile(spec: AttentionSpec | DecodeSpec, config: FlashConfig | DecodeConfig) -> int:
-    """Return the query rows of a tile."""
     if isinstance(config, DecodeConfig):
         assert isinstance(spec, DecodeSpec)
         return block_rows(spec, config)

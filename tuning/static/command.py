@@ -289,7 +289,6 @@ def resource_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = Fa
 
 
 def _without(grid: Grid, *titles: str) -> Grid:
-    """Return a table without some columns."""
     kept = [place for place, title in enumerate(grid[0]) if title not in titles]
     return [[row[place] for place in kept] for row in grid]
 

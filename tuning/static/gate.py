@@ -280,7 +280,6 @@ class Verdict:
 
 
 def problems(framework: str, target: str, family: str = "triton") -> Iterator[Problem]:
-    """Return the gate's problems of one framework, target and family."""
     if family == "mosaic":
         yield from _mosaic_problems(target)
         return
@@ -350,7 +349,6 @@ def not_compiled(problem: Problem) -> str | None:
 def compiler(
     framework: str, family: str = "triton"
 ) -> Callable[..., list[tuple[str, KernelConfig, Any]]]:
-    """Return the `compile_kernels` of a framework's family."""
     return import_module(_AOT[framework, family]).compile_kernels
 
 
@@ -401,7 +399,6 @@ def _columns(target: str, head_dim: int) -> int:
 
 
 def _columns_of_mosaic(head_dim: int) -> int:
-    """Return the columns of a Mosaic kernel's tile for a head."""
     return -(-head_dim // 16) * 16
 
 

@@ -206,7 +206,6 @@ def _printed() -> Iterator[Callable[[], str]]:
 
 
 def _shared_memory(lowered: Any) -> dict[str, int]:
-    """Return each kernel's bytes of shared memory."""
     from jax.experimental.mosaic import gpu as mgpu
     from jaxlib.mlir import ir
 
@@ -230,7 +229,6 @@ def _shared_memory(lowered: Any) -> dict[str, int]:
 
 
 def _operations(operation: Any) -> Iterator[Any]:
-    """Return all operations in the regions of one."""
     for region in operation.regions:
         for block in region:
             for each in block:

@@ -56,7 +56,6 @@ class Misfit:
 def lengths_of(
     row: Problem, windows: Sequence[Window] = WINDOWS
 ) -> Sequence[AttentionSpec | DecodeSpec]:
-    """Return the problems of all kinds of lengths for a row."""
     if isinstance(row.spec, DecodeSpec):
         return list(_decodes(row))
     if row.framework == "torch":

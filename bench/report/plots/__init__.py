@@ -130,7 +130,6 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
 
 
 def _setting(records: Sequence[Record]) -> str:
-    """Return the dtypes and the card of records."""
     dtypes = {r.case.get("kv_dtype") or r.case.get("dtype"): None for r in records}
     card = records[0].device.partition(" (")[0]
     return f"{', '.join(filter(None, dtypes))}; {card}"

@@ -58,7 +58,6 @@ def name_width(names: Iterable[str]) -> float:
 
 
 def panels(figure: Figure, count: int, columns: int, **options: Any) -> list[Axes]:
-    """Return panels row by row."""
     grid = figure.subplots(-(-count // columns), columns, squeeze=False, **options).ravel()
     for axes in grid[count:]:
         axes.set_visible(False)

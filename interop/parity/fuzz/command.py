@@ -51,7 +51,6 @@ class Tally:
     worst: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, problem: Problem, result: CaseResult) -> None:
-        """Count the result of a problem."""
         self.problems += 1
         operation = type(problem.case).__name__.removesuffix("Case").lower()
         subjects = {run.subject for run in result.runs} | {x for x, _ in failures_of(result)}
@@ -64,7 +63,6 @@ class Tally:
             self.worst[key] = max(self.worst[key], c.agreement.ratio)
 
     def rows(self) -> list[tuple[str, str, int, int, float]]:
-        """Return a row for each operation and subject."""
         return [
             (*key, self.runs[key], self.failed[key], self.worst[key]) for key in sorted(self.runs)
         ]
@@ -171,7 +169,6 @@ def _run_all(
 
 
 def reproduce(problem: Problem) -> str:
-    """Return the command that runs a problem."""
     return f"python -m interop.parity --problem '{problem.to_line()}'"
 
 
@@ -229,7 +226,6 @@ def _write(
     found: list[tuple[Problem, CaseResult]],
     shrunk: list[Found],
 ) -> None:
-    """Write ``fuzz.json``."""
     names = ("operation", "implementation", "problems", "failed", "worst")
     document = {
         "facts": header,

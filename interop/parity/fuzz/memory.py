@@ -102,7 +102,6 @@ def unchanged(tensors: Tensors) -> Iterator[None]:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of a tensor's storage."""
     storage = x.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage)  # pyright: ignore
 

@@ -277,7 +277,6 @@ class _Draw:
         return {"head_dim": self.head_dim(), "head_dim_v": head_dim_v}
 
     def side(self, reach: int) -> int | None:
-        """Return a side of a window."""
         return self.pick(
             None, 0, 1, self.integer(0, 70), self.edge(reach), self.integer(0, reach + 9), 2**31
         )
@@ -424,7 +423,6 @@ def _decode_options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
 
 
 def _fitting(lengths: tuple[int, ...], cache: dict[str, Any]) -> tuple[int, ...]:
-    """Return lengths that the tables have room for."""
     return tuple(min(n, cache["page_size"] * cache["max_pages"]) for n in lengths)
 
 
