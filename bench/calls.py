@@ -21,9 +21,8 @@ def torch_call(
 
     Args:
         attend: takes q, k, v [B, S, H, D], and perhaps integers, and returns out.
-        operation: "forward", "backward" or "both".
         tensors: `attend`'s arguments, and dout.
-        heads_first: `attend` takes and returns [B, H, S, D], views of the same memory.
+        heads_first: `attend` takes and returns views [B, H, S, D].
     """
     import torch
 

@@ -1,9 +1,8 @@
-"""Dilated attention by its formula, and a check of it for long sequences.
+"""Dilated attention by its formula (Ding et al. 2023, LongNet, sections 2.2 and 2.3), and its
+check.
 
 The formula calls `flash_attention` for each pair of a segment length and a rate, scatters the
-results back and merges them by log-sum-exps, as a user without `dilated_attention` would.
-
-Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
+results back and merges them by log-sum-exps.
 """
 
 from __future__ import annotations
@@ -83,13 +82,8 @@ def dilated_flops(case: DilatedCase) -> tuple[int, int]:
 def dilated_check(case: DilatedCase, operation: str, tensors: list[Tensor]) -> Check:
     """Return a check of all rows of the first and the last head.
 
-    The oracle only runs on the tokens that each pair keeps; all pairs of tokens would not fit in
-    memory.
-
-    Args:
-        case: as many kv heads as heads; one of its rates is 1.
-        operation: "forward" or "both".
-        tensors: q, k, v and dout [B, S, H, D].
+    The oracle only runs on the tokens that each pair keeps. One of the case's rates is 1, and kv
+    heads are not shared.
     """
     from interop.parity.check import check_of
 
@@ -117,12 +111,10 @@ def _expected(case: DilatedCase, inputs: Tensors, head: int) -> Expectation:
 def _evaluate(
     case: DilatedCase, inputs: Tensors, head: int, dtype: Any, lses: Tensor | None = None
 ) -> tuple[Tensors, Tensor]:
-    """Run the formula on one head; return its results, and the pairs' log-sum-exps [N, B, S, 1].
+    """Return one head's results by the formula, and the pairs' log-sum-exps [N, B, S, 1].
 
     Args:
         inputs: q, k, v and, for gradients, dout [B, S, 1, D].
-        head: its number.
-        dtype: of the operations.
         lses: exact ones to use instead; kernels have them in float32.
     """
     import torch

@@ -38,12 +38,11 @@ class Call(NamedTuple):
 
     Attributes:
         run: the timed function; launches and does not wait.
-        result: the arrays to check, torch's or JAX's, from what `run` returned: (out,), (dq, dk,
-            dv) of a backward, (out, dq, dk, dv) of both, (k_pages, v_pages) of an append. None if
-            it is not the problem's result.
+        result: from what `run` returned, the arrays to check: out, gradients, or both; the pools of
+            an append. None if they are not the problem's result.
         saved: bytes of a forward's output and saved activations, None if unknown.
-        planned: returns the bytes that a call adds, as planned by its compiler; to be called after
-            `run`. None if the timer sees them.
+        planned: returns the bytes that its compiler planned, once `run` has run. None if the timer
+            sees them.
     """
 
     run: Callable[[], Any]
@@ -57,14 +56,13 @@ class Job:
     """Several implementations of one operation on the same tensors.
 
     Attributes:
-        case: the case's fields, with "name".
-        flops, bytes: operations and least traffic (reads and writes) of one call; 0 for no rate.
+        flops, bytes: operations and least traffic of one call; 0 for no rate.
         inputs: makes the tensors.
         factories: make each implementation's call from the tensors, or raise `Absent`.
-        check: makes from the tensors a function that returns a result's worst error over its
-            budget; above 1 refuses the result. None checks nothing.
+        check: from the tensors, a function of a result: its worst error over its budget; above 1
+            refuses it. None checks nothing.
         reads, writes: `bytes` by direction, for suites that show them.
-        time: times the calls; None for the run's own timer, which takes device times.
+        time: times the calls; None for the run's own timer.
     """
 
     case: dict[str, Any]

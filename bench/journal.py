@@ -1,8 +1,8 @@
 """Continue after an implementation crashes the process.
 
-`supervise` runs a command in another process, which writes measurements and the running
-implementations to a `Journal`. After a signal in `CRASHES` a new process continues from there.
-After SIGTERM, as from ``timeout``, what ran is named.
+`supervise` runs a command in another process, which writes what it measures, and what runs, to a
+`Journal`. After a signal in `CRASHES` a new process continues; after SIGTERM, as from
+``timeout``, what ran is named.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class Setting(NamedTuple):
     """Where a run measures, and where its records go.
 
     Attributes:
-        facts: of the run, with peers' versions.
         card: the card's size and limits, None for a CPU.
         path: file that records are appended to, or None.
         resume: reuse the measurements in `path`.

@@ -101,9 +101,8 @@ class Peak:
     Attributes:
         name: "bf16 matmul" or "read".
         unit: "TFLOP/s" or "GB/s".
-        measured: the rate of torch's own kernel in the same run, if any. It is no bound: kernels
-            that move more bytes may exceed it.
-        datasheet: the rate in the device's datasheet, None for an unknown device.
+        measured: the rate of torch's own kernel in the same run, if any; no bound.
+        datasheet: the rate in the device's datasheet, None if unknown.
     """
 
     name: str

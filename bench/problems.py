@@ -206,9 +206,9 @@ class DecodeTensors:
     """Arguments of a `paged_decode` or `paged_attention`, as `interop.parity.inputs` makes them.
 
     Attributes:
-        q: [B, T, Hq, D], of a `paged_attention` [Tq, Hq, D].
-        k_pages, v_pages: [P, page_size, Hkv, D], pages in random order; unused ones hold NaN.
-        block_tables: [B, max_pages] int32; unused entries hold no page's id.
+        q: [B, T, Hq, D], or packed [Tq, Hq, D].
+        k_pages, v_pages: [P, page_size, Hkv, D].
+        block_tables: [B, max_pages] int32.
         seq_lens: [B] int32.
         k_scale, v_scale: of a quantised cache, [] or [Hkv] float32; else None.
         tree_ends: of draft trees, [B, T] int32; else None.

@@ -78,26 +78,23 @@ class Record:
 
     Attributes:
         case: the case's fields, with "name".
-        operation: of one call: "forward", "backward", "both", "decode" or "append"; of training
-            also "optimizer" and "step" (all three); of inference "prefill" and "decode"; "peak" is
-            a rate of the device (see `bench.peaks`); "parity" compares with the reference, untimed.
+        operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
+            and "step" (all three); of inference "prefill"; "peak" is a rate of the device (see
+            `bench.peaks`); "parity" compares with the reference, untimed.
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
         target: of our own kernels; None for a peer.
-        device, versions, commit, date: where, with what and when it ran.
         status: "planned" until it is measured; "absent" if the peer is not installed or does not do
             the case; "refused by parity" if the result is wrong; "skipped" if time was up.
         message: the error behind a status that is not "ok".
-        times: device time of a call; of the suite "host" the same as `host`. This and what follows
-            is None unless the status is "ok".
+        times: device time of a call. This and what follows is None unless the status is "ok".
         span: from the start of a call's first kernel to the end of its last one.
         host: until a call returns on the host, without a profiler.
-        events: milliseconds of a call between two CUDA events, a cross-check of `span`.
+        events: milliseconds between two CUDA events, a cross-check of `span`.
         kernels: names of the kernels of one call, in order.
         tflops: 10^12 operations per second, of the pairs that the mask keeps.
         bytes_per_second, reads, writes: least traffic over `times`; its bytes by direction.
         error: the worst error over its budget.
-        memory: bytes that a call adds at its peak, for JAX as planned by XLA; of training, all
-            bytes at the peak.
+        memory: bytes that a call adds at its peak; of training, all bytes at the peak.
         held: bytes of a forward's output and its saved activations.
         steps: milliseconds of each training step; the first compiles.
         timeline: bytes by category over a training step (see `bench.training.timeline`).

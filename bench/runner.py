@@ -36,12 +36,10 @@ AnyJob = Job | TrainingJob | ParityJob | FirstCallJob
 
 
 class Instruments(NamedTuple):
-    """The functions that use the device.
+    """The functions that use the device: a timer, a wait for a result, a sampler of clocks and
+    power.
 
     Attributes:
-        time: times the calls of a job without a timer.
-        wait: blocks until a call's result is there.
-        sample: returns a sampler of clocks and power.
         release: frees memory that nothing refers to.
         limit: limits an implementation's memory during its first call.
     """
@@ -68,12 +66,11 @@ def run_suite(
     """Measure every job and print the table; return the exit code.
 
     Args:
-        jobs: in the order to run them.
         origin: the fields that all records share.
         path: file that records are appended to.
         resume: reuse the measurements in `path`, but try failures again.
         log: CSV file that samples of clocks and power are appended to.
-        journal: of this run; earlier processes' measurements are reused.
+        journal: of this run, with earlier processes' measurements.
         deadline: by `time.monotonic`. A job is skipped if one as long as the longest so far would
             end after it.
         quiet: print no table.

@@ -1,14 +1,12 @@
 """Measure calls of either framework: device times with one collector, and host times.
 
-`torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call a fill
-flushes the L2 cache and separates the calls in the trace.
+`torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call a
+fill flushes the L2 cache and separates the calls in the trace. Calls of torch queue behind the
+fill, which hides launch latency. JAX's own stream would overtake the fill, so its calls wait, and
+their span includes the host's gaps.
 
-Calls of torch queue behind the fill, which hides launch latency. JAX's own stream would overtake
-the fill, so its calls wait for it, and their span includes the host's gaps.
-
-A card at its power cap slows down within tens of milliseconds, so a turn first makes as many
-uncounted calls as `triton.testing.do_bench`. The first round also calls that function, as a
-cross-check.
+A card at its power cap slows down within milliseconds, so a turn first makes as many uncounted
+calls as `triton.testing.do_bench`, which also cross-checks the first round.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ class Timing:
         span: from the start of its first kernel to the end of its last one; None of `time_host`.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order; none of `time_host`.
-        events: milliseconds by CUDA events, from `triton.testing.do_bench`; None for JAX, and for
-            very short or long calls.
+        events: milliseconds by CUDA events; None for JAX, and for very short or long calls.
         memory: bytes that it adds at its peak; None for JAX.
     """
 
@@ -105,7 +102,6 @@ def time_calls(
     """Time several calls, in alternating order (ABBA).
 
     Args:
-        calls: by name; each is called a few times to warm up.
         wait: blocks until a call's result is there.
         rounds: turns of each call.
         round_ms: rough duration of a turn's counted calls, which are 3 to 20.
@@ -143,16 +139,10 @@ def time_host(
     rounds: int = 7,
     repeats: int = 300,
 ) -> dict[Name, Timing]:
-    """Time several calls on the host, in alternating order (ABBA).
+    """Time several calls on the host, in alternating order (ABBA), with `repeats` calls in a turn.
 
-    A turn's calls do not wait for the device, which must be faster than the host; otherwise the
-    host waits for room in the queue of launches.
-
-    Args:
-        calls: by name; each is called a few times to warm up.
-        wait: blocks until a call's result is there; a turn begins with an idle device.
-        rounds: turns of each call.
-        repeats: calls of a turn.
+    A turn begins with an idle device and does not wait for it; the device must be faster than the
+    host, which otherwise waits for room in the queue of launches.
 
     Returns:
         Timings whose `host` and `busy` are milliseconds of one call: the median, the fastest and

@@ -71,8 +71,8 @@ def separate(case: TreeCase, tensors: Sequence[Tensor]) -> tuple[list[Tensor], T
     """Copy a tree's paths out of q, k, v and dout [1, S, H, D], one after the other.
 
     Returns:
-        q, k, v and dout [T, H, D], and the paths' offsets [N + 1] int32. dout is 0 except at one
-        copy of each token, so that the gradients are the tree's.
+        q, k, v and dout [T, H, D], and the paths' offsets. dout is 0 except at one copy of each
+        token, so that the gradients are the tree's.
     """
     import torch
 

@@ -29,20 +29,16 @@ def generate(
     noise: jax.Array,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Continue sequences by a token for each row of `noise`.
+    """Continue sequences by a token for each row of `noise`; return the new tokens, [B, N].
 
     XLA copies the given pool once, and the loop writes to the copy in place.
 
     Args:
-        weights: of the toy model.
         tokens: [B], the last token of each sequence, not yet in the cache.
         pool: k_pages and v_pages, [P, page_size, heads, head_dim].
         block_tables: [B, max_pages].
         seq_lens: [B], tokens in the cache.
         noise: [N, B, vocabulary], added to the logits.
-
-    Returns:
-        The new tokens, [B, N].
     """
 
     def step(carry, gumbel):

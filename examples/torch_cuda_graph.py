@@ -102,16 +102,10 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def generate(decoder: Decoder, step: Callable[[], Tensor]) -> Tensor:
-    """Read the toy's prompts token by token, and continue them.
+    """Read the toy's prompts token by token, and continue them; return the tokens [B, NEW_TOKENS].
 
-    The prompts end together: shorter ones have length 0 until they begin.
-
-    Args:
-        decoder: whose tokens and lengths are written before each step.
-        step: `decoder.step`, or a replay of it.
-
-    Returns:
-        The new tokens, [B, toy_model.NEW_TOKENS].
+    The prompts end together: shorter ones have length 0 until they begin. `step` is `decoder.step`
+    or a replay of it.
     """
     toy = toy_model.make_toy()
     device = decoder.tokens.device

@@ -42,18 +42,16 @@ def generate(
     noise: Tensor,
     implementation: str | None = None,
 ) -> Tensor:
-    """Continue sequences by a token for each row of `noise`; the pool is written in place.
+    """Continue sequences by a token for each row of `noise`; return the new tokens, [B, N].
+
+    The pool is written in place.
 
     Args:
-        weights: of the toy model.
         tokens: [B], the last token of each sequence, not yet in the cache.
         pool: k_pages and v_pages, [P, page_size, heads, head_dim].
         block_tables: [B, max_pages].
         seq_lens: [B], tokens in the cache.
         noise: [N, B, vocabulary], added to the logits.
-
-    Returns:
-        The new tokens, [B, N].
     """
     sampled = []
     for gumbel in noise:

@@ -29,8 +29,7 @@ class ModelConfig:
         rope_theta: base of the rotary embedding's wavelengths.
 
     Raises:
-        TypeError, ValueError: a size that is no positive int, sizes that disagree, or an unknown
-            norm or MLP.
+        TypeError, ValueError: wrong or inconsistent sizes, or an unknown norm or MLP.
     """
 
     vocab_size: int

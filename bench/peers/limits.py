@@ -33,7 +33,6 @@ def check_flash(
     """Refuse what an adapter does not pass on to its peer.
 
     Args:
-        dtypes: supported dtypes.
         rectangles: its causal mask is aligned to the last query and key, like ours.
         groups: query heads may share a kv head.
 

@@ -124,9 +124,6 @@ def padded(
 
     The batch is premade, its length a multiple of 64. Padding comes last, where causal rows do not
     see it; its gradient is 0.
-
-    Args:
-        factory: the peer's, which takes (case, operation, tensors).
     """
     check_packed(case)
     if not case.causal:

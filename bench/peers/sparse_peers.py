@@ -52,10 +52,8 @@ def flex_mask(
 
     Args:
         kept, whole: [tiles_q, tiles_kv] bool, tiles that are seen partly or wholly.
-        tile: queries and keys of a tile.
-        lengths: queries and keys.
+        tile, lengths: queries and keys, of a tile and of all.
         visible: which pairs of partly seen tiles are seen; None if all are whole.
-        device: where the mask lies.
     """
     import torch
     from torch.nn.attention.flex_attention import BlockMask as FlexMask

@@ -70,10 +70,9 @@ class TrainingCase:
     def flops(self, operation: str) -> int:
         """Count the operations of the model's matrix products and visible pairs.
 
-        They are those of model FLOPs utilisation: a backward has twice a forward's; recomputation
-            and the
-        optimizer do not count. Prefill and decode predict one token per sequence. Source: Chowdhery
-        et al. 2022.
+        As for model FLOPs utilisation (Chowdhery et al. 2022), a backward has twice a forward's,
+        and recomputation and the optimizer do not count. Prefill and decode predict one token per
+        sequence.
         """
         config, tokens = self.config, self.context
         queries, keys, predicted = {

@@ -43,13 +43,11 @@ class Owned(NamedTuple):
 def timeline_of(start: Blocks, events: Mapping[str, Sequence[Event]], owned: Owned) -> Timeline:
     """Return the bytes of each category after each event of a step.
 
-    What a forward leaves, its loss included, is a saved activation. Unknown memory is "other", such
-    as temporaries and tokens.
+    What a forward leaves, its loss included, is a saved activation; unknown memory is "other".
 
     Args:
         start: blocks before the step.
         events: of each phase, in order. Ends of unknown blocks are left out.
-        owned: memory of known tensors.
     """
     found = empty_timeline()
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)

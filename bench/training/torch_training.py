@@ -25,7 +25,6 @@ class TorchTraining:
 
     Args:
         attention: a name of `models.torch_attention`, or of `models.llama` for its form.
-        device: "cuda" or "cpu".
         compiled: compile each block. Blocks share their code, so it is compiled once.
 
     Raises:

@@ -1,8 +1,7 @@
 """Keep shared GPU memory alive until the other framework's stream is done with it.
 
-DLPack frees memory with its last reference, perhaps before queued work has run, and the allocator
-reuses it in its own stream's order. So the release is ordered after the other stream, on the
-device, without making the host wait.
+DLPack frees memory with its last reference, perhaps before queued work has run. So the release is
+ordered after the other stream, on the device, without making the host wait.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ def release_after_jax(tensor: torch.Tensor, array: jax.Array) -> None:
 
 
 def release_after_torch(tensor: torch.Tensor, array: jax.Array) -> torch.Tensor:
-    """Stop JAX from reusing `array`'s memory before torch has done its queued work.
-
-    Torch's queue is the stream that is current now.
+    """Stop JAX from reusing `array`'s memory before torch's current stream has done its queued
+    work.
 
     Args:
         tensor: CUDA tensor that shares the memory of `array`.

@@ -69,14 +69,12 @@ def sample_check(
 ) -> Callable[[Sequence[Any]], float]:
     """Return a check of results on all rows of a few heads, or a few sequences of a decode.
 
-    The oracle runs at once, on the inputs' device.
+    The oracle runs at once, on the inputs' device. The check takes torch's or JAX's results and
+    returns their `worst` error over its budget.
 
     Args:
         names: of the results, in order.
         samples: how many heads or sequences, 2 or more.
-
-    Returns:
-        A function from those results, torch's or JAX's, to their `worst` error over its budget.
     """
     return check_of(expectations(inputs, sample_of(spec, samples)), names)
 

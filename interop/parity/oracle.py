@@ -264,15 +264,13 @@ def sample_of(spec: Spec, samples: int = SAMPLES) -> list[Part]:
 def evaluate(
     inputs: Tensors, spec: Spec, dtype: torch.dtype, first: tuple[int, int] = (0, 0)
 ) -> Tensors:
-    """Run the contract's plain formula in `dtype`.
+    """Run the contract's plain formula in `dtype`; return out, lse, and gradients if there is dout.
+
+    An append returns the pools, and q if given.
 
     Args:
-        inputs: operands by name; with dout, and perhaps dlse, gradients are evaluated as well.
-        dtype: of all operations and results.
+        inputs: operands by name, and gradients of the outputs.
         first: batch element and query head at which the problem begins.
-
-    Returns:
-        out, lse and gradients; of an append the pools, and q if given.
     """
     if isinstance(spec, AppendSpec):
         return _evaluate_append(inputs, spec, dtype)

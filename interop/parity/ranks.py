@@ -130,12 +130,8 @@ def run_ranks(size: int, function: Callable[[SimulatedPeers], Any]) -> list[Any]
 def attend_in_threads(
     case: ContextCase, operands: dict[str, Tensor], gradients: Sequence[Tensor], **options: Any
 ) -> tuple[Tensor, ...]:
-    """Return `torch_attn`'s out and lse of the whole sequence, gathered from the ranks.
-
-    Args:
-        operands: q, k, v and perhaps sinks, of the whole sequence.
-        gradients: of out and lse; if given, the operands' gradients are returned as well.
-        options: of the call, besides the case's.
+    """Return `torch_attn`'s out and lse of the whole sequence, and gradients if `gradients` are
+    given.
     """
     plan = case.plan
 

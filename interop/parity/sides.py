@@ -201,13 +201,7 @@ class TorchSide:
     ) -> tuple[torch.Tensor, ...]:
         """Call a public function and return its outputs, then gradients if `gradients` are given.
 
-        Args:
-            operands: its tensors, by argument name.
-            gradients: of its outputs.
-            constants: operands without a gradient.
-            options: its other arguments.
-
-        `append_kv` gets copies of the pools, because it writes in place.
+        `constants` get none. `append_kv` gets copies of the pools, because it writes in place.
         """
         if name == "append_kv":
             operands = operands | {x: operands[x].clone() for x in POOLS}

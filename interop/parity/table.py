@@ -22,10 +22,6 @@ class CaseTable(Progress):
     """Print a row per case as it ends, above a progress bar on a terminal.
 
     If the console is too narrow for a column per title, one column has the worst of all.
-
-    Args:
-        titles: one column per implementation and pair of twins.
-        names: the cases to come.
     """
 
     def __init__(self, console: Console, titles: Sequence[str], names: Sequence[str]):

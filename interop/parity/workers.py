@@ -55,10 +55,9 @@ def run_cases(
 ) -> Generator[CaseResult]:
     """Run cases in `jobs` processes and yield results as they come.
 
-    With one job and no limit they run in this process. A process that dies fails its case. A
-    process
-    whose case raised is replaced: a CUDA context is unusable after an illegal memory access.
-    Closing the generator ends all processes.
+    With one job and no limit they run in this process. A process that dies fails its case; one
+    whose case raised is replaced, because a CUDA context is unusable after an illegal memory
+    access. Closing the generator ends all processes.
 
     Args:
         cases: the next one is taken once the result before it was yielded.

@@ -105,17 +105,12 @@ def search(
 
     Args:
         present: the row's configuration.
-        candidates: in the order to try them.
         call: makes a configuration's call; raises if its results are wrong or it cannot run.
         deadline: of `time.monotonic`; no candidate is begun after it.
         report: takes a line on each candidate.
 
     Returns:
-        The best candidate if a second timing shows a gain over the present configuration beyond
-        both spreads; else None.
-
-    Raises:
-        What `call` raises for the present configuration.
+        The best candidate if a second timing shows a gain beyond both spreads; else None.
     """
     first = call(present)
     best, run = present, first

@@ -68,15 +68,12 @@ def survey(
     case: TimedCase,
     configs: Sequence[KernelConfig],
 ) -> Iterator[Survey]:
-    """Compile configurations of a row, in all processes.
+    """Compile configurations of a row, in all processes; return a survey of each, in order.
 
     Args:
         package, target: of the table.
         device: of the launches, such as "sm90"; None if there are none.
         case: the row is timed on it.
-
-    Returns:
-        A survey of each configuration, in order.
 
     Raises:
         LookupError: no problem of the static gate reads the row.

@@ -1,9 +1,8 @@
 """Find named barriers whose register a miscompiled kernel overwrites before it is read.
 
-A barrier's number may come from a register, which is read some cycles after issue. Until then
-the instruction counts in a scoreboard, for which the register's next write must wait. ptxas
-12.8 omits that wait in some kernels; the wrong number then is an illegal instruction, or a
-hang.
+A barrier may read its number from a register some cycles after issue. Until then it counts in a
+scoreboard, for which the register's next write must wait. ptxas 12.8 omits that wait in some
+kernels: an illegal instruction, or a hang.
 """
 
 from __future__ import annotations

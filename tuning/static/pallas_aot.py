@@ -31,7 +31,6 @@ def compile_kernels(
     """Compile a problem's kernels as `pallas_attn` calls them.
 
     Args:
-        target: instruction set, "sm80" or "sm90".
         limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
         sinks: give sinks to `flash_attention`; a decode always has them.
         shared_memory: bytes per block on the card, or None for the target's own cards.

@@ -42,9 +42,8 @@ class Resources:
 
     Attributes:
         registers: 32-bit registers per thread.
-        spill_stores, spill_loads: bytes that a thread's spill instructions move, each counted once
-            (as in ``ptxas -v``).
-        loop_spills: both in one step of the main loop, the largest of all warps' loops: the last
+        spill_stores, spill_loads: bytes of a thread's spill instructions, as in ``ptxas -v``.
+        loop_spills: both in a step of the main loop, the largest of all warps' loops: the last
             innermost loop with tensor-core products, which has no mask. Not for portable wgmma.
         stack: bytes of a thread's stack frame.
         shared: bytes of shared memory per block.

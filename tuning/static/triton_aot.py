@@ -30,11 +30,9 @@ def compile_kernels(
     """Compile a problem's kernels as `torch_attn` launches them.
 
     Args:
-        target: instruction set, "sm80" or "sm90".
         limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
         sinks: give sinks to `flash_attention`; a decode always has them.
         device: what to assemble for; the target's own devices by default.
-        family: whose kernels.
 
     Returns:
         Each kernel's name, configuration and Triton's result, for both deterministic and other

@@ -50,7 +50,6 @@ def over_length(
 
     Args:
         series: records by panel.
-        peak: what rates are compared with.
         looks: styles by label.
         columns: panels per row.
         named: name each line at its end instead of above the figure.

@@ -81,7 +81,7 @@ class Problem:
         case: the problem; its name seeds the values.
         rows: layouts of operands by name; others are contiguous.
         spread: standard deviation of q and k.
-        hiding: one of `HIDING`, put into some values of a term and all of some rows of a bias.
+        hiding: one of `HIDING`, put into some values of a term.
         constants: operands without gradients.
         odd_strides: give dimensions of size 1 unusual strides.
         hook: how tensors saved by autograd return: one of `HOOKS`, or "" for unchanged.
