@@ -1,0 +1,39 @@
+"""Every named case of parity, on both sides, within the error budget of the float64 oracle.
+
+What no sequence uses holds NaN: padding, slots and pages of a cache, and ids of no page.
+"""
+
+import pytest
+
+from interop.parity.cases import AppendCase, BlockSparseCase, ContextCase, PagedCase
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import GRADIENTS, call
+from interop.parity.suites.kinds import KINDS
+from tests.oracle import assert_within_budget
+from tests.sides import EXPLICIT, choose_runs
+
+
+def named_cases(suite):
+    """Return a suite's cases, but for those of ranks."""
+    cases = [case for cases in KINDS for case in cases(suite)]
+    return [case for case in cases if not isinstance(case, ContextCase)]
+
+
+def run_explicitly(case):
+    """Return True for what explicit kernels have."""
+    if isinstance(case, BlockSparseCase):
+        return case.tile_q == case.tile_kv == 128
+    if isinstance(case, PagedCase):
+        return case.num_splits == 1
+    return not isinstance(case, AppendCase)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    choose_runs(metafunc, named_cases, run_explicitly)
+
+
+def test_results_and_gradients(side, by, case, torch_device):
+    inputs = make_inputs(case, torch_device)
+    if by in EXPLICIT and isinstance(case, BlockSparseCase):  # they have no backward
+        inputs = {name: x for name, x in inputs.items() if name not in GRADIENTS}
+    assert_within_budget(call(side, case, inputs, by), inputs, case.spec)
