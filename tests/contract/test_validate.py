@@ -258,7 +258,7 @@ def test_a_right_choice(right):
     check_choice("implementation", right, ("triton", "reference"))
 
 
-# Decoding. Which mistake gives which message is in tests/semantics/test_decode_bad_input.py,
+# Decoding. Which mistake gives which message is in tests/semantics/test_bad_input.py,
 # where both sides are held to the same list; here is what those sides cannot show on a CPU.
 
 DECODE = {

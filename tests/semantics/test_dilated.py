@@ -1,6 +1,4 @@
-"""Dilated attention: laws that tie it to other calls, and what it refuses."""
-
-from functools import partial
+"""Dilated attention: laws that tie it to other calls."""
 
 import pytest
 import torch
@@ -118,69 +116,3 @@ def test_nothing_to_do(side, torch_device, shape):
         got = dilated(side, inputs, *pairs)
         assert got["out"].shape == inputs["dout"].shape
         assert got["lse"].shape == inputs["dlse"].shape
-
-
-LIST = "expected a list or tuple of integers, one or more, got "
-INTEGER = "expected an integer from 1 to 2147483647, got "
-Q, K, V = (2, 48, 6, 16), (2, 48, 3, 16), (2, 48, 3, 24)
-# name: (exception, message, changed shapes, changed options)
-MISTAKES = {
-    "no pairs": (ValueError, f"segment_lengths: {LIST}[]", {}, {"segment_lengths": []}),
-    "no rates": (ValueError, f"dilation_rates: {LIST}()", {}, {"dilation_rates": ()}),
-    "one number": (TypeError, f"segment_lengths: {LIST}24", {}, {"segment_lengths": 24}),
-    "text": (TypeError, f"dilation_rates: {LIST}'12'", {}, {"dilation_rates": "12"}),
-    "fewer rates": (
-        ValueError, "dilation_rates: expected segment_lengths' 2 numbers, got 1",
-        {}, {"dilation_rates": [1]},
-    ),
-    "fraction": (
-        TypeError, f"segment_lengths[1]: {INTEGER}24.0", {}, {"segment_lengths": [12, 24.0]},
-    ),
-    "bool": (TypeError, f"dilation_rates[0]: {INTEGER}True", {}, {"dilation_rates": [True, 2]}),
-    "rate of 0": (ValueError, f"dilation_rates[1]: {INTEGER}0", {}, {"dilation_rates": [1, 0]}),
-    "negative length": (
-        ValueError, f"segment_lengths[0]: {INTEGER}-12", {}, {"segment_lengths": [-12, 24]},
-    ),
-    "rate that does not divide": (
-        ValueError, "segment_lengths[1]: expected a multiple of its rate 5, got 24",
-        {}, {"dilation_rates": [1, 5]},
-    ),
-    "length that does not divide": (
-        ValueError, "segment_lengths[1]: expected a divisor of q's length 48, got 32",
-        {}, {"segment_lengths": [12, 32]},
-    ),
-    "length of k": (
-        ValueError, "k: expected q's length 48, got 24", {"k": (2, 24, 3, 16), "v": (2, 24, 3, 24)},
-        {},
-    ),
-    "rank of q": (
-        ValueError, "q: expected 4 dimensions [B, S, Hq, D], got shape (48, 6, 16)",
-        {"q": (48, 6, 16)}, {},
-    ),
-    "heads of q": (
-        ValueError, "q: expected a number of heads divisible by k's 3, got 4",
-        {"q": (2, 48, 4, 16)}, {},
-    ),
-    "causal of a number": (TypeError, "causal: expected a bool, got int", {}, {"causal": 1}),
-    "unknown implementation": (ValueError, None, {}, {"implementation": "cudnn"}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_one_mistake_one_message(side, mistake):
-    error, message, shapes, options = MISTAKES[mistake]
-    shapes = {"q": Q, "k": K, "v": V} | shapes
-    operands = {name: side.zeros(shape, "float32") for name, shape in shapes.items()}
-    options = {"segment_lengths": [12, 24], "dilation_rates": [1, 2]} | options
-    function = side.api.dilated_attention
-    for call in (function, partial(side.api.explain, function), partial(side.trace, function)):
-        with pytest.raises(error) as raised:
-            call(**operands, **options)
-        assert message is None or (raised.type, str(raised.value)) == (error, message)
-
-
-def test_what_is_no_tensor(side):
-    q = side.zeros((1, 16, 1, 16), "float32")
-    with pytest.raises(TypeError) as raised:
-        side.api.dilated_attention(q, [1.0], q, [16], [1])
-    assert str(raised.value) == f"k: expected {side.tensor}, got list"
