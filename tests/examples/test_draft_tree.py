@@ -86,13 +86,3 @@ def test_a_path_ends_where_the_model_says_something_else():
         ([8, 3, 0, 0, 6, 0, 0], [0]),
     ):
         assert draft_tree.accept(tokens, np.array(likeliest), draft_tree.PARENTS) == path
-
-
-@pytest.mark.parametrize(("right", "code"), [(True, 0), (False, 1)])
-def test_the_command_says_whether_the_tokens_agree(right, code, monkeypatch, capsys):
-    counts = iter(range(4))
-    monkeypatch.setattr(
-        draft_tree, "decode", lambda *_: (np.array([[0 if right else next(counts)]]), 5)
-    )
-    assert draft_tree.main() == code
-    assert "torch drafts: 15 tokens a sequence in 5 steps" in capsys.readouterr().out

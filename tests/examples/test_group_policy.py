@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from examples import group_policy, torch_group_policy
+from examples import torch_group_policy
 from examples.continuations import CONTINUATIONS, PROMPT, make_batches
-from examples.group_policy import CLIP, TOLERANCE, Update, are_equal, update_in_both
+from examples.group_policy import CLIP, TOLERANCE, are_equal, update_in_both
 from examples.toy_model import make_toy
 
 
@@ -46,17 +46,3 @@ def test_continuations_that_saw_each_other_would_have_another_loss(torch_device)
         torch_group_policy.policy_loss(weights, x, old, CLIP, None) for x in (tree, together)
     )
     assert abs(apart - merged) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("loss", "gradient", "code"), [(2.0, 1.0, 0), (2.0, 1.1, 1), (2.1, 1.0, 1)]
-)
-def test_the_command_prints_the_losses_and_says_whether_all_agree(
-    loss, gradient, code, monkeypatch, capsys
-):
-    updates = {"torch tree": Update([2.0], [{"q": np.ones(2)}])}
-    updates["jax tree"] = Update([loss], [{"q": np.full(2, gradient)}])
-    monkeypatch.setattr(group_policy, "update_in_both", lambda device: updates)
-    assert group_policy.main() == code
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed] == [["torch", "tree"], ["jax", "tree"]]

@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 import torch
 
 from examples import packed_training, torch_packed_training
@@ -37,14 +36,3 @@ def test_documents_that_saw_each_other_would_have_another_loss(torch_device):
     together = packed._replace(offsets=packed.offsets[[0, -1]])
     apart, merged = (torch_packed_training.packed_loss(weights, x) for x in (packed, together))
     assert abs(apart - merged) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize(("other", "code"), [(0, 0), (1, 1)])
-def test_the_command_prints_the_losses_and_says_whether_they_agree(
-    other, code, monkeypatch, capsys
-):
-    losses = {"torch packed": [2.0, 1.0], "jax packed": [2.0, 1.0 + other]}
-    monkeypatch.setattr(packed_training, "train_in_both", lambda device: losses)
-    assert packed_training.main() == code
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed] == [["torch", "packed"], ["jax", "packed"]]

@@ -41,14 +41,3 @@ def test_wrong_positions_would_have_other_losses(ranks, monkeypatch):
     monkeypatch.setattr(ContextPlan, "documents", lambda plan, rank: plan.positions(rank) // 2)
     losses = ranks()[0]  # each token at half its distance from the others
     assert abs(losses[0] - alone[0]) > 10 * TOLERANCE
-
-
-@pytest.mark.parametrize(("other", "code"), [(0, 0), (1, 1)])
-def test_the_command_prints_the_losses_and_says_whether_they_agree(
-    other, code, monkeypatch, capsys
-):
-    monkeypatch.setattr(torch_context_training, "train_on_one_device", lambda: [2.0, 1.0])
-    monkeypatch.setattr(torch_context_training, "train_on_ranks", lambda: [[2.0, 1.0 + other]])
-    assert torch_context_training.main() == code
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed] == [["one", "device"], ["rank", "0"]]

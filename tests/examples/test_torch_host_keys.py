@@ -1,8 +1,5 @@
 """Attention over keys in host memory."""
 
-import pytest
-
-from examples import torch_host_keys
 from examples.torch_host_keys import TOLERANCE, HostKeys, largest_error
 from torch_attn.distributed import Transfer
 
@@ -19,12 +16,3 @@ def test_gradients_that_stay_on_the_card_are_missed(monkeypatch, torch_device):
 
     monkeypatch.setattr(HostKeys, "exchange", keys_alone)
     assert largest_error(torch_device, seq_len=96, parts=4) > 100 * TOLERANCE
-
-
-@pytest.mark.parametrize(("error", "code"), [(1e-6, 0), (1e-3, 1)])
-def test_the_command_prints_the_error_and_says_whether_it_is_small(
-    error, code, monkeypatch, capsys
-):
-    monkeypatch.setattr(torch_host_keys, "largest_error", lambda *_, **__: error)
-    assert torch_host_keys.main() == code
-    assert f"{error:.2g}" in capsys.readouterr().out

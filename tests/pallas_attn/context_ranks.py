@@ -1,10 +1,11 @@
-"""Run context parallel attention on four virtual devices, and hold it to the whole sequence's.
+"""Run ranks and shards on four virtual devices, and hold them to the whole problem.
 
 `test_context.py` runs this in a process of its own, since JAX makes its devices once.
 """
 
 import os
 from dataclasses import replace
+from functools import partial
 
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
@@ -12,10 +13,12 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import torch
+from jax import P
 
 from interop.exchange import to_jax
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
+from pallas_attn import append_kv, flash_attention, paged_decode
 from pallas_attn.distributed import (
     context_attention,
     context_plan,
@@ -23,6 +26,8 @@ from pallas_attn.distributed import (
     unshard_sequence,
 )
 from tests.oracle import assert_within_budget, poison_padding
+from tests.pallas_attn import test_decode as decoding
+from tests.pallas_attn import test_transformations as dense
 from twin_attention.contract import transfers
 from twin_attention.contract.transfers import equal_hops
 
@@ -83,6 +88,41 @@ def check_placed(plan):
     assert (shard_sequence(placed, plan) == shard_sequence(shard_sequence(x, plan), plan)).all()
 
 
+def shard(function, in_specs, out_specs):
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AUTO,), devices=jax.devices()[:2])
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def check_shards():
+    """Split results, gradients, decodes and appends over the batch and over heads."""
+    case = replace(dense.CASE, batch=2, dtype="float32", name="sharded")
+    inputs = make_inputs(case, "cpu")
+    options = {**case.options, "return_lse": True, "implementation": "triton"}
+    batch, heads = P("x"), P(None, None, "x")
+    for rows, lse, sinks in ((batch, batch, P()), (heads, P(None, "x"), batch)):
+        attend = shard(
+            lambda q, k, v, sinks: flash_attention(q, k, v, sinks=sinks, **options),
+            (rows, rows, rows, sinks), (rows, lse),
+        )  # fmt: skip
+        got = dense.results_and_gradients(jax.jit(attend), *dense.to_jax(inputs))
+        assert all(len(x.devices()) == 2 for x in got)
+        assert_within_budget([dense.to_torch(x) for x in got], inputs, case.spec)
+    operands, new = decoding.operands(decoding.CASE), decoding.new_tokens()
+    q, *cache = operands.values()
+    options = {**decoding.CASE.options, "return_lse": True, "implementation": "triton"}
+    over_batch = (batch, P(), P(), batch, batch), (batch, batch)
+    over_heads = (heads, heads, heads, P(), P()), (heads, P(None, "x"))
+    for in_specs, out_specs in (over_batch, over_heads):
+        got = jax.jit(shard(partial(paged_decode, **options), in_specs, out_specs))(q, *cache)
+        assert all(len(x.devices()) == 2 for x in got)
+        decoding.assert_right(got, operands, decoding.CASE.spec)
+    append = partial(append_kv, implementation="triton")
+    append = jax.jit(shard(append, (*[heads] * 4, P(), P()), heads))
+    decoding.assert_same(append(*new, *cache), decoding.written(new, *cache))
+
+
 if __name__ == "__main__":
     transfers.BLOCK = 4  # few rows, so that some of them stay
     window = replace(CASE, window_size=(7, None))
@@ -96,4 +136,5 @@ if __name__ == "__main__":
     check(CASE, balanced, exchange="ring")
     check(CASE, context_plan(64, 4, "stripe", DOCUMENTS), exchange="heads")
     check(window, contiguous, exchange="ring")
+    check_shards()
     print("ok")

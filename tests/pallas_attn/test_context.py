@@ -26,7 +26,7 @@ def attend(**options):
 
 
 def test_four_devices():
-    """Cases of every exchange and layout, on virtual devices of a CPU."""
+    """Every exchange and layout, and shards, on virtual devices of a CPU."""
     script = [sys.executable, "-m", "tests.pallas_attn.context_ranks"]
     result = subprocess.run(script, capture_output=True, text=True, timeout=500)
     assert result.stdout.strip().endswith("ok"), result.stderr[-3000:]

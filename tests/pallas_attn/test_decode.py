@@ -1,9 +1,6 @@
 """What the functions of decoding give under JAX's transformations, and what they refuse."""
 
 import inspect
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from textwrap import dedent
@@ -349,41 +346,3 @@ def test_explain_a_decode():
 def test_the_example_of_a_docstring_runs(name):
     _, example = inspect.getdoc(getattr(pallas_attn, name)).split("Example::\n")
     exec(compile(dedent(example), name, "exec"), {})
-
-
-SHARDED = """
-import jax, jax.numpy as jnp
-from functools import partial
-from jax.sharding import AxisType, PartitionSpec as P
-from pallas_attn import append_kv, merge_states, paged_decode
-from tests.pallas_attn.test_decode import CASE, POOLS, assert_right, assert_same, new_tokens
-from tests.pallas_attn.test_decode import operands, written
-
-inputs, new = operands(CASE), new_tokens()
-cache = [inputs[name] for name in (*POOLS, "block_tables", "seq_lens")]
-mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-shard = partial(jax.shard_map, mesh=mesh, check_vma=False)
-decode = partial(paged_decode, **CASE.options, return_lse=True, implementation="triton")
-heads = P(None, None, "x")
-over_batch = (P("x"), P(), P(), P("x"), P("x")), (P("x"), P("x"))
-over_heads = (heads, heads, heads, P(), P()), (heads, P(None, "x"))
-for in_specs, out_specs in (over_batch, over_heads):
-    got = jax.jit(shard(decode, in_specs=in_specs, out_specs=out_specs))(inputs["q"], *cache)
-    assert all(len(x.devices()) == 2 for x in got)
-    assert_right(got, inputs, CASE.spec)
-append = partial(append_kv, implementation="triton")
-append = shard(append, in_specs=(*[heads] * 4, P(), P()), out_specs=heads)
-assert_same(jax.jit(append)(*new, *cache), written(new, *cache))
-"""
-
-
-def test_shard_map_over_batch_and_over_heads():
-    # A fresh process: the number of CPU devices is fixed when JAX starts.
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=env, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
