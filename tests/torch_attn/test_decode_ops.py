@@ -17,9 +17,7 @@ from torch.func import grad, jvp, vmap
 from torch.library import opcheck
 
 import torch_attn
-from torch_attn import append_kv, check_pages, explain, merge_states, paged_decode
-from twin_attention.contract.paged_spec import PagedCache
-from twin_attention.contract.reference.cache import quantize
+from torch_attn import append_kv, explain, merge_states, paged_decode
 
 ops = torch.ops.torch_attn
 PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
@@ -148,8 +146,8 @@ def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
     ("backend", "dynamic", "tokens"),
     [
         ("aot_eager", False, True),
+        ("aot_eager", None, True),
         ("aot_eager", True, False),
-        ("aot_eager", True, True),
         ("inductor", True, True),
     ],
 )
@@ -157,23 +155,13 @@ def test_compile(torch_device, backend, dynamic, tokens):
     torch._dynamo.reset()
     traces = CompileCounterWithBackend(backend)
     compiled = torch.compile(step, fullgraph=True, backend=traces, dynamic=dynamic)
-    for lengths in (LENGTHS, (3, 7, 9, 1, 0, 12)):
+    # Where sizes are not dynamic yet, other lengths need no other trace.
+    for lengths in (LENGTHS, (12, 7, 5, 1, 0) if dynamic is None else (3, 7, 9, 1, 0, 12)):
         p = problem(torch_device, lengths)
         eager = clone(p)
         assert_equal(compiled(p, tokens), step(eager, tokens))
         assert_equal((p.k_pages, p.v_pages), (eager.k_pages, eager.v_pages))
-    assert traces.frame_count == (1 if dynamic else 2)
-
-
-def test_compile_does_not_trace_again_for_other_lengths(torch_device):
-    torch._dynamo.reset()
-    traces = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(step, fullgraph=True, backend=traces)
-    for lengths in (LENGTHS, (12, 7, 5, 1, 0)):
-        p = problem(torch_device, lengths)
-        eager = clone(p)
-        assert_equal(compiled(p, True), step(eager, True))
-    assert traces.frame_count == 1
+    assert traces.frame_count == (2 if dynamic is False else 1)
 
 
 @pytest.mark.parametrize(
@@ -220,48 +208,6 @@ def test_a_single_token_needs_no_dimension(torch_device, implementation):
     )
     pools = call("append_kv", clone(p), implementation=implementation)
     assert_equal(call("append_kv", flat, implementation=implementation), pools)
-
-
-# writing in place
-
-
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "float8_e4m3fn"])
-def test_append_writes_each_token_to_its_slot(torch_device, implementation, kv_dtype):
-    p = problem(torch_device, kv_dtype=kv_dtype)
-    cache = PagedCache(1, PAGE_SIZE, MAX_PAGES, HEADS_KV, DIM, DIM_V, kv_dtype)
-    want = [p.k_pages.clone(), p.v_pages.clone()]
-    for pages, new in zip(want, (p.k_new, p.v_new), strict=True):
-        if p.scale is not None:
-            new = quantize(new, p.scale, cache, pages.dtype)
-        for b, length in enumerate(LENGTHS):
-            for t, position in enumerate(range(length - 3, length)):
-                if position >= 0:
-                    page = p.block_tables[b, position // PAGE_SIZE]
-                    pages[page, position % PAGE_SIZE] = new[b, t]
-    got = call("append_kv", p, implementation=implementation)
-    assert got[0] is p.k_pages
-    assert got[1] is p.v_pages
-    assert_equal([x.float() for x in got], [x.float() for x in want])
-
-
-def test_append_drops_what_has_no_place(torch_device, implementation):
-    """Below 0, past the capacity, a page that is not in the pool: nothing is written."""
-    p = problem(torch_device, lengths=(-2, 0, PAGE_SIZE * MAX_PAGES + 3, 6, 6, 2**31 - 1))
-    p.block_tables[3, 1] = len(p.k_pages)
-    p.block_tables[4, 1] = -1
-    p.block_tables[3:5, 0] = len(p.k_pages)
-    before = clone(p)
-    call("append_kv", p, implementation=implementation)
-    assert_equal((p.k_pages, p.v_pages), (before.k_pages, before.v_pages))
-
-
-def test_append_writes_into_strided_pools(torch_device, implementation):
-    p = problem(torch_device)
-    both = torch.cat([p.k_pages, p.v_pages], dim=-1)
-    views = p._replace(k_pages=both[..., :DIM], v_pages=both[..., DIM:])
-    call("append_kv", p, implementation=implementation)
-    call("append_kv", views, implementation=implementation)
-    assert_equal(both, torch.cat([p.k_pages, p.v_pages], dim=-1))
 
 
 def test_append_refuses_one_memory_as_both_pools(torch_device, implementation):
@@ -406,8 +352,10 @@ def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
     assert_equal(merge_states(*states), want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("parts", "head_dim"), [(1, 16), (3, 64), (20, 24)])
+@pytest.mark.parametrize(
+    ("parts", "head_dim", "dtype"),
+    [(1, 16, torch.float16), (3, 64, torch.float32), (20, 24, torch.float16)],
+)
 def test_the_gradients_of_a_merge_by_a_kernel(torch_device, parts, head_dim, dtype):
     """Take strided parts, one without keys that holds NaN, and a row that sees no key at all."""
     torch.manual_seed(0)
@@ -443,13 +391,6 @@ def test_other_derivatives_of_a_merge_are_refused(torch_device):
         dlses.sum().backward()
 
 
-def test_reference_computes_in_float32_under_autocast(torch_device):
-    p = problem(torch_device)
-    want = call("paged_decode", p, implementation="reference")
-    with torch.autocast(torch_device, torch.bfloat16):
-        assert_equal(call("paged_decode", p, implementation="reference"), want)
-
-
 def test_autocast_casts_new_tokens_and_never_the_cache(torch_device, implementation):
     p = problem(torch_device)
     wide = p._replace(q=p.q.float(), k_new=p.k_new.float(), v_new=p.v_new.float())
@@ -472,8 +413,8 @@ def test_autocast_casts_new_tokens_and_never_the_cache(torch_device, implementat
 @pytest.mark.parametrize(
     "empty", ["batch", "tokens", "heads", "tables", "pool"], ids="no-{}".format
 )
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, empty, with_sinks):
+def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, empty):
+    """What they return is held to the definition by tests/semantics."""
     for kernel in ("paged_decode", "append_kv", "combine"):
         monkeypatch.setitem(sys.modules, f"torch_attn.kernels.portable.{kernel}", None)
     p = problem(torch_device)
@@ -487,13 +428,8 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
         "pool": {name: getattr(p, name)[:0] for name in ("k_pages", "v_pages")},
     }  # fmt: skip
     p = p._replace(**changes[empty])
-    if not with_sinks:
-        p = p._replace(sinks=None)
-    out, lse = call("paged_decode", p, implementation=implementation)
-    assert_equal(out, torch.zeros((*p.q.shape[:3], DIM_V), dtype=p.q.dtype, device=p.q.device))
-    nothing = torch.tensor(-torch.inf, device=p.q.device) if p.sinks is None else p.sinks[:, None]
-    batch, tokens, heads, _ = p.q.shape
-    assert_equal(lse, nothing.expand(batch, heads, tokens))
+    out, _ = call("paged_decode", p, implementation=implementation)
+    assert out.shape == (*p.q.shape[:3], DIM_V)
     before = clone(p)
     call("append_kv", p, implementation=implementation)
     assert_equal((p.k_pages, p.v_pages), (before.k_pages, before.v_pages))
@@ -556,22 +492,6 @@ def test_a_graph_of_a_cascade_replays_with_other_pages_in_common():
 
 
 # check_pages, explain and the examples
-
-
-def test_check_pages(torch_device):
-    p = problem(torch_device)
-    pool = p.k_pages
-    tables, lengths = p.block_tables, p.seq_lens
-    tables[0] = -1  # of a sequence of length 0: not used
-    tables[2, 2] = len(pool)
-    check_pages(pool, tables, lengths)
-    with pytest.raises(ValueError, match="block_tables"):
-        check_pages(pool[: int(tables[3].max())], tables, lengths)
-    for length in (-1, PAGE_SIZE * MAX_PAGES + 1):
-        with pytest.raises(ValueError, match="seq_lens"):
-            check_pages(pool, tables, torch.full_like(lengths, length))
-    with pytest.raises(TypeError, match=r"block_tables: expected a torch\.Tensor"):
-        check_pages(pool, tables.tolist(), lengths)
 
 
 def test_explain_a_cpu():
