@@ -16,6 +16,7 @@ from interop.parity.cases import (
 )
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import call
+from tests.oracle import assert_within_budget
 from tests.sides import PallasSide
 
 SHAPE = {"seq_q": 40, "seq_kv": 40, "heads_q": 4, "head_dim": 16, "dtype": "float32"}
@@ -48,12 +49,9 @@ CASES = (
 
 @pytest.mark.parametrize("implementation", ["reference", "triton"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_switches_change_nothing(implementation, torch_device, case):
+def test_results_are_right_under_all_switches(implementation, torch_device, case):
     inputs = make_inputs(case, torch_device)
-    want = call(PallasSide(torch_device), case, inputs, implementation)
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
     with jax.enable_x64(True), strict[0], strict[1]:
         got = call(PallasSide(torch_device), case, inputs, implementation)
-    assert {x: y.dtype for x, y in got.items()} == {x: y.dtype for x, y in want.items()}
-    for x, y in want.items():
-        assert got[x].equal(y) or (got[x] - y).nan_to_num().abs().max() < 1e-5, x
+    assert_within_budget(got, inputs, case.spec)

@@ -7,6 +7,7 @@ from torch.distributed.tensor import (
     DeviceMesh,
     DTensor,
     Partial,
+    Placement,
     Replicate,
     Shard,
     init_device_mesh,
@@ -53,31 +54,11 @@ PLACEMENTS = {
     Shard(0): {4: Shard(0), 3: Shard(0), 1: Replicate()},
     Shard(2): {4: Shard(2), 3: Shard(1), 1: Shard(0)},
 }
+by_batch_or_heads = pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
 
 
-@pytest.mark.parametrize("placements", [(Shard(0),), (Shard(2),), (Shard(0), Shard(2))], ids=str)
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_shards_of_batch_and_heads_are_computed_alone(mesh, placements, with_sinks):
-    if len(placements) == 2:
-        mesh = init_device_mesh("cpu", (2, 2))
-
-    def placed(x):
-        return tuple(PLACEMENTS[p][x.ndim] for p in placements)
-
-    sinks = [torch.randn(16, requires_grad=True)] if with_sinks else []
-    whole = [*tensors(), *sinks]
-    shards = [DTensor.from_local(local(x, placed(x), mesh), mesh, placed(x)) for x in whole]
-    results, wanted = attend(*shards), attend(*whole)
-    for x, want in zip(results[:5], wanted[:5], strict=True):
-        assert x.placements == placed(want)
-        assert x.shape == want.shape
-        torch.testing.assert_close(x.to_local(), local(want, placed(want), mesh))
-    for dsinks in results[5:]:
-        shards_of_batch = tuple(Partial() if p == Shard(0) else Shard(0) for p in placements)
-        assert dsinks.placements == shards_of_batch
-        assert dsinks.shape == (16,)
-        own = attend(*(x.to_local().detach().requires_grad_() for x in shards))
-        torch.testing.assert_close(dsinks.to_local(), own[5])
+def placed(x: torch.Tensor, placements) -> tuple[Placement, ...]:
+    return tuple(PLACEMENTS[p][x.ndim] for p in placements)
 
 
 def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
@@ -85,10 +66,42 @@ def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
     for i, placement in enumerate(placements):
         if isinstance(placement, Shard):
             x = x.chunk(mesh.size(i), placement.dim)[0]
-    return x.detach().clone().requires_grad_(x.is_floating_point())
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
+def check(mesh, placements, attend, whole, of_operands, of_last=None) -> None:
+    """Hold what the first device computes to its shard of the whole.
+
+    The last gradient is the device's own, placed as `of_last` says, if that is given.
+    """
+    given = [local(x, p, mesh) for x, p in zip(whole, of_operands, strict=True)]
+    results = attend(
+        *(DTensor.from_local(x, mesh, p) for x, p in zip(given, of_operands, strict=True))
+    )
+    wanted = attend(*whole)
+    if of_last is not None:
+        *results, last = results
+        assert last.placements == of_last
+        torch.testing.assert_close(last.to_local(), attend(*given)[-1])
+        assert last.shape == wanted[-1].shape
+    for x, want in zip(results, wanted, strict=of_last is None):
+        assert x.placements == placed(want, placements)
+        assert x.shape == want.shape
+        torch.testing.assert_close(x.to_local(), local(want, x.placements, mesh))
+
+
+@pytest.mark.parametrize("placements", [(Shard(0),), (Shard(2),), (Shard(0), Shard(2))], ids=str)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_shards_of_batch_and_heads_are_computed_alone(mesh, placements, with_sinks):
+    if len(placements) == 2:
+        mesh = init_device_mesh("cpu", (2, 2))
+    whole = [*tensors(), *([torch.randn(16, requires_grad=True)] if with_sinks else [])]
+    of_sinks = tuple(Partial() if p == Shard(0) else Shard(0) for p in placements)
+    of_operands = [placed(x, placements) for x in whole]
+    check(mesh, placements, attend, whole, of_operands, of_sinks if with_sinks else None)
+
+
+@by_batch_or_heads
 def test_segment_ids_and_trees_go_with_the_batch(mesh, placement):
     def attend(q, k, v, q_ids, kv_ids, ends, q_depths, kv_depths):
         ids = {"q_segment_ids": q_ids, "kv_segment_ids": kv_ids}
@@ -99,18 +112,12 @@ def test_segment_ids_and_trees_go_with_the_batch(mesh, placement):
 
     segments = [torch.arange(4 * size).view(4, size).int() % 3 - 1 for size in (5, 7)]
     tree = [torch.arange(4 * size).view(4, size).int() % 11 for size in (7, 5, 7)]
-    whole = [*tensors(), *segments, *tree]
-    shards = []
-    for x in whole:
-        of_ids = placement if placement == Shard(0) else Replicate()
-        placed = [placement if x.ndim == 4 else of_ids]
-        shards.append(DTensor.from_local(local(x, placed, mesh), mesh, placed))
-    for x, want in zip(attend(*shards), attend(*whole), strict=True):
-        assert x.placements == (placement,)
-        torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
+    of_ids = placement if placement == Shard(0) else Replicate()
+    of_operands = [[placement]] * 3 + [[of_ids]] * 5
+    check(mesh, [placement], attend, [*tensors(), *segments, *tree], of_operands)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
+@by_batch_or_heads
 @pytest.mark.parametrize("own_slopes", [False, True])
 def test_terms_go_with_the_heads(mesh, placement, own_slopes):
     def attend(q, k, v, table, slopes):
@@ -124,24 +131,12 @@ def test_terms_go_with_the_heads(mesh, placement, own_slopes):
     of_slopes = of_heads
     if own_slopes:
         of_slopes = Shard(0) if placement == Shard(0) else Shard(1)
-    placed = [placement] * 3 + [of_heads, of_slopes]
-    shards = [
-        DTensor.from_local(local(x, [p], mesh), mesh, [p])
-        for x, p in zip(whole, placed, strict=True)
-    ]
-    *results, of_table = attend(*shards)
-    *wanted, _ = attend(*whole)
-    for x, want in zip(results, wanted, strict=True):
-        assert x.placements == (placement,)
-        torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
-    assert of_table.placements == (Partial() if placement == Shard(0) else Shard(0),)
-    own = attend(
-        *(x.to_local().detach().requires_grad_() for x in shards[:4]), shards[4].to_local()
-    )
-    torch.testing.assert_close(of_table.to_local(), own[4])
+    of_operands = [[placement]] * 3 + [[of_heads], [of_slopes]]
+    of_table = (Partial() if placement == Shard(0) else Shard(0),)
+    check(mesh, [placement], attend, whole, of_operands, of_table)
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(2)], ids=str)
+@by_batch_or_heads
 @pytest.mark.parametrize("sizes", [(4, 16), (1, 16), (4, 1), (1, 1)], ids=str)
 def test_a_bias_goes_with_the_axis_that_it_has(mesh, placement, sizes):
     def attend(q, k, v, bias):
@@ -151,18 +146,8 @@ def test_a_bias_goes_with_the_axis_that_it_has(mesh, placement, sizes):
     axis = 0 if placement == Shard(0) else 1
     of_bias = Shard(axis) if sizes[axis] > 1 else Replicate()
     whole = [*tensors(), torch.randn(*sizes, 5, 7, requires_grad=True)]
-    shards = [
-        DTensor.from_local(local(x, [p], mesh), mesh, [p])
-        for x, p in zip(whole, [placement] * 3 + [of_bias], strict=True)
-    ]
-    *results, dbias = attend(*shards)
-    *wanted, _ = attend(*whole)
-    for x, want in zip(results, wanted, strict=True):
-        assert x.placements == (placement,)
-        torch.testing.assert_close(x.to_local(), local(want, [placement], mesh))
-    assert dbias.placements == (of_bias if sizes[axis] > 1 else Partial(),)
-    *_, own = attend(*(x.to_local().detach().requires_grad_() for x in shards))
-    torch.testing.assert_close(dbias.to_local(), own)
+    of_gradient = (of_bias if sizes[axis] > 1 else Partial(),)
+    check(mesh, [placement], attend, whole, [[placement]] * 3 + [[of_bias]], of_gradient)
 
 
 def test_dropout_counts_the_whole_batch_and_all_heads(mesh):

@@ -100,6 +100,7 @@ def test_prefill_in_parts_and_decode(causal_model):
         assert_close(ours, causal_model(ids).logits)
 
 
+@pytest.mark.parametrize("causal_model", ["Llama", "GptOss"], indirect=True)
 def test_generate(causal_model):
     eager, ours = both(
         causal_model,
@@ -115,8 +116,7 @@ def test_generate(causal_model):
     assert_close(torch.stack(ours.logits), torch.stack(eager.logits))
 
 
-@pytest.mark.parametrize("kind", ["Llama", "GptOss"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("kind", "checkpointing"), [("Llama", True), ("GptOss", False)])
 def test_training(kind, checkpointing):
     trained = model(kind, **MODELS[kind]).train()
     if checkpointing:
