@@ -1,5 +1,6 @@
-"""Let tests that lower kernels compile none of them."""
+"""Let tests that lower kernels compile none of them, each in a program of its own."""
 
+import jax
 import pytest
 
 from pallas_attn import ahead
@@ -9,3 +10,10 @@ from pallas_attn import ahead
 def _compiled_by_xla_alone(monkeypatch):
     """Start no thread that compiles: most kernels of these tests are lowered and never run."""
     monkeypatch.setattr(ahead, "compiled_for", lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_caches():
+    jax.clear_caches()
+    yield
+    jax.clear_caches()

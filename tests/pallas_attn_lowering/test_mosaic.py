@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 
 from pallas_attn import flash_attention, flash_attention_varlen
+from tests.pallas_attn_lowering import lowered
+from tests.pallas_attn_lowering.lowered import batched, kernels, of, sharded_and_scanned
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.target import use_target
@@ -39,16 +41,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: E402
 from pallas_attn.kernels.explicit import lowering, mma_launch  # noqa: E402
 
 
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def arrays(head_dim, seq_q=300, seq_kv=300, heads_kv=2, dtype="bfloat16"):
     shapes = (seq_q, 4), (seq_kv, heads_kv), (seq_kv, heads_kv)
-    return [jax.ShapeDtypeStruct((1, *shape, head_dim), dtype) for shape in shapes]
+    return [of(1, *shape, head_dim, dtype=dtype) for shape in shapes]
+
+
+lower = partial(lowered.lower, "sm80")
 
 
 def gradients(**options):
@@ -64,15 +62,6 @@ def gradients(**options):
 def trace(function, *operands):
     with use_target("sm80"):
         return jax.jit(function).trace(*operands)
-
-
-def lower(function, *operands):
-    with use_target("sm80"):
-        return trace(function, *operands).lower(lowering_platforms=("cuda",)).as_text()
-
-
-def kernels(text):
-    return re.findall(r"custom_call @(\w+)", text)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -107,12 +96,12 @@ def test_packed_sequences_are_lowered(deterministic):
         out, pullback = jax.vjp(lambda *qkv: attention(*qkv, *operands[3:]), *operands[:3])
         return pullback(out)
 
-    tokens = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in arrays(64)]
-    offsets = jax.ShapeDtypeStruct((6,), "int32")
+    tokens = [of(*x.shape[1:]) for x in arrays(64)]
+    offsets = of(6, dtype="int32")
     text = lower(function, *tokens, offsets, offsets)
     assert kernels(text) == ["mosaic_gpu_v2"] * 4
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (*tokens, offsets, offsets)]
-    assert kernels(lower(jax.vmap(function), *batched)) == kernels(text)
+    operands = batched((*tokens, offsets, offsets))
+    assert kernels(lower(jax.vmap(function), *operands)) == kernels(text)
 
 
 def test_sums_take_the_memory_of_the_preprocess():
@@ -129,7 +118,7 @@ def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
     monkeypatch.setattr(mma_launch.plgpu, "kernel", kernel)
-    operands = [jax.ShapeDtypeStruct((1, 2**24, 1, 128), "bfloat16")] * 3
+    operands = [of(1, 2**24, 1, 128)] * 3
     with use_target("sm80"):
         jax.eval_shape(gradients(deterministic=False), *operands)
     assert (1, 1, 2**24, 128) in shapes
@@ -142,24 +131,13 @@ def test_under_vmap_and_checkpoint():
         total = jax.checkpoint(lambda *qkv: attention(*qkv).astype(jnp.float32).sum())
         return jax.vmap(jax.grad(total))(*qkv)
 
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64)]
-    assert kernels(lower(function, *batched)) == ["mosaic_gpu_v2"] * 4
+    assert kernels(lower(function, *batched(arrays(64)))) == ["mosaic_gpu_v2"] * 4
 
 
 def test_under_shard_map_and_scan():
-    attention = partial(flash_attention, implementation="mosaic")
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    heads = jax.sharding.PartitionSpec(None, None, "x")
-    sharded = jax.shard_map(
-        attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
-    )
-
-    def scanned(*qkv):
-        return jax.lax.scan(lambda _, each: (None, attention(*each)), None, qkv)[1]
-
+    sharded, scanned = sharded_and_scanned(partial(flash_attention, implementation="mosaic"))
     assert kernels(lower(sharded, *arrays(64))) == ["mosaic_gpu_v2"]
-    layers = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64)]
-    assert kernels(lower(scanned, *layers)) == ["mosaic_gpu_v2"]
+    assert kernels(lower(scanned, *batched(arrays(64)))) == ["mosaic_gpu_v2"]
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])

@@ -13,6 +13,7 @@ import pytest
 from interop.parity.cases import DecodeCase
 from pallas_attn import append_kv, merge_states, paged_decode
 from pallas_attn.dispatch import choose
+from tests.pallas_attn_lowering.lowered import kernels
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
 from twin_attention.targets.family import FAMILIES
@@ -47,13 +48,6 @@ CASES = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def operands(case):
     spec, array = case.spec, jax.ShapeDtypeStruct
     cache = spec.cache
@@ -86,10 +80,6 @@ def new_tokens(case):
 def lower(function, **arguments):
     traced = jax.jit(lambda arguments: function(**arguments)).trace(arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-def kernels(text):
-    return re.findall(r"custom_call @(\w+)", text)
 
 
 def aliases(text):

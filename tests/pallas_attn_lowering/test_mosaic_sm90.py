@@ -18,6 +18,8 @@ from pallas_attn import (
     flash_attention_varlen,
     paged_attention,
 )
+from tests.pallas_attn_lowering import lowered
+from tests.pallas_attn_lowering.lowered import batched, kernels, of, sharded_and_scanned
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import FAMILIES
@@ -40,26 +42,13 @@ from pallas_attn.kernels.library.scores import attention_mask  # noqa: E402
 attention = partial(flash_attention, implementation="mosaic")
 
 
-@pytest.fixture(autouse=True)
-def fresh_caches():
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
-
-
 def arrays(head_dim, head_dim_v=None, seq_q=300, seq_kv=300, dtype="bfloat16"):
     shapes = (seq_q, 4, head_dim), (seq_kv, 2, head_dim), (seq_kv, 2, head_dim_v or head_dim)
-    return [jax.ShapeDtypeStruct((1, *shape), dtype) for shape in shapes]
+    return [of(1, *shape, dtype=dtype) for shape in shapes]
 
 
-def lower(function, *operands):
-    with use_target("sm90"):
-        traced = jax.jit(function).trace(*operands)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-def kernels(text):
-    return re.findall(r"custom_call @(\w+)", text)
+lower = partial(lowered.lower, "sm90")
+SINKS = of(4, dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -81,8 +70,17 @@ def test_the_forward_is_lowered(operands, options):
 def chunks(page_size, heads_q, head_dim, head_dim_v, dtype="bfloat16"):
     pools = (20, page_size, 2, head_dim), (20, page_size, 2, head_dim_v)
     shapes = (300, heads_q, head_dim), *pools
-    numbers = (jax.ShapeDtypeStruct(shape, "int32") for shape in ((3, 8), (3,), (4,)))
-    return [*(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), *numbers]
+    numbers = (of(*shape, dtype="int32") for shape in ((3, 8), (3,), (4,)))
+    return [*(of(*shape, dtype=dtype) for shape in shapes), *numbers]
+
+
+def check_everywhere(function, operands, number):
+    """Lower a function of operands, also mapped and with 64-bit types enabled."""
+    expected = ["mosaic_gpu_v2"] * number
+    assert kernels(lower(function, *operands)) == expected
+    with jax.enable_x64(True):
+        assert kernels(lower(function, *operands)) == expected
+    assert kernels(lower(jax.vmap(function), *batched(operands))) == expected
 
 
 @pytest.mark.parametrize(
@@ -96,12 +94,8 @@ def chunks(page_size, heads_q, head_dim, head_dim_v, dtype="bfloat16"):
 )
 def test_chunks_over_pages_are_lowered(operands, options):
     attend = partial(paged_attention, num_splits=1, implementation="mosaic", **options)
-    assert kernels(lower(attend, *operands)) == ["mosaic_gpu_v2"]
-    with jax.enable_x64(True):
-        assert kernels(lower(attend, *operands)) == ["mosaic_gpu_v2"]
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
-    assert kernels(lower(jax.vmap(attend), *batched)) == ["mosaic_gpu_v2"]
-    sinks = jax.ShapeDtypeStruct(operands[0].shape[1:2], "float32")
+    check_everywhere(attend, operands, 1)
+    sinks = of(operands[0].shape[1], dtype="float32")
     text = lower(lambda sinks, *x: attend(*x, sinks=sinks), sinks, *operands)
     assert kernels(text) == ["mosaic_gpu_v2"]
 
@@ -109,8 +103,7 @@ def test_chunks_over_pages_are_lowered(operands, options):
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (90, 20)}])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_a_block_mask_is_lowered(head_dim, options):
-    counts = jax.ShapeDtypeStruct((1, 4, 3), "int32")
-    tiles = jax.ShapeDtypeStruct((1, 4, 3, 2), "int32")
+    counts, tiles = (of(*shape, dtype="int32") for shape in ((1, 4, 3), (1, 4, 3, 2)))
     sparse = partial(block_sparse_attention, implementation="mosaic", **options)
     text = lower(sparse, *arrays(head_dim), BlockMask(counts, tiles, counts, tiles))
     assert kernels(text) == ["mosaic_gpu_v2"]
@@ -118,8 +111,8 @@ def test_a_block_mask_is_lowered(head_dim, options):
 
 def sequences(operands):
     """Return the operands of five packed sequences, from those of a batch of one."""
-    offsets = jax.ShapeDtypeStruct((6,), "int32")
-    return [*(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in operands), offsets, offsets]
+    offsets = of(6, dtype="int32")
+    return [*(of(*x.shape[1:], dtype=x.dtype) for x in operands), offsets, offsets]
 
 
 @pytest.mark.parametrize(
@@ -140,16 +133,10 @@ def test_packed_sequences_are_lowered(operands, options):
 
 
 def test_packed_sequences_are_lowered_everywhere():
-    packed, operands = (
-        partial(flash_attention_varlen, implementation="mosaic"),
-        sequences(arrays(128)),
-    )
-    with jax.enable_x64(True):
-        assert kernels(lower(packed, *operands)) == ["mosaic_gpu_v2"]
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
-    assert kernels(lower(jax.vmap(packed), *batched)) == ["mosaic_gpu_v2"]
-    sinks = jax.ShapeDtypeStruct((4,), "float32")
-    text = lower(lambda sinks, *x: packed(*x, sinks=sinks), sinks, *operands)
+    packed = partial(flash_attention_varlen, implementation="mosaic")
+    operands = sequences(arrays(128))
+    check_everywhere(packed, operands, 1)
+    text = lower(lambda sinks, *x: packed(*x, sinks=sinks), SINKS, *operands)
     assert kernels(text) == ["mosaic_gpu_v2"]
 
 
@@ -243,15 +230,8 @@ def test_the_backward_of_packed_sequences_is_lowered(operands, number, options):
     assert kernels(lower(function, *sequences(operands))) == ["mosaic_gpu_v2"] * number
 
 
-@pytest.mark.parametrize(("seq_kv", "number"), [(300, 3), (6144, 4)])
-def test_the_backward_of_packed_sequences_is_lowered_everywhere(seq_kv, number):
-    operands = *sequences(arrays(128, seq_kv=seq_kv)), jax.ShapeDtypeStruct((4,), "float32")
-    expected = ["mosaic_gpu_v2"] * number
-    assert kernels(lower(packed_gradients, *operands)) == expected
-    with jax.enable_x64(True):
-        assert kernels(lower(packed_gradients, *operands)) == expected
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
-    assert kernels(lower(jax.vmap(packed_gradients), *batched)) == expected
+def test_the_backward_of_packed_sequences_is_lowered_everywhere():
+    check_everywhere(packed_gradients, [*sequences(arrays(128)), SINKS], 3)
 
 
 def test_the_backward_of_packed_large_heads_is_another_familys():
@@ -273,9 +253,12 @@ def test_rows_of_packed_sequences_are_those_of_a_tile():
         lower(partial(packed_gradients, implementation="mosaic"), *operands)
 
 
-def test_with_sinks():
-    sinks = jax.ShapeDtypeStruct((4,), "float32")
-    text = lower(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), *arrays(64), sinks)
+def test_the_forward_is_lowered_everywhere():
+    check_everywhere(attention, arrays(64), 1)
+    q, k, v = arrays(64)
+    (qs,) = batched([q])
+    assert kernels(lower(jax.vmap(attention, (0, None, None)), qs, k, v)) == ["mosaic_gpu_v2"]
+    text = lower(lambda q, k, v, sinks: attention(q, k, v, sinks=sinks), q, k, v, SINKS)
     assert kernels(text) == ["mosaic_gpu_v2"]
 
 
@@ -286,33 +269,10 @@ def test_every_number_of_warpgroups_is_lowered(block_q, ping_pong):
         assert kernels(lower(attention, *arrays(64))) == ["mosaic_gpu_v2"]
 
 
-def test_in_64_bit_mode():
-    with jax.enable_x64(True):
-        text = lower(partial(attention, causal=True), *arrays(64))
-    assert kernels(text) == ["mosaic_gpu_v2"]
-
-
-@pytest.mark.parametrize("axes", [0, (0, None, None)])
-def test_under_vmap(axes):
-    q, k, v = arrays(64)
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in (q, k, v)]
-    operands = batched if axes == 0 else (batched[0], k, v)
-    assert kernels(lower(jax.vmap(attention, in_axes=axes), *operands)) == ["mosaic_gpu_v2"]
-
-
 def test_under_shard_map_and_scan():
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    heads = jax.sharding.PartitionSpec(None, None, "x")
-    sharded = jax.shard_map(
-        attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
-    )
-
-    def scanned(*qkv):
-        return jax.lax.scan(lambda _, each: (None, attention(*each)), None, qkv)[1]
-
+    sharded, scanned = sharded_and_scanned(attention)
     assert kernels(lower(sharded, *arrays(64))) == ["mosaic_gpu_v2"]
-    layers = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64)]
-    assert kernels(lower(scanned, *layers)) == ["mosaic_gpu_v2"]
+    assert kernels(lower(scanned, *batched(arrays(64)))) == ["mosaic_gpu_v2"]
 
 
 def gradients(attention, *qkv):
@@ -348,8 +308,8 @@ def test_the_backward_is_lowered(operands, number, options):
 
 
 def test_the_backward_under_vmap():
-    batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in arrays(64, seq_kv=2048)]
-    text = lower(partial(gradients, jax.vmap(attention)), *batched)
+    operands = batched(arrays(64, seq_kv=2048))
+    text = lower(partial(gradients, jax.vmap(attention)), *operands)
     assert kernels(text) == ["mosaic_gpu_v2"] * 6
 
 
@@ -388,7 +348,7 @@ def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
         return lambda *operands: [jnp.zeros(x.shape, x.dtype) for x in out_type]
 
     monkeypatch.setattr(wgmma_launch.plgpu, "kernel", kernel)
-    operands = [jax.ShapeDtypeStruct((1, 2**24, 1, 128), "bfloat16")] * 3
+    operands = [of(1, 2**24, 1, 128)] * 3
     with use_target("sm90"):
         jax.eval_shape(partial(gradients, attention), *operands)
     assert (1, 1, 2**24, 128) in shapes
@@ -409,8 +369,12 @@ def test_the_backward_of_large_heads_is_lowered(operands, options):
     assert kernels(text) == ["mosaic_gpu_v2"] * 4
 
 
+# What memory holds is padded to 16 elements.
+HEAD_DIMS = (*range(16, 257, 16), 24, 72, 136, 248)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypatch):
     checked, check = [], wgmma_launch.check_memory
     monkeypatch.setattr(wgmma_launch, "check_memory", lambda *args: checked.append(args))
@@ -432,7 +396,7 @@ def test_every_head_size_of_the_backward_fits(head_dim, deterministic, monkeypat
         check(*arguments)
 
 
-@pytest.mark.parametrize("head_dim", range(16, 257, 8))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_head_size_fits(head_dim, monkeypatch):
     sizes = []
 
