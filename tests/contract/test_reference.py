@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
-from twin_attention.contract.reference.visibility import visibility
 from twin_attention.contract.spec import AttentionSpec, Window
 
 SPEC = AttentionSpec(
@@ -290,11 +289,3 @@ def test_tf32_products_round_their_operands(library):
         assert 1e-5 < np.abs(a - c).max() < 1e-2 * max(1, np.abs(c).max())
     for a, b in zip(*in_float64, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_visibility_is_the_specs_rule():
-    assert visibility(np, SPEC, None) is None
-    spec = replace(SPEC, window=Window(2, 1))
-    seen = visibility(np, spec, None)
-    for query in range(spec.seq_q):
-        assert np.flatnonzero(seen[query]).tolist() == list(spec.visible_keys(query))

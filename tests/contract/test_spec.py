@@ -100,12 +100,6 @@ def test_a_window_is_bounded_by_the_problem():
     assert replace(DECODE, window_left=2**31).bounded_window == Window(CACHE.capacity, 0)
 
 
-def test_the_last_query_stands_at_the_last_key():
-    for seq_q, seq_kv in ((1, 7), (7, 7), (9, 7)):
-        spec = spec_of(seq_q, seq_kv, Window(0, 0))
-        assert list(spec.visible_keys(seq_q - 1)) == [seq_kv - 1]
-
-
 @pytest.mark.parametrize(("heads_q", "heads_kv", "group"), [(8, 8, 1), (8, 2, 4), (0, 0, 1)])
 def test_group_size(heads_q, heads_kv, group):
     assert spec_of(1, 1, heads_q=heads_q, heads_kv=heads_kv).group_size == group

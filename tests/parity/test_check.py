@@ -70,7 +70,7 @@ def plain(case, inputs, names):
     return [found[name].to(inputs["q"].dtype) for name in names]
 
 
-@pytest.mark.parametrize("names", [("out",), GRADIENTS, ("out", *GRADIENTS)])
+@pytest.mark.parametrize("names", [("out",), ("out", *GRADIENTS)])
 @pytest.mark.parametrize("name", FLASH)
 def test_a_wrong_element_of_a_sampled_head_is_found(monkeypatch, name, names, torch_device):
     monkeypatch.setattr(oracle, "SCORES", 500)
