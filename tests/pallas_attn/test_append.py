@@ -8,7 +8,7 @@ import torch
 
 from interop.parity.cases import AppendCase
 from interop.parity.inputs import make_inputs
-from pallas_attn import append_kv, explain
+from pallas_attn import append_kv
 from pallas_attn.lowering import recording
 from tests.oracle import assert_within_budget
 
@@ -69,9 +69,3 @@ def test_vmap(inputs, operands):
 
     for own, got in zip(others, zip(*jax.jit(jax.vmap(append))(stacked), strict=True), strict=True):
         assert_right(got, own)
-
-
-def test_explain(operands):
-    assert [*explain(append_kv, **operands, implementation="triton").configs] == ["append_kv"]
-    with pytest.raises(TypeError, match=r"^rotary_interleaved: expected a bool, got int"):
-        explain(append_kv, **operands, rotary_interleaved=1)

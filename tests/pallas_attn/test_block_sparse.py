@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import BlockMask, block_sparse_attention, check_block_mask, explain
+from pallas_attn import BlockMask, block_sparse_attention, check_block_mask
 
 
 @pytest.fixture
@@ -64,11 +64,3 @@ def test_check_block_mask_needs_values(operands):
     assert check_block_mask(mask) is None
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(check_block_mask)(mask)
-
-
-def test_explain(operands):
-    said = explain(block_sparse_attention, *operands, implementation="triton")
-    assert said.implementation == "triton"
-    del said.configs["flash_bwd_preprocess"]
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} == said.configs.keys()
-    assert all(max(x.block_q, x.block_kv) <= 64 for x in said.configs.values())

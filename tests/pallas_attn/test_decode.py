@@ -16,7 +16,7 @@ from interop.parity.cases import DecodeCase, MergeCase
 from interop.parity.check import agreements
 from interop.parity.inputs import make_inputs
 from interop.parity.oracle import expectations, parts_of
-from pallas_attn import append_kv, check_pages, explain, merge_states, paged_decode
+from pallas_attn import append_kv, check_pages, merge_states, paged_decode
 from pallas_attn.lowering import recording
 from tests.sides import EXPLICIT
 from twin_attention.contract.operands import DecodeOperands
@@ -322,24 +322,6 @@ def test_check_pages_needs_values():
         check_pages(*arguments[:2], inputs["seq_lens"].at[3].set(25))
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(check_pages)(*arguments)
-
-
-def test_explain_a_decode():
-    inputs = {name: jax.device_put(x, CPU) for name, x in operands(CASE).items()}
-    best = explain(paged_decode, **inputs)
-    assert (best.implementation, best.execution) == ("reference", "framework")
-    assert best.passed_over[-1] == "triton: its kernels compile for CUDA devices only"
-    asked = explain(paged_decode, **inputs, implementation="triton")
-    assert (asked.implementation, asked.execution, asked.device) == ("triton", "interpreter", "cpu")
-    assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
-    split = explain(paged_decode, **inputs, implementation="triton", num_splits=3)
-    assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
-    assert str(split).endswith("splits of each sequence: 3")
-    cascade = explain(paged_decode, **inputs, implementation="triton", cascade=True)
-    assert set(cascade.configs) == {"paged_decode"}
-    nothing = inputs | {"block_tables": inputs["block_tables"][:, :0]}
-    empty = explain(paged_decode, **nothing, implementation="triton")
-    assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
 
 
 @pytest.mark.parametrize("name", pallas_attn.__all__)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import dilated_attention, explain
+from pallas_attn import dilated_attention
 
 # Of one call, of two, and of one pair.
 PAIRS = [((8, 16, 32), (1, 2, 4)), ((16, 32), (1, 4)), ((16,), (1,)), ((32,), (4,))]
@@ -33,9 +33,3 @@ def test_vmap_of_grad_under_jit(operands, pairs):
 
     got = jax.jit(jax.vmap(gradient))(qs)
     np.testing.assert_allclose(got, jnp.stack([*map(gradient, qs)]), rtol=1e-4, atol=1e-5)
-
-
-def test_explain_describes_the_longest_call(operands):
-    said = explain(dilated_attention, *operands, (16, 32), (1, 4), implementation="triton")
-    assert said.implementation == "triton"
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()

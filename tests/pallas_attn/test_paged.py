@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_attn import explain, paged_attention
+from pallas_attn import paged_attention
 from pallas_attn.kernels.explicit import sequences as scalars
 from pallas_attn.kernels.library.sequences import locate_tokens
 
@@ -76,13 +76,6 @@ def test_a_gradient_is_refused():
     message = "^paged_attention: a gradient is not supported"
     with pytest.raises(NotImplementedError, match=message):
         jax.grad(lambda q: paged_attention(q, *others).sum())(q)
-
-
-def test_explain():
-    inputs = operands(*DATA[0])
-    said = explain(paged_attention, *inputs, implementation="triton", num_splits=2)
-    assert (said.implementation, said.num_splits) == ("triton", 2)
-    assert [*said.configs] == ["paged_attention", "combine"]
 
 
 def located(cu, num_tokens, rows, block, locate=locate_tokens):

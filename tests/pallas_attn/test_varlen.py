@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
-from pallas_attn import check_offsets, explain, flash_attention, flash_attention_varlen
+from pallas_attn import check_offsets, flash_attention, flash_attention_varlen
 from pallas_attn.kernels.explicit import sequences as scalars
 from pallas_attn.kernels.gradients import (
     sinks_gradient,
@@ -230,13 +230,6 @@ def test_check_offsets_names_the_first_bad_one():
         check_offsets(good, good, tokens_q=100, tokens_kv=99)
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(partial(check_offsets, tokens_q=100, tokens_kv=100))(good, good)
-
-
-def test_explain(problems):
-    q, k, v, cu_q, cu_kv, *_ = problems[0][0]
-    said = explain(flash_attention_varlen, q, k, v, cu_q, cu_kv, implementation="triton")
-    assert said.implementation == "triton"
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()
 
 
 def test_rows_that_do_not_exist_may_hold_anything_for_the_sinks():

@@ -1,14 +1,12 @@
 """Packed and rotated appends in `torch_attn` as a torch operator."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.library import opcheck
 
 from interop.parity.cases import AppendCase
 from interop.parity.inputs import make_inputs
-from torch_attn import append_kv, explain
+from torch_attn import append_kv
 from twin_attention.contract.operands import AppendOperands
 
 DENSE = AppendCase(
@@ -77,10 +75,3 @@ def test_a_gradient_is_refused(torch_device, name):
     inputs[name].requires_grad_()
     with pytest.raises(NotImplementedError, match=r"^append_kv: a gradient is not supported"):
         append_kv(**inputs)
-
-
-def test_explain(torch_device):
-    call = partial(explain, append_kv, **inputs_of(PACKED, torch_device))
-    assert [*call(implementation="triton").configs] == ["append_kv"]
-    with pytest.raises(TypeError, match=r"^rotary_interleaved: expected a bool, got int"):
-        call(rotary_interleaved=1)

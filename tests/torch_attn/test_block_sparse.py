@@ -5,7 +5,7 @@ import torch
 from torch.func import grad, vmap
 from torch.library import opcheck
 
-from torch_attn import BlockMask, block_sparse_attention, explain
+from torch_attn import BlockMask, block_sparse_attention
 from torch_attn.flash_ops import SPARSE
 from twin_attention.contract.operands import BlockSparseOperands
 
@@ -52,18 +52,6 @@ def test_vmap(operands, mapped):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_other_derivatives_are_refused(operands):
-    q, *others = operands
-    name = "^block_sparse_attention: "
-    with pytest.raises(NotImplementedError, match=f"{name}forward mode is not"):
-        torch.func.jvp(lambda q: block_sparse_attention(q, *others), (q,), (q,))
-    q.requires_grad_()
-    loss = block_sparse_attention(q, *others).sum()
-    (dq,) = torch.autograd.grad(loss, q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"{name}a second derivative is not"):
-        dq.sum().backward()
-
-
 def test_vmap_with_sinks_is_refused(operands):
     q, k, v, kept = operands
     message = "^block_sparse_attention: vmap with sinks is not supported; "
@@ -87,16 +75,3 @@ def test_compile(operands, of_lists):
     want = torch.autograd.grad(call(mask, *qkv), qkv)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_explain(operands):
-    said = explain(block_sparse_attention, *operands, implementation="triton")
-    assert (said.implementation, said.execution) in (
-        ("triton", "interpreter"),
-        ("triton", "compiled"),
-    )
-    sizes = [
-        (x.block_q, x.block_kv) for name, x in said.configs.items() if "preprocess" not in name
-    ]
-    assert sizes
-    assert all(max(pair) <= 64 for pair in sizes)

@@ -4,7 +4,6 @@ import gc
 import inspect
 import sys
 import warnings
-from functools import partial
 from textwrap import dedent
 from typing import NamedTuple
 
@@ -373,24 +372,6 @@ def test_the_gradients_of_a_merge_by_a_kernel(torch_device, parts, head_dim, dty
             torch.testing.assert_close(x, y)
 
 
-def test_other_derivatives_of_a_merge_are_refused(torch_device):
-    outs, lses, _ = problem(torch_device).merge_arguments("")
-    loss = partial(merge_loss, outs)
-    message = "^merge_states: {} is not supported; reverse mode, once, is"
-    with pytest.raises(NotImplementedError, match=message.format("forward mode")):
-        jvp(loss, (lses,), (lses,))
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(lses, lses)
-        with pytest.raises(NotImplementedError, match=message.format("forward mode")):
-            loss(dual)
-    with pytest.raises(NotImplementedError, match=message.format("a second derivative")):
-        grad(lambda x: grad(loss)(x).sum())(lses)
-    leaf = lses.clone().requires_grad_()
-    (dlses,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
-    with pytest.raises(NotImplementedError, match=message.format("a second derivative")):
-        dlses.sum().backward()
-
-
 def test_autocast_casts_new_tokens_and_never_the_cache(torch_device, implementation):
     p = problem(torch_device)
     wide = p._replace(q=p.q.float(), k_new=p.k_new.float(), v_new=p.v_new.float())
@@ -492,33 +473,6 @@ def test_a_graph_of_a_cascade_replays_with_other_pages_in_common():
 
 
 # check_pages, explain and the examples
-
-
-def test_explain_a_cpu():
-    p = problem("cpu")
-    default = explain(paged_decode, p.q, *p.cache)
-    assert (default.implementation, default.execution) == ("reference", "framework")
-    assert default.configs == {}
-    asked = explain(paged_decode, p.q, *p.cache, window_size=(9, 0), implementation="triton")
-    assert (asked.implementation, asked.execution) == ("triton", "interpreter")
-    assert (asked.device, asked.target) == ("cpu", None)
-    assert (set(asked.configs), asked.num_splits) == ({"paged_decode"}, 1)
-    states = p.merge_arguments("")[:2]
-    merged = explain(merge_states, *states, implementation="triton")
-    assert merged.backward == "the framework's own operations"
-    assert explain(merge_states, *states).backward is None  # as the reference's
-    split = explain(paged_decode, p.q, *p.cache, implementation="triton", num_splits=3)
-    assert (set(split.configs), split.num_splits) == ({"paged_decode", "combine"}, 3)
-    assert str(split).endswith("splits of each sequence: 3")
-    cascade = explain(paged_decode, p.q, *p.cache, implementation="triton", cascade=True)
-    assert set(cascade.configs) == {"paged_decode"}
-    tables = p.block_tables[:, :0]
-    empty = explain(
-        paged_decode, p.q, p.k_pages, p.v_pages, tables, p.seq_lens, implementation="triton"
-    )
-    assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
-    with pytest.raises(ValueError, match="num_splits: expected None or an integer from 1 to 256"):
-        explain(paged_decode, p.q, *p.cache, num_splits=0)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vmap
 
-from torch_attn import dilated_attention, explain
+from torch_attn import dilated_attention
 
 # Of one call, of two of which one copies nothing, and of one pair.
 PAIRS = [((8, 16, 32), (1, 2, 4)), ((16, 32), (1, 4)), ((16,), (1,)), ((32,), (4,))]
@@ -43,31 +42,6 @@ def test_vmap_of_grad(operands, pairs):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@every_pair
-def test_other_derivatives_are_refused(operands, pairs):
-    q, k, v = operands
-    message = "^dilated_attention: {} is not supported; reverse mode, once, is"
-    forward_mode, second = (message.format(x) for x in ("forward mode", "a second derivative"))
-
-    def of_q(q):
-        return loss(q, k, v, pairs)
-
-    with pytest.raises(NotImplementedError, match=forward_mode):
-        jvp(of_q, (q,), (q,))
-    with pytest.raises(NotImplementedError, match=forward_mode), forward_ad.dual_level():
-        of_q(forward_ad.make_dual(q, q))
-    for numbers in (q, k, v):
-        (gradient,) = torch.autograd.grad(of_q(q), numbers, create_graph=True)
-        with pytest.raises(NotImplementedError, match=second):
-            gradient.sum().backward()
-    factor = torch.ones((), requires_grad=True)
-    (dq,) = torch.autograd.grad(factor * of_q(q), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=second):
-        torch.autograd.grad(dq.sum(), factor)
-    with pytest.raises(NotImplementedError, match=second):
-        grad(lambda q: grad(of_q)(q).sum())(q)
-
-
 def test_views_of_a_packed_projection(operands):
     packed = torch.cat([*operands[:2], operands[1]], 2)
     views = packed.split((6, 3, 3), 2)
@@ -75,12 +49,3 @@ def test_views_of_a_packed_projection(operands):
         got = dilated_attention(*views, *pairs)
         want = dilated_attention(*(x.contiguous() for x in views), *pairs)
         assert torch.equal(got, want)
-
-
-def test_explain_describes_the_longest_call(operands):
-    said = explain(dilated_attention, *operands, (16, 32), (1, 4), implementation="triton")
-    assert (said.implementation, said.execution) in (
-        ("triton", "interpreter"),
-        ("triton", "compiled"),
-    )
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= said.configs.keys()

@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_attn import explain, paged_attention
+from torch_attn import paged_attention
 from torch_attn.interpreter import interpreted
 from torch_attn.kernels.explicit import sequences as scalars
 from torch_attn.kernels.library.sequences import locate_tokens
@@ -133,16 +133,6 @@ def test_what_has_no_rule_is_refused():
         paged_attention(q.requires_grad_(), *others)
     with torch.no_grad():
         paged_attention(q, *others)
-
-
-def test_explain_names_the_kernels():
-    options = {"implementation": "triton", "num_splits": 2}
-    found = explain(paged_attention, *operands(), **options)
-    assert (found.implementation, found.execution) == ("triton", "interpreter")
-    assert ([*found.configs], found.num_splits) == (["paged_attention", "combine"], 2)
-    q, *others, _ = operands()
-    found = explain(paged_attention, q[:2], *others, offsets(1, 1), implementation="triton")
-    assert [*found.configs] == ["paged_decode"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,82 @@
+"""What both sides say that they run on a CPU: kernels by name, splits, and reasons."""
+
+from dataclasses import replace
+
+import pytest
+
+from interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    DecodeCase,
+    DilatedCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
+from interop.parity.inputs import make_inputs
+from interop.parity.sides import SIDES, Subject, explain
+
+SIZES = {"batch": 1, "seq_q": 64, "seq_kv": 64, "dtype": "float16"}
+FLASH = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
+DECODE = DecodeCase("decode", (9, 20), page_size=8, max_pages=3)
+PAGED = PagedCase("chunks", (9, 20), new_tokens=(2, 9), page_size=8, max_pages=3)
+# case: (its kernels, splits of each sequence)
+KERNELS = {
+    FlashCase("dense", **SIZES): (FLASH, None),
+    VarlenCase("packed"): (FLASH, None),
+    BlockSparseCase("mask", **SIZES): (FLASH, None),
+    DilatedCase("dilated", **SIZES, segment_lengths=(32, 64), dilation_rates=(1, 2)): (FLASH, None),
+    DECODE: ({"paged_decode"}, 1),
+    replace(DECODE, name="splits", num_splits=3): ({"paged_decode", "combine"}, 3),
+    replace(DECODE, name="cascade", cascade=True): ({"paged_decode"}, 1),
+    PAGED: ({"paged_attention"}, 1),
+    replace(PAGED, name="chunks in splits", num_splits=2): ({"paged_attention", "combine"}, 2),
+    AppendCase("append", (9, 20), 2, page_size=8, max_pages=3, rotary_dim=8): ({"append_kv"}, None),
+}
+
+
+@pytest.fixture(params=SIDES)
+def package(request):
+    return request.param
+
+
+@pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
+def test_kernels_by_the_interpreter(package, case):
+    kernels, num_splits = KERNELS[case]
+    said = explain(Subject(package, "triton"), case, make_inputs(case, "cpu"))
+    assert (said.implementation, said.execution) == ("triton", "interpreter")
+    assert (said.device, said.target) == ("cpu", None)
+    assert {*said.configs} == kernels
+    assert said.num_splits == (num_splits if "combine" in kernels else said.num_splits)
+    if num_splits is not None:
+        assert f"splits of each sequence: {said.num_splits}" in str(said)
+    if isinstance(case, BlockSparseCase):  # tiles of kernels are no larger than the mask's
+        sizes = [
+            max(x.block_q, x.block_kv) for x in said.configs.values() if hasattr(x, "block_kv")
+        ]
+        assert max(sizes) <= case.tile_q
+
+
+def test_the_reference_by_default_and_no_kernel_for_nothing(package):
+    inputs = make_inputs(DECODE, "cpu")
+    best = explain(Subject(package, None), DECODE, inputs)
+    assert (best.implementation, best.execution, best.configs) == ("reference", "framework", {})
+    assert best.passed_over[-1] == "triton: its kernels compile for CUDA devices only"
+    nothing = inputs | {"block_tables": inputs["block_tables"][:, :0].contiguous()}
+    empty = explain(Subject(package, "triton"), DECODE, nothing)
+    assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
+
+
+def test_a_merge_says_who_computes_its_gradient():
+    case = MergeCase("merge", head_dim_v=16)
+    inputs = make_inputs(case, "cpu")
+    said = {x: explain(Subject("torch_attn", x), case, inputs) for x in ("triton", None)}
+    assert said["triton"].backward == "the framework's own operations"
+    assert said[None].backward is None  # as the reference's
+
+
+def test_single_tokens_of_chunks_are_a_decode_in_torch():
+    case = replace(PAGED, new_tokens=(1, 1))
+    said = explain(Subject("torch_attn", "triton"), case, make_inputs(case, "cpu"))
+    assert [*said.configs] == ["paged_decode"]

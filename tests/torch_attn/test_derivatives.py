@@ -1,0 +1,66 @@
+"""Derivatives that are refused: every function with a gradient says so by its own name."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.func import grad, jvp
+
+from torch_attn import (
+    block_sparse_attention,
+    dilated_attention,
+    flash_attention,
+    flash_attention_varlen,
+    merge_states,
+)
+
+MASK, OFFSETS = torch.ones(1, 1, dtype=torch.bool), torch.tensor([0, 12, 32]).int()
+OF = {
+    "flash_attention": lambda x: flash_attention(x, x, x),
+    "flash_attention with sinks": lambda x: flash_attention(x, x, x, sinks=x[0, 0, :, 0].clone()),
+    "flash_attention_varlen": lambda x: flash_attention_varlen(x[0], x[0], x[0], OFFSETS, OFFSETS),
+    "block_sparse_attention": lambda x: block_sparse_attention(x, x, x, MASK),
+    # Of one call, of two of which one copies nothing, and of one pair.
+    "dilated_attention": lambda x: dilated_attention(x, x, x, (8, 16, 32), (1, 2, 4)),
+    "dilated_attention of two calls": lambda x: dilated_attention(x, x, x, (16, 32), (1, 4)),
+    "dilated_attention of one pair": lambda x: dilated_attention(x, x, x, (32,), (4,)),
+    "merge_states": lambda x: merge_states(
+        torch.stack([x, x]), x.sum(-1).mT[None].repeat(2, 1, 1, 1)
+    )[0],
+}
+every_function = pytest.mark.parametrize("name", OF)
+
+
+@pytest.fixture
+def x(torch_device):
+    torch.manual_seed(0)
+    return torch.randn(1, 32, 2, 16, device=torch_device)
+
+
+def refused(name, derivative):
+    message = f"^{name.split()[0]}: {derivative} is not supported; reverse mode, once, is"
+    return pytest.raises(NotImplementedError, match=message)
+
+
+@every_function
+def test_forward_mode_is_refused(x, name):
+    with refused(name, "forward mode"):
+        jvp(OF[name], (x,), (x,))
+    with refused(name, "forward mode"), forward_ad.dual_level():
+        OF[name](forward_ad.make_dual(x, x))
+
+
+@every_function
+def test_second_derivatives_are_refused(x, name):
+    def loss(x):
+        return OF[name](x).square().sum()
+
+    with refused(name, "a second derivative"):
+        grad(lambda x: grad(loss)(x).sum())(x)
+    x = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    with refused(name, "a second derivative"):
+        dx.sum().backward()
+    factor = torch.ones((), device=x.device, requires_grad=True)
+    (dx,) = torch.autograd.grad(factor * loss(x), x, create_graph=True)
+    with refused(name, "a second derivative"):
+        torch.autograd.grad(dx.sum(), factor)
