@@ -19,21 +19,16 @@ def decode(side, implementation, inputs):
     return side.call("paged_decode", inputs, return_lse=True, implementation=implementation)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("function", ["paged_decode", "paged_attention"])
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"batch": 0},
-        {"tokens": 0},
-        {"heads_q": 0},
-        {"heads_q": 0, "heads_kv": 0},
-        {"max_pages": 0},
-        {"num_pages": 0},
-        {"batch": 0, "num_pages": 0},
+        {"batch": 0}, {"tokens": 0}, {"heads_q": 0}, {"heads_q": 0, "heads_kv": 0},
+        {"max_pages": 0}, {"num_pages": 0}, {"batch": 0, "num_pages": 0},
     ],
     ids=str,
-)
-def test_sizes_of_zero(side, implementation, torch_device, sizes, sinks):
+)  # fmt: skip
+def test_sizes_of_zero(side, implementation, torch_device, sizes, function):
     some = {"batch": 2, "tokens": 3, "heads_q": 4, "heads_kv": 2, "max_pages": 3, "num_pages": 5}
     batch, tokens, heads_q, heads_kv, max_pages, num_pages = (some | sizes).values()
     inputs = {
@@ -43,14 +38,19 @@ def test_sizes_of_zero(side, implementation, torch_device, sizes, sinks):
         "block_tables": torch.zeros(batch, max_pages, dtype=torch.int32),
         "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
     }
-    if sinks:
-        inputs["sinks"] = torch.arange(heads_q, dtype=torch.float32)
+    shape, shape_of_lse = (batch, tokens, heads_q, 16), (batch, heads_q, tokens)
+    if function == "paged_attention":  # with two tokens of padding
+        inputs["q"] = torch.ones(batch * tokens + 2, heads_q, 32, dtype=torch.bfloat16)
+        inputs["cu_seqlens_q"] = tokens * torch.arange(batch + 1, dtype=torch.int32)
+        shape, shape_of_lse = (len(inputs["q"]), heads_q, 16), (heads_q, len(inputs["q"]))
     inputs = {name: x.to(torch_device) for name, x in inputs.items()}
-    out, lse = decode(side, implementation, inputs)
-    assert (out.shape, out.dtype) == ((batch, tokens, heads_q, 16), torch.bfloat16)
-    assert (lse.shape, lse.dtype) == ((batch, heads_q, tokens), torch.float32)
-    assert (out == 0).all()
-    assert (lse == (inputs["sinks"][:, None] if sinks else -torch.inf)).all()
+    for sinks in (None, torch.arange(heads_q, dtype=torch.float32, device=torch_device)):
+        given = inputs if sinks is None else inputs | {"sinks": sinks}
+        out, lse = side.call(function, given, return_lse=True, implementation=implementation)
+        assert (out.shape, out.dtype) == (shape, torch.bfloat16)
+        assert (lse.shape, lse.dtype) == (shape_of_lse, torch.float32)
+        assert (out == 0).all()
+        assert (lse == (-torch.inf if sinks is None else sinks[:, None])).all()
 
 
 def test_no_sequence_has_a_key(side, implementation, torch_device):

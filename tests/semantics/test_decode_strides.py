@@ -13,27 +13,18 @@ import torch_attn
 from interop.parity.cases import DecodeCase, PagedCase
 from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
+from tests.semantics.strided import far_apart, heads_first, in_a_poisoned_box
 from tests.sides import TorchSide
 
 CASE = DecodeCase(
     "strides", lengths=(7, 0, 63), tokens=2, head_dim=24, head_dim_v=24, page_size=5, max_pages=13,
     num_splits=2,
 )  # fmt: skip
-NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
 def torch_side(torch_device):
     return TorchSide(torch_device)
-
-
-def in_a_poisoned_box(x):
-    """`x` as the inside of a larger tensor; its first element is aligned to nothing."""
-    poison = NAN if x.is_floating_point() else 1 << 30
-    box = torch.full([n + 2 for n in x.shape], poison, dtype=x.dtype, device=x.device)
-    inside = box[tuple(slice(1, n + 1) for n in x.shape)]
-    inside[...] = x
-    return inside
 
 
 def one_pool(k_pages, v_pages):
@@ -42,16 +33,11 @@ def one_pool(k_pages, v_pages):
     return pool[:, 0], pool[:, 1]
 
 
-def heads_first(k_pages, v_pages):
-    """[P, H, page_size, D]."""
-    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k_pages, v_pages))
-
-
-def boxed(k_pages, v_pages):
-    return in_a_poisoned_box(k_pages), in_a_poisoned_box(v_pages)
-
-
-LAYOUTS = [one_pool, heads_first, boxed]
+LAYOUTS = [
+    one_pool,
+    lambda *pools: [*map(heads_first, pools)],
+    lambda *pools: [*map(in_a_poisoned_box, pools)],
+]
 
 
 def decode(side, implementation, inputs, **options):
@@ -124,14 +110,6 @@ def test_writing_into_any_layout(implementation, torch_device, layout):
     for got, want, outside in zip(strided, pools, around, strict=True):
         assert torch.equal(got, want)
         assert torch.equal(got._base.isnan(), outside)
-
-
-def far_apart(x, axis):
-    """`x` where the last index of an axis lies 2^31 elements away. Untouched memory takes none."""
-    strides = list(x.transpose(0, axis).contiguous().transpose(0, axis).stride())
-    strides[axis] = 2**31 // (x.shape[axis] - 1) + 8
-    size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
-    return x.new_empty(size).as_strided(x.shape, strides).copy_(x)
 
 
 @pytest.mark.parametrize("axis", [0, 1], ids=["pages", "slots"])

@@ -143,30 +143,3 @@ def test_padding_sees_its_sink_alone(side, implementation, torch_device, sinks, 
     assert (out[padding] == 0).all()
     alone = inputs["sinks"][:, None] if sinks else torch.tensor(-torch.inf, device=torch_device)
     torch.testing.assert_close(lse[:, padding], alone.expand(lse.shape[0], case.padding))
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(
-    "sizes",
-    [{"batch": 0}, {"tokens": 0}, {"heads_q": 0}, {"max_pages": 0}, {"num_pages": 0}],
-    ids=str,
-)
-def test_sizes_of_zero(side, implementation, torch_device, sizes, sinks):
-    some = {"batch": 2, "tokens": 5, "heads_q": 4, "max_pages": 3, "num_pages": 6}
-    batch, tokens, heads_q, max_pages, num_pages = (some | sizes).values()
-    inputs = {
-        "q": torch.ones(tokens, heads_q, 32, dtype=torch.bfloat16),
-        "k_pages": torch.ones(num_pages, 4, 2, 32, dtype=torch.bfloat16),
-        "v_pages": torch.ones(num_pages, 4, 2, 16, dtype=torch.bfloat16),
-        "block_tables": torch.zeros(batch, max_pages, dtype=torch.int32),
-        "seq_lens": torch.full((batch,), 7, dtype=torch.int32),
-        "cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32),
-    }
-    if sinks:
-        inputs["sinks"] = torch.arange(heads_q, dtype=torch.float32)
-    inputs = {name: x.to(torch_device) for name, x in inputs.items()}
-    out, lse = attend(side, implementation, inputs, PagedCase(""))
-    assert (out.shape, out.dtype) == ((tokens, heads_q, 16), torch.bfloat16)
-    assert (lse.shape, lse.dtype) == ((heads_q, tokens), torch.float32)
-    assert not out.any()
-    assert (lse == (inputs["sinks"][:, None] if sinks else -torch.inf)).all()

@@ -22,6 +22,7 @@ from interop.parity.cases import (
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import call
 from tests.oracle import assert_within_budget
+from tests.semantics.strided import far_apart, heads_first, in_a_poisoned_box
 from tests.sides import TorchSide, attention, poisoned_memory
 from torch_attn.layouts import layouts_of
 from torch_attn.operands import rows_aligned
@@ -54,14 +55,6 @@ def packed(*tensors):
     return torch.cat([*tensors, gap], dim=2).split([*sizes, 1], dim=2)[:-1]
 
 
-def in_a_poisoned_box(x):
-    """`x` as the inside of a larger tensor of NaN; its first element is aligned to nothing."""
-    box = torch.full([n + 2 for n in x.shape], float("nan"), dtype=x.dtype, device=x.device)
-    inside = box[tuple(slice(1, n + 1) for n in x.shape)]
-    inside.copy_(x)
-    return inside
-
-
 def every_other_row(x):
     wide = torch.full_like(x.repeat_interleave(2, dim=1), float("nan"))
     wide[:, ::2] = x
@@ -70,10 +63,10 @@ def every_other_row(x):
 
 LAYOUTS = {
     "packed": packed,
-    "heads first": lambda *qkv: [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv],
+    "heads first": lambda *qkv: [*map(heads_first, qkv)],
     "sequence first": lambda *qkv: [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv],
-    "poisoned box": lambda *qkv: [in_a_poisoned_box(x) for x in qkv],
-    "every other row": lambda *qkv: [every_other_row(x) for x in qkv],
+    "poisoned box": lambda *qkv: [*map(in_a_poisoned_box, qkv)],
+    "every other row": lambda *qkv: [*map(every_other_row, qkv)],
 }
 
 
@@ -94,15 +87,7 @@ def test_expanded_inputs(torch_side, implementation, torch_device):
     assert_layout_does_not_matter(torch_side, inputs, strided, CASE, implementation)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: x.mT.contiguous().mT,
-        in_a_poisoned_box,
-    ],
-    ids=["heads first", "last dimension strided", "poisoned box"],
-)
+@pytest.mark.parametrize("layout", [heads_first, lambda x: x.mT.contiguous().mT, in_a_poisoned_box])
 def test_any_layout_of_dout(torch_side, implementation, torch_device, layout):
     inputs = make_inputs(CASE, torch_device)
     dlse = inputs["dlse"].mT.contiguous().mT
@@ -128,16 +113,7 @@ def test_offsets_past_32_bits(torch_side, torch_device, dimension, sizes):
     """A dimension's last element lies 2^31 elements away. Untouched pages take no memory."""
     case = replace(CASE, **({"batch": 1, "heads_q": 1, "heads_kv": 1, "head_dim": 16} | sizes))
     inputs = make_inputs(case, torch_device)
-    shape = inputs["q"].shape
-    strides = list(
-        inputs["q"].transpose(0, dimension).contiguous().transpose(0, dimension).stride()
-    )
-    strides[dimension] = 2**31 // (shape[dimension] - 1) + 8
-    size = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    far = {
-        name: inputs[name].new_empty(size).as_strided(shape, strides).copy_(inputs[name])
-        for name in "qkv"
-    }
+    far = {name: far_apart(inputs[name], dimension) for name in "qkv"}
     strided = inputs | far
     assert_layout_does_not_matter(torch_side, inputs, strided, case, "triton")
 
