@@ -15,8 +15,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 def assert_within_budget(got: Tensors | Sequence[Tensor], inputs: Tensors, spec: Spec) -> None:
     """Hold shapes, dtypes and values of all results, by name or in order, to the contract."""
-    if not isinstance(got, dict):
-        got = dict(zip(RESULTS, got, strict=False))
+    got = _named(got)
     check_layout(got, inputs, spec, "got")
     (expected,) = expectations(inputs, parts_of(spec))
     assert got.keys() == expected.ref.keys()
@@ -24,13 +23,20 @@ def assert_within_budget(got: Tensors | Sequence[Tensor], inputs: Tensors, spec:
         assert agreement.ok, (name, agreement)
 
 
-def assert_twins(a: Tensors, b: Tensors, inputs: Tensors, spec: Spec) -> None:
-    """Hold two results of one problem to the sum of their budgets."""
+def assert_twins(
+    a: Tensors | Sequence[Tensor], b: Tensors | Sequence[Tensor], inputs: Tensors, spec: Spec
+) -> None:
+    """Hold two results of one problem, by name or in order, to the sum of their budgets."""
+    a, b = _named(a), _named(b)
     (expected,) = expectations(inputs, parts_of(spec))
     assert a.keys() == b.keys() == expected.ref.keys()
     for name, budget in agreements(a, expected).items():
         agreement = compare_sides(name, a[name], b[name], budget, budget)
         assert agreement.ok, (name, agreement)
+
+
+def _named(results: Tensors | Sequence[Tensor]) -> Tensors:
+    return results if isinstance(results, dict) else dict(zip(RESULTS, results, strict=False))
 
 
 def poison_padding(inputs: Tensors) -> None:

@@ -57,13 +57,6 @@ def test_one_trace_serves_all_offsets():
     assert len(traces) <= 1
 
 
-def test_outside_jit_in_64_bit_mode():
-    inputs = operands(*DATA[0])
-    with jax.enable_x64(True):
-        got = attend(*inputs, window_size=(5, None))
-    assert_close(got, paged_attention(*inputs, return_lse=True, window_size=(5, None)))
-
-
 def test_vmap_over_batches():
     both = [operands(*data, seed) for seed, data in enumerate(DATA)]
     got = jax.jit(jax.vmap(attend))(*(jnp.stack(x) for x in zip(*both, strict=True)))

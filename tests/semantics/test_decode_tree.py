@@ -32,10 +32,6 @@ def decode(side, implementation, inputs, function="paged_decode", **options):
     return side.call(function, inputs, **options)
 
 
-def named(results):
-    return dict(zip(("out", "lse"), results, strict=True))
-
-
 def key_slots(inputs, b, device):
     """Pages and slots of the keys of sequence b, in order."""
     position = torch.arange(CASE.lengths[b], device=device)
@@ -60,7 +56,7 @@ def test_a_chain_is_causal(side, implementation, torch_device):
     got = decode(side, implementation, inputs | {"tree_ends": ends})
     del inputs["tree_ends"]
     want, spec = decode(side, implementation, inputs), replace(CASE, tree="").spec
-    assert_twins(named(got), named(want), inputs, spec)
+    assert_twins(got, want, inputs, spec)
     if side.api.__name__ == "torch_attn" and torch_device == "cpu":
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -84,8 +80,8 @@ def test_each_path_is_a_sequence_of_its_own(side, implementation, torch_device):
             "seq_lens": torch.tensor([len(keys)], dtype=torch.int32, device=torch_device),
         }
         spec = replace(CASE, lengths=(len(keys),), tokens=len(tokens), tree="").spec
-        got = named((out[b : b + 1, tokens], lse[b : b + 1, :, tokens]))
-        assert_twins(got, named(decode(side, implementation, alone)), alone, spec)
+        got = (out[b : b + 1, tokens], lse[b : b + 1, :, tokens])
+        assert_twins(got, decode(side, implementation, alone), alone, spec)
 
 
 def test_what_a_token_does_not_see_does_not_matter(side, implementation, torch_device):
@@ -118,7 +114,7 @@ def test_packed_trees_are_those_of_a_decode(side, implementation, torch_device, 
     }
     got = decode(side, implementation, packed, "paged_attention", num_splits=num_splits)
     out, lse = got[0].view_as(want[0]), got[1].unflatten(1, (-1, CASE.tokens)).transpose(0, 1)
-    assert_twins(named((out, lse)), named(want), inputs, CASE.spec)
+    assert_twins((out, lse), want, inputs, CASE.spec)
 
 
 def test_a_token_may_see_nothing(side, implementation, torch_device):

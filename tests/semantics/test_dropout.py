@@ -29,7 +29,7 @@ def weights(seed, batch, heads, seq_q, seq_kv, rate):
     return dropout_weights(array_namespace(seed), seed.cpu(), counters, rule, torch.float32)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.75, 1 - 1 / LEVELS])
+@pytest.mark.parametrize("rate", [0.1, 1 - 1 / LEVELS])
 def test_drops_the_same_probabilities(side, implementation, torch_device, rate):
     """With equal scores and the identity as values, out has the weights of the probabilities."""
     seq_q, seq_kv = 150, 144

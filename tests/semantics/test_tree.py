@@ -11,6 +11,7 @@ from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import results
 from tests.oracle import assert_within_budget
+from tests.semantics.test_segments import SMALL_TILES
 from tests.sides import attention
 from twin_attention.targets.config import use_configs
 
@@ -20,11 +21,6 @@ CASE = FlashCase(
 )  # fmt: skip
 NO_TREE = replace(CASE, tree="")
 BY_REFERENCE = {"implementation": "reference"}  # what a law compares with: cheap to compile
-SMALL_TILES = {
-    "flash_fwd": {"block_q": 32, "block_kv": 16},
-    "flash_bwd_dq": {"block_q": 16, "block_kv": 32},
-    "flash_bwd_dkdv": {"block_q": 16, "block_kv": 64},
-}
 # A prompt, two answers to it, of which the first goes on in two ways, and another prompt.
 NODES = {(0, 30): 80, (30, 50): 64, (50, 60): 60, (60, 64): 64, (64, 80): 80, (80, 90): 90}
 BRANCHES = (
