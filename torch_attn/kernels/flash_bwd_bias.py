@@ -12,6 +12,8 @@ from torch import Tensor
 
 from torch_attn.kernels.flash_bwd_terms import compiler_numbers, score_gradients
 from torch_attn.kernels.library.mask import Mask, mask_argument
+from torch_attn.kernels.library.pairs.rows import rows_at
+from torch_attn.kernels.library.sequences import padded_row
 from torch_attn.kernels.library.terms import (
     Bias,
     Terms,
@@ -20,7 +22,7 @@ from torch_attn.kernels.library.terms import (
     terms_argument,
     with_strides,
 )
-from torch_attn.kernels.library.tiles import ROW_PADDING, strides_of, visible_tiles
+from torch_attn.kernels.library.tiles import strides_of, visible_tiles
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
@@ -88,7 +90,6 @@ def flash_bwd_bias_kernel(
     if sums.of_rows and sums.of_keys:
         is_visible = (start_kv >= first) & (start_kv < first + count * BLOCK_KV)
         count = tl.where(is_visible, shared, 0)
-    padded = tl.cdiv(seq_q, ROW_PADDING) * ROW_PADDING
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     for step in tl.range(0, count):
         own_head, own_element, own_q, own_kv = head, element, start_q, start_kv
@@ -99,12 +100,13 @@ def flash_bwd_bias_kernel(
         else:
             own_q = first + step * BLOCK_Q
         batch = tl.cast(own_element, tl.int64)
-        row = (batch * heads_q + own_head) * padded
+        row = padded_row(batch * heads_q + own_head, seq_q, None, 0, 0)
+        rows = rows_at(
+            mask, batch, own_element, own_head, own_q, seq_q, 0, 0, seq_kv, diagonal, BLOCK_Q
+        )
         acc += score_gradients(
-            q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, row, 0,
-            seq_q, tl.cast(0, tl.int32), seq_kv, batch, own_element, own_head, own_q, own_kv,
-            diagonal, rule, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_Q,
-            BLOCK_KV,
+            q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, rows, row,
+            own_kv, rule, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, BLOCK_KV,
         )  # fmt: skip
 
     # Store.

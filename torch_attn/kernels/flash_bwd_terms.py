@@ -11,19 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_attn.kernels.library.dropout import dropout_weights
+from torch_attn.kernels.library.dropout import kept_pairs
 from torch_attn.kernels.library.mask import Mask, mask_argument
-from torch_attn.kernels.library.scores import round_operand, visible_scores
-from torch_attn.kernels.library.segments import STAYS, VISITED, load_segments, segments_of_batch
-from torch_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-    first_tile,
-    rows_of_sequence,
-)
-from torch_attn.kernels.library.softmax import probabilities
-from torch_attn.kernels.library.terms import Terms, added_scores, terms_argument
-from torch_attn.kernels.library.tiles import ROW_PADDING, head_base, load_tile, strides_of
-from torch_attn.kernels.library.tree import in_branch
+from torch_attn.kernels.library.pairs.rows import load_own, rows_at
+from torch_attn.kernels.library.pairs.scores import pair_scores
+from torch_attn.kernels.library.pairs.visits import load_keys, load_values
+from torch_attn.kernels.library.sequences import padded_row, rows_of_sequence
+from torch_attn.kernels.library.softmax import load_lse, probabilities
+from torch_attn.kernels.library.terms import Terms, terms_argument
+from torch_attn.kernels.library.tiles import head_base, strides_of
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -51,91 +47,46 @@ def score_gradients(
     terms,
     mask,
     strides,
+    rows,
     row,
-    first_q,
-    seq_q,
-    first_kv,
-    seq_kv,
-    batch,
-    element,
-    head,
-    start_q,
     start_kv,
-    diagonal,
     rule,
     window_left,
     window_right,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
 
     Args:
-        q_ptr ... delta_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides,
-            diagonal and rule.
-        row: the first row of the head's queries in lse2 and delta.
-        first_q, seq_q, first_kv, seq_kv: the first row and the number of the sequence's queries,
-            and of its keys.
-        batch: batch element of the tensors, 0 with packed sequences.
-        element: the batch element, or the packed sequence.
-        head: the query head.
-        start_q, start_kv: first rows of the tile in the sequence. start_kv may be negative: keys
-            before the first do not exist.
+        q_ptr ... delta_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides and rule.
+        rows: the `Rows` of the queries.
+        row: where the sequence's queries begin in lse2 and delta: `padded_row`.
+        start_kv: the first key, which may be negative: keys before the first do not exist.
     """
-    rows = start_q + tl.arange(0, BLOCK_Q)
-    key = start_kv + tl.arange(0, BLOCK_KV)
-    is_key = (key >= 0) & (key < seq_kv)
-    seen = is_key[None, :]
-    segment_q, segment_kv, is_query = None, None, None
-    if mask.segments is not None:
-        segments = segments_of_batch(mask.segments, batch, seq_q, seq_kv, seq_kv)
-        segment_q, is_query = load_segments(segments.q, start_q, seq_q, BLOCK_Q, STAYS)
-        segment_kv = tl.load(segments.kv + key, mask=is_key, other=VISITED)
-        segment_kv = tl.where(segment_kv < 0, VISITED, segment_kv)
-        is_key &= segment_kv >= 0
+    q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
     # s = scale · q kᵀ
-    q_base = head_base(q_ptr, strides.q, batch, head)
-    k_base = head_base(k_ptr, strides.k, batch, head // GROUP_SIZE, first_kv)
-    row_q, end_q = first_q + start_q, first_q + seq_q
-    q = load_tile(q_base, row_q, end_q, strides.q.row, BLOCK_Q, HEAD_DIM, True, is_query)
-    k = load_tile(k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, True, is_key)
-    q, k = round_operand(q, rule.precision), round_operand(k, rule.precision)
-    position = rows + diagonal
-    if mask.tree is not None:
-        own_q, own_kv = first_q + batch * seq_q, first_kv + batch * seq_kv
-        seen &= in_branch(
-            mask.tree, mask.depths, own_q, rows[:, None], seq_q, own_kv,
-            tl.maximum(key, 0)[None, :], seq_kv, position[:, None],
-        )  # fmt: skip
-    offset = start_kv - start_q - diagonal
-    added = added_scores(
-        terms, element, head, offset, start_q, start_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, True
+    k_base = head_base(k_ptr, strides.k, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    k, keys = load_keys(
+        k_base, strides.k.row, mask, rows, start_kv, rule, BLOCK_KV, HEAD_DIM, True, True
     )
-    s, dcap = visible_scores(
-        q, k, position[:, None], key[None, :], None, rule, window_left, window_right, True,
-        segment_q, segment_kv, seen, added,
-    )  # fmt: skip
+    s, dcap = pair_scores(
+        q, k, mask, terms, rule, rows, keys, window_left, window_right, True, ANY_START=True
+    )
     # p = exp(s - lse)
-    lse2 = tl.load(lse2_ptr + row + rows)
-    rest2 = tl.load(terms.rest2 + row + rows)
-    p = probabilities(s, lse2[:, None], rest2[:, None], rule.exp2_scale)
+    row -= rows.first
+    lse2, rest2 = load_lse(lse2_ptr, terms, row, rows.rows)
+    p = probabilities(s, lse2, rest2, terms, rule.exp2_scale)
     # dp = dout vᵀ
-    do_base = head_base(dout_ptr, strides.dout, batch, head)
-    v_base = head_base(v_ptr, strides.v, batch, head // GROUP_SIZE, first_kv)
-    do = load_tile(do_base, row_q, end_q, strides.dout.row, BLOCK_Q, HEAD_DIM_V, True, is_query)
-    v = load_tile(v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, True, is_key)
-    do, v = round_operand(do, rule.precision), round_operand(v, rule.precision)
+    do = load_own(dout_ptr, strides.dout, mask, rows, rule, HEAD_DIM_V)
+    v_base = head_base(v_ptr, strides.v, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    v = load_values(v_base, strides.v.row, mask, keys, rule, HEAD_DIM_V, True, True)
     dp = tl.dot(do, tl.trans(v), input_precision=rule.precision)
-    kept = dropout_weights(
-        terms, element, head, start_q, start_kv, BLOCK_Q, BLOCK_KV, ANY_START=True
-    )
-    if kept is not None:
-        dp = dp * kept
+    dp = dp * kept_pairs(terms, rows, keys, ANY_START=True)
     # ds = p ∘ (dp - delta) ∘ dcap
-    delta = tl.load(delta_ptr + row + rows)
+    delta = tl.load(delta_ptr + row + rows.rows)
     return p * (dp - delta[:, None]) * dcap
 
 
@@ -186,18 +137,14 @@ def flash_bwd_relative_kernel(
         is_visible &= offset + BLOCK_KV > -window_left
     if window_right is not None:
         is_visible &= offset - BLOCK_Q < window_right
-    padded = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     for element in tl.range(0, elements):
         batch = tl.cast(element, tl.int64)
         first_q, first_kv, size_q, size_kv, own_diagonal = 0, 0, seq_q, seq_kv, diagonal
-        row = (batch * heads_q + head) * padded
         if num_sequences is not None:
             first_q, size_q = rows_of_sequence(mask.offsets.q, element, seq_q, num_sequences, seq_q)
             first_kv, size_kv = rows_of_sequence(mask.offsets.kv, element, seq_kv, num_sequences, 0)
             batch, own_diagonal = tl.cast(0, tl.int64), size_kv - size_q
-            tile = first_tile(first_q, element, ROW_PADDING)
-            row = head.to(tl.int64) * padded + tile.to(tl.int64) * ROW_PADDING
-        first = tl.cast(first_kv, tl.int32)
+        row = padded_row(batch * heads_q + head, seq_q, num_sequences, first_q, element)
         # Visit tiles of queries, from the first to the last whose keys in the band exist.
         before = offset + own_diagonal
         begin = tl.maximum(-(before + BLOCK_KV - 1), 0) // BLOCK_Q
@@ -207,11 +154,14 @@ def flash_bwd_relative_kernel(
         count = tl.where(is_visible, tl.maximum(end - begin, 0), 0)
         for step in tl.range(0, count):
             start_q = (begin + step) * BLOCK_Q
+            rows = rows_at(
+                mask, batch, element, head, first_q + start_q, first_q + size_q, first_q, first_kv,
+                size_kv, own_diagonal - first_q, BLOCK_Q,
+            )  # fmt: skip
             acc += score_gradients(
-                q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, row,
-                first_q, size_q, first, size_kv, batch, element, head, start_q, start_q + before,
-                own_diagonal, rule, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
-                BLOCK_Q, BLOCK_KV,
+                q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, terms, mask, strides, rows, row,
+                start_q + before, rule, window_left, window_right, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
+                BLOCK_KV,
             )  # fmt: skip
 
     # Store the band: its tile if its distances have entries of their own, otherwise its sum.

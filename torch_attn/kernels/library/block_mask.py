@@ -56,20 +56,33 @@ def find_list(lists, batch, head, tile):
 
 
 @triton.jit
-def kept_tiles(
-    list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
-):
-    """Narrow the result of `visible_tiles` to the tiles of a list.
+def kept_tiles(lists, rows, head, begin, before, full, after, BLOCK: tl.constexpr):
+    """Narrow the result of `visible_tiles` to the tiles that a head's list keeps.
 
     Args:
-        list_ptr, count: the list and how many tiles it has.
+        lists: `Lists`, or None.
+        rows: the `Rows` whose list it is.
+        head: the query head.
         begin, before, full, after: as `visible_tiles` returns them.
-        BLOCK: rows of a kernel's tile of the other axis.
-        TILE: rows of a tile of the mask, a multiple of BLOCK.
+        BLOCK: rows of a kernel's tile of the other axis, a divisor of `lists.tile_other`.
 
-    Returns (begin, before, full, after) again, of the concatenated rows of the listed tiles;
-    `kept_row` finds them.
+    Returns the list, 0 without lists; and (begin, before, full, after) again, of the concatenated
+    rows of the listed tiles, which `kept_row` finds.
     """
+    list_ptr = 0
+    if lists is not None:
+        list_ptr, count = find_list(lists, rows.batch, head, rows.start // lists.tile)
+        begin, before, full, after = _count_kept(
+            list_ptr, count, begin, before, full, after, BLOCK, lists.tile_other
+        )
+    return list_ptr, begin, before, full, after
+
+
+@triton.jit
+def _count_kept(
+    list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
+):
+    """Return what `kept_tiles` does, for the first `count` tiles of TILE rows of a list."""
     # Find the visible tiles of the mask; tiles from `whole` to `whole_end` are visible in full.
     first = begin // TILE
     whole = tl.cdiv(begin + before * BLOCK, TILE)

@@ -14,45 +14,39 @@ WEYL = tl.constexpr(dropout.WEYL)
 
 
 @triton.jit
-def dropout_weights(
-    terms,
-    element,
-    head,
-    start_q,
-    start_kv,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    TRANSPOSED: tl.constexpr = False,
-    ANY_START: tl.constexpr = False,
-):
-    """Return a tile's dropout weights, [BLOCK_Q, BLOCK_KV] float32; None without dropout.
+def kept_pairs(terms, rows, others, OF_KEYS: tl.constexpr = False, ANY_START: tl.constexpr = False):
+    """Return a tile's dropout weights, [BLOCK, BLOCK_OTHER] float32; 1 without dropout.
 
     If one thread has all eight pairs of a block, they are drawn once: the compiler sees that they
     come from the same numbers.
 
     Args:
-        terms: `torch_attn.kernels.library.terms.Terms`.
-        element: the batch element, or the packed sequence.
-        head: the query head.
-        start_q, start_kv: the tile's first query and key, counted from the sequence's first;
-            multiples of BLOCK_Q and BLOCK_KV, except start_kv with ANY_START.
-        TRANSPOSED: the tile has keys down and queries across.
+        terms, rows, others: `Terms`, `Rows` and the `Visited` tile. Both tiles start at multiples
+            of their sizes, counted from the sequence's first row, except others with ANY_START.
+        OF_KEYS: the rows are keys.
     """
-    weights = None
+    weights = 1.0
     if terms.seed is not None:
+        BLOCK: tl.constexpr = rows.rows.shape[0]
+        BLOCK_OTHER: tl.constexpr = others.rows.shape[0]
+        BLOCK_Q: tl.constexpr = BLOCK_OTHER if OF_KEYS else BLOCK
+        BLOCK_KV: tl.constexpr = BLOCK if OF_KEYS else BLOCK_OTHER
+        start_q, start_kv = rows.start - rows.first, others.start
+        if OF_KEYS:
+            start_q, start_kv = start_kv, start_q
         query, key = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_KV)
         first = tl.cast(start_kv, tl.int32)
         block_q, block_kv = tl.cast(start_q, tl.int32) // 16 * 8, first // 32 * 8
         if ANY_START or BLOCK_KV % 32 != 0:
             key += first
             block_kv = 0
-        if TRANSPOSED:
+        if OF_KEYS:
             query, key = query[None, :], key[:, None]
         else:
             query, key = query[:, None], key[None, :]
         w0, w1, w2, w3 = philox(
-            tl.cast(element, tl.uint32),
-            tl.cast(head, tl.uint32),
+            tl.cast(rows.element, tl.uint32),
+            tl.cast(others.head, tl.uint32),
             (block_q + query // 16 * 8 + query % 8).to(tl.uint32),
             (block_kv + key // 32 * 8 + key % 8).to(tl.uint32),
             tl.load(terms.seed).to(tl.uint32, bitcast=True),

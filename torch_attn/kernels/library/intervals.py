@@ -34,8 +34,9 @@ def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tiles_of_intervals(begins, ends, BLOCK_OTHER: tl.constexpr):
-    """Return which tiles of the other axis rows with these bounds see, as `visible_tiles` does."""
+def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
+    """Return which tiles of the other axis some rows see, as `visible_tiles` does."""
+    begins, ends = rows.begins, rows.ends
     exists = begins < LARGEST_ROW
     begin, end = tl.min(begins, 0), tl.max(ends, 0)
     full_begin = tl.max(tl.where(exists, begins, 0), 0)
@@ -46,9 +47,10 @@ def tiles_of_intervals(begins, ends, BLOCK_OTHER: tl.constexpr):
 
 
 @triton.jit
-def in_interval(begins, ends, rows):
-    """Return which rows of the other axis each resident row sees, [BLOCK, BLOCK_OTHER]."""
-    return (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
+def in_interval(rows, others):
+    """Return which rows of a visited tile each own row sees, [BLOCK, BLOCK_OTHER]."""
+    other = others.rows[None, :]
+    return (other >= rows.begins[:, None]) & (other < rows.ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Tensor]) -> RowIntervals | None:

@@ -7,62 +7,6 @@ from torch_attn.kernels.library.softmax import LOG2E
 
 
 @triton.jit
-def visible_scores(
-    a,
-    b,
-    position,
-    key,
-    end,
-    rule,
-    window_left,
-    window_right,
-    MASKED: tl.constexpr,
-    segment_a=None,
-    segment_b=None,
-    seen=None,
-    added=None,
-):
-    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
-
-    Everything that changes or hides a score is applied here.
-
-    Args:
-        a, b: rows of q and rows of k, or the other way round for transposed scores.
-        position, key: key position of each query, and of each key, broadcast against a · bᵀ and
-            counted from any one origin.
-        end: first key that does not exist; None where rows past the end are not stored.
-        rule: `twin_attention.contract.spec.ScoreRule`.
-        window_left, window_right: keys seen on each side of a position; None is unlimited.
-        MASKED: the tile has hidden keys.
-        segment_a, segment_b: segments of the rows of a and of b, which a nonexistent row never
-            shares; None hides nothing.
-        seen: the keys that a tree or an interval lets each query see, broadcast as a · bᵀ; None
-            hides nothing.
-        added: of `terms.added_scores`, what is added to the scaled scores.
-
-    Returns:
-        (s, dcap): a · bᵀ scaled, with `added`, capped and masked, float32; and the derivative of
-        the cap, 1 without one.
-    """
-    s = attention_scores(
-        a, b, rule.scale, rule.softcap, rule.scale_first, rule.precision, None, added
-    )
-    dcap = 1.0
-    if rule.softcap is not None:
-        dcap = softcap_derivative(s, rule.softcap)
-        if added is not None:
-            dcap = tl.maximum(dcap, 0.0)  # what is added to a hidden pair may be NaN
-    if segment_a is not None:
-        s = attention_mask(s, position, key, None, window_left, window_right)
-        s = tl.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
-    elif MASKED:
-        s = attention_mask(s, position, key, end, window_left, window_right)
-    if MASKED and seen is not None:
-        s = tl.where(seen, s, float("-inf"))
-    return s, dcap
-
-
-@triton.jit
 def attention_scores(
     a, b, scale, softcap, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, more=None, added=None
 ):

@@ -36,46 +36,51 @@ class Segments(NamedTuple):
 
 
 @triton.jit
-def segments_of_batch(segments, batch, seq_q, seq_kv, size_visited):
-    """Return the segments of a batch element, of which `size_visited` tokens are visited."""
-    return Segments(
-        segments.q + batch * seq_q,
-        segments.kv + batch * seq_kv,
-        segments.ranges + batch * 3 * tl.cdiv(size_visited, BLOCK_TOKENS),
-    )
+def segments_of_batch(segments, batch, size, size_other, OF_KEYS: tl.constexpr):
+    """Return a batch element's own ids, those of the other axis, and the ranges of the latter.
+
+    OF_KEYS: the own axis is that of keys.
+    """
+    if OF_KEYS:
+        own, other = segments.kv + batch * size, segments.q + batch * size_other
+    else:
+        own, other = segments.q + batch * size, segments.kv + batch * size_other
+    return own, other, segments.ranges + batch * 3 * tl.cdiv(size_other, BLOCK_TOKENS)
 
 
 @triton.jit
-def load_segments(ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr):
-    """Load the ids of rows start .. start + BLOCK; `PADDING` for padding and past `num_rows`.
+def load_segments(
+    ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr,
+    ANY_START: tl.constexpr = False,
+):  # fmt: skip
+    """Load the ids of rows start .. start + BLOCK; `PADDING` for padding and nonexistent rows.
+
+    ANY_START: start may be negative.
 
     Returns:
-        (ids, exists): [BLOCK] each. exists: a row is not padding. Without ids, kernels use None for
-        both, which Triton 3.6 could not return here.
+        (ids, exists): [BLOCK] each. exists: a row is not padding.
     """
     rows = start + tl.arange(0, BLOCK)
-    ids = tl.load(ids_ptr + rows, mask=rows < num_rows, other=PADDING)
+    in_axis = rows < num_rows
+    if ANY_START:
+        in_axis &= rows >= 0
+    ids = tl.load(ids_ptr + rows, mask=in_axis, other=PADDING)
     ids = tl.where(ids < 0, PADDING, ids)
     return ids, ids >= 0
 
 
 @triton.jit
-def meeting_tiles(ids, ranges_ptr, size_other, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow the result of `visible_tiles` to the tiles that may hold tokens of some segments.
-
-    Args:
-        ids: segments of the resident rows, negative for padding.
-        ranges_ptr: [3, blocks] int32, what `segment_ranges` computed for the other axis.
-        size_other: length of the other axis.
-        begin, before, full, after: as `visible_tiles` returns them.
-        BLOCK: rows of a tile of the other axis.
+def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
+    """Narrow the result of `visible_tiles` to the tiles that may hold tokens of the rows' segments.
 
     Returns (begin, before, full, after) again, except that every tile needs its scores masked. The
-    full ones need no mask for their loads: their rows exist, and none is padding.
+    full ones need no mask for their loads: their rows exist, and none is padding. BLOCK: rows of a
+    tile of the other axis.
     """
+    ids, ranges_ptr = rows.ids, rows.ranges
     least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
     greatest = tl.max(ids, 0)
-    num_blocks = tl.cdiv(size_other, BLOCK_TOKENS)
+    num_blocks = tl.cdiv(rows.size_other, BLOCK_TOKENS)
     end = tl.minimum(tl.cdiv(begin + (before + full + after) * BLOCK, BLOCK_TOKENS), num_blocks)
     # Find the first and the last block that may hold tokens of these segments.
     block = tl.arange(0, SCAN_WIDTH)

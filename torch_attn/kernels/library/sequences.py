@@ -148,6 +148,21 @@ def first_tile(first, sequence, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def padded_row(head, num_rows, num_sequences, first, sequence):
+    """Return where a sequence of a head begins in lse2 and delta, as the backward pads them.
+
+    Args:
+        head: number among the heads of all batch elements, int64.
+        num_rows, num_sequences: queries of all sequences, and how many these are; None if dense.
+        first, sequence: the sequence's first query, and its number.
+    """
+    row = head * count_sequence_tiles(num_rows, num_sequences, ROW_PADDING) * ROW_PADDING
+    if num_sequences is not None:
+        row += first_tile(first, sequence, ROW_PADDING).to(tl.int64) * ROW_PADDING
+    return row
+
+
+@triton.jit
 def find_sequence(
     cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
 ):

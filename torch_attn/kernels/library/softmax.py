@@ -65,15 +65,29 @@ def rest_of_lse(lse, m_i, l_safe):
 
 
 @triton.jit
-def probabilities(s, lse2, rest2, exp2_scale):
-    """Compute p = exp(s - lse) from statistics of the rows, which are broadcast as s.
+def load_lse(lse2_ptr, terms, first, rows):
+    """Load lse2 and rest2 of rows from `first` on, without a mask, as they are padded.
 
-    lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
-    subtracted first, and rest2 the `rest_of_lse` in base 2.
+    lse2 is lse in base 2, and rest2 is 0. Where terms are added, lse2 is lse itself, and rest2 the
+    `rest_of_lse` in base 2.
     """
-    if rest2 is None:
+    rest2 = 0
+    if terms.rest2 is not None:
+        rest2 = tl.load(terms.rest2 + first + rows)
+    return tl.load(lse2_ptr + first + rows), rest2
+
+
+@triton.jit
+def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = False):
+    """Compute p = exp(s - lse) of a tile with queries down, or keys down with OF_KEYS.
+
+    lse2, rest2: of `load_lse`. An lse in base e is subtracted first.
+    """
+    lse2 = lse2[None, :] if OF_KEYS else lse2[:, None]
+    if terms.rest2 is None:
         exponent = s * exp2_scale - lse2
     else:
+        rest2 = rest2[None, :] if OF_KEYS else rest2[:, None]
         exponent = (s - lse2) * exp2_scale - rest2
     return tl.exp2(exponent)
 

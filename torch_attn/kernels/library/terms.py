@@ -85,39 +85,30 @@ class Terms(NamedTuple):
 
 
 @triton.jit
-def added_scores(
-    terms,
-    element,
-    head,
-    offset,
-    start_q,
-    start_kv,
-    seq_q,
-    seq_kv,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASKED: tl.constexpr,
-    TRANSPOSED: tl.constexpr = False,
-):
-    """Return what is added to a tile's scores, in turn, each [BLOCK_Q, BLOCK_KV] float32.
+def added_scores(terms, rows, others, MASKED: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Return what is added to a tile's scores, in turn, each [BLOCK, BLOCK_OTHER] float32.
 
     Every kernel adds them in this order: another order rounds otherwise beside a value of -1e9.
 
     Args:
-        terms: `Terms`.
-        element: the batch element, or the packed sequence, which may be that of padding.
-        head: the query head.
-        offset: distance of the tile's first key from its first query.
-        start_q, start_kv: the tile's first query and key.
-        seq_q, seq_kv: how many queries and keys there are.
+        terms, rows, others: `Terms`, `Rows` and the `Visited` tile.
         MASKED: the tile has keys that do not exist.
-        TRANSPOSED: the tile has keys down and queries across.
+        OF_KEYS: the rows are keys.
     """
+    BLOCK: tl.constexpr = rows.rows.shape[0]
+    BLOCK_OTHER: tl.constexpr = others.rows.shape[0]
+    BLOCK_Q: tl.constexpr = BLOCK_OTHER if OF_KEYS else BLOCK
+    BLOCK_KV: tl.constexpr = BLOCK if OF_KEYS else BLOCK_OTHER
     query, key = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_KV)
-    if TRANSPOSED:
+    if OF_KEYS:
+        start_q, start_kv, seq_q, seq_kv = others.start, rows.start, rows.size_other, rows.end
+        offset = start_kv + rows.diagonal - start_q
         distance = offset + key[:, None] - query[None, :]
     else:
+        start_q, start_kv, seq_q, seq_kv = rows.start, others.start, rows.end, rows.size_other
+        offset = start_kv - start_q - rows.diagonal
         distance = offset + key[None, :] - query[:, None]
+    element, head = rows.element, others.head
     added = ()
     if terms.slopes is not None:
         place = element * terms.of_batch + head
@@ -130,11 +121,11 @@ def added_scores(
         added = added + (near,)  # noqa: RUF005
     if terms.bias.entries is not None:
         tile = bias_tile(
-            terms.bias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV, TRANSPOSED
+            terms.bias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV, OF_KEYS
         )
         if MASKED and terms.bias.of_keys:
             exists = (start_kv + key >= 0) & (start_kv + key < seq_kv)
-            exists = exists[:, None] if TRANSPOSED else exists[None, :]
+            exists = exists[:, None] if OF_KEYS else exists[None, :]
             values = tl.load(tile, mask=exists, other=0.0).to(tl.float32)
         else:
             values = tl.load(tile).to(tl.float32)

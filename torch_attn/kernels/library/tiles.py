@@ -139,7 +139,7 @@ def head_base(pointer, strides, batch, head, first=None):
     """Return where one head of a tensor with these `Strides` begins, or row `first` of it."""
     offset = tl.cast(batch, tl.int64) * strides.batch + head.to(tl.int64) * strides.head
     if first is not None:
-        offset += first.to(tl.int64) * strides.row
+        offset += tl.cast(first, tl.int64) * strides.row
     return pointer + tl.multiple_of(offset, strides.align)
 
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
+from torch_attn.kernels.library.tiles import count_tiles
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
@@ -51,164 +52,139 @@ class Depths(NamedTuple):
     reach: Any
 
 
-class Runs(NamedTuple):
-    """Hold the numbers that tell which tiles of keys some queries see.
-
-    Attributes:
-        ranges: ranges of the batch element's keys.
-        row, last_row: first row of the first tile, and last row of the sequence, as `ranges` count.
-        before, full, count: `count` tiles that the window shows; after `before`, `full` need no
-            mask for it.
-        first, last: positions of the first and of the last query.
-        least, greatest: least and greatest depth of the queries, 0 without depths.
-    """
-
-    ranges: Any
-    row: Any
-    last_row: Any
-    before: Any
-    full: Any
-    count: Any
-    first: Any
-    last: Any
-    least: Any
-    greatest: Any
-
-
 @triton.jit
-def in_branch(tree, depths, row_q, query, size_q, row_kv, key, size_kv, position):
-    """Return which keys end after each query, and reach its depth.
+def in_branch(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr = False):
+    """Return which keys end after each query, and reach its depth, [BLOCK, BLOCK_OTHER].
 
-    Args:
-        tree, depths: `Tree`, and `Depths` or None.
-        row_q, row_kv: rows of the sequence's first query and key.
-        query, key: rows counted from these, broadcast against each other.
-        size_q, size_kv: how many queries and keys there are.
-        position: positions of the queries, counted as keys.
+    OF_KEYS: the rows are keys. ANY_START: others may begin before the first key.
     """
-    ends = tl.load(tree.ends + row_kv + key, mask=key < size_kv, other=0)
-    seen = position < ends
-    if depths is not None:
-        reach = tl.load(depths.reach + row_kv + key, mask=key < size_kv, other=0)
-        depth = tl.load(depths.q + row_q + query, mask=query < size_q, other=0)
+    own, other = rows.rows[:, None], others.rows[None, :]
+    in_own, in_other = own < rows.end, other < rows.size_other
+    if ANY_START:
+        other = tl.maximum(other, 0)
+    row, row_other = rows.batch * rows.end, rows.batch * rows.size_other + rows.first_other
+    if OF_KEYS:
+        row_q, query, is_query = row_other, other, in_other
+        row_kv, key, is_key = row, own, in_own
+        position = other + (-rows.diagonal - rows.first)
+    else:
+        row_q, query, is_query = row, own, in_own
+        row_kv, key, is_key = row_other, other, in_other
+        position = own + rows.diagonal
+    seen = position < tl.load(mask.tree.ends + row_kv + key, mask=is_key, other=0)
+    if mask.depths is not None:
+        reach = tl.load(mask.depths.reach + row_kv + key, mask=is_key, other=0)
+        depth = tl.load(mask.depths.q + row_q + query, mask=is_query, other=0)
         seen = seen & (depth <= reach)
     return seen
 
 
 @triton.jit
-def find_runs(
-    tree, depths, batch, row_q, start, size, row_kv, size_kv, diagonal, begin, before, full, after,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the `Runs` of the queries start .. start + BLOCK.
+def find_path(mask, rows):
+    """Return the ranges of a batch element's keys, and the least and the greatest depth of queries.
 
-    Args:
-        tree, depths: as `in_branch` takes them.
-        batch: the batch element, 0 for packed sequences.
-        row_q, row_kv: as `in_branch` takes them.
-        start, size: the queries' first row, and the end of the sequence's queries.
-        size_kv: how many keys the sequence has.
-        diagonal: position of query 0.
-        begin, before, full, after: as `visible_tiles` returns them.
-        BLOCK: rows of the tile.
+    Without depths, these are 0.
     """
-    ranges = tree.ranges
+    num_ranges: tl.constexpr = 2 if mask.depths is None else 4
+    ranges = mask.tree.ranges + rows.batch * num_ranges * tl.cdiv(rows.size_other, BLOCK_TOKENS)
     least, greatest = 0, 0
-    if depths is None:
-        ranges += batch * 2 * tl.cdiv(size_kv, BLOCK_TOKENS)
-    else:
-        ranges += batch * 4 * tl.cdiv(size_kv, BLOCK_TOKENS)
-        rows = start + tl.arange(0, BLOCK)
-        depth_ptr = depths.q + row_q + rows
-        least = tl.min(tl.load(depth_ptr, mask=rows < size, other=LARGEST), 0)
-        greatest = tl.max(tl.load(depth_ptr, mask=rows < size, other=-LARGEST), 0)
-    last = tl.minimum(start + BLOCK, size) - 1
-    # Ranges begin with the batch element, or with the first packed sequence.
-    first_row = (row_kv - batch * size_kv).to(tl.int32)
-    return Runs(
-        ranges, first_row + begin, first_row + size_kv - 1, before, full, before + full + after,
-        start + diagonal, last + diagonal, least, greatest,
-    )  # fmt: skip
+    if mask.depths is not None:
+        depth_ptr = mask.depths.q + rows.batch * rows.end + rows.rows
+        is_query = rows.rows < rows.end
+        least = tl.min(tl.load(depth_ptr, mask=is_query, other=LARGEST), 0)
+        greatest = tl.max(tl.load(depth_ptr, mask=is_query, other=-LARGEST), 0)
+    return ranges, least, greatest
 
 
 @triton.jit
-def count_runs(depths, runs, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return how many runs of tiles of one kind there are: 1 without a tree."""
+def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Return how many runs of tiles of one kind there are: 1 without a tree.
+
+    Args:
+        mask, rows, tiles: `Mask`, the queries' `Rows`, and their `Tiles` of keys.
+        BLOCK: keys of a tile.
+        MASKED: which kind: tiles that need a mask, or tiles that need none.
+    """
     count = 1
-    if runs is not None:
+    if mask.tree is not None:
         begun = tl.zeros([SCAN_WIDTH], tl.int32)
-        for start in tl.range(0, runs.count, SCAN_WIDTH, num_stages=1):
+        for start in tl.range(0, tiles.before + tiles.full + tiles.after, SCAN_WIDTH, num_stages=1):
             tile = start + tl.arange(0, SCAN_WIDTH)
-            is_first = _is_kind(depths, runs, tile, BLOCK, MASKED)
-            is_first &= ~_is_kind(depths, runs, tile - 1, BLOCK, MASKED)
+            is_first = _is_kind(mask, rows, tiles, tile, BLOCK, MASKED)
+            is_first &= ~_is_kind(mask, rows, tiles, tile - 1, BLOCK, MASKED)
             begun += is_first.to(tl.int32)
         count = tl.sum(begun, 0)
     return count
 
 
 @triton.jit
-def next_run(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Return the first tile, and the end, of the next run of one kind from `tile` on.
 
-    `tile` is 0 or the end of a run.
+    `tile` is 0 or the end of a run; the other arguments are those of `count_runs`. Without a tree,
+    the run has all tiles of the kind.
     """
-    first = tl.full([SCAN_WIDTH], 0, tl.int32) + runs.count
-    end = first
-    for start in tl.range(tile, runs.count, SCAN_WIDTH, num_stages=1):
-        i = start + tl.arange(0, SCAN_WIDTH)
-        # None is before `tile`, but Triton 3.6 drops a number that only loop bounds depend on.
-        is_kind = _is_kind(depths, runs, i, BLOCK, MASKED) & (i >= tile)
-        is_last = is_kind & ~_is_kind(depths, runs, i + 1, BLOCK, MASKED)
-        first = tl.minimum(first, tl.where(is_kind, i, runs.count))
-        end = tl.minimum(end, tl.where(is_last, i + 1, runs.count))
-    return tl.min(first, 0), tl.min(end, 0)
+    if mask.tree is None:
+        begin, stop = 0, count_tiles(tiles.before, tiles.full, tiles.after, MASKED)
+    else:
+        count = tiles.before + tiles.full + tiles.after
+        first = tl.full([SCAN_WIDTH], 0, tl.int32) + count
+        end = first
+        for start in tl.range(tile, count, SCAN_WIDTH, num_stages=1):
+            i = start + tl.arange(0, SCAN_WIDTH)
+            # None is before `tile`, but Triton 3.6 drops a number that only loop bounds depend on.
+            is_kind = _is_kind(mask, rows, tiles, i, BLOCK, MASKED) & (i >= tile)
+            is_last = is_kind & ~_is_kind(mask, rows, tiles, i + 1, BLOCK, MASKED)
+            first = tl.minimum(first, tl.where(is_kind, i, count))
+            end = tl.minimum(end, tl.where(is_last, i + 1, count))
+        begin, stop = tl.min(first, 0), tl.min(end, 0)
+    return begin, stop
 
 
 @triton.jit
-def _is_kind(depths, runs, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Return which tiles are visited with a mask, or which without one."""
-    exists = (tile >= 0) & (tile < runs.count)
-    row = runs.row + tile * BLOCK
-    block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, runs.last_row)
+    exists = (tile >= 0) & (tile < tiles.before + tiles.full + tiles.after)
+    # Ranges begin with the batch element, or with the first packed sequence.
+    row = rows.first_other + tiles.begin + tile * BLOCK
+    last_row = rows.first_other + rows.size_other - 1
+    block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, last_row)
     last_block = last_block // BLOCK_TOKENS
+    first = rows.start + rows.diagonal
+    last = tl.minimum(rows.start + rows.rows.shape[0], rows.end) - 1 + rows.diagonal
     visited = tl.zeros([SCAN_WIDTH], tl.int1)
-    whole = exists & (tile >= runs.before) & (tile < runs.before + runs.full)
-    num_ranges: tl.constexpr = 2 if depths is None else 4
+    whole = exists & (tile >= tiles.before) & (tile < tiles.before + tiles.full)
+    num_ranges: tl.constexpr = 2 if mask.depths is None else 4
     for n in tl.static_range((BLOCK + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1):
-        range_ptr = runs.ranges + tl.minimum(block + n, last_block) * num_ranges
-        seen = tl.load(range_ptr, mask=exists, other=0) > runs.first
-        whole &= tl.load(range_ptr + 1, mask=exists, other=0) > runs.last
-        if depths is not None:
-            seen &= tl.load(range_ptr + 2, mask=exists, other=0) >= runs.least
-            whole &= tl.load(range_ptr + 3, mask=exists, other=0) >= runs.greatest
+        range_ptr = tiles.ranges + tl.minimum(block + n, last_block) * num_ranges
+        seen = tl.load(range_ptr, mask=exists, other=0) > first
+        whole &= tl.load(range_ptr + 1, mask=exists, other=0) > last
+        if mask.depths is not None:
+            seen &= tl.load(range_ptr + 2, mask=exists, other=0) >= tiles.least
+            whole &= tl.load(range_ptr + 3, mask=exists, other=0) >= tiles.greatest
         visited |= exists & seen
     return visited & ~whole if MASKED else whole
 
 
 @triton.jit
-def ending_tiles(
-    tree, depths, row_kv, key, size_kv, diagonal, begin, before, full, after, BLOCK: tl.constexpr
-):
+def ending_tiles(mask, keys, begin, before, full, after, BLOCK: tl.constexpr):
     """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys.
 
-    Args:
-        tree, depths, row_kv, key, size_kv: as `in_branch` takes them.
-        diagonal: position of query 0.
-        begin, before, full, after: as `visible_tiles` returns them.
-        BLOCK: rows of a tile of queries.
-
-    Returns (begin, before, full, after) again.
+    BLOCK: queries of a tile. Returns (begin, before, full, after) again.
     """
-    ends = tl.load(tree.ends + row_kv + key, mask=key < size_kv, other=0)
-    ends = tl.minimum(tl.maximum(ends, 0), size_kv)
-    end = tl.max(ends, 0) - diagonal
-    full_end = tl.min(tl.where(key < size_kv, ends, size_kv), 0) - diagonal
+    is_key = keys.rows < keys.end
+    ends = tl.load(mask.tree.ends + keys.batch * keys.end + keys.rows, mask=is_key, other=0)
+    size = keys.end - keys.first
+    ends = tl.minimum(tl.maximum(ends, 0), size)
+    first_position = -keys.diagonal - keys.first  # of query 0
+    end = tl.max(ends, 0) - first_position
+    full_end = tl.min(tl.where(is_key, ends, size), 0) - first_position
     visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     visible = tl.minimum(visible, before + full + after)
     before = tl.minimum(before, visible)
     whole = tl.maximum(full_end - begin, 0) // BLOCK - before
     full = tl.minimum(tl.minimum(tl.maximum(whole, 0), full), visible - before)
-    if depths is not None:
+    if mask.depths is not None:
         full = 0
     return begin, before, full, visible - before - full
 

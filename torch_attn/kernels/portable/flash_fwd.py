@@ -9,28 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_attn.kernels.library.dropout import dropout_weights
-from torch_attn.kernels.library.intervals import in_interval, load_intervals
-from torch_attn.kernels.library.mask import (
-    listed_tiles,
-    mask_argument,
-    mask_of_keys,
-    seen_tiles,
-    visited_row,
+from torch_attn.kernels.library.dropout import kept_pairs
+from torch_attn.kernels.library.mask import mask_argument, mask_of_keys
+from torch_attn.kernels.library.pairs.rows import load_own, own_queries
+from torch_attn.kernels.library.pairs.scores import pair_scores
+from torch_attn.kernels.library.pairs.visits import (
+    first_key,
+    load_keys,
+    load_values,
+    tiles_of_keys,
 )
-from torch_attn.kernels.library.schedule import longest_first, order_argument
-from torch_attn.kernels.library.scores import round_operand, visible_scores
-from torch_attn.kernels.library.segments import (
-    STAYS,
-    VISITED,
-    load_segments,
-    segments_of_batch,
-)
-from torch_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-    locate_tile,
-    num_sequence_tiles,
-)
+from torch_attn.kernels.library.schedule import order_argument
+from torch_attn.kernels.library.scores import round_operand
+from torch_attn.kernels.library.sequences import num_sequence_tiles
 from torch_attn.kernels.library.softmax import (
     LN2,
     LOG2E,
@@ -39,17 +30,15 @@ from torch_attn.kernels.library.softmax import (
     rest_of_lse,
     row_statistics,
 )
-from torch_attn.kernels.library.terms import added_scores, terms_argument, terms_of
+from torch_attn.kernels.library.terms import terms_argument, terms_of
 from torch_attn.kernels.library.tiles import (
-    count_tiles,
     head_base,
     load_stored,
-    load_tile,
     padded_head_dim,
     store_tile,
     strides_of,
 )
-from torch_attn.kernels.library.tree import count_runs, find_runs, in_branch, next_run
+from torch_attn.kernels.library.tree import count_runs, next_run
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -114,141 +103,98 @@ def flash_fwd_kernel(
     """
     ADDED: tl.constexpr = terms.rest is not None
     # Locate the tile of queries.
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
-    index, tile = longest_first(num_tiles, together)
-    head = index % heads_q
-    batch = (index // heads_q).to(tl.int64)
-    start_q = tile * BLOCK_Q
-    total_q, first_kv, element, own_q = seq_q, None, batch, start_q
-    if num_sequences is not None:
-        # Queries are counted from the first of all sequences, keys from the sequence's first.
-        element, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
-        )
-        own_q = start_q - first_q
-        batch, diagonal = tl.cast(0, tl.int64), seq_kv - seq_q
-    segments = mask.segments
-    if segments is not None:
-        segments = segments_of_batch(segments, batch, seq_q, seq_kv, seq_kv)
-    tree, depths, runs = mask.tree, mask.depths, None
-    row_kv = batch * seq_kv if first_kv is None else first_kv
-    head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
-    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
+    rows = own_queries(mask, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, BLOCK_Q)
+    k_base = head_base(k_ptr, strides.k, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    v_base = head_base(v_ptr, strides.v, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
 
     # Load the queries; they stay.
-    q_base = head_base(q_ptr, strides.q, batch, head)
-    segment_q, is_query = None, None
-    if segments is not None:
-        segment_q, is_query = load_segments(segments.q, start_q, seq_q, BLOCK_Q, STAYS)
-    q = load_tile(q_base, start_q, seq_q, strides.q.row, BLOCK_Q, HEAD_DIM, True, is_query)
-    q = round_operand(q, rule.precision)
-    rows = start_q + tl.arange(0, BLOCK_Q)
-    position = rows + diagonal
-    begins, ends = None, None
-    if mask.intervals is not None:
-        begins, ends = load_intervals(mask.intervals, start_q, seq_q, BLOCK_Q)
+    q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
+    m_i, l_i, acc = _begin_rows(
+        sinks_ptr, row_max_ptr, lse_ptr, carry_ptr, rows, seq_q, heads_q, HEAD_DIM_V, ADDED
+    )
+
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
+    tiles = tiles_of_keys(mask, rows, window_left, window_right, BLOCK_KV)
+    for masked in tl.static_range(2):
+        end = 0
+        for _run in tl.range(0, count_runs(mask, rows, tiles, BLOCK_KV, masked)):
+            first, end = next_run(mask, rows, tiles, end, BLOCK_KV, masked)
+            # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
+            for step in tl.range(0, end - first):
+                start_kv = first_key(mask, rows, tiles, first + step, BLOCK_KV, masked)
+                # s = scale · q kᵀ
+                k, keys = load_keys(
+                    k_base, strides.k.row, mask, rows, start_kv, rule, BLOCK_KV, HEAD_DIM, masked
+                )
+                s, _ = pair_scores(
+                    q, k, mask, terms, rule, rows, keys, window_left, window_right, masked
+                )
+                # p = exp(s - max), and rescale what was accumulated
+                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, ADDED)
+                acc = acc * alpha[:, None]
+                p = p * kept_pairs(terms, rows, keys)
+                # acc += p v
+                v = load_values(v_base, strides.v.row, mask, keys, rule, HEAD_DIM_V, masked)
+                p = round_operand(p.to(v.dtype), rule.precision)
+                acc = tl.dot(p, v, acc, input_precision=rule.precision)
+
+    # Normalise and store.
+    _store_rows(
+        sinks_ptr, out_ptr, lse_ptr, row_max_ptr, terms.rest, rows, m_i, l_i, acc, seq_q, heads_q,
+        HEAD_DIM_V,
+    )  # fmt: skip
+
+
+@triton.jit
+def _begin_rows(
+    sinks_ptr, row_max_ptr, lse_ptr, carry_ptr, rows, seq_q, heads_q, HEAD_DIM_V: tl.constexpr,
+    ADDED: tl.constexpr,
+):  # fmt: skip
+    """Return the initial m_i, l_i and acc: of the sink, or of the carry, if there is one."""
+    BLOCK_Q: tl.constexpr = rows.rows.shape[0]
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None and row_max_ptr is None:
         # Include the sink in the maximum from the start, so that acc is not rescaled for it at the
         # end.
-        sink = tl.load(sinks_ptr + head)
+        sink = tl.load(sinks_ptr + rows.head)
         m_i = tl.maximum(m_i, sink if ADDED else sink * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
     if carry_ptr is not None:
-        lse_rows = lse_ptr + (batch * heads_q + head) * total_q + rows
-        m_carry = tl.load(lse_rows, mask=rows < seq_q, other=float("-inf")) * LOG2E
+        lse_rows = lse_ptr + (rows.batch * heads_q + rows.head) * seq_q + rows.rows
+        m_carry = tl.load(lse_rows, mask=rows.rows < rows.end, other=float("-inf")) * LOG2E
         m_i = tl.maximum(m_i, m_carry)
         l_i = tl.where(m_carry == float("-inf"), 0.0, 1.0)
         row = heads_q * HEAD_DIM_V
-        carry = carry_ptr + batch * seq_q * row + head * HEAD_DIM_V
+        carry = carry_ptr + rows.batch * rows.end * row + rows.head * HEAD_DIM_V
         has_carry = m_carry > float("-inf")
-        acc = load_stored(carry, start_q, seq_q, row, BLOCK_Q, HEAD_DIM_V, has_carry)
+        acc = load_stored(carry, rows.start, rows.end, row, BLOCK_Q, HEAD_DIM_V, has_carry)
+    return m_i, l_i, acc
 
-    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    begin, before, full, after = seen_tiles(
-        segments, segment_q, begins, ends, start_q, seq_q, seq_kv, diagonal, window_left,
-        window_right, BLOCK_Q, BLOCK_KV,
-    )  # fmt: skip
-    list_ptr, begin, before, full, after = listed_tiles(
-        mask.lists, batch, head, start_q, begin, before, full, after, BLOCK_KV
-    )
-    if tree is not None:
-        runs = find_runs(
-            tree, depths, batch, batch * seq_q, start_q, seq_q, row_kv, seq_kv, diagonal, begin,
-            before, full, after, BLOCK_Q,
-        )  # fmt: skip
-        before, full, after = 0, 0, 0
-    for masked in tl.static_range(2):
-        first, end = 0, count_tiles(before, full, after, masked)
-        for _run in tl.range(0, count_runs(depths, runs, BLOCK_KV, masked)):
-            if tree is not None:
-                first, end = next_run(depths, runs, end, BLOCK_KV, masked)
-            # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
-            for step in tl.range(0, end - first):
-                start_kv = visited_row(
-                    mask.lists, list_ptr, first + step, begin, before, full, seq_kv, BLOCK_KV,
-                    masked,
-                )  # fmt: skip
-                # s = scale · q kᵀ
-                segment_kv, is_key, seen = None, None, None
-                if segments is not None:
-                    segment_kv, is_key = load_segments(
-                        segments.kv, start_kv, seq_kv, BLOCK_KV, VISITED
-                    )
-                k = load_tile(
-                    k_base, start_kv, seq_kv, strides.k.row, BLOCK_KV, HEAD_DIM, masked, is_key
-                )
-                k = round_operand(k, rule.precision)
-                key = start_kv + tl.arange(0, BLOCK_KV)
-                if begins is not None:
-                    seen = in_interval(begins, ends, key)
-                if tree is not None:
-                    seen = in_branch(
-                        tree, depths, batch * seq_q, rows[:, None], seq_q, row_kv, key[None, :],
-                        seq_kv, position[:, None],
-                    )  # fmt: skip
-                offset = start_kv - start_q - diagonal
-                added = added_scores(
-                    terms, element, head, offset, start_q, start_kv, seq_q, seq_kv, BLOCK_Q,
-                    BLOCK_KV, masked,
-                )  # fmt: skip
-                s, _ = visible_scores(
-                    q, k, position[:, None], key[None, :], seq_kv, rule, window_left, window_right,
-                    masked, segment_q, segment_kv, seen, added,
-                )  # fmt: skip
-                # p = exp(s - max), and rescale what was accumulated
-                p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, ADDED)
-                acc = acc * alpha[:, None]
-                kept = dropout_weights(terms, element, head, own_q, start_kv, BLOCK_Q, BLOCK_KV)
-                if kept is not None:
-                    p = p * kept
-                # acc += p v
-                v = load_tile(
-                    v_base, start_kv, seq_kv, strides.v.row, BLOCK_KV, HEAD_DIM_V, masked, is_key
-                )
-                v = round_operand(v, rule.precision)
-                p = round_operand(p.to(v.dtype), rule.precision)
-                acc = tl.dot(p, v, acc, input_precision=rule.precision)
 
-    # Normalise and store.
+@triton.jit
+def _store_rows(
+    sinks_ptr, out_ptr, lse_ptr, row_max_ptr, rest_ptr, rows, m_i, l_i, acc, seq_q, heads_q,
+    HEAD_DIM_V: tl.constexpr,
+):  # fmt: skip
+    """Add the sink, normalise, and store each result whose pointer is given."""
+    ADDED: tl.constexpr = rest_ptr is not None
+    head_row = (rows.batch * heads_q + rows.head) * seq_q
+    exists = rows.rows < rows.end
     if row_max_ptr is not None:
-        row_max = row_max_ptr + (batch * heads_q + head) * total_q + rows
-        tl.store(row_max, m_i if ADDED else m_i * LN2, mask=rows < seq_q)
+        tl.store(row_max_ptr + head_row + rows.rows, m_i if ADDED else m_i * LN2, mask=exists)
     if sinks_ptr is not None:
-        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + head), m_i, l_i, ADDED)
+        alpha, m_i, l_i = add_sink(tl.load(sinks_ptr + rows.head), m_i, l_i, ADDED)
         if row_max_ptr is not None:
             acc = acc * alpha[:, None]
     l_safe, lse = row_statistics(m_i, l_i, ADDED)
     if ADDED:
-        rest = terms.rest + (batch * heads_q + head) * total_q + rows
-        tl.store(rest, rest_of_lse(lse, m_i, l_safe), mask=rows < seq_q)
+        tl.store(rest_ptr + head_row + rows.rows, rest_of_lse(lse, m_i, l_safe), mask=exists)
     out_row = heads_q * HEAD_DIM_V
-    out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
+    out_base = out_ptr + rows.batch * rows.end * out_row + rows.head * HEAD_DIM_V
     out = acc / l_safe[:, None]
-    store_tile(out_base, out, start_q, seq_q, out_row, BLOCK_Q, HEAD_DIM_V)
-    tl.store(lse_ptr + (batch * heads_q + head) * total_q + rows, lse, mask=rows < seq_q)
+    store_tile(out_base, out, rows.start, rows.end, out_row, rows.rows.shape[0], HEAD_DIM_V)
+    tl.store(lse_ptr + head_row + rows.rows, lse, mask=exists)
 
 
 def flash_fwd(

@@ -1,0 +1,86 @@
+"""Scores of pairs: from q and k to the input of the softmax, and what follows from the scores."""
+
+import triton
+import triton.language as tl
+
+from torch_attn.kernels.library.intervals import in_interval
+from torch_attn.kernels.library.scores import (
+    attention_mask,
+    attention_scores,
+    softcap_derivative,
+)
+from torch_attn.kernels.library.terms import added_scores, store_bias_tile
+from torch_attn.kernels.library.tree import in_branch
+
+
+@triton.jit
+def pair_scores(
+    a,
+    b,
+    mask,
+    terms,
+    rule,
+    rows,
+    others,
+    left,
+    right,
+    MASKED: tl.constexpr,
+    OF_KEYS: tl.constexpr = False,
+    ANY_START: tl.constexpr = False,
+):
+    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
+
+    Everything that changes or hides a score is applied here.
+
+    Args:
+        a, b: the own rows and the visited rows of q and k.
+        mask, terms, rule: `Mask`, `Terms` and `twin_attention.contract.spec.ScoreRule`.
+        rows, others: `Rows` and the `Visited` tile.
+        left, right: keys seen on each side of a position; None is unlimited.
+        MASKED: the tile has hidden keys.
+        OF_KEYS: the rows are keys.
+        ANY_START: others may begin before the first key.
+
+    Returns:
+        (s, dcap): a · bᵀ scaled, with terms, capped and masked, float32; and the derivative of the
+        cap, 1 without one.
+    """
+    seen = None
+    if MASKED and mask.intervals is not None:
+        seen = in_interval(rows, others)
+    elif MASKED and mask.tree is not None:
+        seen = in_branch(mask, rows, others, OF_KEYS, ANY_START)
+    added = added_scores(terms, rows, others, MASKED or OF_KEYS, OF_KEYS)
+    s = attention_scores(
+        a, b, rule.scale, rule.softcap, rule.scale_first, rule.precision, None, added
+    )
+    dcap = 1.0
+    if rule.softcap is not None:
+        # What is added to a hidden pair may be NaN.
+        dcap = tl.maximum(softcap_derivative(s, rule.softcap), 0.0)
+    if MASKED or mask.segments is not None:
+        # Rows of keys past the end are not stored.
+        own, other = (rows.rows + rows.diagonal)[:, None], others.rows[None, :]
+        if OF_KEYS:
+            s = attention_mask(s, other, own, None, left, right)
+        elif mask.segments is not None:
+            s = attention_mask(s, own, other, None, left, right)
+        else:
+            s = attention_mask(s, own, other, rows.size_other, left, right)
+    if mask.segments is not None:
+        s = tl.where(rows.ids[:, None] == others.ids[None, :], s, float("-inf"))
+    if seen is not None:
+        s = tl.where(seen, s, float("-inf"))
+    if ANY_START:
+        s = tl.where(others.exists[None, :], s, float("-inf"))
+    return s, dcap
+
+
+@triton.jit
+def store_gradients(terms, ds, queries, keys):
+    """Store what a tile adds to the gradients of terms that no two pairs share."""
+    if terms.dbias.entries is not None:
+        store_bias_tile(
+            terms.dbias, ds, queries.element, queries.head, queries.start, keys.start, queries.end,
+            queries.size_other, ds.shape[0], ds.shape[1],
+        )  # fmt: skip

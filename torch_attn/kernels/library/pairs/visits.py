@@ -1,0 +1,183 @@
+"""Which tiles of the other axis a program's rows see, and how it loads one."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from torch_attn.kernels.library.block_mask import kept_row, kept_tiles
+from torch_attn.kernels.library.intervals import tiles_of_intervals
+from torch_attn.kernels.library.scores import round_operand
+from torch_attn.kernels.library.segments import VISITED, load_segments, meeting_tiles
+from torch_attn.kernels.library.tiles import load_tile, tile_start, visible_tiles
+from torch_attn.kernels.library.tree import ending_tiles, find_path
+
+
+class Tiles(NamedTuple):
+    """The tiles of the other axis that some rows see.
+
+    Attributes:
+        begin, before, full, after: as `visible_tiles` returns them.
+        list_ptr: the list of a block mask, whose concatenated rows these are; or 0.
+        ranges, least, greatest: what `tree.find_path` returns, or 0.
+    """
+
+    begin: Any
+    before: Any
+    full: Any
+    after: Any
+    list_ptr: Any
+    ranges: Any
+    least: Any
+    greatest: Any
+
+
+class Visited(NamedTuple):
+    """A visited tile of the other axis.
+
+    Attributes:
+        head: the query head.
+        start, rows: its first row, and its rows, [BLOCK].
+        ids, exists: segments of the rows, and which rows are to be loaded; 0 without segments.
+        stored, stored_end: where its tensors have the tile, and the end of the sequence's rows.
+    """
+
+    head: Any
+    start: Any
+    rows: Any
+    ids: Any
+    exists: Any
+    stored: Any
+    stored_end: Any
+
+
+@triton.jit
+def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
+    """Return the `Tiles` of keys that a program's queries see, which `count_runs` divides."""
+    begin, before, full, after = _seen_tiles(mask, queries, left, right, BLOCK_KV)
+    list_ptr, begin, before, full, after = kept_tiles(
+        mask.lists, queries, queries.head, begin, before, full, after, BLOCK_KV
+    )
+    ranges, least, greatest = 0, 0, 0
+    if mask.tree is not None:
+        ranges, least, greatest = find_path(mask, queries)
+    return Tiles(begin, before, full, after, list_ptr, ranges, least, greatest)
+
+
+@triton.jit
+def tiles_of_queries(mask, keys, head_q, left, right, BLOCK_Q: tl.constexpr):
+    """Return the `Tiles` of a head's queries that see a program's keys."""
+    begin, before, full, after = _seen_tiles(mask, keys, right, left, BLOCK_Q)
+    if mask.tree is not None:
+        begin, before, full, after = ending_tiles(mask, keys, begin, before, full, after, BLOCK_Q)
+    list_ptr, begin, before, full, after = kept_tiles(
+        mask.lists, keys, head_q, begin, before, full, after, BLOCK_Q
+    )
+    return Tiles(begin, before, full, after, list_ptr, 0, 0, 0)
+
+
+@triton.jit
+def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr):
+    """Return which tiles the window, intervals and segments show, as `visible_tiles` does."""
+    if mask.intervals is not None:
+        begin, before, full, after = tiles_of_intervals(rows, BLOCK_OTHER)
+    else:
+        begin, before, full, after = visible_tiles(
+            rows.start, rows.end, rows.size_other, rows.diagonal, left, right, rows.rows.shape[0],
+            BLOCK_OTHER,
+        )  # fmt: skip
+    if mask.segments is not None:
+        begin, before, full, after = meeting_tiles(rows, begin, before, full, after, BLOCK_OTHER)
+    return begin, before, full, after
+
+
+@triton.jit
+def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first key of tile `index` of `next_run`."""
+    if mask.tree is None:
+        row = first_row(mask, queries, tiles, index, BLOCK_KV, MASKED)
+    else:
+        row = tiles.begin + index * BLOCK_KV
+    return row
+
+
+@triton.jit
+def first_row(mask, rows, tiles, index, BLOCK_OTHER: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first row of tile `index` of one kind: tiles that need a mask, or need none."""
+    row = tile_start(index, tiles.begin, tiles.before, tiles.full, BLOCK_OTHER, MASKED)
+    if mask.lists is not None:
+        row = kept_row(tiles.list_ptr, row, rows.size_other, mask.lists.tile_other, MASKED)
+    return row
+
+
+@triton.jit
+def load_keys(
+    k_base,
+    STRIDE: tl.constexpr,
+    mask,
+    queries,
+    start_kv,
+    rule,
+    BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+    ANY_START: tl.constexpr = False,
+):
+    """Load a tile of keys; return it, and its `Visited`, for `load_values` and `pair_scores`.
+
+    ANY_START: the tile may begin before the first key.
+    """
+    keys = _visited(mask, queries, queries.head, start_kv, 0, BLOCK_KV, ANY_START)
+    k = load_values(k_base, STRIDE, mask, keys, rule, HEAD_DIM, MASKED, ANY_START)
+    return k, keys
+
+
+@triton.jit
+def load_queries(
+    q_base,
+    STRIDE: tl.constexpr,
+    mask,
+    keys,
+    head,
+    start_q,
+    rule,
+    BLOCK_Q: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Load a tile of a head's queries; return it, and its `Visited`, as `load_keys` does."""
+    queries = _visited(mask, keys, head, start_q, keys.first_other, BLOCK_Q)
+    return load_values(q_base, STRIDE, mask, queries, rule, HEAD_DIM, MASKED), queries
+
+
+@triton.jit
+def _visited(mask, rows, head, start, first, BLOCK: tl.constexpr, ANY_START: tl.constexpr = False):
+    others = start + tl.arange(0, BLOCK)
+    ids, exists = 0, 0
+    if ANY_START:
+        exists = (others >= 0) & (others < rows.size_other)
+    if mask.segments is not None:
+        ids, exists = load_segments(
+            rows.ids_other, start, rows.size_other, BLOCK, VISITED, ANY_START
+        )
+    return Visited(head, start, others, ids, exists, first + start, first + rows.size_other)
+
+
+@triton.jit
+def load_values(
+    base,
+    STRIDE: tl.constexpr,
+    mask,
+    others,
+    rule,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    ANY_START: tl.constexpr = False,
+):
+    """Load the rows of another operand, v or dout, of a tile of `load_keys` or `load_queries`."""
+    exists = None
+    if ANY_START or mask.segments is not None:
+        exists = others.exists
+    BLOCK: tl.constexpr = others.rows.shape[0]
+    x = load_tile(base, others.stored, others.stored_end, STRIDE, BLOCK, SIZE, MASKED, exists)
+    return round_operand(x, rule.precision)
