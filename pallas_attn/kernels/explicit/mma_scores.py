@@ -18,8 +18,8 @@ def visible_scores(s, position, key, end, rule, window, masked, layout):
     Args:
         s: products, in `layout`.
         position, key: in the shape of `s`; the key position of each query, and each key.
-        end, rule, window, masked: see
-            `pallas_attn.kernels.library.scores.visible_scores`.
+        end: the first key that does not exist; None hides none.
+        rule, window, masked: see `pallas_attn.kernels.library.pairs.scores.pair_scores`.
 
     Returns:
         (s, dcap): the scores; and the derivative of the cap, or 1.

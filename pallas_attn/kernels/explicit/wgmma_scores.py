@@ -23,7 +23,7 @@ def scaled_scores(s, rule):
 
 
 def visible_scores(s, position, key, end, rule, window, masked):
-    """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
+    """Turn products q·k into the input of the softmax: `library.pairs.scores.pair_scores`.
 
     Returns (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
     takes them to base 2; and the derivative of the cap, or 1.

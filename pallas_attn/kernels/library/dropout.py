@@ -11,45 +11,34 @@ from pallas_attn.kernels.library.tiles import arange
 from twin_attention.contract.dropout import MULTIPLIERS, ROUNDS, WEYL
 
 
-def dropout_weights(
-    terms,
-    rule,
-    element,
-    head,
-    start_q,
-    start_kv,
-    block_q,
-    block_kv,
-    transposed=False,
-    any_start=False,
-):
-    """Return a tile's dropout weights, [block_q, block_kv] float32; None without dropout.
+def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
+    """Return a tile's dropout weights, [block, block_other] float32; 1 without dropout.
 
     If one thread has all eight pairs of a block, they are drawn once: the compiler sees that they
     come from the same numbers.
 
     Args:
-        terms: `pallas_attn.kernels.library.terms.Terms`.
+        terms, rows, others: `Terms`, `Rows` and the `Visited` tile. Both tiles start at multiples
+            of their sizes, counted from the sequence's first row, except others with any_start.
         rule: `twin_attention.contract.dropout.DropoutRule`, or None.
-        element: the batch element, or the packed sequence.
-        head: the query head.
-        start_q, start_kv: the tile's first query and key, counted from the sequence's first;
-            multiples of block_q and block_kv, except start_kv with any_start.
-        transposed: the tile has keys down and queries across.
+        of_keys: the rows are keys.
     """
     if rule is None:
-        return None
-    query, key = arange(block_q), arange(block_kv)
+        return 1
+    query, key = arange(rows.rows.shape[0]), arange(others.rows.shape[0])
+    start_q, start_kv = rows.start - rows.first, others.start
+    if of_keys:
+        query, key, start_q, start_kv = key, query, start_kv, start_q
     first_q, first_kv = start_q // 16 * 8, start_kv // 32 * 8
-    if any_start or block_kv % 32 != 0:
+    if any_start or key.shape[0] % 32 != 0:
         key, first_kv = key + start_kv, 0
-    if transposed:
+    if of_keys:
         query, key = query[None, :], key[:, None]
     else:
         query, key = query[:, None], key[None, :]
     counters = (
-        element,
-        head,
+        rows.element,
+        others.head,
         first_q + query // 16 * 8 + query % 8,
         first_kv + key // 32 * 8 + key % 8,
     )

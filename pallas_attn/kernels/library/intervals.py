@@ -45,9 +45,10 @@ def tiles_of_intervals(begins, ends, block_other):
     return tiles_between(begin, full_begin, full_end, end, block_other)
 
 
-def in_interval(begins, ends, rows):
-    """Return which rows of the other axis each resident row sees, [block, block_other]."""
-    return (rows[None, :] >= begins[:, None]) & (rows[None, :] < ends[:, None])
+def in_interval(rows, others):
+    """Return which rows of a `Visited` tile each own row sees, [block, block_other]."""
+    other = others.rows[None, :]
+    return (other >= rows.begins[:, None]) & (other < rows.ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Any]) -> RowIntervals:

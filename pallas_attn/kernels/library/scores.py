@@ -6,60 +6,6 @@ from jax import lax
 from pallas_attn.kernels.library.softmax import LOG2E
 
 
-def visible_scores(
-    a,
-    b,
-    position,
-    key,
-    end,
-    rule,
-    window,
-    masked,
-    segment_a=None,
-    segment_b=None,
-    seen=None,
-    added=(),
-):
-    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
-
-    Everything that changes or hides a score is applied here.
-
-    Args:
-        a, b: rows of q and rows of k, or the other way round for transposed scores.
-        position, key: key position of each query, and of each key, broadcast against a · bᵀ and
-            counted from any one origin.
-        end: first key that does not exist; None where rows past the end are not stored.
-        rule: `twin_attention.contract.spec.ScoreRule`.
-        window: keys seen on each side of a position, `twin_attention.contract.spec.Window`.
-        masked: the tile has hidden keys.
-        segment_a, segment_b: segments of the rows of a and of b, which a nonexistent row never
-            shares; None hides nothing.
-        seen: the keys that a tree or an interval lets each query see, broadcast as a · bᵀ; None
-            hides nothing.
-        added: of `terms.added_scores`, what is added to the scaled scores.
-
-    Returns:
-        (s, dcap): a · bᵀ scaled, with `added`, capped and masked, float32; and the derivative of
-        the cap, 1 without one.
-    """
-    s = attention_scores(
-        a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision, added
-    )
-    dcap = 1.0
-    if rule.softcap is not None:
-        dcap = softcap_derivative(s, rule.softcap)
-        if added is not None:
-            dcap = jnp.where(dcap > 0.0, dcap, 0.0)  # what is added to a hidden pair may be NaN
-    if segment_a is not None:
-        s = attention_mask(s, position, key, None, window.left, window.right)
-        s = jnp.where(segment_a[:, None] == segment_b[None, :], s, float("-inf"))
-    elif masked:
-        s = attention_mask(s, position, key, end, window.left, window.right)
-    if masked and seen is not None:
-        s = jnp.where(seen, s, float("-inf"))
-    return s, dcap
-
-
 def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee", added=()):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 

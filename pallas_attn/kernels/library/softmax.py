@@ -80,7 +80,7 @@ def rest_of_lse(lse, m_i, l_safe):
 
 
 def probabilities(s, lse2, rest2, exp2_scale):
-    """Compute p = exp(s - lse) from statistics of the rows, which are broadcast as s.
+    """Compute p = exp(s - lse) from statistics of the rows, broadcast against s.
 
     lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
     subtracted first, and rest2 the `rest_of_lse` in base 2.

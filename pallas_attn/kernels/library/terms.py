@@ -45,44 +45,34 @@ def adds_terms(terms: Terms) -> bool:
     return not (terms.relative is None and terms.slopes is None and terms.bias is None)
 
 
-def added_scores(
-    terms,
-    element,
-    offset,
-    start_q,
-    start_kv,
-    seq_q,
-    seq_kv,
-    block_q,
-    block_kv,
-    masked,
-    member=None,
-    transposed=False,
-):
-    """Return what is added to a tile's scores, in turn, each [block_q, block_kv] float32.
+def added_scores(terms, rows, others, masked, of_keys):
+    """Return what is added to a tile's scores, in turn, each [block, block_other] float32.
 
     Every kernel adds them in this order: another order rounds otherwise beside a value of -1e9.
 
     Args:
         terms: `Terms` of a head: relative [2R + 1], slopes [] or, for packed sequences, [N], and
-            bias [Sq or 1, Skv or 1]. `Terms` of all heads of a group have the heads, or 1 for all,
-            as first axis. A bias of all batch elements has the batch axis before that.
-        element: the packed sequence, which may be that of padding; any number for a dense batch.
-        offset: distance of the tile's first key from its first query.
-        start_q, start_kv: the tile's first query and key.
-        seq_q, seq_kv: how many queries and keys there are.
-        block_q, block_kv: sizes of the tile.
+            bias [Sq or 1, Skv or 1]. `Terms` of several heads have the heads, or 1 for all, as
+            first axis. A bias of all batch elements has the batch axis before that.
+        rows, others: `Rows` and the `Visited` tile.
         masked: the tile has keys that do not exist.
-        member: the head of a group; None for terms of one head.
-        transposed: the tile has keys down and queries across.
+        of_keys: the rows are keys.
     """
     if not adds_terms(terms):
         return []
-    query, key = arange(block_q), arange(block_kv)
-    if transposed:
-        distance = offset + key[:, None] - query[None, :]
+    own, other = arange(rows.rows.shape[0])[:, None], arange(others.rows.shape[0])[None, :]
+    # Distances of the first key from the first query, and of each key from each query.
+    if of_keys:
+        member = others.member
+        offset = rows.start + rows.diagonal - others.start
+        distance = offset + own - other
+        block_q, block_kv = other.shape[1], own.shape[0]
     else:
-        distance = offset + key[None, :] - query[:, None]
+        member = rows.member
+        offset = others.start - rows.start - rows.diagonal
+        distance = offset + other - own
+        block_q, block_kv = own.shape[0], other.shape[1]
+    element = rows.element
     added, head = [], () if member is None else (member,)
     if terms.slopes is not None:
         place = head
@@ -108,11 +98,7 @@ def added_scores(
         is_far = (offset - block_q + 1 >= radius) | (offset + block_kv - 1 <= -radius)
         added.append(lax.cond(is_far, load_one, load_all))
     if terms.bias is not None:
-        of_pairs = _bias_scores(
-            terms.bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
-            masked, transposed,
-        )  # fmt: skip
-        added.append(of_pairs)
+        added.append(_bias_scores(terms.bias, rows, others, member, masked, of_keys))
     return added
 
 
@@ -128,34 +114,36 @@ def round_steep(slope):
     return jnp.where(jnp.abs(slope) > STEEP, rounded, slope)
 
 
-def _bias_scores(
-    bias, element, member, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked, transposed
-):
+def _bias_scores(bias, rows, others, member, masked, of_keys):
     """Return a tile of a bias. Nonexistent queries have the last query's values."""
-    *axes, rows, keys = bias.shape
-    of_axes = (member,) if member is not None else (element,)
-    of_axes = (element, member) if len(axes) == 2 else of_axes
-    query = jnp.minimum(start_q + arange(block_q), seq_q - 1)
-    key = start_kv + arange(block_kv)
-    exists = (key >= 0) & (key < seq_kv)
+    *axes, size_q, size_kv = bias.shape
+    of_axes = (member,) if member is not None else (rows.element,)
+    of_axes = (rows.element, member) if len(axes) == 2 else of_axes
+    query = rows.start - rows.first + arange(rows.rows.shape[0])
+    key = others.start + arange(others.rows.shape[0])
+    seq_q, seq_kv = rows.end - rows.first, rows.size_other
+    if of_keys:
+        query, key, seq_q, seq_kv = key, query, seq_kv, seq_q
+    query, exists = jnp.minimum(query, seq_q - 1), (key >= 0) & (key < seq_kv)
     if masked:
         key = jnp.where(exists, key, 0)
     query, key, exists = (
         x[None, :] if is_across else x[:, None]
-        for x, is_across in ((query, transposed), (key, not transposed), (exists, not transposed))
+        for x, is_across in ((query, of_keys), (key, not of_keys), (exists, not of_keys))
     )
-    shape = (block_kv, block_q) if transposed else (block_q, block_kv)
+    shape = (rows.rows.shape[0], others.rows.shape[0])
     place = [x if size > 1 else 0 for x, size in zip(of_axes, axes, strict=False)]
-    place += [query if rows > 1 else 0, key if keys > 1 else 0]
+    place += [query if size_q > 1 else 0, key if size_kv > 1 else 0]
     place = tuple(jnp.broadcast_to(jnp.int32(x), shape) for x in place)
-    if masked and keys > 1:
+    if masked and size_kv > 1:
         mask = jnp.broadcast_to(exists, shape)
         return plt.load(bias.at[place], mask=mask, other=0.0).astype(jnp.float32)
     return plt.load(bias.at[place]).astype(jnp.float32)
 
 
-def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv, block_q, block_kv):
+def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv):
     """Store a tile of the gradient of a bias that has all queries and keys."""
+    block_q, block_kv = x.shape
     query, key = start_q + arange(block_q), start_kv + arange(block_kv)
     exists = (query < seq_q)[:, None] & (key < seq_kv)[None, :]
     place = ref.at[pl.ds(start_q, block_q), pl.ds(start_kv, block_kv)]

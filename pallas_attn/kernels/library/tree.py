@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
-from pallas_attn.kernels.library.tiles import Visible, arange, cdiv, minimum
+from pallas_attn.kernels.library.tiles import Visible, cdiv, minimum
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
@@ -77,53 +77,44 @@ class Runs(NamedTuple):
         return self.visible.before + self.visible.full + self.visible.after
 
 
-def in_branch(tree, depths, row_q, query, size_q, row_kv, key, size_kv, position):
-    """Return which keys end after each query, and reach its depth; None without a tree.
+def in_branch(mask, rows, others, of_keys):
+    """Return which keys end after each query, and reach its depth, [block, block_other].
 
-    Args:
-        tree, depths: `Tree` and `Depths`.
-        row_q, row_kv: rows of the sequence's first query and key.
-        query, key: rows counted from these, broadcast against each other.
-        size_q, size_kv: how many queries and keys there are.
-        position: positions of the queries, counted as keys.
+    of_keys: the rows are keys.
     """
-    if tree.ends is None:
-        return None
-    ends = plt.load(tree.ends.at[row_kv + key], mask=key < size_kv, other=0)
-    seen = position < ends
-    if depths.reach is not None:
-        reach = plt.load(depths.reach.at[row_kv + key], mask=key < size_kv, other=0)
-        depth = plt.load(depths.q.at[row_q + query], mask=query < size_q, other=0)
+    own, other = rows.rows[:, None], others.rows[None, :]
+    position, other_row = own + rows.diagonal, rows.first_other + other
+    query, is_query, key, is_key = own, own < rows.end, other_row, other < rows.size_other
+    if of_keys:
+        position = other - (rows.diagonal + rows.first)
+        query, is_query, key, is_key = key, is_key, query, is_query
+    seen = position < plt.load(mask.tree.ends.at[key], mask=is_key, other=0)
+    if mask.depths.reach is not None:
+        reach = plt.load(mask.depths.reach.at[key], mask=is_key, other=0)
+        depth = plt.load(mask.depths.q.at[query], mask=is_query, other=0)
         seen = seen & (depth <= reach)
     return seen
 
 
-def find_runs(
-    tree, depths, row_q, start, size, row_kv, size_kv, diagonal, visible, block, block_kv
-):
-    """Return the `Runs` of the queries start .. start + block; None without a tree.
+def find_runs(mask, rows, visible, block):
+    """Return the `Runs` of a program's queries; None without a tree.
 
     Args:
-        tree, depths: as `in_branch` takes them.
-        row_q, row_kv: as `in_branch` takes them.
-        start, size: the queries' first row, and the end of the sequence's queries.
-        size_kv: how many keys the sequence has.
-        diagonal: position of query 0.
+        mask, rows: `Mask`, and the queries' `Rows`.
         visible: the result of `visible_tiles`.
-        block, block_kv: rows of the tile of queries, and of a tile of keys.
+        block: keys of a tile.
     """
-    if tree.ends is None:
+    if mask.tree.ends is None:
         return None
     least = greatest = None
-    if depths.reach is not None:
-        rows = start + arange(block)
-        depth = depths.q.at[row_q + rows]
-        least = jnp.min(plt.load(depth, mask=rows < size, other=LARGEST))
-        greatest = jnp.max(plt.load(depth, mask=rows < size, other=-LARGEST))
-    last = minimum(start + block, size) - 1
+    if mask.depths.reach is not None:
+        depth, is_query = mask.depths.q.at[rows.rows], rows.rows < rows.end
+        least = jnp.min(plt.load(depth, mask=is_query, other=LARGEST))
+        greatest = jnp.max(plt.load(depth, mask=is_query, other=-LARGEST))
+    last = minimum(rows.start + rows.rows.shape[0], rows.end) - 1
     return Runs(
-        tree.ranges, row_kv + visible.begin, row_kv + size_kv - 1, visible, start + diagonal,
-        last + diagonal, least, greatest, block_kv,
+        mask.tree.ranges, rows.first_other + visible.begin, rows.first_other + rows.size_other - 1,
+        visible, rows.start + rows.diagonal, last + rows.diagonal, least, greatest, block,
     )  # fmt: skip
 
 
@@ -202,30 +193,25 @@ def _is_kind(runs, tile, masked):
     return visited & ~whole if masked else whole
 
 
-def ending_tiles(tree, depths, row_kv, key, size_kv, diagonal, visible, block):
-    """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys.
+def ending_tiles(mask, keys, visible, block):
+    """Narrow the `Visible` tiles of queries to those before the end of some keys.
 
-    Args:
-        tree, depths, row_kv, key, size_kv: as `in_branch` takes them.
-        diagonal: position of query 0.
-        visible: the result of `visible_tiles`.
-        block: rows of a tile of queries.
-
-    Returns the `Visible` tiles.
+    block: queries of a tile.
     """
-    if tree.ends is None:
+    if mask.tree.ends is None:
         return visible
     begin, before, full, after = visible
-    ends = plt.load(tree.ends.at[row_kv + key], mask=key < size_kv, other=0)
-    ends = jnp.minimum(jnp.maximum(ends, 0), size_kv)
-    end = jnp.max(ends) - diagonal
-    full_end = jnp.min(jnp.where(key < size_kv, ends, size_kv)) - diagonal
+    size, diagonal, is_key = keys.end - keys.first, keys.diagonal + keys.first, keys.rows < keys.end
+    ends = plt.load(mask.tree.ends.at[keys.rows], mask=is_key, other=0)
+    ends = jnp.minimum(jnp.maximum(ends, 0), size)
+    end = jnp.max(ends) + diagonal
+    full_end = jnp.min(jnp.where(is_key, ends, size)) + diagonal
     count = cdiv(jnp.maximum(end - begin, 0), block)
     count = jnp.minimum(count, before + full + after)
     before = jnp.minimum(before, count)
     whole = jnp.maximum(full_end - begin, 0) // block - before
     full = jnp.minimum(jnp.minimum(jnp.maximum(whole, 0), full), count - before)
-    if depths.reach is not None:
+    if mask.depths.reach is not None:
         full = jnp.int32(0)
     return Visible(begin, before, full, count - before - full)
 

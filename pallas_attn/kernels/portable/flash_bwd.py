@@ -3,48 +3,53 @@
 With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0. With
-dropout, dp and the p of dv are multiplied by `dropout_weights`.
+dropout, dp and the p of dv are multiplied by `kept_pairs`.
 Dao 2023, FlashAttention-2, algorithm 2, with a separate kernel for dq instead of atomic additions:
 the result has the same bits every time.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.gradients import make_flash_bwd
-from pallas_attn.kernels.library.block_mask import list_arguments, num_lists_of_group
-from pallas_attn.kernels.library.dropout import dropout_weights
-from pallas_attn.kernels.library.intervals import in_interval, load_intervals
-from pallas_attn.kernels.library.mask import find_visits
+from pallas_attn.kernels.library.block_mask import num_lists_of_group
+from pallas_attn.kernels.library.dropout import kept_pairs
+from pallas_attn.kernels.library.mask import pair_arguments
+from pallas_attn.kernels.library.pairs.rows import (
+    load_own,
+    load_prepared,
+    own_keys,
+    own_queries,
+)
+from pallas_attn.kernels.library.pairs.scores import pair_scores
+from pallas_attn.kernels.library.pairs.visits import (
+    load_keys,
+    load_queries,
+    load_values,
+    tiles_of_keys,
+    tiles_of_queries,
+)
 from pallas_attn.kernels.library.schedule import order_programs
 from pallas_attn.kernels.library.scores import (
     add_product,
     as_multiplied,
     dot,
     round_operand,
-    visible_scores,
 )
-from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
-from pallas_attn.kernels.library.sequences import count_sequence_tiles, first_tile, locate_tile
+from pallas_attn.kernels.library.segments import STAYS, load_segments
+from pallas_attn.kernels.library.sequences import count_sequence_tiles, locate_tile
 from pallas_attn.kernels.library.softmax import LOG2E, lse_to_subtract, probabilities
-from pallas_attn.kernels.library.terms import NO_TERMS, added_scores, shares_values, store_pairs
+from pallas_attn.kernels.library.terms import NO_TERMS, shares_values, store_pairs
 from pallas_attn.kernels.library.tiles import (
     ROW_PADDING,
-    arange,
-    load_padded_rows,
     load_rows,
     load_tile,
-    rows_from,
-    split_step,
     store_tile,
 )
-from pallas_attn.kernels.library.tree import ending_tiles, find_runs, in_branch
 from pallas_attn.kernels.portable.flash_bwd_bias import bias_gradient
 from pallas_attn.kernels.portable.flash_bwd_terms import relative_gradient
 from pallas_attn.launch import (
-    flash_arguments,
     launch,
     of_all,
     of_batch,
@@ -140,8 +145,7 @@ def flash_bwd_dq_kernel(
     dropout,
     head_dim,
     head_dim_v,
-    tile_q,
-    tile_kv,
+    list_tile,
     block_q,
     block_kv,
 ):
@@ -150,100 +154,51 @@ def flash_bwd_dq_kernel(
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv], dout [Sq,
     Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
     `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
-    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Packed
-    sequences, segment ids, block mask, tree, terms: as in `flash_fwd_kernel`; lse2 and delta as in
-    `flash_bwd_preprocess_kernel`. carry [Sq, D] float32: the gradient through other keys, to which
-    the gradient through these keys is added; or None. dbias [Sq, Skv]: the gradient of a bias that
-    no two pairs share, which is ds. It is 0 at first, in the memory of the result, or None.
+    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Mask, terms
+    and list_tile: as in `flash_fwd_kernel`. carry [Sq, D] float32: the gradient through other keys,
+    to which the gradient through these keys is added; or None. dbias [Sq, Skv]: the gradient of a
+    bias that no two pairs share, which is ds. It is 0 at first, in the memory of the result, or
+    None.
     """
-    offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of queries.
-    tile, head, batch = place(pl.program_id(0))
-    sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-        *offsets, tile, seq_q, seq_kv, block_q
-    )
-    element = batch if offsets.cu_seqlens_q is None else sequence
-    diagonal = seq_kv - seq_q
-    k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
-    moved = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
-    lse2_ref, delta_ref = rows_from(lse2_ref, moved), rows_from(delta_ref, moved)
+    rows = own_queries(mask, place(pl.program_id(0)), seq_q, seq_kv, block_q)
+    start, end = rows.start, rows.end
 
-    # Load the queries and their per-row values; they stay.
-    segment_q, is_query = load_segments(segments.q_ids, start_q, seq_q, block_q, STAYS)
-    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
-    do = load_tile(dout_ref, start_q, seq_q, block_q, head_dim_v, True, is_query)
-    q, do = round_operand(q, rule.precision), round_operand(do, rule.precision)
-    rows = start_q + arange(block_q)
-    position = rows + diagonal
-    lse2 = load_padded_rows(lse2_ref, start_q, block_q)
-    delta = load_padded_rows(delta_ref, start_q, block_q)
-    rest2 = None
-    if terms.rest2 is not None:
-        rest2 = load_padded_rows(rows_from(terms.rest2, moved), start_q, block_q)[:, None]
-    begins, ends = load_intervals(intervals, start_q, seq_q, block_q)
+    # Load the queries and their rows' data; they stay.
+    q, do = load_own(q_ref, rows, rule, head_dim), load_own(dout_ref, rows, rule, head_dim_v)
+    lse2, rest2, delta = (
+        load_prepared(ref, rows.padded, start, block_q)
+        for ref in (lse2_ref, terms.rest2, delta_ref)
+    )
     dq = jnp.zeros((block_q, padded_head_dim(head_dim)), jnp.float32)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    visits = find_visits(
-        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv, segment_q,
-        segments, begins, ends,
-    )  # fmt: skip
-    if lists.tiles is not None:
-        visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
-    runs = find_runs(
-        tree, depths, 0, start_q, seq_q, first_kv, seq_kv, diagonal, visits.visible, block_q,
-        block_kv,
-    )  # fmt: skip
-    visits = visits._replace(runs=runs)
-    for masked in (False, True):
+    def visit(start_kv, dq, masked):
+        # s = scale · q kᵀ
+        k, keys = load_keys(k_ref, mask, rows, start_kv, rule, block_kv, head_dim, masked)
+        s, dcap = pair_scores(q, k, mask, terms, rule, rows, keys, window, masked)
+        # p = exp(s - lse)
+        p = probabilities(s, lse2, rest2, rule.exp2_scale)
+        # dp = dout vᵀ
+        v = load_values(v_ref, rows, keys, rule, head_dim_v, masked)
+        dp = dot(do, v.T, rule.precision)
+        dp = dp * kept_pairs(terms, dropout, rows, keys)
+        # ds = p ∘ (dp - delta) ∘ dcap
+        ds = p * (dp - delta) * dcap
+        for ref in stored:
+            store_pairs(ref, ds, start, start_kv, end, rows.size_other)
+        # dq += ds k
+        ds = round_operand(ds.astype(k.dtype), rule.precision)
+        return dq + dot(ds, k, rule.precision)
 
-        def visit(index, dq, masked=masked):
-            start_kv = visits.start(index, masked)
-            # s = scale · q kᵀ
-            segment_kv, is_key = load_segments(segments.kv_ids, start_kv, seq_kv, block_kv, VISITED)
-            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
-            k = round_operand(k, rule.precision)
-            key = start_kv + arange(block_kv)
-            seen = in_branch(
-                tree, depths, 0, rows[:, None], seq_q, first_kv, key[None, :], seq_kv,
-                position[:, None],
-            )  # fmt: skip
-            if begins is not None:
-                seen = in_interval(begins, ends, key)
-            offset = start_kv - start_q - diagonal
-            added = added_scores(
-                terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked
-            )
-            s, dcap = visible_scores(
-                q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv, seen, added,
-            )  # fmt: skip
-            # p = exp(s - lse)
-            p = probabilities(s, lse2[:, None], rest2, rule.exp2_scale)
-            # dp = dout vᵀ
-            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
-            v = round_operand(v, rule.precision)
-            dp = dot(do, v.T, rule.precision)
-            kept = dropout_weights(
-                terms, dropout, element, head, start_q - first_q, start_kv, block_q, block_kv
-            )
-            if kept is not None:
-                dp = dp * kept
-            # ds = p ∘ (dp - delta) ∘ dcap
-            ds = p * (dp - delta[:, None]) * dcap
-            for ref in stored:
-                store_pairs(ref, ds, start_q, start_kv, seq_q, seq_kv, block_q, block_kv)
-            # dq += ds k
-            ds = round_operand(ds.astype(k.dtype), rule.precision)
-            return dq + dot(ds, k, rule.precision)
-
-        dq = visits.walk(masked, visit, dq)
+    visits = tiles_of_keys(mask, rows, window, block_kv, list_tile)
+    dq = visits.walk(visit, dq)
 
     # Scale and store.
     dq = dq * rule.scale
     if carry_ref is not None:
-        dq = dq + load_tile(carry_ref, start_q, seq_q, block_q, head_dim, True)
-    store_tile(dq_ref, dq, start_q, seq_q, block_q, head_dim)
+        dq = dq + load_tile(carry_ref, start, end, block_q, head_dim, True)
+    store_tile(dq_ref, dq, start, end, block_q, head_dim)
 
 
 def flash_bwd_dkdv_kernel(
@@ -260,7 +215,6 @@ def flash_bwd_dkdv_kernel(
     *,
     place,
     group_size,
-    group_lists,
     seq_q,
     seq_kv,
     rule,
@@ -268,8 +222,7 @@ def flash_bwd_dkdv_kernel(
     dropout,
     head_dim,
     head_dim_v,
-    tile_q,
-    tile_kv,
+    list_tile,
     block_q,
     block_kv,
 ):
@@ -281,127 +234,49 @@ def flash_bwd_dkdv_kernel(
     queries across), so that they can be left operands directly. Loop invariant: dk is Σ dsᵀ q and
     dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
     base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
-    Packed sequences, segment ids, tree: as in `flash_bwd_dq_kernel`, with tiles of keys, and the
-    ranges of the queries' ids. Terms: likewise, of all heads of the group. Block mask: likewise,
-    with the `lists_of_queries`, counts [group_lists, tiles] and tiles [group_lists, tiles, width];
-    group_lists is how many lists the query heads of a kv head have, group_size or 1.
+    Mask and list_tile: as in `flash_fwd_kernel`, but for a kernel that visits queries, with
+    `count_sequence_tiles` of keys. Terms: of all heads of the group.
     """
-    offsets, segments, lists, tree, depths, intervals = mask
     # Locate the tile of keys.
-    tile, head_kv, batch = place(pl.program_id(0))
-    # The first keys are seen by most queries.
-    tile = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv) - 1 - tile
-    sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-        *reversed(offsets), tile, seq_kv, seq_q, block_kv
-    )
-    element = batch if offsets.cu_seqlens_q is None else sequence
-    diagonal = seq_kv - seq_q
-    first_position = diagonal - first_kv  # of query 0
-    q_ref, dout_ref = rows_from(q_ref, first_q), rows_from(dout_ref, first_q)
-    first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
-    lse2_ref, delta_ref = rows_from(lse2_ref, first_row), rows_from(delta_ref, first_row)
+    rows = own_keys(mask, place(pl.program_id(0)), group_size, seq_q, seq_kv, block_kv)
 
     # Load the keys and values; they stay.
-    segment_kv, is_key = load_segments(segments.kv_ids, start_kv, seq_kv, block_kv, STAYS)
-    k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, True, is_key)
-    v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, True, is_key)
-    k, v = round_operand(k, rule.precision), round_operand(v, rule.precision)
-    key = start_kv + arange(block_kv) - diagonal  # counted as queries are
-    begins, ends = load_intervals(intervals, start_kv, seq_kv, block_kv)
+    k, v = load_own(k_ref, rows, rule, head_dim), load_own(v_ref, rows, rule, head_dim_v)
     dk = jnp.zeros((block_kv, padded_head_dim(head_dim)), jnp.float32)
     dv = jnp.zeros((block_kv, padded_head_dim(head_dim_v)), jnp.float32)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    of_all_lists = find_visits(
-        start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q,
-        segment_kv, segments, begins, ends,
-    )  # fmt: skip
-    ending = ending_tiles(
-        tree, depths, first_kv, key + first_position, seq_kv - first_kv, first_position,
-        of_all_lists.visible, block_q,
-    )  # fmt: skip
-    of_all_lists = of_all_lists._replace(visible=ending)
+    def visit(member, start_q, sums, masked):
+        dk, dv = sums
+        # sᵀ = scale · k qᵀ
+        q, queries = load_queries(
+            q_ref, mask, rows, member, start_q, rule, block_q, head_dim, masked
+        )
+        s, dcap = pair_scores(k, q, mask, terms, rule, rows, queries, window, masked, True)
+        # pᵀ = exp(sᵀ - lse)
+        own = rows.padded, start_q, block_q, member, True
+        lse2, rest2 = (load_prepared(ref, *own) for ref in (lse2_ref, terms.rest2))
+        p = probabilities(s, lse2, rest2, rule.exp2_scale)
+        # dpᵀ = v doutᵀ
+        do = load_values(dout_ref, rows, queries, rule, head_dim_v, masked)
+        dp = dot(v, do.T, rule.precision)
+        kept = kept_pairs(terms, dropout, rows, queries, True)
+        # dv += pᵀ dout
+        kept_p = round_operand((p * kept).astype(do.dtype), rule.precision)
+        dv = add_product(dv, kept_p, do, rule.precision)
+        # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+        ds = p * (dp * kept - load_prepared(delta_ref, *own)) * dcap
+        # dk += dsᵀ q
+        ds = round_operand(ds.astype(q.dtype), rule.precision)
+        dk = add_product(dk, ds, q, rule.precision)
+        return dk, dv
 
-    def walk(first_member, carry):
-        first_member = jnp.int32(first_member)
-        visits = of_all_lists
-        if lists.tiles is not None:
-            visits = visits.keep(lists, first_member, start_kv // tile_kv, tile_q)
-        for masked in (False, True):
-            count = visits.count(masked)
-
-            def visit(step, carry, masked=masked, count=count):
-                dk, dv = carry
-                member, index = split_step(step, count, group_size // group_lists)
-                start_q = visits.start(index, masked)
-                if lists.tiles is not None:
-                    member = member + first_member
-                # sᵀ = scale · k qᵀ
-                segment_q, is_query = load_segments(
-                    segments.q_ids, start_q, seq_q, block_q, VISITED
-                )
-                q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, masked, is_query, member)
-                q = round_operand(q, rule.precision)
-                rows = start_q + arange(block_q)
-                seen = in_branch(
-                    tree, depths, first_q, rows[None, :], seq_q, first_kv,
-                    key[:, None] + first_position, seq_kv - first_kv,
-                    rows[None, :] + first_position,
-                )  # fmt: skip
-                if begins is not None:
-                    seen = in_interval(begins, ends, rows)
-                offset = start_kv - diagonal - start_q
-                added = added_scores(
-                    terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv,
-                    True, member, True,
-                )  # fmt: skip
-                s, dcap = visible_scores(
-                    k, q, rows[None, :], key[:, None], None, rule, window, masked,
-                    segment_kv, segment_q, seen, added,
-                )  # fmt: skip
-                # pᵀ = exp(sᵀ - lse)
-                lse2 = load_padded_rows(lse2_ref, start_q, block_q, member)
-                rest2 = None
-                if terms.rest2 is not None:
-                    of_rows = rows_from(terms.rest2, first_row)
-                    rest2 = load_padded_rows(of_rows, start_q, block_q, member)[None, :]
-                p = probabilities(s, lse2[None, :], rest2, rule.exp2_scale)
-                # dpᵀ = v doutᵀ
-                do = load_tile(
-                    dout_ref, start_q, seq_q, block_q, head_dim_v, masked, is_query, member
-                )
-                do = round_operand(do, rule.precision)
-                dp = dot(v, do.T, rule.precision)
-                kept_p = p
-                kept = dropout_weights(
-                    terms, dropout, element, head_kv * group_size + member, start_q,
-                    start_kv - first_kv, block_q, block_kv, True,
-                )  # fmt: skip
-                if kept is not None:
-                    kept_p, dp = p * kept, dp * kept
-                # dv += pᵀ dout
-                rounded = round_operand(kept_p.astype(do.dtype), rule.precision)
-                dv = add_product(dv, rounded, do, rule.precision)
-                # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-                delta = load_padded_rows(delta_ref, start_q, block_q, member)
-                ds = p * (dp - delta[None, :]) * dcap
-                # dk += dsᵀ q
-                ds = round_operand(ds.astype(q.dtype), rule.precision)
-                dk = add_product(dk, ds, q, rule.precision)
-                return dk, dv
-
-            carry = lax.fori_loop(0, count * (group_size // group_lists), visit, carry)
-        return carry
-
-    # If each head has lists, visit one head after the other, otherwise the whole group together.
-    if group_lists == 1:
-        dk, dv = walk(0, (dk, dv))
-    else:
-        dk, dv = lax.fori_loop(0, group_lists, walk, (dk, dv))
+    visits = tiles_of_queries(mask, rows, window, block_q, list_tile, group_size)
+    dk, dv = visits.walk(visit, (dk, dv))
 
     # Scale and store.
-    store_tile(dk_ref, dk * rule.scale, start_kv, seq_kv, block_kv, head_dim)
-    store_tile(dv_ref, dv, start_kv, seq_kv, block_kv, head_dim_v)
+    store_tile(dk_ref, dk * rule.scale, rows.start, rows.end, block_kv, head_dim)
+    store_tile(dv_ref, dv, rows.start, rows.end, block_kv, head_dim_v)
 
 
 def launch_preprocess(sources, spec, backend, mask):
@@ -472,9 +347,7 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
         ),
         out_shape,
         out_specs,
-        flash_arguments(spec, backend.interpreted)
-        | list_arguments(spec)
-        | {"dropout": spec.dropout},
+        pair_arguments(spec, backend.interpreted),
         spec,
         backend,
         aliases=aliases,
@@ -507,9 +380,7 @@ def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
         ),
         tuple(jax.ShapeDtypeStruct(x.shape, dtype or x.dtype) for x in (k, v)),
         (of_head(k), of_head(v)),
-        flash_arguments(spec, backend.interpreted)
-        | list_arguments(spec)
-        | {"group_size": group, "group_lists": num_lists, "dropout": spec.dropout},
+        pair_arguments(spec, backend.interpreted) | {"group_size": group},
         spec,
         backend,
         order=order_programs(spec, backend, "block_kv", spec.head_dim, spec.head_dim_v),

@@ -14,9 +14,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from pallas_attn.kernels.library.mask import Mask
+from pallas_attn.kernels.library.pairs.rows import rows_at
+from pallas_attn.kernels.library.sequences import TileRows
 from pallas_attn.kernels.library.terms import Terms, shares_values, store_pairs
 from pallas_attn.kernels.library.tiles import cdiv, store_rows, visible_tiles
-from pallas_attn.kernels.portable.flash_bwd_terms import compiler_numbers, score_gradients
+from pallas_attn.kernels.portable.flash_bwd_terms import (
+    compiler_numbers,
+    flat_mask,
+    score_gradients,
+)
 from pallas_attn.launch import (
     ALL,
     COLUMNS,
@@ -39,9 +45,7 @@ def flash_bwd_bias_kernel(
     lse2_ref,
     delta_ref,
     terms,
-    segments,
-    tree,
-    depths,
+    mask,
     sums_ref,
     *,
     kind,
@@ -67,8 +71,8 @@ def flash_bwd_bias_kernel(
     up one tile over `shared` heads and batch elements, shared_heads of each; the grid has (tiles,
     heads, batch elements) of the gradient. "rows" or "keys": sums are [Sq] or [Skv] float32. A
     program of the grid (tiles of that axis, heads, batch elements) adds up all tiles of the other
-    axis. Terms, segment ids and trees: as in `flash_bwd_relative_kernel`, of all heads. Loop
-    invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    axis. Terms and mask: as in `flash_bwd_relative_kernel`, of all heads. Loop invariant: acc is
+    Σ ds over the tiles so far. Accumulation: float32.
     """
     tile, head, element = (pl.program_id(i) for i in range(3))
     start_q, start_kv, diagonal = tile * block_q, tile * block_kv, seq_kv - seq_q
@@ -99,10 +103,16 @@ def flash_bwd_bias_kernel(
             own_kv = first + step * block_kv
         else:
             own_q = first + step * block_q
+        first_q, first_kv = own_element * seq_q, own_element * seq_kv
+        start, end = first_q + own_q, first_q + seq_q
+        found = TileRows(own_element, first_q, start, end, first_kv, seq_kv)
+        rows = rows_at(
+            mask, mask.segments.q_ids, own_element, own_head, found, None, block_q, own_head
+        )
+        prepared = 0, own_q, block_q, own_element * heads_q + own_head
         return acc + score_gradients(
-            refs, terms, segments, tree, depths, own_element * seq_q, seq_q, own_element * seq_kv,
-            seq_kv, 0, own_element, own_head, own_element * heads_q + own_head, own_q, own_kv,
-            diagonal, rule, window, dropout, head_dim, head_dim_v, block_q, block_kv, group_size,
+            refs, terms, mask, rows, prepared, own_kv, rule, window, dropout, head_dim, head_dim_v,
+            block_kv, group_size,
         )  # fmt: skip
 
     acc = jnp.zeros((block_q, block_kv), jnp.float32)
@@ -110,7 +120,7 @@ def flash_bwd_bias_kernel(
 
     # Store.
     if kind == "pairs":
-        store_pairs(sums_ref, acc, start_q, start_kv, seq_q, seq_kv, block_q, block_kv)
+        store_pairs(sums_ref, acc, start_q, start_kv, seq_q, seq_kv)
     elif kind == "rows":
         store_rows(sums_ref, jnp.sum(acc, 1), start_q, seq_q, block_q)
     else:
@@ -146,10 +156,7 @@ def bias_gradient(
     slopes = terms.slopes
     if slopes is not None and slopes.ndim == 2:
         terms = terms._replace(slopes=slopes.T)
-    flat = [
-        type(x)(*(None if ids is None else ids.reshape(-1) for ids in x[:2]))
-        for x in (mask.segments, mask.tree, mask.depths)
-    ]
+    mask = flat_mask(mask)
 
     def grid(config):
         tiles = cdiv(spec.seq_q, config.block_q), cdiv(spec.seq_kv, config.block_kv)
@@ -160,12 +167,12 @@ def bias_gradient(
         "flash_bwd_dq",
         flash_bwd_bias_kernel,
         grid,
-        (*rows, terms, *flat),
+        (*rows, terms, mask),
         (
             *(block_spec(x, _whole, ALL, ALL, COLUMNS) for x in rows[:4]),
             *(block_spec(x, _whole, ALL, ALL) for x in rows[4:]),
             terms._make(map(of_all, terms)),
-            *(x._make(map(of_all, x)) for x in flat),
+            jax.tree.map(of_all, mask),
         ),
         (sums,),
         (of_pairs(sums) if kind == "pairs" else of_head(sums),),

@@ -15,24 +15,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.dropout import dropout_weights
+from pallas_attn.kernels.library.block_mask import Lists
+from pallas_attn.kernels.library.dropout import kept_pairs
+from pallas_attn.kernels.library.intervals import RowIntervals
 from pallas_attn.kernels.library.mask import Mask
-from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
-from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
-from pallas_attn.kernels.library.sequences import first_tile, num_sequences_of, rows_of_sequence
-from pallas_attn.kernels.library.softmax import probabilities
-from pallas_attn.kernels.library.terms import Terms, added_scores
-from pallas_attn.kernels.library.tiles import (
-    ROW_PADDING,
-    arange,
-    cdiv,
-    load_padded_rows,
-    load_tile,
-    maximum,
-    minimum,
-    rows_from,
+from pallas_attn.kernels.library.pairs.rows import load_own, load_prepared, rows_at
+from pallas_attn.kernels.library.pairs.scores import pair_scores
+from pallas_attn.kernels.library.pairs.visits import keys_from_anywhere, load_from_anywhere
+from pallas_attn.kernels.library.scores import dot
+from pallas_attn.kernels.library.sequences import (
+    TileRows,
+    first_tile,
+    num_sequences_of,
+    rows_of_sequence,
 )
-from pallas_attn.kernels.library.tree import in_branch
+from pallas_attn.kernels.library.softmax import probabilities
+from pallas_attn.kernels.library.terms import Terms
+from pallas_attn.kernels.library.tiles import ROW_PADDING, cdiv, maximum, minimum
 from pallas_attn.launch import (
     ALL,
     block_spec,
@@ -45,116 +44,52 @@ from pallas_attn.launch import (
 )
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.bands import Bands, bands_of
-from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
 
 
 def score_gradients(
     refs,
     terms,
-    segments,
-    tree,
-    depths,
-    first_q,
-    seq_q,
-    first_kv,
-    seq_kv,
-    first_row,
-    element,
-    head,
-    row,
-    start_q,
+    mask,
+    rows,
+    prepared,
     start_kv,
-    diagonal,
     rule,
     window,
     dropout,
     head_dim,
     head_dim_v,
-    block_q,
     block_kv,
-    group_size=None,
+    group_size=1,
 ):
     """Compute ds [block_q, block_kv] of one tile, in float32: the gradient of scaled scores.
 
     Args:
         refs: q, k, v, dout, lse2 and delta of the head. The first four have the rows of all
-            sequences one after the other; lse2 and delta are [rows, padded].
-        terms, segments, tree, depths, rule, window: as in `flash_bwd_dq_kernel`, of all sequences.
-        first_q, seq_q, first_kv, seq_kv: the first row and the number of the sequence's queries,
-            and of its keys.
-        first_row, row: where the sequence begins in lse2 and delta, and in which of their rows.
-        element, head: the batch element, or the packed sequence; and the query head.
-        start_q, start_kv: first rows of the tile in the sequence. start_kv may be negative: keys
-            before the first do not exist.
-        diagonal: position of query 0.
-        group_size: query heads of a kv head, if refs and terms have all heads (the axis before the
-            last of q, k, v and dout); None if they have one.
+            sequences one after the other. If they have all heads, rows.member is the head, and
+            group_size how many share a kv head.
+        terms, mask, rule, window: as in `flash_bwd_dq_kernel`, of all sequences.
+        rows, prepared: the `Rows` of the tile's queries, and how `load_prepared` finds them.
+        start_kv: the tile's first key in the sequence. It may be negative: keys before the first do
+            not exist.
     """
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref = refs
-    member = None if group_size is None else head
-    rows, key = start_q + arange(block_q), start_kv + arange(block_kv)
-    is_key = (key >= 0) & (key < seq_kv)
-    segment_q, is_query = None, None
-    segment_kv, own_key = None, jnp.where(is_key, key, 0)
-    seen = jnp.broadcast_to(is_key[None, :], (block_q, block_kv))
-    if segments.q_ids is not None:
-        segment_q, is_query = load_segments(
-            rows_from(segments.q_ids, first_q), start_q, seq_q, block_q, STAYS
-        )
-        ids = segments.kv_ids.at[first_kv + own_key]
-        segment_kv = plt.load(ids, mask=is_key, other=VISITED)
-        segment_kv = jnp.where(segment_kv < 0, VISITED, segment_kv)
-        is_key = is_key & (segment_kv >= 0)
-
-    def load_queries(ref, size):
-        x = load_tile(
-            rows_from(ref, first_q), start_q, seq_q, block_q, size, True, is_query, member
-        )
-        return round_operand(x, rule.precision)
-
-    def load_keys(ref, size):
-        shape = (block_kv, padded_head_dim(size))
-        row = jnp.broadcast_to((first_kv + own_key)[:, None], shape)
-        col = jnp.broadcast_to(arange(shape[1])[None, :], shape)
-        place = (row, col)
-        if member is not None:
-            place = row, jnp.broadcast_to(member // group_size, shape), col
-        x = plt.load(ref.at[place], mask=is_key[:, None] & (col < size), other=0.0)
-        return round_operand(x, rule.precision)
-
+    head_kv = None if rows.member is None else rows.member // group_size
+    keys = keys_from_anywhere(mask, rows, head_kv, start_kv, block_kv)
     # s = scale · q kᵀ
-    q, k = load_queries(q_ref, head_dim), load_keys(k_ref, head_dim)
-    position = rows + diagonal
-    on_branch = in_branch(
-        tree, depths, first_q, rows[:, None], seq_q, first_kv, own_key[None, :], seq_kv,
-        position[:, None],
-    )  # fmt: skip
-    if on_branch is not None:
-        seen = seen & on_branch
-    offset = start_kv - start_q - diagonal
-    added = added_scores(
-        terms, element, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, True, member
-    )
-    s, dcap = visible_scores(
-        q, k, position[:, None], key[None, :], None, rule, window, True, segment_q, segment_kv,
-        seen, added,
-    )  # fmt: skip
+    q = load_own(q_ref, rows, rule, head_dim)
+    k = load_from_anywhere(k_ref, rows, keys, rule, head_dim)
+    s, dcap = pair_scores(q, k, mask, terms, rule, rows, keys, window, True)
     # p = exp(s - lse)
-    lse2 = load_padded_rows(lse2_ref, first_row + start_q, block_q, row)
-    rest2 = load_padded_rows(terms.rest2, first_row + start_q, block_q, row)
-    p = probabilities(s, lse2[:, None], rest2[:, None], rule.exp2_scale)
+    lse2, rest2 = (load_prepared(ref, *prepared) for ref in (lse2_ref, terms.rest2))
+    p = probabilities(s, lse2, rest2, rule.exp2_scale)
     # dp = dout vᵀ
-    do, v = load_queries(dout_ref, head_dim_v), load_keys(v_ref, head_dim_v)
+    do = load_own(dout_ref, rows, rule, head_dim_v)
+    v = load_from_anywhere(v_ref, rows, keys, rule, head_dim_v)
     dp = dot(do, v.T, rule.precision)
-    kept = dropout_weights(
-        terms, dropout, element, head, start_q, start_kv, block_q, block_kv, any_start=True
-    )
-    if kept is not None:
-        dp = dp * kept
+    dp = dp * kept_pairs(terms, dropout, rows, keys, any_start=True)
     # ds = p ∘ (dp - delta) ∘ dcap
-    delta = load_padded_rows(delta_ref, first_row + start_q, block_q, row)
-    return p * (dp - delta[:, None]) * dcap
+    return p * (dp - load_prepared(delta_ref, *prepared)) * dcap
 
 
 def flash_bwd_relative_kernel(
@@ -165,10 +100,7 @@ def flash_bwd_relative_kernel(
     lse2_ref,
     delta_ref,
     terms,
-    offsets,
-    segments,
-    tree,
-    depths,
+    mask,
     tiles_ref,
     sums_ref,
     *,
@@ -191,9 +123,8 @@ def flash_bwd_relative_kernel(
     block_kv] float32, the sums of the near bands; sums [bands] float32, the sums over all pairs of
     the other bands. Grid: (bands, heads, 1). bands: `twin_attention.targets.bands.Bands`; elements:
     how many batch elements, or packed sequences; seq_q and seq_kv are lengths of one element, or of
-    all packed sequences. Terms: slopes [], or [elements]. Offsets, segment ids and trees have all
-    elements one after the other. Loop invariant: acc is Σ ds over the tiles so far. Accumulation:
-    float32.
+    all packed sequences. Terms: slopes [], or [elements]. mask: `flat_mask`. Loop invariant: acc is
+    Σ ds over the tiles so far. Accumulation: float32.
     """
     band, head = pl.program_id(0), pl.program_id(1)
     # How far after its queries' positions a band's keys start.
@@ -209,23 +140,25 @@ def flash_bwd_relative_kernel(
         element = lax.convert_element_type(element, jnp.int32)
         first_q, size_q, first_kv, size_kv = element * seq_q, seq_q, element * seq_kv, seq_kv
         row, first_row = element, 0
-        if offsets.cu_seqlens_q is not None:
-            first_q, size_q = rows_of_sequence(offsets.cu_seqlens_q, element, seq_q, seq_q)
-            first_kv, size_kv = rows_of_sequence(offsets.cu_seqlens_kv, element, seq_kv, 0)
+        if mask.offsets.num_sequences is not None:
+            first_q, size_q = rows_of_sequence(mask.offsets.cu_seqlens_q, element, seq_q, seq_q)
+            first_kv, size_kv = rows_of_sequence(mask.offsets.cu_seqlens_kv, element, seq_kv, 0)
             row, first_row = 0, first_tile(first_q, element, ROW_PADDING) * ROW_PADDING
-        diagonal = size_kv - size_q
         # Visit tiles of queries, from the first to the last whose keys in the band exist.
-        before = offset + diagonal
+        before = offset + size_kv - size_q
         begin = maximum(-(before + block_kv - 1), 0) // block_q
         end = minimum(cdiv(maximum(size_kv - before, 0), block_q), cdiv(size_q, block_q))
         count = jnp.where(is_visible, maximum(end - begin, 0), 0)
 
         def add_tile(step, acc):
             start_q = (begin + lax.convert_element_type(step, jnp.int32)) * block_q
+            end_q = first_q + size_q
+            found = TileRows(element, first_q, first_q + start_q, end_q, first_kv, size_kv)
+            rows = rows_at(mask, mask.segments.q_ids, element, head, found, None, block_q)
+            prepared = first_row, start_q, block_q, row
             return acc + score_gradients(
-                refs, terms, segments, tree, depths, first_q, size_q, first_kv, size_kv, first_row,
-                element, head, row, start_q, start_q + before, diagonal, rule, window, dropout,
-                head_dim, head_dim_v, block_q, block_kv,
+                refs, terms, mask, rows, prepared, start_q + before, rule, window, dropout,
+                head_dim, head_dim_v, block_kv,
             )  # fmt: skip
 
         return lax.fori_loop(jnp.int32(0), count, add_tile, acc)
@@ -271,10 +204,7 @@ def relative_gradient(
     if slopes is not None and slopes.ndim == 2:
         slopes = slopes.T[None]
     terms = terms._replace(slopes=slopes)
-    segments, tree, depths = (
-        type(x)(*(None if ids is None else ids.reshape(-1) for ids in x[:2]))
-        for x in (mask.segments, mask.tree, mask.depths)
-    )
+    mask = flat_mask(mask)
     num_sequences = num_sequences_of(spec)
 
     def of_all_batches(x):
@@ -287,12 +217,11 @@ def relative_gradient(
         own = "head" if x is not None and x.shape[1] > 1 else "first"
         return block_spec(x, lambda _band, head, _: {"head": head}, ALL, own, ALL, ALL)
 
-    small = (mask.offsets, segments, tree, depths)
     found = launch(
         "flash_bwd_dq",
         flash_bwd_relative_kernel,
         lambda config: (bands.count, spec.heads_q, 1),
-        (q, k, v, dout, *of_rows, terms, *small),
+        (q, k, v, dout, *of_rows, terms, mask),
         (
             of_head(q),
             *(of_head(x, spec.group_size) for x in (k, v)),
@@ -301,7 +230,7 @@ def relative_gradient(
             of_terms(terms)._replace(
                 bias=of_all_pairs(terms.bias), rest2=of_all_batches(terms.rest2)
             ),
-            *(x._make(map(of_all, x)) for x in small),
+            jax.tree.map(of_all, mask),
         ),
         (tiles, sums),
         (of_one_head(tiles), of_one_head(sums)),
@@ -316,6 +245,15 @@ def relative_gradient(
         numbers=compiler_numbers(spec),
     )
     return {"relative_bias": sums_of_distances(*found, bands).astype(terms.relative.dtype)}
+
+
+def flat_mask(mask: Mask) -> Mask:
+    """Return a mask whose segment ids and trees have all elements one after the other."""
+    segments, tree, depths = (
+        type(x)(*(None if ids is None else ids.reshape(-1) for ids in x[:2]))
+        for x in (mask.segments, mask.tree, mask.depths)
+    )
+    return Mask(mask.offsets, segments, Lists(), tree, depths, RowIntervals())
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:

@@ -11,16 +11,15 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from pallas_attn.kernels.library.block_mask import list_arguments
-from pallas_attn.kernels.library.dropout import dropout_weights
-from pallas_attn.kernels.library.intervals import in_interval, load_intervals
-from pallas_attn.kernels.library.mask import find_visits, mask_of_keys
+from pallas_attn.kernels.library.dropout import kept_pairs
+from pallas_attn.kernels.library.mask import mask_of_keys, pair_arguments
+from pallas_attn.kernels.library.pairs.rows import load_own, own_queries
+from pallas_attn.kernels.library.pairs.scores import pair_scores
+from pallas_attn.kernels.library.pairs.visits import load_keys, load_values, tiles_of_keys
 from pallas_attn.kernels.library.schedule import order_programs
-from pallas_attn.kernels.library.scores import dot, round_operand, visible_scores
-from pallas_attn.kernels.library.segments import STAYS, VISITED, load_segments
+from pallas_attn.kernels.library.scores import dot, round_operand
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
-    locate_tile,
     with_batch,
     without_batch,
 )
@@ -32,17 +31,14 @@ from pallas_attn.kernels.library.softmax import (
     rest_of_lse,
     row_statistics,
 )
-from pallas_attn.kernels.library.terms import added_scores, adds_terms, terms_of
+from pallas_attn.kernels.library.terms import adds_terms, terms_of
 from pallas_attn.kernels.library.tiles import (
-    arange,
     load_rows,
     load_tile,
-    rows_from,
     store_rows,
     store_tile,
 )
-from pallas_attn.kernels.library.tree import find_runs, in_branch
-from pallas_attn.launch import flash_arguments, launch, of_head, of_mask, of_terms
+from pallas_attn.launch import launch, of_head, of_mask, of_terms
 from twin_attention.contract.operands import AttentionOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
@@ -75,8 +71,7 @@ def flash_fwd_kernel(
     dropout,
     head_dim,
     head_dim_v,
-    tile_q,
-    tile_kv,
+    list_tile,
     block_q,
     block_kv,
 ):
@@ -85,46 +80,29 @@ def flash_fwd_kernel(
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
     [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log); then, as lse, `rest_of_lse`
     if there are terms, and each row's largest score if it is asked for. Query i stands at key
-    position i + Skv - Sq; rule:
-    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
-    `longest_first`; place: returns a program's tile, head and batch element, from its number. Loop
-    invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's
-    dtype for p·v. A row that sees no key gives 0, and -inf or its sink. block_q and block_kv are
-    powers of two, at least 16.
+    position i + Skv - Sq; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
+    heads · batch), in the order of `longest_first`; place: returns a program's tile, head and batch
+    element, from its number. Loop invariant: `online_softmax_update`. Accumulation: float32,
+    exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
+    its sink. block_q and block_kv are powers of two, at least 16.
 
-    Terms that are added to the scores, of this program's head: `Terms`. dropout: `DropoutRule` or
-    None.
+    Terms that are added to the scores: `Terms` of the head. dropout: `DropoutRule` or None.
 
     carry: out in float32 and lse of a result over other keys, to which these keys are added; or
     None.
 
-    Packed sequences: `Offsets`. Sq and Skv count all tokens, and the grid has
-    `count_sequence_tiles` of queries. Segment ids, of this program's batch: `Segments`, with the
-    ranges of the keys' ids. Block mask, of this program's batch and head: the `lists_of_keys`,
-    counts [1, tiles] and tiles [1, tiles, width], and a tile of tile_q by tile_kv, multiples of
-    block_q and block_kv. Ends of keys, of this batch element: `Tree` and `Depths`. Operands that a
-    problem lacks are None.
+    The mask: `pallas_attn.kernels.library.mask.Mask`. With packed sequences Sq and Skv count all
+    tokens, and the grid has `count_sequence_tiles` of queries. list_tile: queries and keys of a
+    block mask's tile, multiples of block_q and block_kv; or None.
     """
-    offsets, segments, lists, tree, depths, intervals = mask
     added_to = adds_terms(terms)
     row_max_ref = more[-1] if len(more) > added_to else None
     # Locate the tile of queries.
-    tile, head, batch = place(pl.program_id(0))
-    # Queries are counted from the first of all sequences, keys from the sequence's first.
-    sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-        *offsets, tile, seq_q, seq_kv, block_q
-    )
-    element = batch if offsets.cu_seqlens_q is None else sequence
-    diagonal = seq_kv - seq_q
-    k_ref, v_ref = rows_from(k_ref, first_kv), rows_from(v_ref, first_kv)
+    rows = own_queries(mask, place(pl.program_id(0)), seq_q, seq_kv, block_q)
+    start, end = rows.start, rows.end
 
     # Load the queries; they stay.
-    segment_q, is_query = load_segments(segments.q_ids, start_q, seq_q, block_q, STAYS)
-    q = load_tile(q_ref, start_q, seq_q, block_q, head_dim, True, is_query)
-    q = round_operand(q, rule.precision)
-    rows = start_q + arange(block_q)
-    position = rows + diagonal
-    begins, ends = load_intervals(intervals, start_q, seq_q, block_q)
+    q = load_own(q_ref, rows, rule, head_dim)
     m_i = jnp.full((block_q,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_q,), jnp.float32)
     if sink_ref is not None and row_max_ref is None:
@@ -133,77 +111,42 @@ def flash_fwd_kernel(
         m_i = jnp.maximum(m_i, sink_ref[...] * (1.0 if added_to else LOG2E))
     acc = jnp.zeros((block_q, padded_head_dim(head_dim_v)), jnp.float32)
     if carry is not None:
-        m_carry = load_rows(carry.lse, start_q, seq_q, block_q, float("-inf")) * LOG2E
+        m_carry = load_rows(carry.lse, start, end, block_q, float("-inf")) * LOG2E
         m_i = jnp.maximum(m_i, m_carry)
         l_i = jnp.where(m_carry == float("-inf"), 0.0, 1.0)
-        acc = load_tile(carry.out, start_q, seq_q, block_q, head_dim_v, True)
+        acc = load_tile(carry.out, start, end, block_q, head_dim_v, True)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    visits = find_visits(
-        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv, segment_q,
-        segments, begins, ends,
-    )  # fmt: skip
-    if lists.tiles is not None:
-        visits = visits.keep(lists, 0, start_q // tile_q, tile_kv)
-    runs = find_runs(
-        tree, depths, 0, start_q, seq_q, first_kv, seq_kv, diagonal, visits.visible, block_q,
-        block_kv,
-    )  # fmt: skip
-    visits = visits._replace(runs=runs)
-    for masked in (False, True):
+    def visit(start_kv, softmax, masked):
+        m_i, l_i, acc = softmax
+        # s = scale · q kᵀ
+        k, keys = load_keys(k_ref, mask, rows, start_kv, rule, block_kv, head_dim, masked)
+        s, _ = pair_scores(q, k, mask, terms, rule, rows, keys, window, masked)
+        # p = exp(s - max), and rescale what was accumulated
+        p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, added_to)
+        acc = acc * alpha[:, None]
+        p = p * kept_pairs(terms, dropout, rows, keys)
+        # acc += p v
+        v = load_values(v_ref, rows, keys, rule, head_dim_v, masked)
+        p = round_operand(p.astype(v.dtype), rule.precision)
+        acc = acc + dot(p, v, rule.precision)
+        return m_i, l_i, acc
 
-        def visit(index, carry, masked=masked):
-            start_kv = visits.start(index, masked)
-            m_i, l_i, acc = carry
-            # s = scale · q kᵀ
-            segment_kv, is_key = load_segments(segments.kv_ids, start_kv, seq_kv, block_kv, VISITED)
-            k = load_tile(k_ref, start_kv, seq_kv, block_kv, head_dim, masked, is_key)
-            k = round_operand(k, rule.precision)
-            key = start_kv + arange(block_kv)
-            seen = in_branch(
-                tree, depths, 0, rows[:, None], seq_q, first_kv, key[None, :], seq_kv,
-                position[:, None],
-            )  # fmt: skip
-            if begins is not None:
-                seen = in_interval(begins, ends, key)
-            offset = start_kv - start_q - diagonal
-            added = added_scores(
-                terms, sequence, offset, start_q, start_kv, seq_q, seq_kv, block_q, block_kv, masked
-            )
-            s, _ = visible_scores(
-                q, k, position[:, None], key[None, :], seq_kv, rule, window, masked,
-                segment_q, segment_kv, seen, added,
-            )  # fmt: skip
-            # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, added_to)
-            acc = acc * alpha[:, None]
-            kept = dropout_weights(
-                terms, dropout, element, head, start_q - first_q, start_kv, block_q, block_kv
-            )
-            if kept is not None:
-                p = p * kept
-            # acc += p v
-            v = load_tile(v_ref, start_kv, seq_kv, block_kv, head_dim_v, masked, is_key)
-            v = round_operand(v, rule.precision)
-            p = round_operand(p.astype(v.dtype), rule.precision)
-            acc = acc + dot(p, v, rule.precision)
-            return m_i, l_i, acc
-
-        m_i, l_i, acc = visits.walk(masked, visit, (m_i, l_i, acc))
+    visits = tiles_of_keys(mask, rows, window, block_kv, list_tile)
+    m_i, l_i, acc = visits.walk(visit, (m_i, l_i, acc))
 
     # Normalise and store.
     if row_max_ref is not None:
-        store_rows(row_max_ref, m_i * (1.0 if added_to else LN2), start_q, seq_q, block_q)
+        store_rows(row_max_ref, m_i * (1.0 if added_to else LN2), start, end, block_q)
     if sink_ref is not None:
         alpha, m_i, l_i = add_sink(sink_ref[...], m_i, l_i, not added_to)
         if row_max_ref is not None:
             acc = acc * alpha[:, None]
     l_safe, lse = row_statistics(m_i, l_i, not added_to)
     if added_to:
-        store_rows(more[0], rest_of_lse(lse, m_i, l_safe), start_q, seq_q, block_q)
-    out = acc / l_safe[:, None]
-    store_tile(out_ref, out, start_q, seq_q, block_q, head_dim_v)
-    store_rows(lse_ref, lse, start_q, seq_q, block_q)
+        store_rows(more[0], rest_of_lse(lse, m_i, l_safe), start, end, block_q)
+    store_tile(out_ref, acc / l_safe[:, None], start, end, block_q, head_dim_v)
+    store_rows(lse_ref, lse, start, end, block_q)
 
 
 def flash_fwd(
@@ -260,9 +203,7 @@ def launch_forward(
         ),
         results,
         tuple(map(of_head, results)),
-        flash_arguments(spec, backend.interpreted)
-        | list_arguments(spec)
-        | {"dropout": spec.dropout},
+        pair_arguments(spec, backend.interpreted),
         spec,
         backend,
         aliases=None if carry is None else {first: 0, first + 1: 1},

@@ -1,0 +1,56 @@
+"""Scores of pairs: from q and k to the input of the softmax."""
+
+import jax.numpy as jnp
+
+from pallas_attn.kernels.library.intervals import in_interval
+from pallas_attn.kernels.library.scores import (
+    attention_mask,
+    attention_scores,
+    softcap_derivative,
+)
+from pallas_attn.kernels.library.terms import added_scores
+from pallas_attn.kernels.library.tree import in_branch
+
+
+def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=False):
+    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
+
+    Everything that changes or hides a score is applied here.
+
+    Args:
+        a, b: the own rows and the visited rows of q and k.
+        mask, terms, rule: `Mask`, `Terms` and `twin_attention.contract.spec.ScoreRule`.
+        rows, others: `Rows` and the `Visited` tile.
+        window: keys seen on each side of a position, `twin_attention.contract.spec.Window`.
+        masked: the tile has hidden keys.
+        of_keys: the rows are keys.
+
+    Returns:
+        (s, dcap): a · bᵀ scaled, with terms, capped and masked, float32; and the derivative of the
+        cap, 1 without one.
+    """
+    added = added_scores(terms, rows, others, masked or of_keys, of_keys)
+    s = attention_scores(
+        a, b, rule.scale, rule.softcap, rule.scale_first, None, rule.precision, added
+    )
+    dcap = 1.0
+    if rule.softcap is not None:
+        # What is added to a hidden pair may be NaN.
+        dcap = softcap_derivative(s, rule.softcap)
+        dcap = jnp.where(dcap > 0.0, dcap, 0.0)
+    if not masked and rows.ids is None:
+        return s, dcap
+    own, other = (rows.rows + rows.diagonal)[:, None], others.rows[None, :]
+    position, key = (other, own) if of_keys else (own, other)
+    # Rows of keys past the end are not stored; `ids` and `exists` hide visited ones.
+    end = None if of_keys or others.exists is not None else rows.size_other
+    s = attention_mask(s, position, key, end, window.left, window.right)
+    if rows.ids is not None:
+        s = jnp.where(rows.ids[:, None] == others.ids[None, :], s, float("-inf"))
+    elif others.exists is not None:
+        s = jnp.where(others.exists[None, :], s, float("-inf"))
+    if masked and rows.begins is not None:
+        s = jnp.where(in_interval(rows, others), s, float("-inf"))
+    if masked and mask.tree.ends is not None:
+        s = jnp.where(in_branch(mask, rows, others, of_keys), s, float("-inf"))
+    return s, dcap

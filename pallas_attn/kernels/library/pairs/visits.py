@@ -1,0 +1,216 @@
+"""Which tiles of the other axis a program's rows see, and how it loads one."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as plt
+
+from pallas_attn.kernels.library.block_mask import List, Lists, find_list, kept_row, kept_tiles
+from pallas_attn.kernels.library.intervals import tiles_of_intervals
+from pallas_attn.kernels.library.scores import round_operand
+from pallas_attn.kernels.library.segments import VISITED, load_segments, meeting_tiles
+from pallas_attn.kernels.library.tiles import (
+    Visible,
+    arange,
+    count_tiles,
+    load_tile,
+    rows_from,
+    split_step,
+    tile_start,
+    visible_tiles,
+)
+from pallas_attn.kernels.library.tree import Runs, ending_tiles, find_runs, walk_runs
+from twin_attention.targets.config import padded_head_dim
+
+
+class Visited(NamedTuple):
+    """A visited tile of the other axis.
+
+    Attributes:
+        head, member: the query head; and the tile's head in references that have several, or None.
+        start, rows: its first row, and its rows, [block].
+        ids, exists: segments of the rows, and which rows are to be loaded; None for all.
+    """
+
+    head: Any
+    member: Any
+    start: Any
+    rows: Any
+    ids: Any
+    exists: Any
+
+
+class Visits(NamedTuple):
+    """The tiles of the other axis that a program visits; only tiles at the edges are masked.
+
+    Attributes:
+        visible: how many tiles there are, and which need a mask.
+        block: rows of each tile.
+        size: length of the other axis.
+        kept: the list that the tiles are taken from, or None.
+        runs: the runs of a tree, which replace `visible`, or None.
+    """
+
+    visible: Visible
+    block: int
+    size: Any
+    kept: List | None = None
+    runs: Runs | None = None
+
+    def keep(self, lists, member, tile, rows):
+        """Return the visits narrowed to a list of tiles; see `find_list`."""
+        kept = find_list(lists, member, tile, rows)
+        return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
+
+    def start(self, index, masked):
+        """Return the first row of tile `index` of one kind: at the edges if masked, or full."""
+        if self.runs is not None:
+            return self.visible.begin + index * self.block
+        row = tile_start(index, self.visible, self.block, masked)
+        return row if self.kept is None else kept_row(self.kept, row, self.size, masked)
+
+    def walk(self, visit, carry):
+        """Return the last ``carry = visit(start, carry, masked)``, called for each tile."""
+        for masked in (False, True):
+
+            def step(index, carry, masked=masked):
+                return visit(self.start(index, masked), carry, masked)
+
+            if self.runs is not None:
+                carry = walk_runs(self.runs, masked, step, carry)
+            else:
+                carry = lax.fori_loop(0, count_tiles(self.visible, masked), step, carry)
+        return carry
+
+    def walk_members(self, first, members, visit, carry):
+        """Do what `walk` does with ``visit(member, start, carry, masked)``, for heads of a group.
+
+        first, members: the first head, and how many there are.
+        """
+        for masked in (False, True):
+            count = count_tiles(self.visible, masked)
+
+            def step(step, carry, masked=masked, count=count):
+                member, index = split_step(step, count, members)
+                return visit(first + member, self.start(index, masked), carry, masked)
+
+            carry = lax.fori_loop(0, count * members, step, carry)
+        return carry
+
+
+class GroupVisits(NamedTuple):
+    """The tiles of queries that see a tile of keys, of all query heads of a kv head.
+
+    Attributes:
+        of_all: the tiles before a list narrows them.
+        lists, list_tile: lists of queries, and the tile of the block mask; or None.
+        start: the first key.
+        group_size: how many query heads.
+    """
+
+    of_all: Visits
+    lists: Lists
+    list_tile: tuple[int, int] | None
+    start: Any
+    group_size: int
+
+    def walk(self, visit, carry):
+        """Return the last ``carry = visit(member, start, carry, masked)``.
+
+        If each head has lists, visit one head after the other, otherwise the whole group together.
+        """
+        if self.list_tile is None:
+            return self.of_all.walk_members(0, self.group_size, visit, carry)
+        tile_q, tile_kv = self.list_tile
+        num_lists = self.lists.tiles.shape[0]
+
+        def walk_list(first, carry):
+            first = jnp.int32(first)
+            visits = self.of_all.keep(self.lists, first, self.start // tile_kv, tile_q)
+            return visits.walk_members(first, self.group_size // num_lists, visit, carry)
+
+        if num_lists == 1:
+            return walk_list(0, carry)
+        return lax.fori_loop(0, num_lists, walk_list, carry)
+
+
+def tiles_of_keys(mask, queries, window, block, list_tile):
+    """Return the `Visits` of the keys that a program's queries see.
+
+    Args:
+        mask, queries, window: the mask, the `Rows`, and the keys seen on each side of a position.
+        block: keys of a tile.
+        list_tile: queries and keys of a block mask's tile, or None.
+    """
+    visits = _seen_tiles(mask, queries, window.left, window.right, block)
+    if list_tile is not None:
+        tile_q, tile_kv = list_tile
+        visits = visits.keep(mask.lists, 0, queries.start // tile_q, tile_kv)
+    return visits._replace(runs=find_runs(mask, queries, visits.visible, block))
+
+
+def tiles_of_queries(mask, keys, window, block, list_tile, group_size):
+    """Return the `GroupVisits` of the queries that see a program's keys, as `tiles_of_keys`."""
+    visits = _seen_tiles(mask, keys, window.right, window.left, block)
+    visits = visits._replace(visible=ending_tiles(mask, keys, visits.visible, block))
+    return GroupVisits(visits, mask.lists, list_tile, keys.start, group_size)
+
+
+def _seen_tiles(mask, rows, left, right, block):
+    """Return which tiles the window, intervals and segments show, as `Visits`."""
+    size = rows.size_other
+    if rows.begins is not None:
+        visible = tiles_of_intervals(rows.begins, rows.ends, block)
+    else:
+        own = rows.rows.shape[0]
+        visible = visible_tiles(rows.start, rows.end, size, rows.diagonal, left, right, own, block)
+    if mask.segments.ranges is not None:
+        visible = meeting_tiles(rows.ids, mask.segments.ranges, size, visible, block)
+    return Visits(visible, block, size)
+
+
+def load_keys(k_ref, mask, queries, start, rule, block, size, masked):
+    """Load a tile of keys; return it, and its `Visited`, for `load_values` and `pair_scores`."""
+    ids = load_segments(mask.segments.kv_ids, start, queries.size_other, block, VISITED)
+    keys = Visited(queries.head, None, start, start + arange(block), *ids)
+    return load_values(k_ref, queries, keys, rule, size, masked), keys
+
+
+def load_queries(q_ref, mask, keys, member, start, rule, block, size, masked):
+    """Load a tile of a head's queries; return it, and its `Visited`, as `load_keys` does."""
+    ids = load_segments(mask.segments.q_ids, start, keys.size_other, block, VISITED)
+    queries = Visited(keys.head + member, member, start, start + arange(block), *ids)
+    return load_values(q_ref, keys, queries, rule, size, masked), queries
+
+
+def load_values(ref, rows, others, rule, size, masked):
+    """Load the rows of another operand, v or dout, of a tile of `load_keys` or `load_queries`."""
+    start, end, block = others.start, rows.size_other, others.rows.shape[0]
+    ref = rows_from(ref, rows.first_other)
+    x = load_tile(ref, start, end, block, size, masked, others.exists, others.member)
+    return round_operand(x, rule.precision)
+
+
+def keys_from_anywhere(mask, queries, member, start, block):
+    """Return the `Visited` of keys that may begin before the first; those have row 0."""
+    rows, ids = start + arange(block), None
+    exists = (rows >= 0) & (rows < queries.size_other)
+    rows = jnp.where(exists, rows, 0)
+    if mask.segments.kv_ids is not None:
+        ids = mask.segments.kv_ids.at[queries.first_other + rows]
+        ids = plt.load(ids, mask=exists, other=VISITED)
+        ids = jnp.where(ids < 0, VISITED, ids)
+        exists = exists & (ids >= 0)
+    return Visited(queries.head, member, start, rows, ids, exists)
+
+
+def load_from_anywhere(ref, queries, keys, rule, size):
+    """Load the rows of an operand, of a tile of `keys_from_anywhere`."""
+    shape = (keys.rows.shape[0], padded_head_dim(size))
+    row = jnp.broadcast_to((queries.first_other + keys.rows)[:, None], shape)
+    column = jnp.broadcast_to(arange(shape[1])[None, :], shape)
+    member = () if keys.member is None else (jnp.broadcast_to(keys.member, shape),)
+    exists = keys.exists[:, None] & (column < size)
+    x = plt.load(ref.at[(row, *member, column)], mask=exists, other=0.0)
+    return round_operand(x, rule.precision)
