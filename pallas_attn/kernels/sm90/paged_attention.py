@@ -7,6 +7,7 @@ PagedAttention (Kwon et al. 2023).
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,32 +51,117 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.splits import num_row_tiles
 
 
+class Inputs(NamedTuple):
+    """Operands.
+
+    Attributes:
+        q: [Tq, Hq, D].
+        k, v: pools, [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
+        tables, lens, cu_seqlens_q: [B, max_pages], [B] and [B + 1], int32.
+        sinks: [Hq] float32, or None.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    tables: Any
+    lens: Any
+    cu_seqlens_q: Any
+    sinks: Any
+
+
+class Outputs(NamedTuple):
+    """Outputs: out [Tq, Hq, Dv], and lse [Hq, Tq], float32, natural log."""
+
+    out: Any
+    lse: Any
+
+
+class Memory(NamedTuple):
+    """Shared memory of a program, in the order of addresses.
+
+    Attributes:
+        k_empty, k_full, v_empty, v_full: mbarriers of each tile of k and of v: free, and loaded.
+        k_tiles, v_tiles: num_stages tiles of keys and of values.
+        q_full, q_tiles: each consumer's mbarrier and tile of q.
+    """
+
+    k_empty: Any
+    k_full: Any
+    k_tiles: Any
+    q_full: Any
+    q_tiles: Any
+    v_empty: Any
+    v_full: Any
+    v_tiles: Any
+
+
+class Kernel(NamedTuple):
+    """Operands and state of the producer and of the consumer warpgroups.
+
+    Attributes:
+        inputs, outputs, memory: operands, outputs and shared memory.
+        rule, window: the `ScoreRule`, and the keys seen on each side of a position.
+        block_q, block_kv: rows of a program, and keys of a tile.
+        ping_pong: the consumers take turns.
+    """
+
+    inputs: Inputs
+    outputs: Outputs
+    memory: Memory
+    rule: Any
+    window: Window
+    block_q: int
+    block_kv: int
+    ping_pong: bool
+
+    @property
+    def warpgroups(self) -> int:
+        """Return the number of consumer warpgroups."""
+        return self.memory.q_full.shape[0]
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many tiles of keys shared memory holds."""
+        return self.memory.k_full.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        """Return how many query heads share a kv head."""
+        return self.inputs.q.shape[1] // self.inputs.k.shape[2]
+
+
+class Work(NamedTuple):
+    """A program's rows, and the keys that they see.
+
+    Attributes:
+        program: the program's number.
+        head_kv, sequence: the kv head, and the sequence.
+        first_token, tokens: the sequence's first token, and how many new ones it has.
+        first: the tile's first token, counted from the sequence's.
+        diagonal: key position of the sequence's first token.
+        begin, end: the first key that the rows see, and the end of the keys.
+        first_tile, visible: the first tile of keys, and which tiles need a mask.
+        steps, end_masked: how many tiles to visit, and the first step after the masked ones.
+    """
+
+    program: Any
+    head_kv: Any
+    sequence: Any
+    first_token: Any
+    tokens: Any
+    first: Any
+    diagonal: Any
+    begin: Any
+    end: Any
+    first_tile: Any
+    visible: Any
+    steps: Any
+    end_masked: Any
+
+
 def paged_attention_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    tables_ref,
-    lens_ref,
-    cu_seqlens_q_ref,
-    sinks_ref,
-    out_ref,
-    lse_ref,
-    *,
-    q_tiles,
-    k_tiles,
-    v_tiles,
-    q_full,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
-    rule,
-    window,
-    block_q,
-    block_kv,
-    num_warps,
-    num_stages,
-    ping_pong,
+    inputs, outputs, *, memory, rule, window, block_q, block_kv, num_warps, num_stages, ping_pong
 ):
     """One program computes block_q rows of one kv head of a sequence.
 
@@ -84,201 +170,244 @@ def paged_attention_kernel(
     64 rows each, which take turns with ping_pong. The group size is a power of two up to 64, and
     the page size a power of two from 16 on.
 
-    Operands: q [Tq, Hq, D], pools k [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv]; tables
-    [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [Hq] float32 or None; out [Tq,
-    Hq, Dv] and lse [Hq, Tq]. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
-    fastest and the last tiles first, as they see most keys. Loop invariant and accumulation: as in
-    `flash_fwd_kernel`.
+    Operands: `Inputs` and `Outputs`. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv
+    heads fastest and the last tiles first, as they see most keys. Loop invariant and accumulation:
+    as in `flash_fwd_kernel`.
     """
-    warpgroups = num_warps // 4 - 1
-    num_pages, page_size, heads_kv, _ = k_ref.shape
-    num_sequences, max_pages = tables_ref.shape
-    group_size = q_ref.shape[1] // heads_kv
-    q_tiles = [Tiles(*tile) for tile in q_tiles]
-    k_tiles, v_tiles = Tiles(*k_tiles), Tiles(*v_tiles)
+    memory = memory._replace(
+        q_tiles=[Tiles(*tile) for tile in memory.q_tiles],
+        k_tiles=Tiles(*memory.k_tiles),
+        v_tiles=Tiles(*memory.v_tiles),
+    )
+    kernel = Kernel(inputs, outputs, memory, rule, window, block_q, block_kv, ping_pong)
+    work = locate(kernel)
+    has_rows = work.first < work.tokens
+    run_warpgroups(
+        kernel.warpgroups,
+        lambda w: pl.when(has_rows)(lambda: consume(kernel, work, w)),
+        lambda: pl.when(has_rows)(lambda: produce(kernel, work)),
+    )
 
-    # Locate the rows, and the keys that they see.
+
+def locate(kernel):
+    """Return the program's `Work`."""
+    inputs, block_q, block_kv = kernel.inputs, kernel.block_q, kernel.block_kv
+    _, page_size, heads_kv, _ = inputs.k.shape
+    num_sequences, max_pages = inputs.tables.shape
+    group_size, left = kernel.group_size, kernel.window.left
     program = lax.axis_size("program") - 1 - lax.axis_index("program")
     head_kv = lax.rem(program, heads_kv)
     sequence, first_token, tokens, start_row = locate_tokens(
-        cu_seqlens_q_ref, lax.div(program, heads_kv), q_ref.shape[0], group_size, block_q
+        inputs.cu_seqlens_q, lax.div(program, heads_kv), inputs.q.shape[0], group_size, block_q
     )
     is_sequence = sequence < num_sequences
     sequence = jnp.minimum(sequence, num_sequences - 1)
-    length = jnp.where(is_sequence, jnp.clip(lens_ref[sequence], 0, max_pages * page_size), 0)
+    length = jnp.clip(inputs.lens[sequence], 0, max_pages * page_size)
+    length = jnp.where(is_sequence, length, 0)
     diagonal = length - tokens
     first = lax.div(start_row, group_size)
     last = jnp.minimum(lax.div(start_row + block_q - 1, group_size), tokens - 1)
-    begin, end = keys_of_tokens(length, tokens, first, last, window.left)
+    begin, end = keys_of_tokens(length, tokens, first, last, left)
     first_tile, count, _ = share_of_tiles(begin, end, 0, 1, block_kv)
-    visible = tiles_at_edges(
-        diagonal + first, diagonal + last, first_tile, count, window.left, block_kv
-    )
+    visible = tiles_at_edges(diagonal + first, diagonal + last, first_tile, count, left, block_kv)
     # Where no tile is seen, visit one, fully masked.
     steps = jnp.maximum(count, 1)
     end_masked = jnp.clip(visible.before + visible.after, 1, steps)
-    last_start = max_pages * page_size
+    return Work(
+        program, head_kv, sequence, first_token, tokens, first, diagonal, begin, end, first_tile,
+        visible, steps, end_masked,
+    )  # fmt: skip
 
-    def key_of(step):
-        """Return the first key of a step's tile."""
-        of_sequence = visible._replace(begin=first_tile * block_kv)
-        return tile_start(step, of_sequence, block_kv, last_start)
 
-    def produce():
-        """Load the consumers' tiles as soon as slots are free."""
+def key_of(kernel, work, step):
+    """Return the first key of a step's tile."""
+    of_sequence = work.visible._replace(begin=work.first_tile * kernel.block_kv)
+    last_start = kernel.inputs.tables.shape[1] * kernel.inputs.k.shape[1]
+    return tile_start(step, of_sequence, kernel.block_kv, last_start)
 
-        def load(pool, tiles, full, empty, step):
-            slot, start = lax.rem(step, num_stages), key_of(step)
-            pages = find_pages(tables_ref, sequence, start, end, num_pages, page_size, block_kv)
-            plgpu.barrier_wait(empty.at[slot])
-            load_pages(pool, tiles.tile(slot), pages, start, head_kv, page_size, full.at[slot])
 
-        def load_k(step):
-            load(k_ref, k_tiles, k_full, k_empty, step)
+def produce(kernel, work):
+    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
+    inputs, memory, head_kv = kernel.inputs, kernel.memory, work.head_kv
+    num_pages, page_size, *_ = inputs.k.shape
 
-        def load_v(step):
-            load(v_ref, v_tiles, v_full, v_empty, step)
-
-        load_k(program * 0)
-        for w in range(warpgroups):
-            token = first_token + first + w * (WGMMA_ROWS // group_size)
-            _load_queries(q_ref, q_tiles[w], token, head_kv * group_size, q_full.at[w])
-
-        @pl.loop(1, steps)
-        def _(step):
-            load_k(step)
-            load_v(step - 1)
-
-        load_v(steps - 1)
-
-    def consume(w):
-        """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
-        q = q_tiles[w]
-        start_token = first + w * (WGMMA_ROWS // group_size)
-        position = diagonal + start_token
-
-        # All tiles are free, and the first warpgroup has the first turn.
-        for slot in range(num_stages):
-            plgpu.barrier_arrive(k_empty.at[slot])
-            plgpu.barrier_arrive(v_empty.at[slot])
-        if ping_pong and w == warpgroups - 1:
-            pass_turn(w, warpgroups)
-
-        sink = None
-        m_i = plgpu.layout_cast(
-            jnp.full((WGMMA_ROWS,), float("-inf"), jnp.float32), WGMMA.reduce(1)
+    def load(pool, tiles, full, empty, step):
+        slot, start = lax.rem(step, kernel.num_stages), key_of(kernel, work, step)
+        pages = find_pages(
+            inputs.tables, work.sequence, start, work.end, num_pages, page_size, kernel.block_kv
         )
-        if sinks_ref is not None:
-            # Start the maximum at the sink, so that acc is not rescaled for it at the end.
-            m_i = sink = _sinks_of_rows(sinks_ref, head_kv * group_size, group_size, m_i) * LOG2E
+        plgpu.barrier_wait(empty.at[slot])
+        load_pages(pool, tiles.tile(slot), pages, start, head_kv, page_size, full.at[slot])
 
-        def softmax(s, step, m_i, masked):
-            """Return p, the new maximum, and the factor that rescales acc and l_i."""
-            if masked:
-                s = scaled_scores(s, rule)
-                s = hide_keys(s, position, key_of(step), end, window, group_size)
-            return softmax_update(s, m_i, rule, masked, bounded=False)
+    def load_k(step):
+        load(inputs.k, memory.k_tiles, memory.k_full, memory.k_empty, step)
 
-        def wait_for_values(step):
-            """Wait for the values of an edge tile and clear rows past the end of the keys."""
-            slot = lax.rem(step, num_stages)
-            plgpu.barrier_wait(v_full.at[slot])
-            clear_values(v_tiles.tile(slot), end - key_of(step))
+    def load_v(step):
+        load(inputs.v, memory.v_tiles, memory.v_full, memory.v_empty, step)
 
-        # s = scale · q kᵀ and p of the first tile of keys
-        plgpu.barrier_wait(q_full.at[w])
-        plgpu.barrier_wait(k_full.at[0])
+    load_k(work.program * 0)
+    for w in range(kernel.warpgroups):
+        token = work.first_token + work.first + w * (WGMMA_ROWS // kernel.group_size)
+        head = head_kv * kernel.group_size
+        _load_queries(inputs.q, memory.q_tiles[w], token, head, memory.q_full.at[w])
 
-        def first_scores(s_ref):
-            add_scores(s_ref, q, k_tiles.tile(0).cut(q.columns))
-            return s_ref[...]
+    @pl.loop(1, work.steps)
+    def _(step):
+        load_k(step)
+        load_v(step - 1)
 
-        s = pl.run_scoped(first_scores, accumulator(WGMMA_ROWS, block_kv))
-        plgpu.barrier_arrive(k_empty.at[0])
-        p, m_i, _ = softmax(s, program * 0, m_i, True)
-        l_i = add_columns(p)
-        p = p.astype(v_ref.dtype)
-        acc = zeros(WGMMA_ROWS, padded_columns(v_ref.shape[3]))
-        wait_for_values(program * 0)
-        if window.left is not None:
-            clear_values(v_tiles.tile(0), begin - first_tile * block_kv, before=True)
+    load_v(work.steps - 1)
 
-        # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
-        def visit(step, carry, masked):
-            p, m_i, l_i, acc = carry
-            slot, previous = lax.rem(step, num_stages), lax.rem(step - 1, num_stages)
-            plgpu.barrier_wait(k_full.at[slot])
-            if not masked:
-                # Values of edge tiles were already waited for.
-                pl.when(step > end_masked)(lambda: plgpu.barrier_wait(v_full.at[previous]))
-            if ping_pong:
-                take_turn(w, warpgroups)
 
-            def overlap(s_ref, acc_ref):
-                # Start s = scale · q kᵀ, and acc += p v of the previous tile.
-                add_scores(s_ref, q, k_tiles.tile(slot).cut(q.columns))
-                acc_ref[...] = acc
-                v = v_tiles.tile(previous)
-                add_values(acc_ref, p, v)
-                if ping_pong:
-                    pass_turn(w, warpgroups)
-                s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(v.multiplied))
-                s = lax.optimization_barrier(s)
-                plgpu.barrier_arrive(k_empty.at[slot])
-                # p = exp(s - max)
-                p_new, m_new, alpha = softmax(s, step, m_i, masked)
-                p_new, m_new, sums, alpha = lax.optimization_barrier(
-                    (p_new, m_new, add_columns(p_new), alpha)
-                )
-                finish_before_wait(sums)
-                # Rescale what was accumulated.
-                new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
-                new, _ = lax.optimization_barrier((new, p))
-                plgpu.barrier_arrive(v_empty.at[previous])
-                new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
-                return p_new.astype(p.dtype), m_new, l_new + sums, new
+class Queries(NamedTuple):
+    """A consumer warpgroup's rows.
 
-            carry = pl.run_scoped(
-                overlap, accumulator(WGMMA_ROWS, block_kv), accumulator(*acc.shape)
-            )
-            if masked:
-                wait_for_values(step)
-            return carry
+    Attributes:
+        w: the warpgroup, a Python int: each has its own code.
+        start_token: the first token, counted from the sequence's first.
+        sink: each row's sink, in base 2, or None.
+    """
 
-        carry = p, m_i, l_i, acc
-        carry = lax.fori_loop(1, end_masked, functools.partial(visit, masked=True), carry)
-        carry = lax.fori_loop(end_masked, steps, functools.partial(visit, masked=False), carry)
-        p, m_i, l_i, acc = carry
+    w: int
+    start_token: Any
+    sink: Any
 
-        # acc += p v of the last tile
-        slot = lax.rem(steps - 1, num_stages)
-        pl.when(steps > end_masked)(lambda: plgpu.barrier_wait(v_full.at[slot]))
 
-        def last_values(acc_ref):
-            acc_ref[...] = acc
-            add_values(acc_ref, p, v_tiles.tile(slot))
-            # Reduce the row sums over each quad.
-            total = l_i.sum(axis=1)
-            if sink is not None:
-                m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
-                total = total + jnp.exp2(sink - m_safe)
-            l_safe = jnp.where(total == 0.0, 1.0, total)
-            return wait_for(acc_ref, 0, p), m_i * LN2 + jnp.log(l_safe), 1.0 / l_safe
+def consume(kernel, work, w):
+    """Compute the rows of consumer warpgroup w."""
+    inputs, memory, group_size = kernel.inputs, kernel.memory, kernel.group_size
+    start_token = work.first + w * (WGMMA_ROWS // group_size)
 
-        acc, lse, factor = pl.run_scoped(last_values, accumulator(*acc.shape))
+    # All tiles are free, and the first warpgroup has the first turn.
+    for slot in range(kernel.num_stages):
+        plgpu.barrier_arrive(memory.k_empty.at[slot])
+        plgpu.barrier_arrive(memory.v_empty.at[slot])
+    if kernel.ping_pong and w == kernel.warpgroups - 1:
+        pass_turn(w, kernel.warpgroups)
 
-        # Normalise and store.
-        store_rows_of_heads(
-            acc * as_rows(factor, acc), lse, out_ref, lse_ref, first_token + start_token,
-            head_kv * group_size, (tokens - start_token) * group_size, group_size,
-        )  # fmt: skip
+    sink = None
+    m_i = plgpu.layout_cast(jnp.full((WGMMA_ROWS,), float("-inf"), jnp.float32), WGMMA.reduce(1))
+    if inputs.sinks is not None:
+        # Start the maximum at the sink, so that acc is not rescaled for it at the end.
+        sink = _sinks_of_rows(inputs.sinks, work.head_kv * group_size, group_size, m_i) * LOG2E
+        m_i = sink
+    queries = Queries(w, start_token, sink)
 
-    has_rows = first < tokens
-    run_warpgroups(
-        warpgroups,
-        lambda w: pl.when(has_rows)(lambda: consume(w)),
-        lambda: pl.when(has_rows)(produce),
+    # s = scale · q kᵀ and p of the first tile of keys
+    first = work.program * 0
+    plgpu.barrier_wait(memory.q_full.at[w])
+    plgpu.barrier_wait(memory.k_full.at[0])
+
+    def first_scores(s_ref):
+        q = memory.q_tiles[w]
+        add_scores(s_ref, q, memory.k_tiles.tile(0).cut(q.columns))
+        return s_ref[...]
+
+    s = pl.run_scoped(first_scores, accumulator(WGMMA_ROWS, kernel.block_kv))
+    plgpu.barrier_arrive(memory.k_empty.at[0])
+    p, m_i, _ = softmax(kernel, work, queries, s, first, m_i, True)
+    l_i = add_columns(p)
+    p = p.astype(inputs.v.dtype)
+    acc = zeros(WGMMA_ROWS, padded_columns(inputs.v.shape[3]))
+    wait_for_edge(kernel, work, first)
+    if kernel.window.left is not None:
+        hidden = work.begin - work.first_tile * kernel.block_kv
+        clear_values(memory.v_tiles.tile(0), hidden, before=True)
+
+    # Visit the other tiles of keys that these rows see; only tiles at the edges are masked.
+    carry = p, m_i, l_i, acc
+    for masked, lower, upper in ((True, 1, work.end_masked), (False, work.end_masked, work.steps)):
+        body = functools.partial(visit, kernel, work, queries, masked)
+        carry = lax.fori_loop(lower, upper, body, carry)
+    finish(kernel, work, queries, *carry)
+
+
+def softmax(kernel, work, queries, s, step, m_i, masked):
+    """Return p, the new maximum, and the factor that rescales acc and l_i."""
+    if masked:
+        position, start = work.diagonal + queries.start_token, key_of(kernel, work, step)
+        s = scaled_scores(s, kernel.rule)
+        s = hide_keys(s, position, start, work.end, kernel.window, kernel.group_size)
+    return softmax_update(s, m_i, kernel.rule, masked, bounded=False)
+
+
+def wait_for_edge(kernel, work, step):
+    """Wait for the values of an edge tile and clear rows past the end of the keys."""
+    slot = lax.rem(step, kernel.num_stages)
+    plgpu.barrier_wait(kernel.memory.v_full.at[slot])
+    clear_values(kernel.memory.v_tiles.tile(slot), work.end - key_of(kernel, work, step))
+
+
+def visit(kernel, work, queries, masked, step, carry):
+    """Compute the scores and p of a step, and add the values of the previous one."""
+    num_stages, memory, *_, acc = kernel.num_stages, kernel.memory, *carry
+    slot, previous = lax.rem(step, num_stages), lax.rem(step - 1, num_stages)
+    plgpu.barrier_wait(memory.k_full.at[slot])
+    if not masked:
+        # Values of edge tiles were already waited for.
+        v_full = memory.v_full.at[previous]
+        pl.when(step > work.end_masked)(lambda: plgpu.barrier_wait(v_full))
+    if kernel.ping_pong:
+        take_turn(queries.w, kernel.warpgroups)
+    carry = pl.run_scoped(
+        functools.partial(overlap, kernel, work, queries, masked, step, slot, previous, carry),
+        accumulator(WGMMA_ROWS, kernel.block_kv),
+        accumulator(*acc.shape),
     )
+    if masked:
+        wait_for_edge(kernel, work, step)
+    return carry
+
+
+def overlap(kernel, work, queries, masked, step, slot, previous, carry, s_ref, acc_ref):
+    """Compute p v of the previous tile during the softmax of this one."""
+    memory = kernel.memory
+    p, m_i, l_i, acc = carry
+    # Start s = scale · q kᵀ, and acc += p v of the previous tile.
+    q = memory.q_tiles[queries.w]
+    add_scores(s_ref, q, memory.k_tiles.tile(slot).cut(q.columns))
+    acc_ref[...] = acc
+    v = memory.v_tiles.tile(previous)
+    add_values(acc_ref, p, v)
+    if kernel.ping_pong:
+        pass_turn(queries.w, kernel.warpgroups)
+    s = plgpu.wgmma_accumulator_load(s_ref, wait_n=len(v.multiplied))
+    s = lax.optimization_barrier(s)
+    plgpu.barrier_arrive(memory.k_empty.at[slot])
+    # p = exp(s - max)
+    p_new, m_new, alpha = softmax(kernel, work, queries, s, step, m_i, masked)
+    p_new, m_new, sums, alpha = lax.optimization_barrier((p_new, m_new, add_columns(p_new), alpha))
+    finish_before_wait(sums)
+    # Rescale what was accumulated.
+    new = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+    new, _ = lax.optimization_barrier((new, p))
+    plgpu.barrier_arrive(memory.v_empty.at[previous])
+    new, l_new = rescale(new, l_i, as_rows(alpha, l_i), WGMMA)
+    return p_new.astype(p.dtype), m_new, l_new + sums, new
+
+
+def finish(kernel, work, queries, p, m_i, l_i, acc):
+    """Add the values of the last tile, normalise and store."""
+    group_size, memory, start_token = kernel.group_size, kernel.memory, queries.start_token
+    slot = lax.rem(work.steps - 1, kernel.num_stages)
+    pl.when(work.steps > work.end_masked)(lambda: plgpu.barrier_wait(memory.v_full.at[slot]))
+
+    def last_values(acc_ref):
+        acc_ref[...] = acc
+        add_values(acc_ref, p, memory.v_tiles.tile(slot))
+        # Reduce the row sums over each quad.
+        total = l_i.sum(axis=1)
+        if queries.sink is not None:
+            m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
+            total = total + jnp.exp2(queries.sink - m_safe)
+        l_safe = jnp.where(total == 0.0, 1.0, total)
+        return wait_for(acc_ref, 0, p), m_i * LN2 + jnp.log(l_safe), 1.0 / l_safe
+
+    acc, lse, factor = pl.run_scoped(last_values, accumulator(*acc.shape))
+    store_rows_of_heads(
+        acc * as_rows(factor, acc), lse, *kernel.outputs, work.first_token + start_token,
+        work.head_kv * group_size, (work.tokens - start_token) * group_size, group_size,
+    )  # fmt: skip
 
 
 def _load_queries(q_ref, tile, token, head, barrier):
@@ -316,26 +445,28 @@ def paged_attention(
         for size in (spec.head_dim, spec.head_dim_v)
     )
     q = _query_views(dtype, spec.group_size, spec.head_dim)
-    memory = {
-        "q_tiles": [plgpu.RefUnion(*q) for _ in range(warpgroups)],
-        "k_tiles": plgpu.RefUnion(*k),
-        "v_tiles": plgpu.RefUnion(*v),
-        "q_full": plgpu.Barrier(num_arrivals=len(q[0]), num_barriers=warpgroups),
-        "k_full": plgpu.Barrier(num_arrivals=pages * len(k[0]), num_barriers=stages),
-        "k_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "v_full": plgpu.Barrier(num_arrivals=pages * len(v[0]), num_barriers=stages),
-        "v_empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-    }
+    memory = Memory(
+        k_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=pages * len(k[0]), num_barriers=stages),
+        k_tiles=plgpu.RefUnion(*k),
+        q_full=plgpu.Barrier(num_arrivals=len(q[0]), num_barriers=warpgroups),
+        q_tiles=[plgpu.RefUnion(*q) for _ in range(warpgroups)],
+        v_empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        v_full=plgpu.Barrier(num_arrivals=pages * len(v[0]), num_barriers=stages),
+        v_tiles=plgpu.RefUnion(*v),
+    )
     return launch_programs(
         "paged_attention",
         paged_attention_kernel,
         num_row_tiles(spec, config.block_q) * spec.heads_kv,
-        operands[: PagedOperands._fields.index("k_scale")],
+        (Inputs(*operands[: PagedOperands._fields.index("k_scale")]),),
         (
-            jax.ShapeDtypeStruct((spec.tokens, spec.heads_q, spec.head_dim_v), dtype),
-            jax.ShapeDtypeStruct((spec.heads_q, spec.tokens), jnp.float32),
+            Outputs(
+                jax.ShapeDtypeStruct((spec.tokens, spec.heads_q, spec.head_dim_v), dtype),
+                jax.ShapeDtypeStruct((spec.heads_q, spec.tokens), jnp.float32),
+            ),
         ),
-        memory,
+        {"memory": memory},
         config,
         rule=spec.scores,
         window=Window(spec.bounded_window.left, 0),
