@@ -63,15 +63,13 @@ def paged_decode(
     Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
     The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of length
     n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
-    ``h // (Hq // Hkv)``. A token that sees no key has output 0 and log-sum-exp -inf, or its head's
-    sink if there is one.
+    ``h // (Hq // Hkv)``. A token without keys has output 0 and log-sum-exp -inf or its head's sink.
 
     Lengths and page tables are read on the device. Nothing waits for the device and nothing is
     planned ahead, so a jitted function runs with other lengths and tables without being traced
-    again. A length past the table's capacity counts as the capacity, one below 0 as 0. A page id
-    out of range is clamped, so nothing outside the pool is read. `check_pages` finds both. Table
-    entries past a sequence's last page and slots past its length may hold anything, and so may
-    those before the window of its first new token.
+    again. Lengths are clamped to the table's capacity, page ids to the pool, so nothing outside is
+    read; `check_pages` finds both. Table entries and slots past a sequence's length, and before the
+    window of its first new token, may hold anything.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
     ``check_vma=False``. It has no derivative. The target of the kernel (see
@@ -82,29 +80,27 @@ def paged_decode(
             steps of 8.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
             sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
         scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): a token sees keys from p - left on. None, for the pair or for
-            left, is unlimited; right has no effect.
+        window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
+            no effect.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
-            the log-sum-exp but has no value. None: no sinks.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are the
-            pool's numbers times this.
+        sinks: [Hq] float32, a logit per head without a value: it counts in the denominator and in
+            the log-sum-exp.
+        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache: keys and values are the pool's
+            numbers times this.
         tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before the new
             tokens, and new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it;
             `check_tree` checks it. Not with a window to the left. None is causal.
-        num_splits: number of parts, 1 to 256, that each sequence's keys are divided into. If given,
-            a sequence's result is bitwise the same whatever else is in the batch. None chooses by
-            the shapes.
-        cascade: where several sequences begin with the same pages, such as those of a shared
-            prompt, read these pages once for up to 16 of the sequences. The device finds them from
-            the page tables. True costs one more launch, about 2 microseconds. It has no effect with
-            a window to the left, with more than 32 query rows per kv head (tokens times query
-            heads), or with more than 1024 sequences. Not with num_splits.
-        return_lse: return the log-sum-exp of the scores as well.
+        num_splits: parts, 1 to 256, that each sequence's keys are divided into. If given, the rest
+            of the batch does not change a sequence's bits. None chooses by the shapes.
+        cascade: read pages that several sequences begin with, such as a shared prompt's, once for
+            up to 16 sequences. The device finds them from the page tables, in one more launch. No
+            effect with a window to the left, more than 32 query rows per kv head (tokens times
+            query heads), or more than 1024 sequences. Not with num_splits.
+        return_lse: also return the log-sum-exp.
         implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
             "torch_triton" (torch_attn's Triton kernels, inside this program), "reference" (plain
@@ -112,8 +108,8 @@ def paged_decode(
             CUDA device, the reference elsewhere.
 
     Returns:
-        out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse
-        [B, Hq] or [B, Hq, T] in float32, natural logarithm.
+        out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse [B,
+        Hq] or [B, Hq, T] in float32, natural logarithm.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
@@ -193,13 +189,12 @@ def append_kv(
 
     Token t of T goes to position ``p = seq_lens[b] - T + t``. A token whose position is below 0 or
     past the table's capacity, or whose page id is out of range, is not written. An 8-bit cache
-    stores ``x / scale``, rounded to nearest even; int8 is clamped to ±127, float8_e4m3fn to ±448.
-    Where ``x / scale`` is NaN, int8 stores 0 and float8_e4m3fn NaN. If two tokens go to the same
-    slot, either may be kept.
+    stores ``x / scale``, rounded to nearest even and clamped to ±127 (int8) or ±448
+    (float8_e4m3fn); int8 stores NaN as 0. If two tokens go to the same slot, either may be kept.
 
-    With `cu_seqlens_q` each sequence has any number of new tokens, packed one sequence after the
-    other. Tokens past the last offset are padding, which may hold NaN and is not written. Offsets
-    are read on the device and clamped, so nothing outside the tensors is read or written.
+    With `cu_seqlens_q` each sequence has any number of new tokens, packed. Tokens past the last
+    offset are padding, which may hold NaN and is not written. Offsets are read on the device and
+    clamped.
 
     With `rotary_cos` and `rotary_sin`, keys are rotated before they are written (rotary embedding),
     and `q`, the same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions
@@ -214,16 +209,15 @@ def append_kv(
     has no derivative.
 
     Args:
-        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q`
-            [Tq, Hkv, D]; float16 or bfloat16.
+        k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
+            float16 or bfloat16.
         v_new: k_new's shape with Dv last, k_new's dtype.
         k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
             256, D is 16 to 256 in steps of 8.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
-        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, then the end of
-            the last sequence's.
+        cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens.
         q: k_new's shape and dtype, but with Hq heads, a multiple of Hkv. Only with rotation.
         rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
             2 to D; dimensions of a head from R on are not rotated.
@@ -289,9 +283,9 @@ def merge_states(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge attention over disjoint sets of keys into attention over their union.
 
-    ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. A part
-    whose lse is -inf saw no key, and its out may hold anything. A row that saw no key in any part
-    has out 0 and lse -inf. A sink belongs in one part only.
+    ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. Where a
+    part's lse is -inf, its out may hold anything; where all are, out is 0 and lse -inf. A sink
+    belongs in one part only.
 
     The gradients of `outs` and `lses` are computed in float32 by the framework's own operations,
     which XLA fuses; a part whose lse is -inf has gradients 0. Besides them, the backward allocates
@@ -301,8 +295,8 @@ def merge_states(
     ``check_vma=False``. It is differentiable in reverse mode, once.
 
     Args:
-        outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32.
-            Dv is 16 to 256 in steps of 8.
+        outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32. Dv
+            is 16 to 256 in steps of 8.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
         implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
             Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter),

@@ -64,39 +64,29 @@ def dilated_attention(
     Pair i cuts the sequence into segments of ``segment_lengths[i]`` tokens. In each segment, kv
     head h and its query heads keep the tokens at positions p with ``p % r == h % r``, where r is
     ``dilation_rates[i]``, and attend among these. A token's results from all pairs are merged as in
-    `merge_states`, each weighted by its sum of exponentials; a key that a query sees in several
-    pairs counts once for each. A token that a head keeps in no pair has output 0, log-sum-exp -inf
-    and gradients 0.
+    `merge_states`; a key that a query sees in several pairs counts once for each. A token that a
+    head keeps in no pair has output 0, log-sum-exp -inf and gradients 0.
 
-    The kept tokens are gathered, so that `flash_attention`'s kernels run on them. Pairs that keep
-    the same number of tokens per segment, that is, with the same ratio of length to rate, share one
-    call. A single pair of rate 1 copies nothing.
+    The kept tokens are gathered for `flash_attention`. Pairs with the same ratio of length to rate
+    share one call. A single pair of rate 1 copies nothing.
 
     Works under the transformations that `flash_attention` does. Differentiable once, in reverse
     mode.
 
     Args:
-        q: [B, S, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
-        k: [B, S, Hkv, D], q's dtype. Hq is a multiple of Hkv.
-        v: [B, S, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        q: [B, S, Hq, D], as in `flash_attention`.
+        k: [B, S, Hkv, D].
+        v: [B, S, Hkv, Dv].
         segment_lengths: tokens per segment for each pair; a list or tuple. Each divides S.
         dilation_rates: for each pair, the number of tokens of which a head keeps one; a list or
             tuple. Each divides its segment length and may exceed the number of heads.
-        causal: a query sees keys up to its own position.
-        scale: factor of the scores; None is ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the mask.
-        deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster with kernels that can do so. None: as
-            ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS`` says.
-        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
-            mantissa, as tensor cores take them. No effect on 16-bit operands.
-        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        implementation: as in `flash_attention`. The merge also uses it if it names portable kernels
-            or the reference, and uses None otherwise.
+        causal, scale, softcap, deterministic, precision, return_lse: as in `flash_attention`.
+        implementation: as in `flash_attention`. The merge uses it if it names portable kernels or
+            the reference.
 
     Returns:
-        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S]
-        in float32, natural logarithm.
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
+        float32, natural logarithm.
 
     Raises:
         TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.

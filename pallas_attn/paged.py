@@ -52,45 +52,31 @@ def paged_attention(
 
     It is `paged_decode` for chunks of prompts, whole prompts and single tokens in one batch.
     Sequence b has T new tokens, ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, and ``n = seq_lens[b]``
-    keys, in the pages of its row of the table. The new tokens' own keys are there already: token t
-    stands at position ``p = n - T + t`` and sees keys up to p. T may be 0. Tokens past the last
-    offset are padding and may hold NaN. They see no key. A token that sees no key has output 0 and
-    log-sum-exp -inf, or its head's sink if there is one.
+    keys, in the pages of its row of the table. Their own keys are there already: token t stands at
+    position ``p = n - T + t`` and sees keys up to p. T may be 0. Tokens past the last offset are
+    padding: they may hold NaN, and see no key.
 
     The grid depends only on Tq, B and max_pages. Offsets, lengths and tables are read on the
     device. Nothing waits for the device and nothing is planned ahead, so a jitted function runs
-    with others without being traced again. They are not checked (`check_offsets` and `check_pages`
-    do that); whatever they are, nothing outside the arrays is read or written. See `paged_decode`
-    for lengths and page ids out of range, and for what may hold anything.
+    with others without being traced again. `check_offsets` and `check_pages` check them; whatever
+    they are, nothing outside the arrays is read or written (see `paged_decode`).
 
     Works under `jit`, `vmap` and `lax.scan`. It has no derivative. The target of the kernel (see
     `twin_attention.targets.target`) is fixed while tracing.
 
     Args:
         q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8.
-        k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
-            sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits and need not be D.
-        block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
-        scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): a token sees keys from p - left on. None, for the pair or for
-            left, is unlimited; right has no effect.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
-            the log-sum-exp but has no value. None: no sinks.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only: keys and values are the
-            pool's numbers times this.
+        scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in `paged_decode`.
         tree_ends: [Tq] int32: the new tokens of a sequence form a tree. Token t sees all keys
             before the new tokens, and new token u if ``u <= t < tree_ends[u]``. Tokens and ends
             count from the sequence's first new token. `tree_of` makes it; `check_tree` checks it.
             Not with a window to the left. None is causal.
-        num_splits: number of parts, 1 to 256, that the keys of some tokens are divided into. If
-            given, a sequence's result is bitwise the same for the same Tq and B, whatever else is
-            in the batch. None chooses by the shapes.
-        return_lse: return the log-sum-exp of the scores as well.
+        num_splits: parts, 1 to 256, that the keys of some tokens are divided into. If given, the
+            rest of the batch does not change a sequence's bits for the same Tq and B. None chooses
+            by the shapes.
         implementation: "mosaic" (explicit kernels for SM90 and long chunks; from jax 0.11 on),
             "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
             "gluon" (torch_attn's Gluon kernels, inside this program, for SM90 and long chunks),

@@ -64,10 +64,8 @@ def block_sparse_attention(
     """Compute exact attention over the tiles that a block mask keeps; other tiles cost nothing.
 
     Query i sees key j if the mask keeps their tile and neither `causal` nor `window_size` hides the
-    key. As in `flash_attention`, query i stands at key position ``p = i + Skv - Sq``; all else is
-    as there too. A query that sees no key, such as one without a tile, has output 0 and log-sum-exp
-    -inf, or its head's sink if there is one; its gradients are 0 except the sink's. Kernels do not
-    read keys and values of tiles that no query keeps.
+    key. All else is as in `flash_attention`; a query may have no tile. Kernels do not read keys and
+    values of tiles that no query keeps.
 
     Pass lists if several calls share a mask: given booleans, each call makes the lists again. The
     lists' contents are not checked (`check_block_mask` does that); whatever they are, no memory
@@ -76,35 +74,23 @@ def block_sparse_attention(
     in reverse mode.
 
     Args:
-        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
-            with a contiguous last dimension, as for k and v.
-        k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
-        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        q: [B, Sq, Hq, D], as in `flash_attention`.
+        k: [B, Skv, Hkv, D].
+        v: [B, Skv, Hkv, Dv].
         block_mask: the tiles to keep: True in [tiles_q, tiles_kv] bool, with optional axes for
             heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
             `BlockMask`. A tile has 64 or 128 queries and 64 or 128 keys: tiles_q is Sq / 64 or Sq /
-            128 rounded up, and tiles_kv is the same for Skv.
-        causal: query i sees keys up to p.
-        scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
-            pair or a side, is unlimited.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
-            the log-sum-exp but has no value. None: no sinks.
-        deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster with kernels that can do so. None: as
-            ``torch.are_deterministic_algorithms_enabled()`` says.
-        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
-            mantissa, as tensor cores take them. No effect on 16-bit operands.
-        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
+            128 rounded up, tiles_kv the same for Skv.
+        causal, scale, window_size, softcap, sinks, deterministic, precision, return_lse: as in
+            `flash_attention`.
         implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "gluon"
             (explicit forward kernels for SM90, with tiles of 128 by 128), "reference" (plain torch
             in float32, O(Sq · Skv) memory), or None: the fastest kernels for the problem on a CUDA
             device, the reference elsewhere.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq]
-        in float32, natural logarithm. Both are contiguous.
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq] in
+        float32, natural logarithm. Both are contiguous.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.

@@ -1,16 +1,10 @@
 """Cache of checked calls, replayed when layouts and options repeat.
 
-The first call with given layouts and options is checked, described and dispatched, and its kernels
-are compiled. All of that follows from the call's key, so a call with the same key only replays what
-the first one allocated and launched (`torch_attn.replay`). The key holds no tensor and no address,
-only the alignment of addresses, which kernels are compiled for. Before a key is made, the last call
-with the same options is tried: a guard of `torch.compile` compares the operands with it, in C++.
-
-Gain (docs/history/host.md): recognising a forward takes 2.4 microseconds of Python, and a backward
-1.7; by a key alone it took 5.4 and 3.2. With this guard and the replay's generated source, which
-came in one change, a forward on an H200 takes 15 microseconds instead of 35, and a `paged_decode`
-16 instead of 35. On a busy machine a forward took 23 microseconds, 690 if its host function ran
-each time, and 1,100 if it was not cached; a `paged_decode` took 25, 580 and 760.
+The first call is checked, described and dispatched, and its kernels are compiled. All of that
+follows from the call's key, so a later call with the same key only replays what the first one
+allocated and launched (`torch_attn.replay`). The key holds no tensor and no address, only the
+alignment of addresses. Before a key is made, the last call with the same options is tried: a guard
+of `torch.compile` compares the operands with it, in C++ (times: docs/history/host.md).
 
 Torch's private names come from `torch_attn.private`; without them no call is cached.
 """
@@ -44,10 +38,7 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Guard:
-    """Recognises operands of the same types, layouts and `requires_grad`, in the same modes.
-
-    It rejects a tensor passed as two operands.
-    """
+    """Recognises other tensors of the same types, layouts and `requires_grad`, in the same modes."""
 
     def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
         """Take operands aligned to `alignment` bytes, as recognised operands must be."""
@@ -61,7 +52,7 @@ class Guard:
         self._check = guards.check
 
     def __call__(self, operands: tuple[Any, ...]) -> bool:
-        """Return True if there are as many operands as the guard's and each matches."""
+        """Return True if as many operands are given and each matches."""
         tensors = self._tensors(operands)
         return (
             self._check(*tensors)
@@ -137,10 +128,7 @@ def _start_triton() -> None:
 
 
 def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
-    """Return all that a call depends on except its operands and what is active around it.
-
-    Options count with their types: 1 is not True.
-    """
+    """Return all that a call depends on except operands and modes; 1 is not True."""
     types = tuple(map(type, options))
     if tuple in types:
         types += tuple([tuple(map(type, x)) for x in options if type(x) is tuple])
@@ -151,9 +139,8 @@ def _options_key(function: Hashable, options: tuple[Hashable, ...]) -> Key:
 def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | None:
     """Return all that a call depends on except the operands' values.
 
-    Returns:
-        The key, or None for a call that the dispatcher has to see: a mode, a transformation or
-        forward mode is active, or an operand is no plain tensor on a CUDA device.
+    None if the dispatcher has to see the call: a mode, a transformation or forward mode is active,
+    or an operand is no plain tensor on a CUDA device.
     """
     if (
         private.len_dispatch_stack()
@@ -201,12 +188,7 @@ class Kept(dict[Any, Any]):
 
 
 class Calls:
-    """The cached calls.
-
-    Attributes:
-        by_key: each call by all that it depends on.
-        last: the last call with given options.
-    """
+    """The cached calls, and the last one with given options."""
 
     def __init__(self) -> None:
         # A call with its launches takes about 64 kB on the host: 66 MB at most.
@@ -222,13 +204,12 @@ class Calls:
     ) -> Call | None:
         """Return the call that `keep` cached for the same arguments, or None.
 
-        It is asked on the way down, so that a known call skips all that follows:
+        Whoever finds a call skips all that follows. Asked by
 
-        - by `Attention.__call__` and `append_kv`, before arguments are checked;
-        - by an operator's Autograd kernel, before autograd and the dispatcher, and by the backward
-          of a forward, before the backward operator;
-        - by an operator's kernel, if it is called in another way;
-        - by context parallel attention, for its operations on some of the keys.
+        - `Attention.__call__` and `append_kv`, before arguments are checked;
+        - an operator's Autograd kernel, before the dispatcher, and the backward of a forward;
+        - an operator's kernel, if it is called directly;
+        - context parallel attention, for its operations on some of the keys.
 
         Args:
             function: first part of the key, such as the operator's name.

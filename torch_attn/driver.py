@@ -1,13 +1,11 @@
 """Relaunch a compiled Triton kernel with minimal host work.
 
-Triton's `JITFunction.run` ends by calling a C function that launches. This module makes the same
-call with arguments looked up beforehand and operands as addresses, so it asks neither tensors nor
-the driver for them. Triton encodes the TMA descriptors of each launch anew; here they are cached by
-address. The C function takes arguments without tuples: Triton 3.6 finds no descriptor in a tuple,
-and a tuple of addresses would be made anew at each launch. No other module of `torch_attn` uses
-this private API of Triton. Where Triton lacks a part of it, Triton itself launches each kernel,
-more slowly. Checked with Triton 3.6 and 3.9; ``tests/torch_attn/test_launch.py`` and
-``test_driver.py`` guard it. The first says what to do if the API changes.
+Triton's `JITFunction.run` ends in a C function that launches. This module calls it with arguments
+looked up beforehand and operands as addresses. TMA descriptors, which Triton encodes at each
+launch, are cached by address. The C function takes arguments without tuples: Triton 3.6 finds no
+descriptor in a tuple, and a tuple of addresses would be made anew at each launch. Where Triton
+lacks a part of this private API, Triton itself launches, more slowly. Checked with Triton 3.6 and
+3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
-# Encoded descriptors cached per operand of a launch, and in all. One takes about 400 bytes with its
-# Python objects: 26 MB at most.
+# Encoded descriptors cached per operand of a launch, and in all; each takes about 400 bytes.
 _ADDRESSES_MAX = 256
 _DESCRIPTORS_MAX = 65536
 
@@ -101,9 +98,8 @@ def pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any], bool]:
-    """Return the function below Triton's `CudaLauncher` that launches a kernel.
-
-    `CudaLauncher` itself looks for scratch memory first.
+    """Return the function below Triton's `CudaLauncher`, which itself looks for scratch memory
+    first.
 
     Returns:
         The function; its arguments between the stream and the kernel's; and True if it takes the
@@ -133,8 +129,7 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
 def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ...]], list[Any]]:
     """Return a function that makes a kernel's arguments from the operands' addresses.
 
-    The arguments of two calls differ only in addresses and descriptors. Equal integers among the
-    others share one object, because every launch increments reference counts.
+    Equal integers share one object, because every launch increments reference counts.
     """
     integers: dict[int, int] = {}
 
@@ -167,9 +162,9 @@ def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ..
 
 
 class _Descriptors(dict[Any, Any]):
-    """The encoded descriptors of an operand, by address; made on demand.
+    """The encoded descriptors of an operand by address, made on demand.
 
-    All launches together cache at most `_DESCRIPTORS_MAX`; beyond that, caches are cleared.
+    Beyond `_DESCRIPTORS_MAX` in all launches together, all are forgotten.
     """
 
     _all: ClassVar[WeakValueDictionary[int, _Descriptors]] = WeakValueDictionary()

@@ -77,9 +77,9 @@ def flash_attention(
     """Compute exact attention without storing the score matrix.
 
     It is ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads
-    kv head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query that
-    sees no key has output 0 and log-sum-exp -inf, or its head's sink if there is one; its gradients
-    are 0 except the sink's.
+    kv head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query
+    without keys has output 0, log-sum-exp -inf or its head's sink, and gradients 0 except the
+    sink's.
 
     Works under autograd, `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func`
     (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as it does for
@@ -89,52 +89,44 @@ def flash_attention(
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
             with a contiguous last dimension, as for k and v.
         k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
-        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits.
         causal: query i sees keys up to p.
         scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
-            pair or a side, is unlimited.
+        window_size: (left, right): query i sees keys from p - left to p + right. None is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
-            the log-sum-exp but has no value. None: no sinks.
-        q_segment_ids: [B, Sq] int32, the segment of each query, in any order. A query sees only
-            keys of its own segment. A negative id is padding, which sees nothing and is seen by
-            nothing, and may hold NaN in q, k and v. Tiles whose ranges of ids do not overlap are
-            skipped. None, here and for the keys: every query sees all keys.
+        sinks: [Hq] float32, a logit per head without a value: it counts in the denominator and in
+            the log-sum-exp.
+        q_segment_ids: [B, Sq] int32, the segment of each query, in any order: it sees only keys of
+            its own segment. A negative id is padding, which sees nothing, is not seen, and may hold
+            NaN. Tiles whose ranges of ids do not overlap are skipped. Needs kv_segment_ids.
         kv_segment_ids: [B, Skv] int32, the segment of each key.
-        kv_ends: [B, Skv] int32: with causal=True, key j is seen only by queries at positions
-            ``j <= p < kv_ends[j]``. If tokens are in depth-first order, this is attention over a
-            tree: a token's end is where its subtree ends. Tiles that no query sees are skipped.
-            None: keys have no end.
+        kv_ends: [B, Skv] int32: with causal=True, queries at positions ``j <= p < kv_ends[j]`` see
+            key j. With tokens in depth-first order this is attention over a tree: a token's end is
+            where its subtree ends. Tiles that no query sees are skipped.
         q_depths: [B, Sq] int32, the depth of each query in the tree, from 0 to 2^30 - 1. With
-            depths, window_size's left side counts depths in place of positions: a key is seen if
-            the query is deeper by at most that much. None, here and for the keys: it counts
-            positions.
+            depths, window_size's left side counts depths instead of positions. Needs kv_depths.
         kv_depths: [B, Skv] int32, the depth of each key.
         bias: [B, Hq, Sq, Skv], or 1 in place of any of these, float32 or q's dtype: added to each
-            score, after the scale and before the softcap. Its gradient is summed over axes of size
-            1. No other memory grows with its size. Without a softcap, -inf hides a key, but hidden
-            keys still take time.
+            scaled score before the softcap. Its gradient is summed over axes of size 1. Without a
+            softcap, -inf hides a key, but saves no time.
         relative_bias: [Hq, 2R + 1], float32 or q's dtype:
-            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to each score, after the scale and
-            before the softcap. Its gradient is a sum over all pairs. Distance buckets, as in T5,
-            can be expanded to it.
+            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to each scaled score before the
+            softcap. Distance buckets, as in T5, can be expanded to it.
         alibi_slopes: [Hq] or [B, Hq], float32: ``alibi_slopes * |p - j|`` is subtracted from each
-            score, after relative_bias. Slopes are constants: their gradient is None or 0.
+            score, after relative_bias. Slopes are constants.
         dropout_rate: the share of probabilities to drop after the softmax, at least 0 and below 1,
-            rounded to a multiple of 2^-16. The others are divided by the share that is kept.
-            Dropout does not change the log-sum-exp.
-        dropout_seed: [2] int32 or uint32, 64 bits. Which probabilities are dropped depends only on
-            these bits and on batch element, head, query and key; the backward drops the same ones.
-            Give each layer and step its own seed. None only without dropout.
+            rounded to a multiple of 2^-16. The others are divided by the share that is kept; the
+            log-sum-exp stays.
+        dropout_seed: [2] int32 or uint32, 64 bits. They, batch element, head, query and key decide
+            what is dropped, in the backward too. Give each layer and step its own seed.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster with kernels that can do so. None: as
-            ``torch.are_deterministic_algorithms_enabled()`` says.
+            order, which can be faster. None: as ``torch.are_deterministic_algorithms_enabled()``
+            says.
         precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
-            mantissa, as tensor cores take them. No effect on 16-bit operands.
-        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        return_row_max: return each row's largest score over the keys that it sees as well, after
-            scale and softcap. Sinks do not count. It has no gradient.
+            mantissa.
+        return_lse: also return the log-sum-exp, which is differentiable.
+        return_row_max: also return each row's largest visible score, after scale and softcap and
+            without sinks. It has no gradient.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
             CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
             stream), "reference" (plain torch in float32, O(Sq · Skv) memory), or None: the fastest

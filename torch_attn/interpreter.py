@@ -1,31 +1,26 @@
 """Run a Triton kernel on CPU tensors, in the process that compiles it for CUDA tensors.
 
-Triton's own switch, ``TRITON_INTERPRET=1``, is read when a kernel is defined and turns off
-compiling for the whole process. `interpreted` chooses for each launch instead: during a launch
-`triton.language` is patched to work on NumPy arrays, and restored afterwards.
+Triton's own switch, ``TRITON_INTERPRET=1``, turns off compiling for the whole process.
+`interpreted` chooses for each launch: during it `triton.language` works on NumPy arrays.
 
 The private API of Triton here is ``triton.runtime.interpreter``. If a name is missing, this import
 fails, and the family "triton" gives that as its reason not to run on a CPU. Checked with Triton 3.6
-and 3.9; what is used and why:
+and 3.9 (``tests/torch_attn/test_interpreter.py`` guards it):
 
-- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it;
-  it is called once a launch for the whole language. (Triton calls it at every call of a helper
-  too, which takes milliseconds and is never undone.)
-- `FunctionRewriter` turns a kernel's source into a plain Python function, and `_implicit_cvt`
-  turns a launch's arguments into the interpreter's tensors.
-- `InterpreterBuilder` and `_get_np_dtype` hold bfloat16 as uint16 and compute on its bits, which
-  gives wrong numbers without an error. `_Builder` holds it as `ml_dtypes.bfloat16`.
+- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it. It is
+  called once a launch; Triton calls it at every call of a helper, which takes milliseconds.
+- `FunctionRewriter` turns a kernel's source into a Python function, `_implicit_cvt` a launch's
+  arguments into the interpreter's tensors.
+- `InterpreterBuilder` and `_get_np_dtype` compute on bfloat16's bits as uint16, which gives wrong
+  numbers without an error. `_Builder` holds `ml_dtypes.bfloat16`.
 - `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which a mask must not be.
-- `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language` when it is imported.
-  That must not happen while they are patched, or no Gluon kernel compiles later.
-- `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32, as tensor
-  cores take them.
-- The integer overflow check takes half the time of a launch, and its result goes to a
-  `device_assert` that does nothing without `debug`. `_Builder` turns it off.
+- `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language`. That must not
+  happen while they are patched, or no Gluon kernel compiles later.
+- `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
+- `_Builder` turns off the integer overflow check, which takes half the time of a launch and does
+  nothing without `debug`.
 - ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so Triton
   3.6 cannot run a loop whose bounds are known only at run time.
-
-``tests/torch_attn/test_interpreter.py`` guards all of it, and says what to do when Triton changes.
 """
 
 from __future__ import annotations
@@ -69,9 +64,9 @@ _triton_np_dtype = interpreter._get_np_dtype
 def interpreted(kernel: JITFunction) -> Interpreted:
     """Return a `@triton.jit` kernel that runs on CPU tensors, with NumPy doing the arithmetic.
 
-    ``interpreted(kernel)[grid](*args, **kwargs)`` launches as ``kernel[grid](...)`` does. Launch
-    options, such as `num_warps`, have no meaning here and are ignored. Launches run one at a
-    time; while one runs, no other thread can compile a Triton kernel.
+    ``interpreted(kernel)[grid](*args, **kwargs)`` launches as ``kernel[grid](...)`` does and
+    ignores launch options. While a launch runs, no other thread can launch or compile a Triton
+    kernel.
 
     Raises:
         RuntimeError: the process runs under ``TRITON_INTERPRET=1``.
@@ -208,9 +203,8 @@ def _as_argument(value: Any) -> Any:
 def _python_function(original: FunctionType) -> Callable[..., Any]:
     """Return a kernel's source as a Python function over the interpreter's tensors.
 
-    The rewriter adds names to the function's globals, so it gets a copy of the module's. In the
-    copy, constants lose their `constexpr`: in Triton 3.9 ``constant * tensor`` would be a
-    constexpr, which no operation takes.
+    The rewriter adds names to the function's globals, so it gets a copy of the module's, in which
+    constants lose their `constexpr`: in Triton 3.9 ``constant * tensor`` would be a constexpr.
     """
     names = {
         name: x.value if isinstance(x, tl.constexpr) else x

@@ -87,9 +87,8 @@ Prepared = tuple[tuple[int, ...], dict[str, Any]]
 class KernelCall(NamedTuple):
     """All that a kernel's code, grid and arguments depend on, except for the operands' values.
 
-    The function that prepares a launch sees nothing else, and all of it follows from the key of a
-    `torch_attn.calls.Call`. So a replayed launch has the same arguments as a newly prepared one,
-    and no value that changes can be frozen unnoticed.
+    It follows from the key of a `torch_attn.calls.Call`, and the function that prepares a launch
+    sees nothing else. So a replayed launch has the arguments of a new one.
 
     Attributes:
         spec: the problem.
@@ -185,10 +184,8 @@ def launch(
 ) -> None:
     """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
-    On a CUDA device a launch goes through Triton, which compiles with fewer stages or a smaller
-    configuration if the table's does not fit (`compile_to_fit`). A `torch_attn.replay.Capture`
-    around the call gets a function that relaunches the kernel. For operands on the "meta" device it
-    gets the `Launch`, and nothing is compiled.
+    A `torch_attn.replay.Capture` around the call gets a function that relaunches the kernel. For
+    operands on the "meta" device it gets the `Launch`, and nothing is compiled.
 
     A kernel writes none of its host function's operands. A buffer that the host function allocates
     may be written by each launch that takes it; the first of these writes it or does not read it.
@@ -196,14 +193,13 @@ def launch(
     Args:
         name: the kernel's name in the configuration tables.
         kernel: the `triton.jit` function.
-        prepare: a module-level function, not one made for this launch. From the `KernelCall` alone
-            it returns the grid and, by name, the arguments other than operands and tile sizes.
+        prepare: a module-level function. From the `KernelCall` it returns the grid and, by name,
+            the arguments other than operands and tile sizes.
         operands: leading arguments: tensors, None, or named tuples of these.
         spec: the problem, which chooses the configuration.
         backend: the target to compile for, or the interpreter.
         constants: what else grid and arguments depend on, compared by value.
-        options: Triton's further launch options, for a CUDA device; `num_warps` and `num_stages`
-            replace the configuration's.
+        options: Triton's launch options; `num_warps` and `num_stages` replace the configuration's.
     """
     capture = current_capture()
     tensors = tensors_of(operands)
@@ -284,12 +280,11 @@ def recording(
 ) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile the kernels that are launched in the block, and launch none.
 
-    This needs a Triton driver that reports their target; operands may be on the "meta" device.
+    It needs a Triton driver that reports their target; operands may be on the "meta" device. Yields
+    a list that grows by (kernel, configuration, compiled).
 
     Args:
         limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
-
-    Yields a list that grows by (kernel, configuration, compiled).
     """
     global _recorded
     before, _recorded = _recorded, (limit, [])

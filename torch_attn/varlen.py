@@ -79,10 +79,8 @@ def flash_attention_varlen(
 
     Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys
     ``cu_seqlens_kv[n] .. cu_seqlens_kv[n + 1]``. Each sequence's result is what `flash_attention`
-    computes for it alone: query i of a sequence stands at its key position
-    ``p = i + (its keys) - (its queries)``. Lengths may be 0. Tokens past the last offset are
-    padding and may hold NaN. A query there sees no key: it has output 0 and log-sum-exp -inf, or
-    its head's sink if there is one, and its gradients are 0 except the sink's.
+    computes for it. Lengths may be 0. Tokens past the last offset are padding: they may hold NaN,
+    and see no key.
 
     The grid depends only on Tq, Tkv and N, and the offsets are read only on the device: nothing
     waits for it, and a CUDA graph can be replayed with other offsets. They are not checked
@@ -91,43 +89,21 @@ def flash_attention_varlen(
     does, but not under `vmap`. Differentiable once, in reverse mode.
 
     Args:
-        q: [Tq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
-        k: [Tkv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
-        v: [Tkv, Hkv, Dv], q's dtype. Dv has D's limits and need not be D.
+        q: [Tq, Hq, D], as in `flash_attention`.
+        k: [Tkv, Hkv, D].
+        v: [Tkv, Hkv, Dv].
         cu_seqlens_q: [N + 1] int32, offsets of the sequences' queries: 0 first, never decreasing,
             at most Tq.
         cu_seqlens_kv: [N + 1] int32, the same for their keys, at most Tkv.
-        causal: query i sees keys up to p.
-        scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): query i sees keys from p - left to p + right. None, for the
-            pair or a side, is unlimited.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, one logit per head, which counts in the softmax's denominator and in
-            the log-sum-exp but has no value. None: no sinks.
-        kv_ends: [Tkv] int32, as `flash_attention` takes it, counted from the sequence's first key.
-        q_depths: [Tq] int32, as `flash_attention` takes it.
-        kv_depths: [Tkv] int32, as `flash_attention` takes it.
-        relative_bias: [Hq, 2R + 1], float32 or q's dtype:
-            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to each score, after the scale and
-            before the softcap. Its gradient is a sum over all pairs. Distance buckets, as in T5,
-            can be expanded to it.
-        alibi_slopes: [Hq] or [N, Hq], float32: ``alibi_slopes * |p - j|`` is subtracted from each
-            score, after relative_bias. Slopes are constants: their gradient is None or 0.
-        dropout_rate: as `flash_attention` takes it.
-        dropout_seed: [2] int32 or uint32, as `flash_attention` takes it; sequence n drops what
-            batch element n would.
-        deterministic: True: the backward gives the same bits every time. False: it may add in any
-            order, which is faster with kernels that can do so. None: as
-            ``torch.are_deterministic_algorithms_enabled()`` says.
-        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
-            mantissa, as tensor cores take them. No effect on 16-bit operands.
-        return_lse: return the log-sum-exp of the scores as well. It is differentiable.
-        return_row_max: return each row's largest score over the keys that it sees as well, after
-            scale and softcap. Sinks do not count. It has no gradient.
-        implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
-            CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
-            stream), "reference" (plain torch in float32, O(Tq · Tkv) memory), or None: the fastest
-            kernels for the problem on a CUDA device, the reference elsewhere.
+        causal, scale, window_size, softcap, sinks, deterministic, precision: as in
+            `flash_attention`.
+        kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.
+        q_depths, kv_depths: [Tq] and [Tkv] int32, as in `flash_attention`.
+        relative_bias: [Hq, 2R + 1], as in `flash_attention`.
+        alibi_slopes: [Hq] or [N, Hq] float32, as in `flash_attention`.
+        dropout_rate, return_lse, return_row_max: as in `flash_attention`.
+        dropout_seed: as in `flash_attention`; sequence n drops what batch element n would.
+        implementation: as in `flash_attention`; "reference" takes O(Tq · Tkv) memory.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [Hq, Tq], float32,

@@ -2,12 +2,11 @@
 
 "ring": keys travel to every rank that needs them, one distance after the other, while the kernels
 read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
-et al. 2023, Ring Attention). The rank that holds keys sends them itself, and their gradients go
-back to it directly: no rank forwards what another one sent.
+et al. 2023, Ring Attention). Keys come from the rank that holds them, and their gradients go back
+to it directly.
 "gather": each rank gathers the keys that its queries see and attends once; gradients are summed
 where the keys are held.
-"heads": each rank gets all tokens of some heads, and attends as if it were alone (Jacobs et al.
-2023, DeepSpeed Ulysses, arXiv 2309.14509).
+"heads": each rank gets all tokens of some heads (Jacobs et al. 2023, DeepSpeed Ulysses).
 """
 
 from __future__ import annotations
@@ -173,7 +172,7 @@ class _ContextCall(NamedTuple):
 
 
 class _Agreed(NamedTuple):
-    """Hold the calls that all ranks of a group have agreed on.
+    """The calls that all ranks of a group have agreed on.
 
     Attributes:
         said: their descriptions, the same on all ranks, which forget them together.
@@ -321,9 +320,7 @@ class _DeviceStep(NamedTuple):
     """A `Step` whose arrays are on a device.
 
     Attributes:
-        step: on the host.
         order, inverse: of its keys, if they do not come in the order of the sequence.
-        intervals: of its keys.
         own: the rows of this rank's own keys in it.
         is_own: it has no others.
     """
@@ -352,12 +349,7 @@ def _steps(
 
 
 class _Numbered(NamedTuple):
-    """An operation on the keys of a step.
-
-    Attributes:
-        spec: its problem.
-        number: the problem's number, which is faster to look up than the problem.
-    """
+    """A problem and its number, which is faster to look up."""
 
     spec: PartialSpec
     number: int
@@ -395,10 +387,9 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class RankCall(NamedTuple):
-    """Hold what a call's hops have in common.
+    """What a call's hops have in common.
 
     Attributes:
-        peers, call, plan: of the call.
         placement: of its tensors; it is fixed so that one family runs all hops.
     """
 
@@ -413,12 +404,8 @@ class RankCall(NamedTuple):
         return self.call.options.window
 
     def run(self, operation: str, part: _Numbered, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Run a family's function; replay it if operands had the same layouts before.
-
-        Args:
-            operation: "partial_fwd", "partial_bwd" or "partial_dq".
-            part: the operation on some keys.
-            tensors: as `_RUN` takes them, a tensor first.
+        """Run a family's function, "partial_fwd", "partial_bwd" or "partial_dq"; replay a known
+        call.
         """
         # Each part has its own calls, so that a call is found at once.
         options = part.number, tuple([x is None for x in tensors]), self.call.implementation
@@ -435,8 +422,8 @@ class RankCall(NamedTuple):
     ) -> Iterator[tuple[_DeviceStep, _Numbered, PartialOperands[Tensor] | None]]:
         """Yield each step, the operation on its keys, and its operands, None if it has no keys.
 
-        The next keys are on their way while the caller works on the current ones. A forward begins
-        with its own keys. A backward ends with its own keys, while the last gradients go back.
+        The next keys travel meanwhile. A forward begins with its own keys. A backward ends with
+        them, while the last gradients go back.
         """
         call, peers = self.call, self.peers
         steps = _steps(self.plan, self.window, call.exchange, peers.rank, q.device)

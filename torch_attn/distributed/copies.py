@@ -1,12 +1,11 @@
 """Exchange rows between the GPUs of one host by copies, which occupy no SM.
 
-Each rank writes its rows into the receiving ranks' memory with the GPU's copy engines, and then
-writes a number next to them, for which the receiver's stream waits. Meanwhile attention keeps all
-SMs; NCCL's kernels would take some of them.
+Each rank's copy engines write its rows into the receivers' memory, then a number, for which the
+receiver's stream waits. NCCL's kernels would take SMs from attention.
 
-The memory is PyTorch's symmetric memory. It has a few slots, and an exchange uses the least
-recently used one. By the time the exchange begins, the slot's previous contents have been read, and
-the receiver says so. Streams write and wait with the driver's stream memory operations.
+The memory is PyTorch's symmetric memory. It has a few slots, used in turn; a receiver says when a
+slot's previous contents have been read. Streams write and wait with the driver's stream memory
+operations.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class _Block(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """List what a rank's stream does in an exchange, all by address.
+    """What a rank's stream does in an exchange, by address.
 
     Attributes:
         free: where the rank says that its slot may be overwritten.
@@ -142,13 +141,7 @@ class Arena:
     """
 
     def __init__(self, rank: int, memory: Sequence[Tensor], slot_bytes: int, slots: int) -> None:
-        """Take memory.
-
-        Args:
-            rank: this one.
-            memory: of each rank, `arena_bytes` bytes, whose numbers at the beginning are 0.
-            slot_bytes, slots: bytes of one exchange, and how many slots there are.
-        """
+        """Take each rank's `arena_bytes` bytes, whose numbers at the beginning are 0."""
         self.slot_bytes, self._slots, self.number = slot_bytes, slots, 0
         self._rank, self._memory = rank, memory
         self._programs = Kept(_PROGRAMS_MAX)
@@ -268,12 +261,10 @@ def symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, 
 
 
 class _Lane(NamedTuple):
-    """Exchanges of one kind: an arena on a GPU.
+    """An arena on a GPU, for exchanges of one kind.
 
     Attributes:
-        arena: its memory.
-        stream: of the copies.
-        begin: the event after which they may begin.
+        begin: the event after which copies may begin.
         handle: keeps the memory.
     """
 
@@ -297,14 +288,7 @@ class Copies:
     """
 
     def __init__(self, group: Any, device: torch.device, say: Say, limit: float) -> None:
-        """Take a group.
-
-        Args:
-            group: a process group.
-            device: of this rank.
-            say: as in `prepare_copies`.
-            limit: seconds that a rank waits for another.
-        """
+        """Take a process group; `limit` is how many seconds a rank waits for another."""
         self._group, self._device, self._gather = weakref.ref(group), device, say
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._limit = limit
@@ -339,12 +323,7 @@ class Copies:
         of_gradients: bool,
         at_once: bool,
     ) -> tuple[tuple[Tensor, ...] | None, Waiting]:
-        """Begin an exchange as `Peers.exchange` does; return what arrives and what to wait for.
-
-        Args:
-            tensors: contiguous.
-            at_once: as in the call's `Sizes`.
-        """
+        """Begin an exchange of contiguous tensors; return what arrives and what to wait for."""
         arena, stream, begin, _ = self._lane(_Kind(of_gradients, at_once))
         program = arena.next(tensors, sent, received)
         # The work already queued on the current stream has read this slot's previous contents.
@@ -437,8 +416,6 @@ def prepare_copies(group: Any, device: torch.device, say: Say) -> Copies | None:
     """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike.
 
     Args:
-        group: a process group.
-        device: of this rank.
         say: takes the group and an object, and returns an object from each rank.
     """
     if device.type != "cuda":

@@ -74,9 +74,7 @@ class Peers(ABC):
         received: Sequence[Rows],
         of_gradients: bool = False,
     ) -> Transfer:
-        """Begin to send rows of tensors to other ranks, and to receive theirs.
-
-        What one rank sends to another arrives in the order in which it was sent.
+        """Begin to send rows of tensors to other ranks, and to receive theirs, in order.
 
         Args:
             tensors: [B, S, H, D] each: keys and values, or their gradients.

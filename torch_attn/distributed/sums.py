@@ -34,7 +34,7 @@ class _Addend(NamedTuple):
 class GradientSums:
     """Gradients of a rank's keys, through its own and other ranks' queries.
 
-    Several are kept and summed in one pass over memory. The plan fixes the order of the sums.
+    Several are summed in one pass over memory. The plan fixes the order of the sums.
     """
 
     def __init__(self, num_rows: int) -> None:
