@@ -1,8 +1,7 @@
 """Which code a call runs: the choice of a kernel family for a problem, for each platform.
 
-The choice is made while tracing, when the device is often not known yet. So there is one backend
-for CUDA and one for every other platform, and JAX takes one of them when it lowers the code for a
-platform. This holds under `jit`, `jit(backend=...)` and ahead-of-time lowering.
+While a call is traced, its device is often not known. So there is one backend for CUDA and one for
+every other platform, and JAX takes one of them when it lowers the code.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ IMPLEMENTATIONS = get_args(Implementation)
 
 
 class Backends(NamedTuple):
-    """The backend of each platform. It is hashable: every cache of traced code is keyed by it.
+    """The backend of each platform; a key of every cache of traced code.
 
     Attributes:
         cuda: on CUDA devices.
-        elsewhere: on every other platform. For a requested family without an interpreter it is the
-            same as `cuda`, and JAX then refuses to lower it for another platform.
+        elsewhere: on every other platform. For a requested family without an interpreter it is
+            `cuda`, and JAX then refuses to lower it for another platform.
         changes: the changes of `use_configs` around the call.
     """
 
@@ -42,10 +41,6 @@ class Backends(NamedTuple):
 
     def of_backward(self, implementation: Implementation | None, spec: AttentionSpec) -> Backends:
         """Return the backends of the backward whose forward has these backends.
-
-        Args:
-            implementation: what the caller asked for.
-            spec: the problem.
 
         Raises:
             NotImplementedError: the requested family does not support the backward.
@@ -78,10 +73,7 @@ def choose(
     """Choose what runs a problem; see `twin_attention.targets.family.choose`.
 
     Args:
-        implementation: what the caller asked for.
-        operation: the function to run, such as "flash_fwd".
         target: the target whose code runs on CUDA devices, or None for another platform.
-        spec: the problem.
         only_own: with implementation None, take no family of `torch_attn`.
 
     Raises:
@@ -103,12 +95,8 @@ def choose_backends(
     """Choose what runs a problem on each platform.
 
     Args:
-        implementation: what the caller asked for, or None for the best of each platform.
-        operation: the function to run, such as "flash_fwd".
-        device: where the operands are, None if not known yet. It decides the target
-            (`pallas_attn.targets.target_of`).
-        spec: the problem.
-        only_own: with implementation None, take no family of `torch_attn`.
+        device: where the operands are, None if not known yet. It decides the target.
+        only_own: as in `choose`.
 
     Raises:
         ValueError: no such implementation.

@@ -2,11 +2,10 @@
 
 "ring": keys travel to every rank that needs them, one distance after the other, while the kernels
 read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
-et al. 2023, Ring Attention). The rank that holds keys sends them itself, and their gradients go
-back to it directly: no rank forwards what another one sent.
+et al. 2023, Ring Attention). Keys come from the rank that holds them, and their gradients go back
+to it directly.
 "gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
-"heads": each rank gets all tokens of some heads, and attends as if it were alone (Jacobs et al.
-2023, DeepSpeed Ulysses, arXiv 2309.14509).
+"heads": each rank gets all tokens of some heads (Jacobs et al. 2023, DeepSpeed Ulysses).
 """
 
 from __future__ import annotations
@@ -101,19 +100,18 @@ def context_attention(
     """Compute exact attention over a sequence whose tokens are spread over a mesh axis's devices.
 
     A token's result is that of `flash_attention` over the whole sequence, or of
-    `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Partial
-    results stay in float32 until the end. With ``deterministic=True`` the same number of ranks
-    gives the same bits every time.
+    `flash_attention_varlen` if the plan has documents. Partial results stay in float32 until the
+    end. With ``deterministic=True`` the same number of ranks gives the same bits every time.
 
     Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
     mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
     exchanges the keys again, unless XLA keeps the keys of a forward in the same program.
 
     Args:
-        q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; float16,
-            bfloat16 or float32. D is 16 to 256 in steps of 8. With a mesh S = ``plan.seq_len``, one
-            rank after the other, as ``shard_sequence(x, plan)`` has them.
-        k: [B, S, Hkv, D], the rank's keys. Hq is a multiple of Hkv.
+        q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; otherwise
+            as in `flash_attention`. With a mesh S = ``plan.seq_len``, one rank after the other, as
+            ``shard_sequence(x, plan)`` has them.
+        k: [B, S, Hkv, D], the rank's keys.
         v: [B, S, Hkv, Dv].
         plan: `context_plan`. Padding after its last document sees nothing, gives 0, and may hold
             NaN.
@@ -125,10 +123,10 @@ def context_attention(
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
         sinks: [Hq] float32, the same on every rank. Inside `shard_map` its gradient is this rank's
-            share; the whole is the sum over ranks.
+            share of a sum over ranks.
         deterministic: as in `flash_attention`, except that XLA chooses the order of sums over ranks
             in "gather".
-        return_lse: return the log-sum-exp as well. It is differentiable.
+        return_lse: also return the log-sum-exp, which is differentiable.
         implementation: as in `flash_attention`; "ring" and "gather" support "triton" and
             "reference", and with PyTorch installed "gluon" on SM90 and "torch_triton".
 
@@ -255,13 +253,7 @@ def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, im
 
 
 class _RankCall(NamedTuple):
-    """Hold what a call's hops have in common.
-
-    Attributes:
-        plan, axis_name, implementation: of the call.
-        exchange: the chosen exchange.
-        options: checked.
-    """
+    """What a call's hops have in common."""
 
     plan: ContextPlan
     axis_name: str
@@ -288,8 +280,8 @@ class _RankCall(NamedTuple):
     ) -> Iterator[tuple[Hop | None, PartialOperands]]:
         """Yield each hop and its operands, None for the keys of all ranks at once.
 
-        A forward begins with its own keys, while the next ones arrive. A backward ends with its own
-        keys, while the last gradients go back. A rank that needs no keys at some distance gets
+        The next keys travel meanwhile. A forward begins with its own keys. A backward ends with
+        them, while the last gradients go back. A rank that needs no keys at some distance gets
         zeros, which its queries do not see.
         """
         plan, window = self.plan, self.options.window
@@ -312,7 +304,6 @@ class _RankCall(NamedTuple):
         Args:
             in_sequence: which tokens each token sees; one entry past the last sees none.
             positions: of each rank's tokens.
-            hop: whose keys; None is the whole sequence, in its order.
         """
         plan, rank = self.plan, lax.axis_index(self.axis_name)
         seen = [x[positions[rank]] for x in in_sequence[:2]]
@@ -369,10 +360,8 @@ class _RankCall(NamedTuple):
         return self.permute(keys, hop.routes)
 
     def send_back(self, hop: Hop, gradients: Sequence[Array]) -> Sequence[Array]:
-        """Send gradients of keys to the rank that holds them.
-
-        Returns:
-            The gradients that other ranks send, for all of this rank's keys.
+        """Send gradients of keys to the rank that holds them; return those that others send for its
+        keys.
         """
         routes = [(to, rank) for rank, to in hop.routes]
         arrived = self.permute(tuple(gradients), routes)
@@ -401,9 +390,9 @@ def _on_each_platform(
 ) -> Any:
     """Run all hops; for None, use `torch_attn`'s kernels on CUDA where they are faster.
 
-    All hops share one choice, because what a backward's hop leaves for the next is laid out as its
-    family does. Ranks made by `vmap` run families of `pallas_attn`, because JAX does not
-    differentiate an exchange among them inside a branch.
+    All hops share one choice, because a family's backward reads what its last hop left. Ranks made
+    by `vmap` run families of `pallas_attn`, because JAX does not differentiate an exchange among
+    them inside a branch.
     """
     if problem.implementation is None and not problem.is_mapped:
         q, k, v = jax.tree.leaves(operands)[:3]

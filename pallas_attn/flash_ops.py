@@ -49,16 +49,8 @@ def attention(
 
     Whether lse is an output is static, so a backward without an lse gradient does not read one.
 
-    Args:
-        operands: as `pallas_attn.flash_attention`, or `flash_attention_varlen`, takes them.
-        spec: the problem; its shapes and dtype are those of the operands.
-        implementation: what the caller asked for.
-        return_lse: return the log-sum-exp as well.
-
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, and with `return_lse` also lse [B, Hq, Sq], float32; then
-        each row's largest score, shaped as lse, if the problem asks for it. It has no gradient.
-        Packed sequences have no B.
+        As `flash_attention`, or `flash_attention_varlen`, returns it.
     """
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)

@@ -80,9 +80,9 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: one head's rows.
 
     Args:
-        x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S]; [H] gives
-            []; None gives None.
-        group_size: this many heads of the grid share one head of `x`.
+        x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S]; [H] gives [];
+            None gives None.
+        group_size: heads of the grid that share one head of `x`.
     """
 
     def place(tile, head, batch):
@@ -135,8 +135,7 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
     Args:
         terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], bias, as
             `of_pairs` takes it, and rest2 [B, Hq, S].
-        group_size: query heads of the grid's kv head, whose terms it reads; None if the grid has
-            query heads.
+        group_size: query heads of the grid's kv head; None if the grid has query heads.
     """
     head = "head" if group_size is None else ("head", group_size)
     slopes, axes = terms.slopes, {1: (head,), 2: ("batch", head), 3: ("batch", head, ALL)}
@@ -154,8 +153,7 @@ def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
 
     Args:
         x: [B, Hq, Sq, Skv], or 1 in place of any, gives [Sq, Skv], or [group_size or 1, Sq, Skv].
-        group_size: query heads of the grid's kv head, which it reads; None if the grid has query
-            heads.
+        group_size: as in `of_terms`.
     """
     if x is None:
         return None
@@ -168,7 +166,7 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
     """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
 
     Args:
-        x: None gives None, [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S].
+        x: [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S]; None gives None.
         group_size: query heads of a kv head.
     """
     if x is None:
@@ -200,7 +198,7 @@ def launch(
     order: Callable[[tuple[int, ...], KernelConfig], Place] | None = None,
     numbers: Mapping[str, int] | None = None,
 ) -> Any:
-    """Call a kernel.
+    """Call a kernel and return the outputs.
 
     Args:
         name: the kernel's name in the configuration tables.
@@ -214,11 +212,8 @@ def launch(
         backend: the target to compile for, or the interpreter.
         aliases: inputs, by position, and the positions of the outputs that take their memory.
         order: takes grid and configuration, and returns the function from a program's number to its
-            position in the grid. The kernel gets that function as `place`.
+            position in the grid, the kernel's `place`.
         numbers: the compiler's numbers that replace the configuration's.
-
-    Returns:
-        The outputs.
     """
     config, target = config_of(name, spec, backend), backend.target
     if numbers is not None:

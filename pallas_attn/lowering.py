@@ -1,15 +1,12 @@
 """Lower a Pallas kernel to code for a target, with the compiler of its Triton twin.
 
 JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles that
-(`pallas_attn.ttir`), and jaxlib launches the result. XLA has its own Triton, which compiles only
-for the device it runs on. We bypass it for three reasons: a Hopper card can run SM80 code, a
-machine without a GPU compiles and checks what a GPU runs, and the twins differ only in their
-sources.
+(`pallas_attn.ttir`), and jaxlib launches the result. XLA's own Triton compiles only for the device
+it runs on: here a Hopper card can run SM80 code, a machine without a GPU can check a GPU's code,
+and the twins differ only in their sources.
 
-This uses private API of JAX: the registry of Pallas lowering rules, the Triton lowering itself, and
-jaxlib's ``triton_kernel_call_ffi``. The names are in `pallas_attn.private`. Checked with JAX 0.10.2
-and 0.11.2; ``tests/pallas_attn_lowering/test_lowering.py`` guards them, and says what to do if they
-change.
+JAX's private names are in `pallas_attn.private`. Checked with JAX 0.10.2 and 0.11.2;
+``tests/pallas_attn_lowering/test_lowering.py`` guards them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Every private name of JAX and Triton that this side uses: a renamed one costs only speed.
+"""The private names of JAX and Triton that this side uses: without one, another family runs.
 
 The table lists them by the group that needs them: "triton" compiles the portable kernels, "mosaic"
 is for the Mosaic GPU kernels, and "foreign" launches `torch_attn`'s kernels. A family whose group
 lacks a name is refused before anything is traced, and `explain` names what is missing. Pallas's
-interpreter needs none of them.
+interpreter needs none.
 
 Files import the modules from here, by the names in the table. A module is looked up on first use,
 so importing `pallas_attn` imports no compiler. A missing module is None.
@@ -125,8 +125,8 @@ def missing(group: str) -> str | None:
 def ask_ptxas_once() -> None:
     """Let Mosaic GPU ask ptxas for its version only once.
 
-    It asks at each cast from or to 8 bits or fewer, and so at each integer division of a kernel.
-    Each time it starts a process: this took up to two thirds of a kernel's lowering.
+    It starts a process to ask at each cast from or to 8 bits or fewer, and so at each integer
+    division.
     """
     extension: Any = getattr(_module("jax._src.lib.mosaic_gpu"), "_mosaic_gpu_ext", None)
     ask = getattr(extension, "_get_ptxas_isa_version", None)

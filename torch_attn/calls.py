@@ -38,7 +38,10 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Guard:
-    """Recognises other tensors of the same types, layouts and `requires_grad`, in the same modes."""
+    """Recognises operands of the same types, layouts and `requires_grad`, in the same modes.
+
+    It rejects a tensor passed as two operands.
+    """
 
     def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
         """Take operands aligned to `alignment` bytes, as recognised operands must be."""

@@ -31,10 +31,8 @@ def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
     """Return a tensor whose mapped dimension, of this size, has joined another axis.
 
     Args:
-        x: a tensor, with the mapped dimension.
         dim: the mapped dimension; None expands the tensor.
         axis: the other axis, counted without the mapped dimension.
-        size: of the mapped dimension.
     """
     if dim is None:
         x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:])
@@ -65,7 +63,6 @@ def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
 
     Args:
         fields: names of the operands. In a backward they follow dout and dlse.
-        op, num_tensors, info, in_dims, args: as this module says.
 
     Raises:
         NotImplementedError: mapped segment ids with sinks or a table.

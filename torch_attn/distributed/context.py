@@ -90,18 +90,18 @@ def context_attention(
     """Compute exact attention over a sequence whose tokens are spread over the ranks of a group.
 
     A token's result is that of `flash_attention` over the whole sequence, or of
-    `flash_attention_varlen` if the plan has documents, whichever rank holds the token. Each rank
-    calls it with its own tokens. Partial results stay in float32 until the end. With
-    ``deterministic=True`` the same number of ranks gives the same bits every time.
+    `flash_attention_varlen` if the plan has documents. Each rank calls it with its own tokens.
+    Partial results stay in float32 until the end. With ``deterministic=True`` the same number of
+    ranks gives the same bits every time.
 
     The first call with new shapes or options compares them over the group, and every rank raises
     the same error if they differ. If a rank fails later, the others end by the group's timeout.
     Differentiable once, in reverse mode; the backward exchanges the keys again.
 
     Args:
-        q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; float16,
-            bfloat16 or float32. D is 16 to 256 in steps of 8.
-        k: [B, S, Hkv, D], the rank's keys. Hq is a multiple of Hkv.
+        q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; otherwise
+            as in `flash_attention`.
+        k: [B, S, Hkv, D], the rank's keys.
         v: [B, S, Hkv, Dv].
         plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
             gives 0, and may hold NaN.
@@ -111,10 +111,10 @@ def context_attention(
             share evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
             the whole sequence.
-        sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share; the whole is
-            the sum over ranks.
+        sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share of a sum over
+            ranks.
         deterministic: as in `flash_attention`.
-        return_lse: return the log-sum-exp as well. It is differentiable.
+        return_lse: also return the log-sum-exp, which is differentiable.
         implementation: as in `flash_attention`; "ring" and "gather" support "gluon" on SM90,
             "triton" and "reference".
 
