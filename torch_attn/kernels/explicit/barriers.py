@@ -97,6 +97,25 @@ def wait_for_all(index, NUM_THREADS: gl.constexpr):
 
 
 @gluon.jit
+def take_turn(CONSUMER: gl.constexpr):
+    """Wait until the previous consumer has passed the turn."""
+    wait_for_all(TURN + CONSUMER, 256)
+
+
+@gluon.jit
+def pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
+    """Give the turn to the next consumer."""
+    arrive(TURN + (CONSUMER + 1) % NUM_CONSUMERS, 256)
+
+
+@gluon.jit
+def wait_for_step(full, step):
+    """Wait until a step's tile is full; there is an mbarrier for each slot, which take turns."""
+    STAGES: gl.constexpr = full.shape[0]
+    mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
+
+
+@gluon.jit
 def meet_in_warp():
     """Wait for all threads of a partition of one warp."""
     gl.inline_asm_elementwise(

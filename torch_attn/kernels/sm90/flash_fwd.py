@@ -25,7 +25,7 @@ from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import allocate_tile, maps_of, stored_maps_of
 from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.terms import terms_argument, terms_of
-from torch_attn.kernels.sm90.flash_fwd_consumer import consume_keys
+from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume_keys
 from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd_rows import Results
 from torch_attn.kernels.tile_lists import check_lists, listed_mask
@@ -150,9 +150,12 @@ def flash_fwd_kernel(
     gl.warp_specialize(
         [
             (consume_keys, (
-                tiles, barriers, shared, results, terms, problem, rule, window_left, window_right,
-                sinks_ptr, mask.lists, part, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG, EDGES,
-                AHEAD, OUT,
+                Kernel(
+                    tiles, barriers, shared, results, terms, problem, rule, window_left,
+                    window_right, sinks_ptr, mask.lists, BLOCK_Q, HEAD_DIM, HEAD_DIM_V, PING_PONG,
+                    EDGES, AHEAD,
+                ),
+                part,
             ))
             if part < NUM_CONSUMERS
             else (produce_keys, (

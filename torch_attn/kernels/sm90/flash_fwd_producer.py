@@ -5,68 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import K_READ, V_READ, wait_for_all
-from torch_attn.kernels.explicit.block_mask import kept_start, kept_tiles
+from torch_attn.kernels.explicit.block_mask import kept_start
 from torch_attn.kernels.explicit.carry import head_rows, prefetch_carry
-from torch_attn.kernels.explicit.items import (
-    Others,
-    Rows,
-    are_listed,
-    head_and_tile,
-    next_item,
-    own_item,
-    tiles_of_list,
-)
+from torch_attn.kernels.explicit.items import are_listed, next_item, own_item
 from torch_attn.kernels.explicit.terms import bias_box_bytes, load_bias_box
 from torch_attn.kernels.explicit.tma import load_pieces, load_tile, tile_bytes
-from torch_attn.kernels.library.tiles import visible_tiles
-
-
-@gluon.jit
-def locate_queries(
-    item,
-    place,
-    problem,
-    window_left,
-    window_right,
-    lists,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-):
-    """Return batch, head, rows, keys and tiles of keys of a work item; `place`: of packed rows.
-
-    The tiles of keys are those of `visible_tiles` or `kept_tiles`; where nothing is visible there
-    is one masked tile, so that each consumer has one.
-    """
-    seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
-    first_kv = 0
-    if problem.intervals is not None:
-        index, _tile, start_q, begin, before, full, after = place
-    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
-        index, tile, start_q = place.head, place.tile, place.start
-    elif problem.num_sequences is None:
-        num_tiles = gl.cdiv(seq_q, BLOCK_Q)
-        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        start_q = (num_tiles - 1 - tile) * BLOCK_Q
-        tile = num_tiles - 1 - tile
-    else:
-        index, tile, start_q, seq_q = place.head, place.tile, place.start, place.end
-        first_kv, seq_kv = place.first_other, place.size_other
-        diagonal = seq_kv - seq_q
-    batch, head = index // problem.heads_q, index % problem.heads_q
-    if are_listed(problem.segments, problem.tree):
-        begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_Q, BLOCK_KV)
-    elif problem.intervals is None:
-        begin, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
-        )
-    if lists is not None:
-        begin, before, full, after = kept_tiles(
-            lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
-            BLOCK_KV,
-        )  # fmt: skip
-    before = gl.maximum(before, 1 - full - after)
-    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
-    return batch, head, rows, keys, (begin, before, full, after)
+from torch_attn.kernels.sm90.work import locate_queries
 
 
 @gluon.jit

@@ -38,54 +38,42 @@ class Results(NamedTuple):
 
 
 @gluon.jit
-def start_rows(
-    results,
-    problem,
-    batch,
-    head,
-    first_row,
-    rows,
-    seq_q,
-    sinks_ptr,
-    BLOCK_KV: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    SINK_LAST: gl.constexpr,
-):
+def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
     """Return m_i, l_i and acc of rows before their first tile of keys, and which rows have a carry.
 
     A row with a carry starts from it. Without carries the last result is 0.
     """
     layout: gl.constexpr = product_layout(BLOCK_KV)
-    m_i = gl.full([64], 0.0 if BOUNDED else float("-inf"), gl.float32, rows.type.layout)
+    start = 0.0 if softmax.bounded else float("-inf")
+    m_i = gl.full([64], start, gl.float32, queries.rows.type.layout)
     l_i = add_columns(gl.zeros([64, BLOCK_KV], gl.float32, layout))
-    if sinks_ptr is not None and not SINK_LAST:
+    if kernel.sinks_ptr is not None and not softmax.sink_last:
         # Start the maximum at the sink, so that acc is not rescaled for it at the end.
-        sink = gl.load(sinks_ptr + head)
-        if results.rest is None:
+        sink = gl.load(kernel.sinks_ptr + queries.work.head)
+        if kernel.results.rest is None:
             sink *= LOG2E
         m_i = gl.maximum(m_i, sink)
     has_carry = 0
-    if results.carry is not None:
-        m_i, l_i, acc, has_carry = _load_part(
-            results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V
-        )
+    if kernel.results.carry is not None:
+        m_i, l_i, acc, has_carry = _load_part(kernel, queries, m_i, l_i)
     else:
-        acc = zeros(64, HEAD_DIM_V)
+        acc = zeros(64, kernel.head_dim_v)
     return m_i, l_i, acc, has_carry
 
 
 @gluon.jit
-def _load_part(
-    results, problem, batch, head, first_row, rows, seq_q, m_i, l_i, HEAD_DIM_V: gl.constexpr
-):  # fmt: skip
+def _load_part(kernel, queries, m_i, l_i):
     """Start rows from a result over other keys; return m_i, l_i, acc and which rows have one."""
-    carried = results.lse + (batch * problem.heads_q + head).to(gl.int64) * seq_q + rows
-    m_carry = gl.load(carried, mask=rows < seq_q, other=float("-inf"))
+    work, heads, results = queries.work, kernel.problem.heads_q, kernel.results
+    end, rows = work.rows.end, queries.rows
+    carried = results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows
+    m_carry = gl.load(carried, mask=rows < end, other=float("-inf"))
     has_carry = m_carry != float("-inf")
-    carried = head_rows(results.carry, batch, seq_q, first_row, head, problem.heads_q, HEAD_DIM_V)
+    carried = head_rows(
+        results.carry, work.batch, end, queries.first, work.head, heads, kernel.head_dim_v
+    )
     # Read all rows, so that the loads do not wait for lse.
-    acc = load_carry(carried, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    acc = load_carry(carried, rows < end, heads, kernel.head_dim_v)
     m_i = gl.maximum(m_i, m_carry * LOG2E)
     quarter = gl.where(has_carry, 0.25, 0.0)  # of each of a row's four sums
     of_sums: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
@@ -94,75 +82,55 @@ def _load_part(
 
 
 @gluon.jit
-def store_statistics(
-    results,
-    problem,
-    batch,
-    head,
-    rows,
-    seq_q,
-    sinks_ptr,
-    terms,
-    m_i,
-    l_i,
-    factor,
-    SINK_LAST: gl.constexpr,
-):
+def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr):
     """Store a row's statistics; return the factor and the divisor of acc.
 
     Args:
-        factor: what acc is to be multiplied by anyway.
+        factor: a factor that the caller applies to acc in any case.
         SINK_LAST: the maximum of acc excludes the sink.
     """
-    ADDED: gl.constexpr = results.rest is not None
+    work, rows = queries.work, queries.rows
+    ADDED: gl.constexpr = kernel.results.rest is not None
     row_max = m_i
     if ADDED:
         exact = gl.exp2(-rounding_of_maximum(m_i))
         l_i, factor = l_i * exact, factor * exact
-    if sinks_ptr is not None:
-        alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i, ADDED)
+    if kernel.sinks_ptr is not None:
+        alpha, m_i, l_i = add_sink(gl.load(kernel.sinks_ptr + work.head), m_i, l_i, ADDED)
         if SINK_LAST:
             factor = factor * alpha
-    if terms.seed is not None:
-        factor = factor * terms.dropout.scale
+    if kernel.terms.seed is not None:
+        factor = factor * kernel.terms.dropout.scale
     l_safe, lse = row_statistics(m_i, l_i, ADDED)
-    lse_row = (batch * problem.heads_q + head).to(gl.int64) * problem.size
+    first = (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
+    exists = rows < work.rows.end
     if ADDED:
-        rest = rest_of_lse(lse, m_i, l_safe)
-        gl.store(results.rest + lse_row + rows, rest, mask=rows < seq_q)
+        gl.store(kernel.results.rest + first + rows, rest_of_lse(lse, m_i, l_safe), mask=exists)
     else:
         row_max *= LN2
-    gl.store(results.lse + lse_row + rows, lse, mask=rows < seq_q)
-    if results.row_max is not None:
-        gl.store(results.row_max + lse_row + rows, row_max, mask=rows < seq_q)
+    gl.store(kernel.results.lse + first + rows, lse, mask=exists)
+    if kernel.results.row_max is not None:
+        gl.store(kernel.results.row_max + first + rows, row_max, mask=exists)
     return factor, l_safe
 
 
 @gluon.jit
-def store_out(
-    results,
-    out_tile,
-    acc,
-    problem,
-    batch,
-    head,
-    start_q,
-    rows,
-    seq_q,
-    CONSUMER: gl.constexpr,
-    OUT: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-):
+def store_out(kernel, queries, acc, CONSUMER: gl.constexpr):
     """Store a consumer's rows, or start to store them."""
-    first = start_q + CONSUMER * 64
-    if OUT == "part":
-        carried = head_rows(results.out[0], batch, seq_q, first, head, problem.heads_q, HEAD_DIM_V)
-        store_carry(carried, acc, rows < seq_q, problem.heads_q, HEAD_DIM_V)
+    work, heads = queries.work, kernel.problem.heads_q
+    end = work.rows.end
+    if kernel.results.place == "part":
+        carried = head_rows(
+            kernel.results.out[0], work.batch, end, queries.first, work.head, heads,
+            kernel.head_dim_v,
+        )  # fmt: skip
+        store_carry(carried, acc, queries.rows < end, heads, kernel.head_dim_v)
     else:
-        if OUT != "in q":
+        if kernel.results.place != "in q":
             tma.store_wait(0)
             barrier()
         store_result(
-            results.out, out_tile, CONSUMER, acc, batch, head, first, seq_q, problem.heads_q,
-            problem.num_sequences is not None, HEAD_DIM_V,
+            kernel.results.out, kernel.tiles[3], CONSUMER, acc, work.batch, work.head,
+            queries.first, end, heads, kernel.problem.num_sequences is not None,
+            kernel.head_dim_v,
         )  # fmt: skip

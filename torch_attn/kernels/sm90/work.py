@@ -1,0 +1,159 @@
+"""Tiles of queries as work items, and the keys that each visits, in the kernels of out and dq."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from torch_attn.kernels.explicit.block_mask import kept_tiles
+from torch_attn.kernels.explicit.hidden import mark_queries
+from torch_attn.kernels.explicit.intervals import load_windows
+from torch_attn.kernels.explicit.items import (
+    Others,
+    Rows,
+    are_listed,
+    head_and_tile,
+    locate_pairs,
+    tiles_of_list,
+)
+from torch_attn.kernels.explicit.steps import step_has_padding
+from torch_attn.kernels.explicit.terms import head_terms
+from torch_attn.kernels.explicit.tma import clear_padding, clear_rows
+from torch_attn.kernels.explicit.wgmma import product_layout
+from torch_attn.kernels.library.tiles import visible_tiles
+
+
+class Work(NamedTuple):
+    """Locate a tile of queries of a head, and the tiles of keys that it visits.
+
+    Attributes:
+        batch, head: the batch element and the query head.
+        rows, keys: `Rows` of the tile, and `Others`, the keys that it may visit.
+        visits: begin, before, full and after of `visible_tiles` or `kept_tiles`; where nothing is
+            visible there is one masked tile, so that each consumer has one.
+    """
+
+    batch: Any
+    head: Any
+    rows: Any
+    keys: Any
+    visits: Any
+
+
+class Queries(NamedTuple):
+    """Hold a consumer's 64 rows of a work item.
+
+    Attributes:
+        work: the item's `Work`.
+        first, rows: the first row, and all.
+        position, right: positions of the rows; with intervals the first key that each row sees,
+            and how many follow it.
+        marks: `Marks` of the rows.
+        pairs, terms: `Pairs` of the rows, and the `HeadTerms` of their head.
+    """
+
+    work: Any
+    first: Any
+    rows: Any
+    position: Any
+    right: Any
+    marks: Any
+    pairs: Any
+    terms: Any
+
+
+@gluon.jit
+def locate_queries(
+    item,
+    place,
+    problem,
+    window_left,
+    window_right,
+    lists,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+):
+    """Return the `Work` of an item; `place`: of `next_item`."""
+    seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
+    first_kv = 0
+    if problem.intervals is not None:
+        index, _tile, start_q, begin, before, full, after = place
+    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+        index, tile, start_q = place.head, place.tile, place.start
+    elif problem.num_sequences is None:
+        num_tiles = gl.cdiv(seq_q, BLOCK_Q)
+        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
+        start_q = (num_tiles - 1 - tile) * BLOCK_Q
+    else:
+        index, tile, start_q, seq_q = place.head, place.tile, place.start, place.end
+        first_kv, seq_kv = place.first_other, place.size_other
+        diagonal = seq_kv - seq_q
+    batch, head = index // problem.heads_q, index % problem.heads_q
+    if are_listed(problem.segments, problem.tree):
+        begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_Q, BLOCK_KV)
+    elif problem.intervals is None:
+        begin, before, full, after = visible_tiles(
+            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+        )
+    if lists is not None:
+        begin, before, full, after = kept_tiles(
+            lists, batch, head, start_q, (begin, before, full, after), window_left, window_right,
+            BLOCK_KV,
+        )  # fmt: skip
+    before = gl.maximum(before, 1 - full - after)
+    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
+    return Work(batch, head, rows, keys, (begin, before, full, after))
+
+
+@gluon.jit
+def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.constexpr):
+    """Return a consumer's `Queries` of an item.
+
+    kernel: has problem, terms, window, lists and block_q.
+    """
+    work = locate_queries(
+        item, place, kernel.problem, kernel.left, kernel.right, kernel.lists, kernel.block_q,
+        BLOCK_KV,
+    )  # fmt: skip
+    start, end, diagonal = work.rows
+    first = start + CONSUMER * 64
+    rows = first + gl.arange(0, 64, gl.SliceLayout(1, product_layout(BLOCK_KV)))
+    position, right = rows + diagonal, 0
+    if kernel.problem.intervals is not None:
+        position, right = load_windows(kernel.problem.intervals, rows, end)
+    row_q = work.batch.to(gl.int64) * kernel.problem.size
+    row_kv = work.batch.to(gl.int64) * kernel.problem.size_other + work.keys.first
+    marks = mark_queries(kernel.problem, row_q, row_kv, rows, end)
+    pairs = locate_pairs(kernel.problem, place, work.batch, work.head, first, first + diagonal)
+    terms = head_terms(kernel.terms, pairs.element, work.head)
+    return Queries(work, first, rows, position, right, marks, pairs, terms)
+
+
+@gluon.jit
+def clear_visited(tiles, full, step, problem, queries, index, start):
+    """Clear rows of other sequences and of padding in visited tiles: they may be NaN.
+
+    Args:
+        tiles, full: tiles of keys or of values, and their mbarriers.
+        step, index: of the tiles, counted over all items, and in the item.
+        start: their first key.
+    """
+    has_padding = False
+    if problem.segments is not None:
+        begin, before, _full, _after = queries.work.visits
+        has_padding = step_has_padding(index, begin, before)
+    for i in gl.static_range(len(tiles)):
+        _clear_tile(tiles[i], full[i], step, problem, queries, start, has_padding)
+
+
+@gluon.jit
+def _clear_tile(tile, full, step, problem, queries, start, has_padding):
+    STAGES: gl.constexpr = tile[0].shape[0]
+    slot, phase = step % STAGES, step // STAGES & 1
+    size = queries.work.keys.size
+    if problem.segments is not None:
+        clear_padding(
+            tile, slot, queries.marks.other_ids, start, size, has_padding, full.index(slot), phase
+        )
+    elif problem.num_sequences is not None:
+        clear_rows(tile, slot, size - start, full.index(slot), phase)
