@@ -21,7 +21,7 @@ from torch_attn.kernels.explicit.tma import (
 )
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
-from torch_attn.kernels.sm90.flash_bwd_dq_consumer import consume_keys
+from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume_keys
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.tile_lists import check_lists
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
@@ -122,8 +122,11 @@ def flash_bwd_dq_kernel(
     gl.warp_specialize(
         [
             (consume_keys, (
-                tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule, terms,
-                window_left, window_right, part, HEAD_DIM, HEAD_DIM_V, EDGES,
+                Kernel(
+                    tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
+                    terms, window_left, window_right, None, 128, HEAD_DIM, HEAD_DIM_V, EDGES,
+                ),
+                part,
             ))
             if part < 2
             else (produce_keys, (

@@ -1,23 +1,18 @@
 """A warpgroup that computes 64 rows of dq of each work item of the SM90 backward."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from torch_attn.kernels.explicit.barriers import K_READ, READERS, V_READ, arrive
+from torch_attn.kernels.explicit.barriers import K_READ, READERS, V_READ, arrive, wait_for_step
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
-from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
-from torch_attn.kernels.explicit.intervals import load_windows
-from torch_attn.kernels.explicit.items import are_listed, locate_pairs, own_item
+from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
+from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
-from torch_attn.kernels.explicit.steps import rows_have_padding, step_has_padding, step_start
-from torch_attn.kernels.explicit.terms import (
-    adds_terms,
-    drop_scaled,
-    head_terms,
-    prepare_tile,
-    store_bias,
-)
+from torch_attn.kernels.explicit.steps import rows_have_padding, step_start
+from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, prepare_tile, store_bias
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
     clear_rows,
@@ -37,266 +32,331 @@ from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
-from torch_attn.kernels.sm90.flash_bwd_dq_producer import locate_queries
+from torch_attn.kernels.sm90.work import clear_visited, own_queries
+
+
+class Kernel(NamedTuple):
+    """Hold what a consumer needs for all of its work items, as `flash_bwd_dq_kernel` has it.
+
+    The constants come last, as in the forward's `Kernel`.
+
+    Attributes:
+        tiles, barriers, shared: shared memory.
+        out, out_strides, statistics, dq, problem, rule, terms, left, right: operands; the window's
+            sides.
+        lists: None, as no dq has a block mask.
+        block_q ... edges: constants.
+    """
+
+    tiles: Any
+    barriers: Any
+    shared: Any
+    out: Any
+    out_strides: Any
+    statistics: Any
+    dq: Any
+    problem: Any
+    rule: Any
+    terms: Any
+    left: Any
+    right: Any
+    lists: Any
+    block_q: Any
+    head_dim: Any
+    head_dim_v: Any
+    edges: Any
+
+
+class Statistics(NamedTuple):
+    """Hold lse2, delta and rest2 of a consumer's rows; rest2 is 0 without terms."""
+
+    lse2: Any
+    delta: Any
+    rest2: Any
 
 
 @gluon.jit
-def consume_keys(
-    tiles,
-    barriers,
-    shared,
-    out,
-    out_strides,
-    statistics,
-    dq_maps,
-    problem,
-    rule,
-    terms,
-    window_left,
-    window_right,
-    CONSUMER: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    EDGES: gl.constexpr,
-):
+def consume_keys(kernel, CONSUMER: gl.constexpr):
     """Compute 64 rows of dq of each of a program's work items."""
-    q_tile, do_tile, out_tile, k_tile, v_tile = tiles
-    q_full, do_full, out_full, q_read, k_full, v_full = barriers
-    total_q, heads_q = problem.size, problem.heads_q
-    IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    # These keys are some of all; the rows are prepared, and dq is added to that of the others.
-    IS_PART: gl.constexpr = problem.intervals is not None
-    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
+    q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
     Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
-    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
-    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
-    HAS_TERMS: gl.constexpr = ADDS or terms.seed is not None
-    V_STAGES: gl.constexpr = v_tile[0].shape[0]
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
-    dtype: gl.constexpr = q_tile[0].dtype
-    layout: gl.constexpr = product_layout(BLOCK_KV)
-    of_row: gl.constexpr = gl.SliceLayout(1, layout)
     step = 0  # counted over all items
     turn = 0
-    item, place = own_item(turn, problem, shared, CONSUMER)
-    while item < problem.num_items:
-        batch, head, positions, keys, shift, read_rows, visible = locate_queries(
-            item, place, problem, window_left, window_right, BLOCK_KV
-        )
-        start_q, seq_q, diagonal = positions
-        first_kv, seq_kv = keys
-        begin, before, full, after = visible
-        rows = start_q + CONSUMER * 64 + gl.arange(0, 64, of_row)
-        position, reach_left, reach_right = rows + diagonal, window_left, window_right
-        row_q = batch.to(gl.int64) * problem.size
-        row_kv = batch.to(gl.int64) * problem.size_other + first_kv
-        marks = mark_queries(problem, row_q, row_kv, rows, seq_q)
-        first = start_q + CONSUMER * 64
-        pairs = locate_pairs(problem, place, batch, head, first, first + diagonal)
-        of_head = head_terms(terms, pairs.element, head)
-        first_row = (batch * heads_q + head).to(gl.int64) * total_q
-        if IS_PART:
-            position, reach_right = load_windows(problem.intervals, rows, seq_q)
-            reach_left = 0
-            reach_right = reach_right[:, None]
-        else:
-            lse = gl.load(statistics.lse + first_row + rows, mask=rows < seq_q, other=float("inf"))
-
-        # The first tile of keys has no ds·k to overlap with its exponentials.
-        of_keys = (0, 0, 0, False)
-        if HAS_LISTS:
-            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
-            of_keys = load_keys(problem, marks, start_kv, seq_kv, BLOCK_KV, layout)
-        slot = step % NUM_STAGES
-        slot_v = step % V_STAGES
+    item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
+    while item < kernel.problem.num_items:
+        queries = own_queries(kernel, item, place, CONSUMER, BLOCK_KV)
         slot_q = turn % Q_STAGES * 2 + CONSUMER
-        phase = turn // Q_STAGES & 1
-        mbarrier.wait(q_full.index(slot_q), phase)
-        mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
-        if IS_PACKED:
-            # Rows of another sequence or of padding may be NaN.
-            rest = seq_kv - step_start(0, begin, before, full, after, BLOCK_KV)
-            clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
-            clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
-            clear_rows(q_tile, slot_q, read_rows, q_full.index(slot_q), phase)
-            clear_rows(do_tile, slot_q, read_rows, do_full.index(slot_q), phase)
-        if problem.segments is not None:
-            padded = step_has_padding(0, begin, before)
-            clear_padding(
-                k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
-                step // NUM_STAGES & 1,
-            )  # fmt: skip
-            clear_padding(
-                v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded, v_full.index(slot_v),
-                step // V_STAGES & 1,
-            )  # fmt: skip
-            padded, first = rows_have_padding(begin), start_q + CONSUMER * 64
-            clear_padding(
-                q_tile, slot_q, marks.own_ids, first, seq_q, padded, q_full.index(slot_q), phase
-            )
-            clear_padding(
-                do_tile, slot_q, marks.own_ids, first, seq_q, padded, do_full.index(slot_q), phase
-            )
-        if Q_STAGES > 1:
-            # Once the previous item's dq is out, its place is free.
-            tma.store_wait(0)
-            mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
-        s = product_scores(q_tile, slot_q, k_tile, slot, HEAD_DIM, layout)
-        of_tile = (0, 0, 0)
-        if HAS_TERMS:
-            start_kv = step_start(0, begin, before, full, after, BLOCK_KV)
-            of_tile = prepare_tile(
-                terms, of_head, pairs.first, start_kv, start_kv - pairs.position, seq_q, seq_kv,
-                64, BLOCK_KV, layout,
-            )  # fmt: skip
-        # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
-        mbarrier.wait(do_full.index(slot_q), phase)
-        if len(out_tile) > 0:
-            mbarrier.wait(out_full.index(slot_q), phase)
-            delta = _dot_rows(do_tile, out_tile, slot_q, of_row)
-        elif not IS_PART:
-            base = head_base(out, out_strides, batch, head)
-            first = start_q + CONSUMER * 64
-            delta = _dot_loaded(
-                do_tile, slot_q, base, first, seq_q, out_strides.row, HEAD_DIM_V, of_row
-            )
-        if IS_PACKED:
-            delta = gl.where(rows < seq_q, delta, 0.0)
-        if statistics.dlse is not None:
-            has_key = (rows < seq_q) & (lse != float("-inf"))
-            delta -= gl.load(statistics.dlse + first_row + rows, mask=has_key, other=0.0)
-        rest2 = 0
-        if not IS_PART:
-            lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
-            if ADDS:
-                rest2 = gl.load(statistics.rest + first_row + rows, mask=rows < seq_q, other=0.0)
-                rest2 *= LOG2E
-            else:
-                lse2 *= LOG2E
-        padded_rows = (
-            count_sequence_tiles(total_q, problem.num_sequences, ROW_PADDING) * ROW_PADDING
-        )
-        first_row = (batch * heads_q + head).to(gl.int64) * padded_rows + shift
-        if IS_PART:
-            lse2 = gl.load(statistics.lse2 + first_row + rows)
-            delta = gl.load(statistics.delta + first_row + rows)
-        else:
-            gl.store(statistics.lse2 + first_row + rows, lse2)
-            gl.store(statistics.delta + first_row + rows, delta)
-            if ADDS:
-                gl.store(statistics.rest2 + first_row + rows, rest2)
-                rest2 = rest2[:, None]
-        mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
-        dp = product_scores(do_tile, slot_q, v_tile, slot_v, HEAD_DIM_V, layout)
-        s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        key = step_start(0, begin, before, full, after, BLOCK_KV)
-        p = _probabilities(
-            s, position, key, lse2[:, None], rest2, seq_kv, rule, reach_left, reach_right, problem,
-            marks, of_keys, EDGES, BLOCK_KV, terms, of_head, of_tile,
-        )  # fmt: skip
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        arrive(V_READ + slot_v, READERS)
-        dp = drop_scaled(dp, terms, of_tile)
-        ds = p * (dp - delta[:, None])
-        if terms.dbias.entries is not None:
-            store_bias(terms.dbias, ds, pairs, key, seq_q, seq_kv)
-        ds = pack(ds, dtype)
-        dq = zeros(64, HEAD_DIM)
+        statistics, ds = _visit_first(kernel, queries, place, slot_q, step, turn)
+        dq = zeros(64, kernel.head_dim)
 
         # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
+        _begin, before, full, after = queries.work.visits
         index = 1
         step += 1
-        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
-            end = before + full + after
-            if masked:
-                end = before + after
+        for masked in gl.static_range(1 if kernel.edges else 0, -1, -1):
+            end = before + after if masked else before + full + after
             while index < end:
-                slot = step % NUM_STAGES
-                slot_v = step % V_STAGES
-                previous = (step - 1) % NUM_STAGES
-                own = slot_q
-                if len(out_tile) == 0:
-                    # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of q
-                    # and dout out of the loop, and there are no registers for them.
-                    own += step >> 30
-                if IS_PACKED and masked:
-                    rest = seq_kv - step_start(index, begin, before, full, after, BLOCK_KV)
-                    clear_rows(k_tile, slot, rest, k_full.index(slot), step // NUM_STAGES & 1)
-                    clear_rows(v_tile, slot_v, rest, v_full.index(slot_v), step // V_STAGES & 1)
-                if problem.segments is not None and masked:
-                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
-                    padded = step_has_padding(index, begin, before)
-                    clear_padding(
-                        k_tile, slot, marks.other_ids, start_kv, seq_kv, padded, k_full.index(slot),
-                        step // NUM_STAGES & 1,
-                    )  # fmt: skip
-                    clear_padding(
-                        v_tile, slot_v, marks.other_ids, start_kv, seq_kv, padded,
-                        v_full.index(slot_v), step // V_STAGES & 1,
-                    )  # fmt: skip
-                # dq += ds k for the previous tile, and s = scale · q kᵀ
-                left = unpack(ds, dtype, layout, "loop")
-                dq = add_product(dq, left, k_tile, previous)
-                mbarrier.wait(k_full.index(slot), step // NUM_STAGES & 1)
-                s = product_scores(q_tile, own, k_tile, slot, HEAD_DIM, layout)
-                dq, left = wait_product(dq, left, num_pieces(HEAD_DIM))
-                arrive(K_READ + previous, READERS)
-                # dp = dout vᵀ
-                mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
-                dp = product_scores(do_tile, own, v_tile, slot_v, HEAD_DIM_V, layout)
-                if HAS_TERMS:
-                    start_kv = step_start(index, begin, before, full, after, BLOCK_KV)
-                    of_tile = prepare_tile(
-                        terms, of_head, pairs.first, start_kv, start_kv - pairs.position, seq_q,
-                        seq_kv, 64, BLOCK_KV, layout,
-                    )  # fmt: skip
-                # p = exp(s - lse)
-                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                key = step_start(index, begin, before, full, after, BLOCK_KV)
-                hidden = (0, 0, 0, False)
-                if HAS_LISTS and masked:
-                    hidden = load_keys(problem, marks, key, seq_kv, BLOCK_KV, layout)
-                p = _probabilities(
-                    s, position, key, lse2[:, None], rest2, seq_kv, rule, reach_left, reach_right,
-                    problem, marks, hidden, masked, BLOCK_KV, terms, of_head, of_tile,
-                )  # fmt: skip
-                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
-                mbarrier.wait(v_full.index(slot_v), step // V_STAGES & 1)
-                dp = warpgroup_mma_wait(0, deps=(dp,))
-                arrive(V_READ + slot_v, READERS)
-                dp = drop_scaled(dp, terms, of_tile)
-                # ds = p ∘ (dp - delta) ∘ dcap
-                ds = p * (dp - delta[:, None])
-                if terms.dbias.entries is not None:
-                    store_bias(terms.dbias, ds, pairs, key, seq_q, seq_kv)
-                ds = pack(ds, dtype)
+                ds, dq = _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, masked)
                 index += 1
                 step += 1
 
-        # The last ds·k.
-        previous = (step - 1) % NUM_STAGES
-        left = unpack(ds, dtype, layout, "end")
-        dq = add_product(dq, left, k_tile, previous)
-        dq, left = wait_product(dq, left)
-        arrive(K_READ + previous, READERS)
-
-        # Scale, and store where q was or add to dq through other keys.
-        dq = scale_all(dq, rule.scale)
-        first = start_q + CONSUMER * 64
-        if IS_PART:
-            carried = head_rows(dq_maps[0], batch, seq_q, first, head, heads_q, HEAD_DIM)
-            add_carry(carried, dq, rows < seq_q, heads_q, HEAD_DIM)
-        else:
-            store_result(
-                dq_maps, q_tile, slot_q, dq, batch, head, first, seq_q, heads_q, IS_PACKED,
-                HEAD_DIM,
-            )  # fmt: skip
-        if Q_STAGES == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(q_read.index(CONSUMER), count=1)
+        _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER)
         turn += 1
-        item, place = own_item(turn, problem, shared, CONSUMER)
+        item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _visit_first(kernel, queries, place, slot_q, step, turn):
+    """Return the rows' `Statistics` and packed ds of the first tile of keys.
+
+    There is no ds·k to overlap with its exponentials. Its q·kᵀ overlaps the statistics.
+    """
+    q_tile, do_tile, _out_tile, k_tile, v_tile = kernel.tiles
+    q_full, do_full, _out_full, q_read, k_full, v_full = kernel.barriers
+    Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    lse = _load_lse(kernel, queries)
+    start = step_start(0, *queries.work.visits, BLOCK_KV)
+    of_keys = load_keys(
+        kernel.problem, queries.marks, start, queries.work.keys.size, BLOCK_KV, layout
+    )
+    phase = turn // Q_STAGES & 1
+    mbarrier.wait(q_full.index(slot_q), phase)
+    wait_for_step(k_full, step)
+    clear_visited((k_tile, v_tile), (k_full, v_full), step, kernel.problem, queries, 0, start)
+    _clear_own(q_tile, q_full, kernel.problem, queries, place, slot_q, phase)
+    _clear_own(do_tile, do_full, kernel.problem, queries, place, slot_q, phase)
+    if Q_STAGES > 1:
+        # Once the previous item's dq is out, its place is free.
+        tma.store_wait(0)
+        mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
+    s = product_scores(q_tile, slot_q, k_tile, step % k_tile[0].shape[0], kernel.head_dim, layout)
+    of_tile = _terms_of_tile(kernel, queries, start, BLOCK_KV)
+    mbarrier.wait(do_full.index(slot_q), phase)
+    statistics = _row_statistics(kernel, queries, place, lse, slot_q, phase)
+    wait_for_step(v_full, step)
+    slot_v = step % v_tile[0].shape[0]
+    dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
+    s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
+    p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, kernel.edges)
+    return statistics, _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v)
+
+
+@gluon.jit
+def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.constexpr):
+    """Compute ds of a tile of keys while ds·k of the previous one runs; return packed ds and dq.
+
+    Args:
+        index, step: the tile's, in the item, and counted over all items.
+        ds: of the previous tile.
+    """
+    q_tile, do_tile, out_tile, k_tile, v_tile = kernel.tiles
+    _q_full, _do_full, _out_full, _q_read, k_full, v_full = kernel.barriers
+    NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    layout: gl.constexpr = product_layout(BLOCK_KV)
+    slot, slot_v = step % NUM_STAGES, step % v_tile[0].shape[0]
+    previous = (step - 1) % NUM_STAGES
+    if len(out_tile) == 0:
+        # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of q and dout out
+        # of the loop, and there are no registers for them.
+        slot_q += step >> 30
+    start = step_start(index, *queries.work.visits, BLOCK_KV)
+    if MASKED:
+        clear_visited(
+            (k_tile, v_tile), (k_full, v_full), step, kernel.problem, queries, index, start
+        )
+    # dq += ds k for the previous tile, and s = scale · q kᵀ
+    left = unpack(ds, q_tile[0].dtype, layout, "loop")
+    dq = add_product(dq, left, k_tile, previous)
+    wait_for_step(k_full, step)
+    s = product_scores(q_tile, slot_q, k_tile, slot, kernel.head_dim, layout)
+    dq, left = wait_product(dq, left, num_pieces(kernel.head_dim))
+    arrive(K_READ + previous, READERS)
+    # dp = dout vᵀ
+    wait_for_step(v_full, step)
+    dp = product_scores(do_tile, slot_q, v_tile, slot_v, kernel.head_dim_v, layout)
+    of_tile = _terms_of_tile(kernel, queries, start, BLOCK_KV)
+    # p = exp(s - lse)
+    s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
+    of_keys = (0, 0, 0, False)
+    if MASKED:
+        of_keys = load_keys(
+            kernel.problem, queries.marks, start, queries.work.keys.size, BLOCK_KV, layout
+        )
+    p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
+    # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
+    wait_for_step(v_full, step)
+    return _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v), dq
+
+
+@gluon.jit
+def _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER: gl.constexpr):
+    """Add the last ds·k; store dq where q was, or add it to dq through other keys."""
+    q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
+    _q_full, _do_full, _out_full, q_read, _k_full, _v_full = kernel.barriers
+    BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
+    work, heads = queries.work, kernel.problem.heads_q
+    previous = (step - 1) % k_tile[0].shape[0]
+    left = unpack(ds, q_tile[0].dtype, product_layout(BLOCK_KV), "end")
+    dq = add_product(dq, left, k_tile, previous)
+    dq, left = wait_product(dq, left)
+    arrive(K_READ + previous, READERS)
+    dq = scale_all(dq, kernel.rule.scale)
+    end = work.rows.end
+    if kernel.problem.intervals is not None:
+        carried = head_rows(
+            kernel.dq[0], work.batch, end, queries.first, work.head, heads, kernel.head_dim
+        )
+        add_carry(carried, dq, queries.rows < end, heads, kernel.head_dim)
+    else:
+        store_result(
+            kernel.dq, q_tile, slot_q, dq, work.batch, work.head, queries.first, end, heads,
+            kernel.problem.num_sequences is not None, kernel.head_dim,
+        )  # fmt: skip
+    if q_tile[0].shape[0] == 2:
+        tma.store_wait(0)
+        mbarrier.arrive(q_read.index(CONSUMER), count=1)
+
+
+@gluon.jit
+def _clear_own(tile, full, problem, queries, place, slot, phase):
+    """Clear rows of another sequence or of padding in a tile of q or dout: they may be NaN."""
+    if problem.segments is not None:
+        padded = rows_have_padding(queries.work.visits[0])
+        clear_padding(
+            tile, slot, queries.marks.own_ids, queries.first, queries.work.rows.end, padded,
+            full.index(slot), phase,
+        )  # fmt: skip
+    elif problem.num_sequences is not None:
+        # In padding no rows of q and dout are read.
+        count = gl.where(place.sequence < problem.num_sequences, 64, 0)
+        clear_rows(tile, slot, count, full.index(slot), phase)
+
+
+@gluon.jit
+def _first_of_head(kernel, queries):
+    """Return where the rows of the head begin in lse."""
+    work = queries.work
+    return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
+
+
+@gluon.jit
+def _load_lse(kernel, queries):
+    """Return lse of the rows, +inf where a row does not exist; 0 where lse2 is an input."""
+    lse = 0.0
+    if kernel.problem.intervals is None:
+        lse = gl.load(
+            kernel.statistics.lse + _first_of_head(kernel, queries) + queries.rows,
+            mask=queries.rows < queries.work.rows.end, other=float("inf"),
+        )  # fmt: skip
+    return lse
+
+
+@gluon.jit
+def _row_statistics(kernel, queries, place, lse, slot_q, phase):
+    """Return the `Statistics` of the rows, which are computed and stored or, for a part, loaded.
+
+    delta is ``rowsum(dout ∘ out) - dlse``. lse2 is +inf where a row saw no key or does not exist.
+    """
+    problem, work, rows = kernel.problem, queries.work, queries.rows
+    IS_PACKED: gl.constexpr = problem.num_sequences is not None
+    ADDS: gl.constexpr = adds_terms(
+        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
+    )
+    padded_rows = count_sequence_tiles(problem.size, problem.num_sequences, ROW_PADDING)
+    padded_rows *= ROW_PADDING
+    padded = (work.batch * problem.heads_q + work.head).to(gl.int64) * padded_rows
+    if IS_PACKED:
+        padded += place.tile * 128 - place.start
+    rest2 = 0.0
+    if problem.intervals is not None:
+        lse2 = gl.load(kernel.statistics.lse2 + padded + rows)
+        delta = gl.load(kernel.statistics.delta + padded + rows)
+    else:
+        exists = rows < work.rows.end
+        delta = _dot_out(kernel, queries, slot_q, phase)
+        if IS_PACKED:
+            delta = gl.where(exists, delta, 0.0)
+        first = _first_of_head(kernel, queries)
+        if kernel.statistics.dlse is not None:
+            has_key = exists & (lse != float("-inf"))
+            delta -= gl.load(kernel.statistics.dlse + first + rows, mask=has_key, other=0.0)
+        lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
+        if ADDS:
+            rest2 = gl.load(kernel.statistics.rest + first + rows, mask=exists, other=0.0) * LOG2E
+        else:
+            lse2 *= LOG2E
+        gl.store(kernel.statistics.lse2 + padded + rows, lse2)
+        gl.store(kernel.statistics.delta + padded + rows, delta)
+        if ADDS:
+            gl.store(kernel.statistics.rest2 + padded + rows, rest2)
+    return Statistics(lse2, delta, rest2)
+
+
+@gluon.jit
+def _dot_out(kernel, queries, slot_q, phase):
+    """Return ``rowsum(dout ∘ out)``; out is in shared memory if it has room for it."""
+    _q_tile, do_tile, out_tile, k_tile, _v_tile = kernel.tiles
+    of_row: gl.constexpr = gl.SliceLayout(1, product_layout(k_tile[0].shape[3]))
+    if len(out_tile) > 0:
+        mbarrier.wait(kernel.barriers[2].index(slot_q), phase)
+        dot = _dot_rows(do_tile, out_tile, slot_q, of_row)
+    else:
+        work = queries.work
+        base = head_base(kernel.out, kernel.out_strides, work.batch, work.head)
+        dot = _dot_loaded(
+            do_tile, slot_q, base, queries.first, work.rows.end, kernel.out_strides.row,
+            kernel.head_dim_v, of_row,
+        )  # fmt: skip
+    return dot
+
+
+@gluon.jit
+def _terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
+    """Return the `TileTerms` of the tile of keys from `start` on."""
+    work, pairs = queries.work, queries.pairs
+    return prepare_tile(
+        kernel.terms, queries.terms, pairs.first, start, start - pairs.position, work.rows.end,
+        work.keys.size, 64, BLOCK_KV, product_layout(BLOCK_KV),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED: gl.constexpr):
+    """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
+    ADDS: gl.constexpr = adds_terms(
+        kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
+    )
+    left, right = kernel.left, kernel.right
+    if kernel.problem.intervals is not None:
+        left, right = 0, queries.right[:, None]
+    rest2 = statistics.rest2
+    if ADDS:
+        rest2 = rest2[:, None]
+    key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    s, scale, dcap = visible_scores(
+        s, queries.position[:, None], key[None, :], queries.work.keys.size, kernel.rule, left,
+        right, MASKED, kernel.terms, queries.terms, of_tile,
+    )  # fmt: skip
+    if MASKED:
+        s = hide_keys(s, kernel.problem, queries.marks, queries.position, of_keys)
+    return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)) * dcap
+
+
+@gluon.jit
+def _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v):
+    """Wait for dp, and return packed ``ds = p ∘ (dp - delta)``; p: of `_probabilities`."""
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    arrive(V_READ + slot_v, READERS)
+    ds = p * (drop_scaled(dp, kernel.terms, of_tile) - statistics.delta[:, None])
+    if kernel.terms.dbias.entries is not None:
+        work = queries.work
+        store_bias(kernel.terms.dbias, ds, queries.pairs, start, work.rows.end, work.keys.size)
+    return pack(ds, kernel.tiles[0][0].dtype)
 
 
 @gluon.jit
@@ -353,35 +413,3 @@ def _dot_loaded_piece(
     b = gl.load(base + rows.to(gl.int64) * STRIDE + columns, mask=exists, other=0.0)
     products = a.load(layout).to(gl.float32) * b.to(gl.float32)
     return gl.convert_layout(gl.sum(products, 1), LAYOUT)
-
-
-@gluon.jit
-def _probabilities(
-    s,
-    position,
-    start_kv,
-    lse2,
-    rest2,
-    end,
-    rule,
-    window_left,
-    window_right,
-    problem,
-    marks,
-    of_keys,
-    MASKED: gl.constexpr,
-    BLOCK_KV: gl.constexpr,
-    terms,
-    of_head,
-    of_tile,
-):
-    """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
-    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, s.type.layout))
-    s, scale, dcap = visible_scores(
-        s, position[:, None], key[None, :], end, rule, window_left, window_right, MASKED, terms,
-        of_head, of_tile,
-    )  # fmt: skip
-    if MASKED:
-        s = hide_keys(s, problem, marks, position, of_keys)
-    ADDS: gl.constexpr = adds_terms(terms.bias.entries, terms.relative, terms.slopes)
-    return gl.exp2(exponents(s, scale, lse2, rest2, ADDS)) * dcap

@@ -5,56 +5,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from torch_attn.kernels.explicit.barriers import K_READ, READERS, V_READ, wait_for_all
-from torch_attn.kernels.explicit.items import (
-    Others,
-    Rows,
-    are_listed,
-    head_and_tile,
-    next_item,
-    tiles_of_list,
-)
+from torch_attn.kernels.explicit.items import next_item
 from torch_attn.kernels.explicit.steps import step_start
 from torch_attn.kernels.explicit.tma import load_tile
-from torch_attn.kernels.library.tiles import visible_tiles
-
-
-@gluon.jit
-def locate_queries(item, place, problem, window_left, window_right, BLOCK_KV: gl.constexpr):
-    """Return batch, head, rows, keys, shift, rows to read and tiles of keys of a work item.
-
-    `place`: of `next_item`. shift: how far the rows of lse2 and delta are from the queries. In
-    padding no rows of q and dout are read. The tiles of keys are those of `visible_tiles`; where
-    nothing is visible there is one masked tile, so that each consumer has one.
-    """
-    seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
-    first_kv, shift, read_rows = 0, 0, 64
-    if problem.intervals is not None:
-        index, _tile, start_q, begin, before, full, after = place
-    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
-        index, tile, start_q = place.head, place.tile, place.start
-    elif problem.num_sequences is None:
-        num_tiles = gl.cdiv(seq_q, 128)
-        index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        tile = num_tiles - 1 - tile
-        start_q = tile * 128
-    else:
-        index, tile, start_q, seq_q = place.head, place.tile, place.start, place.end
-        first_kv, seq_kv, sequence = place.first_other, place.size_other, place.sequence
-        diagonal = seq_kv - seq_q
-        shift = tile * 128 - start_q
-        read_rows = gl.where(sequence < problem.num_sequences, 64, 0)
-    if are_listed(problem.segments, problem.tree):
-        begin, before, full, after = tiles_of_list(
-            problem, place, index // problem.heads_q, 128, BLOCK_KV
-        )
-    elif problem.intervals is None:
-        begin, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, 128, BLOCK_KV
-        )
-    before = gl.maximum(before, 1 - full - after)
-    batch, head = index // problem.heads_q, index % problem.heads_q
-    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
-    return batch, head, rows, keys, shift, read_rows, (begin, before, full, after)
+from torch_attn.kernels.sm90.work import locate_queries
 
 
 @gluon.jit
@@ -88,8 +42,8 @@ def produce_keys(
         turn, problem, shared, counter_ptr, 128, True, row_ptrs, (), problem.heads_q, BLOCK_KV, True
     )
     while item < problem.num_items:
-        batch, head, rows, keys, _shift, _read_rows, visible = locate_queries(
-            item, place, problem, window_left, window_right, BLOCK_KV
+        batch, head, rows, keys, visible = locate_queries(
+            item, place, problem, window_left, window_right, None, 128, BLOCK_KV
         )
         begin, before, full, after = visible
         head_kv = head // GROUP_SIZE
