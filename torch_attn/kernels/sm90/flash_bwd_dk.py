@@ -1,194 +1,106 @@
-"""dk of the backward for SM90, for head sizes above 128, in a kernel of its own."""
+"""The steps of dk's kernel, for head sizes above 128; `flash_bwd_large` runs them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
-from torch_attn.kernels.explicit.barriers import DO_READ, Q_READ, READERS, arrive
-from torch_attn.kernels.explicit.hidden import load_queries
-from torch_attn.kernels.explicit.items import locate_pairs, own_item
-from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
-from torch_attn.kernels.explicit.steps import group_step
-from torch_attn.kernels.explicit.terms import drop_scaled, head_terms, prepare_tile
-from torch_attn.kernels.explicit.tma import num_pieces, read_row, store_result
+from torch_attn.kernels.explicit.barriers import DO_READ, Q_READ, READERS, arrive, wait_for_step
+from torch_attn.kernels.explicit.registers import pack, unpack
+from torch_attn.kernels.explicit.terms import drop_scaled
+from torch_attn.kernels.explicit.tma import num_pieces, read_row
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
     product_layout,
     product_scores,
     wait_product,
-    zeros,
 )
-from torch_attn.kernels.sm90.queries import (
-    Reach,
-    clear_keys,
-    clear_queries,
-    exponents_of_keys,
-    locate_keys,
-    mark_item,
-    read_lse,
-)
+from torch_attn.kernels.sm90.queries import clear_keys, clear_queries, exponents_of_step
 
 
 @gluon.jit
-def consume_dk(
-    tiles,
-    barriers,
-    shared,
-    dk_maps,
-    dk_tile,
-    problem,
-    rule,
-    terms,
-    window_left,
-    window_right,
-    CONSUMER: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    EDGES: gl.constexpr,
-):
-    """Compute 64 rows of dk of each of a program's work items. Keys are rows.
+def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
+    """Return packed dsᵀ of the first tile of queries, which has no dsᵀ·q to overlap with."""
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
+    k_full, v_full, _kv_read, q_full, do_full = kernel.barriers
+    layout: gl.constexpr = product_layout(q_tile[0].shape[3])
+    mbarrier.wait(k_full.index(0), turn & 1)
+    wait_for_step(q_full, step)
+    clear_queries(kernel, keys, q_tile, q_full, step, 0)
+    clear_queries(kernel, keys, do_tile, do_full, step, 0)
+    clear_keys(kernel, keys, k_tile, CONSUMER, k_full.index(0), turn & 1)
+    clear_keys(kernel, keys, v_tile, CONSUMER, v_full.index(0), turn & 1)
+    slot_q, slot = step % q_tile[0].shape[0], step % do_tile[0].shape[0]
+    s = product_scores(k_tile, CONSUMER, q_tile, slot_q, kernel.head_dim, layout)
+    mbarrier.wait(v_full.index(0), turn & 1)
+    wait_for_step(do_full, step)
+    dp = product_scores(v_tile, CONSUMER, do_tile, slot, kernel.head_dim_v, layout)
+    s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
+    power, dcap, of_tile = exponents_of_step(kernel, keys, s, step, 0, kernel.edges)
+    p = gl.exp2(power)
+    p = p * dcap
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    return _pack_ds(kernel, p, dp, of_tile, slot)
 
-    dk_tile: the tile from which dk is stored, that of the keys.
+
+@gluon.jit
+def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
+    """Compute dsᵀ of a tile of queries while dsᵀ·q of the previous one runs; return it and dk.
+
+    Args:
+        index, step: the tile's, in the item, and counted over all items.
+        ds: packed dsᵀ of the previous tile.
     """
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = tiles
-    k_full, v_full, kv_read, q_full, do_full = barriers
-    IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
+    _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
-    DO_STAGES: gl.constexpr = do_tile[0].shape[0]
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    dtype: gl.constexpr = q_tile[0].dtype
-    layout: gl.constexpr = product_layout(BLOCK_Q)
-    step = 0  # counted over all items
-    turn = 0
-    item, place = own_item(turn, problem, shared, CONSUMER)
-    while item < problem.num_items:
-        batch, first_head, keys, queries, visible = locate_keys(
-            item, place, problem, window_left, window_right, False, GROUP_SIZE, BLOCK_Q
-        )
-        start_kv, seq_kv, diagonal = keys
-        begin, before, full, after = visible
-        # Key positions, in query coordinates.
-        key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
-        reach = Reach(key, None, window_left, window_right)
-        marks = mark_item(problem, place, batch, keys, key)
-        first = start_kv + CONSUMER * 64
-        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
+    layout: gl.constexpr = product_layout(q_tile[0].shape[3])
+    if MASKED:
+        clear_queries(kernel, keys, q_tile, q_full, step - index, index)
+        clear_queries(kernel, keys, do_tile, do_full, step - index, index)
+    slot_q, slot = step % Q_STAGES, step % do_tile[0].shape[0]
+    previous = (step - 1) % Q_STAGES
+    # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
+    # loop, and there are no registers for them.
+    fresh = step >> 30
+    # dk += dsᵀ q for the previous tile, and sᵀ = scale · k qᵀ
+    left = unpack(ds, q_tile[0].dtype, layout, "loop")
+    dk = add_product(dk, left, q_tile, previous)
+    wait_for_step(q_full, step)
+    s = product_scores(k_tile, CONSUMER + fresh, q_tile, slot_q, kernel.head_dim, layout)
+    dk, left = wait_product(dk, left, num_pieces(kernel.head_dim))
+    arrive(Q_READ + previous, READERS)
+    # dpᵀ = v doutᵀ
+    wait_for_step(do_full, step)
+    dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, kernel.head_dim_v, layout)
+    # pᵀ = exp(sᵀ - lse)
+    s = warpgroup_mma_wait(num_pieces(kernel.head_dim_v), deps=(s,))
+    power, dcap, of_tile = exponents_of_step(kernel, keys, s, step, index, MASKED)
+    p = gl.exp2(power)
+    p = p * dcap
+    # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
+    wait_for_step(do_full, step)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    return _pack_ds(kernel, p, dp, of_tile, slot), dk
 
-        # The first tile of queries has no dsᵀ·q to overlap with its exponentials.
-        slot = step % DO_STAGES
-        mbarrier.wait(k_full.index(0), turn & 1)
-        mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
-        if CLEARS:
-            clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
-            clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, GROUP_SIZE)
-            clear_keys(
-                k_tile, CONSUMER, k_full.index(0), turn & 1, keys, queries, visible, problem, marks
-            )
-            clear_keys(
-                v_tile, CONSUMER, v_full.index(0), turn & 1, keys, queries, visible, problem, marks
-            )
-        s = product_scores(k_tile, CONSUMER, q_tile, step % Q_STAGES, HEAD_DIM, layout)
-        mbarrier.wait(v_full.index(0), turn & 1)
-        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
-        dp = product_scores(v_tile, CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
-        s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-        member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-        lse = read_lse(tiles, step % Q_STAGES, layout)
-        of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
-        own = head_terms(terms, pairs.element, pairs.head + member)
-        of_tile = prepare_tile(
-            terms, own, start, pairs.first, pairs.position - start, queries.size, problem.size,
-            BLOCK_Q, 64, layout, True,
-        )  # fmt: skip
-        power, dcap = exponents_of_keys(
-            s, lse, start, reach, rule, problem, marks, of_queries, EDGES, terms, own, of_tile,
-        )  # fmt: skip
-        p = gl.exp2(power)
-        p = p * dcap
-        dp = warpgroup_mma_wait(0, deps=(dp,))
-        delta = read_row(delta_row, slot, layout)
-        dp = drop_scaled(dp, terms, of_tile, True)
-        ds = pack(p * (dp - delta[None, :]), dtype)
-        arrive(DO_READ + slot, READERS)
-        dk = zeros(64, HEAD_DIM)
 
-        # Visit the other tiles that see these keys; only tiles at the edges are masked.
-        index = 1
-        step += 1
-        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
-            end = (before + full + after) * GROUP_SIZE
-            if masked:
-                end = (before + after) * GROUP_SIZE
-            while index < end:
-                if CLEARS and masked:
-                    begun = step - index
-                    clear_queries(
-                        q_tile, q_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
-                    )
-                    clear_queries(
-                        do_tile, do_full, begun, index, queries, visible, problem, marks, GROUP_SIZE
-                    )
-                slot = step % DO_STAGES
-                previous = (step - 1) % Q_STAGES
-                # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and
-                # v out of the loop, and there are no registers for them.
-                fresh = step >> 30
-                # dk += dsᵀ q for the previous tile, and sᵀ = scale · k qᵀ
-                left = unpack(ds, dtype, layout, "loop")
-                dk = add_product(dk, left, q_tile, previous)
-                mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
-                s = product_scores(
-                    k_tile, CONSUMER + fresh, q_tile, step % Q_STAGES, HEAD_DIM, layout
-                )
-                dk, left = wait_product(dk, left, num_pieces(HEAD_DIM))
-                arrive(Q_READ + previous, READERS)
-                # dpᵀ = v doutᵀ
-                mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
-                dp = product_scores(v_tile, CONSUMER + fresh, do_tile, slot, HEAD_DIM_V, layout)
-                # pᵀ = exp(sᵀ - lse)
-                s = warpgroup_mma_wait(num_pieces(HEAD_DIM_V), deps=(s,))
-                member, start = group_step(index, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-                lse = read_lse(tiles, step % Q_STAGES, layout)
-                of_queries = load_queries(problem, marks, start, queries.size, BLOCK_Q, layout)
-                own = head_terms(terms, pairs.element, pairs.head + member)
-                of_tile = prepare_tile(
-                    terms, own, start, pairs.first, pairs.position - start, queries.size,
-                    problem.size, BLOCK_Q, 64, layout, True,
-                )  # fmt: skip
-                power, dcap = exponents_of_keys(
-                    s, lse, start, reach, rule, problem, marks, of_queries, masked, terms, own,
-                    of_tile,
-                )  # fmt: skip
-                p = gl.exp2(power)
-                p = p * dcap
-                delta = read_row(delta_row, slot, layout)
-                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
-                mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
-                dp = warpgroup_mma_wait(0, deps=(dp,))
-                # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-                dp = drop_scaled(dp, terms, of_tile, True)
-                ds = pack(p * (dp - delta[None, :]), dtype)
-                arrive(DO_READ + slot, READERS)
-                index += 1
-                step += 1
+@gluon.jit
+def _pack_ds(kernel, p, dp, of_tile, slot):
+    """Return packed ``dsᵀ = pᵀ ∘ (dpᵀ - delta)``, where p includes the derivative of the cap."""
+    layout: gl.constexpr = product_layout(kernel.tiles.q[0].shape[3])
+    delta = read_row(kernel.tiles.delta, slot, layout)
+    dp = drop_scaled(dp, kernel.terms, of_tile, True)
+    ds = pack(p * (dp - delta[None, :]), kernel.tiles.q[0].dtype)
+    arrive(DO_READ + slot, READERS)
+    return ds
 
-        # The last dsᵀ·q.
-        previous = (step - 1) % Q_STAGES
-        left = unpack(ds, dtype, layout, "end")
-        dk = add_product(dk, left, q_tile, previous)
-        dk, left = wait_product(dk, left)
-        arrive(Q_READ + previous, READERS)
 
-        # Scale and store dk. No other warpgroup reads these rows of k.
-        dk = scale_all(dk, rule.scale)
-        head_kv = first_head // GROUP_SIZE
-        store_result(
-            dk_maps, dk_tile, CONSUMER, dk, batch, head_kv, start_kv + CONSUMER * 64, seq_kv,
-            problem.heads_q // GROUP_SIZE, IS_PACKED, HEAD_DIM,
-        )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(kv_read.index(CONSUMER), count=1)
-        turn += 1
-        item, place = own_item(turn, problem, shared, CONSUMER)
+@gluon.jit
+def add_last(kernel, ds, dk, step):
+    """Return dk with the last dsᵀ·q."""
+    q_tile = kernel.tiles.q
+    previous = (step - 1) % q_tile[0].shape[0]
+    left = unpack(ds, q_tile[0].dtype, product_layout(q_tile[0].shape[3]), "end")
+    dk = add_product(dk, left, q_tile, previous)
+    dk, left = wait_product(dk, left)
+    arrive(Q_READ + previous, READERS)
+    return dk

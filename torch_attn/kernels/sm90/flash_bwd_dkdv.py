@@ -25,14 +25,20 @@ from torch_attn.kernels.explicit.tma import (
 )
 from torch_attn.kernels.library.terms import Bias, terms_argument
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import add_queries
-from torch_attn.kernels.sm90.flash_bwd_dkdv_consumer import consume_queries
+from torch_attn.kernels.sm90.flash_bwd_dkdv_consumer import Gradients, consume_queries
 from torch_attn.kernels.sm90.flash_bwd_dkdv_passes import (
     allocate_staging,
     map_converted,
     run_passes,
 )
 from torch_attn.kernels.sm90.flash_bwd_dkdv_rows import map_rows
-from torch_attn.kernels.sm90.queries import Barriers, Tiles, persistent_keys, produce_queries
+from torch_attn.kernels.sm90.queries import (
+    Barriers,
+    Kernel,
+    Tiles,
+    persistent_keys,
+    produce_queries,
+)
 from torch_attn.kernels.sm90.sums import allocate_dq, allocate_ds, map_sums
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import VarlenSpec
@@ -163,9 +169,13 @@ def flash_bwd_dkdv_kernel(
     gl.warp_specialize(
         [
             (consume_queries, (
-                tiles, of_dq, barriers, shared, dk, dv, problem, rule, terms, window_left,
-                window_right, sums.dk, sums.dv, part, sums.dq is not None, GROUP_SIZE, MEMBERS,
-                HEAD_DIM, HEAD_DIM_V, EDGES,
+                Kernel(
+                    tiles, barriers, shared,
+                    Gradients(ds_buffer, dq_tiles, dk, dv, sums.dk, sums.dv), problem, rule, terms,
+                    window_left, window_right, GROUP_SIZE, MEMBERS, sums.dq is not None, HEAD_DIM,
+                    HEAD_DIM_V, EDGES,
+                ),
+                part,
             ))
             if part < 2
             else (produce_queries, (

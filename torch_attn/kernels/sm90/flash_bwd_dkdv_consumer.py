@@ -19,6 +19,7 @@ from torch_attn.kernels.explicit.barriers import (
     READERS,
     arrive,
     wait_for_all,
+    wait_for_step,
 )
 from torch_attn.kernels.explicit.carry import head_rows, store_carry
 from torch_attn.kernels.explicit.distances import (
@@ -28,17 +29,10 @@ from torch_attn.kernels.explicit.distances import (
     no_end_sums,
 )
 from torch_attn.kernels.explicit.hidden import load_queries
-from torch_attn.kernels.explicit.intervals import load_windows
-from torch_attn.kernels.explicit.items import locate_pairs, own_item
+from torch_attn.kernels.explicit.items import own_item
 from torch_attn.kernels.explicit.registers import pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import group_step, group_step_is_alike
-from torch_attn.kernels.explicit.terms import (
-    drop,
-    drop_scaled,
-    head_terms,
-    prepare_tile,
-    table_sides,
-)
+from torch_attn.kernels.explicit.terms import drop, drop_scaled, head_terms, table_sides
 from torch_attn.kernels.explicit.tma import column_pieces, num_pieces, read_row, store_result
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
@@ -55,14 +49,13 @@ from torch_attn.kernels.explicit.wgmma import (
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.flash_bwd_dkdv_adder import hand_over
 from torch_attn.kernels.sm90.queries import (
-    Reach,
     clear_keys,
     clear_queries,
     exponents_of_keys,
     hand_back_bias,
-    locate_keys,
-    mark_item,
+    own_keys,
     read_lse,
+    terms_of_tile,
     with_bias,
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
@@ -70,6 +63,23 @@ from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
 # ptxas of Triton 3.9 spills 572 bytes a step in a backward that holds k and v in registers beside
 # capped scores and dq; that of 3.6 spills 20 in all.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
+
+
+class Gradients(NamedTuple):
+    """Hold where a consumer stores gradients.
+
+    Attributes:
+        ds_buffer, dq_tiles: shared memory, of `allocate_ds` and `allocate_dq`.
+        dk, dv: what `stored_maps_of` returns.
+        dk_sum_ptr, dv_sum_ptr: the sums that programs share; or None.
+    """
+
+    ds_buffer: Any
+    dq_tiles: Any
+    dk: Any
+    dv: Any
+    dk_sum_ptr: Any
+    dv_sum_ptr: Any
 
 
 class Visit(NamedTuple):
@@ -81,7 +91,7 @@ class Visit(NamedTuple):
         start: the tile's first query.
         member: which of the item's heads these queries are of.
         alike: the tile's queries and the keys are of one segment.
-        keys: the first of the two tiles of 64 keys in shared memory.
+        tile: the first of the two tiles of 64 keys in shared memory.
     """
 
     step: Any
@@ -89,226 +99,130 @@ class Visit(NamedTuple):
     start: Any
     member: Any
     alike: Any
-    keys: Any
+    tile: Any
 
 
 @gluon.jit
-def consume_queries(
-    tiles,
-    of_dq,
-    barriers,
-    shared,
-    dk_maps,
-    dv_maps,
-    problem,
-    rule,
-    terms,
-    window_left,
-    window_right,
-    dk_sum_ptr,
-    dv_sum_ptr,
-    CONSUMER: gl.constexpr,
-    FUSED: gl.constexpr,
-    GROUP_SIZE: gl.constexpr,
-    MEMBERS: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-    EDGES: gl.constexpr,
-):
-    """Compute 64 rows of dk and dv of each of a program's work items."""
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = tiles
-    ds_buffer, dq_tiles = of_dq
-    k_full, v_full, kv_read, q_full, do_full = barriers
-    IS_PACKED: gl.constexpr = problem.num_sequences is not None
-    # Intervals say which keys are seen, and dk and dv stay in float32.
-    IS_PART: gl.constexpr = problem.intervals is not None
-    CLEARS: gl.constexpr = IS_PACKED or problem.segments is not None
-    KV_STAGES: gl.constexpr = k_tile[0].shape[0] // 2
-    Q_STAGES: gl.constexpr = q_tile[0].shape[0]
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    CAPPED: gl.constexpr = FUSED and rule.softcap is not None
-    HAS_TABLE: gl.constexpr = FUSED and terms.relative is not None
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, HAS_TABLE)
+def consume_queries(kernel, CONSUMER: gl.constexpr):
+    """Compute 64 rows of dk and dv of each of a program's work items. Keys are rows.
+
+    The kernel's results are `Gradients`.
+    """
+    BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
+    KV_STAGES: gl.constexpr = kernel.tiles.k[0].shape[0] // 2
     # Tiles that are far off in a table have their own code: ptxas spills in code that they share
     # with others. Small heads leave enough registers.
-    LARGE: gl.constexpr = not is_small(HEAD_DIM, HEAD_DIM_V, False, False)
-    SPLITS: gl.constexpr = LARGE and HAS_TABLE
-    dtype: gl.constexpr = q_tile[0].dtype
-    layout: gl.constexpr = product_layout(BLOCK_Q)
+    LARGE: gl.constexpr = not is_small(kernel.head_dim, kernel.head_dim_v, False, False)
+    SPLITS: gl.constexpr = LARGE and kernel.fused and kernel.terms.relative is not None
     step = 0  # counted over all items
     turn = 0
-    item, place = own_item(turn, problem, shared, CONSUMER)
-    while item < problem.num_items:
-        batch, first_head, positions, queries, visible = locate_keys(
-            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
-        )
-        start_kv, seq_kv, diagonal = positions
-        begin, before, full, after = visible
-        # Key positions, in query coordinates.
-        key = start_kv + CONSUMER * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout)) - diagonal
-        end = seq_kv - diagonal
-        if IS_PACKED:
-            # If the sequence has no query, the rows visited may be padding with a sink. They see no
-            # key: q and dout count as 0, but a table's gradient is a sum of ds itself.
-            end = gl.where(queries.size > 0, end, -(2**30))
-        reach = Reach(key, end, window_left, window_right)
-        if IS_PART:
-            rows = key + diagonal
-            exists = rows < seq_kv
-            # The first query that sees each key, and how far to the left queries see it after that.
-            key, left = load_windows(problem.intervals, rows, seq_kv)
-            reach = Reach(key, None, left[:, None], 0)
-        marks = mark_item(problem, place, batch, positions, key)
-        first = start_kv + CONSUMER * 64
-        pairs = locate_pairs(problem, place, batch, first_head, first, first - diagonal)
-        dk = zeros(64, HEAD_DIM)
-        dv = zeros(64, HEAD_DIM_V)
-        ends = no_end_sums(terms)
-        last = step + (before + full + after) * MEMBERS - 1
-        stage = turn % KV_STAGES
-        phase = turn // KV_STAGES & 1
-        tile = 2 * stage
-
-        # The first tile of queries has no previous ds.
-        mbarrier.wait(k_full.index(stage), phase)
-        mbarrier.wait(q_full.index(step % Q_STAGES), step // Q_STAGES & 1)
-        held = ()
-        if CLEARS:
-            clear_queries(q_tile, q_full, step, 0, queries, visible, problem, marks, MEMBERS)
-            clear_queries(do_tile, do_full, step, 0, queries, visible, problem, marks, MEMBERS)
-            clear_queries(q_tile, q_full, step, 1, queries, visible, problem, marks, MEMBERS)
-            # Clear the other consumer's rows only where dq needs them: both then meet in each step.
-            # Without dq that consumer may already have stored dk and dv where its rows were.
-            if FUSED:
-                clear_keys(
-                    k_tile, tile + 1 - CONSUMER, k_full.index(stage), phase, positions, queries,
-                    visible, problem, marks,
-                )  # fmt: skip
-            clear_keys(
-                k_tile, tile + CONSUMER, k_full.index(stage), phase, positions, queries, visible,
-                problem, marks,
-            )  # fmt: skip
-            clear_keys(
-                v_tile, tile + CONSUMER, v_full.index(stage), phase, positions, queries, visible,
-                problem, marks,
-            )  # fmt: skip
-        if SMALL:
-            held = (load_left(k_tile, tile + CONSUMER, HEAD_DIM, layout),)
-        s = ()
-        if FUSED or SMALL:
-            slot_q = step % Q_STAGES
-            s = (product_scores(k_tile, tile + CONSUMER, q_tile, slot_q, HEAD_DIM, layout),)
-        mbarrier.wait(v_full.index(stage), phase)
-        if SMALL:
-            held = (held[0], load_left(v_tile, tile + CONSUMER, HEAD_DIM_V, layout))
-        s = wait_sums(s, 0)
-        if KV_STAGES > 1:
-            # Once the previous item's dk and dv are out, its place is free.
-            tma.store_wait(0)
-            mbarrier.arrive(kv_read.index((tile ^ 2) + CONSUMER), count=1, pred=turn > 0)
-        member, start = group_step(0, begin, before, full, after, BLOCK_Q, MEMBERS)
-        alike = group_step_is_alike(0, begin, before, full, problem.segments, MEMBERS)
+    item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
+    while item < kernel.problem.num_items:
+        keys = own_keys(kernel, item, place, CONSUMER)
+        begin, before, full, after = keys.visits
+        last = step + (before + full + after) * kernel.members - 1
+        tile = turn % KV_STAGES * 2
+        dk = zeros(64, kernel.head_dim)
+        dv = zeros(64, kernel.head_dim_v)
+        ends = no_end_sums(kernel.terms)
+        held, s = _start_item(kernel, keys, tile, step, turn, CONSUMER)
+        member, start = group_step(0, *keys.visits, BLOCK_Q, kernel.members)
+        alike = group_step_is_alike(0, begin, before, full, kernel.problem.segments, kernel.members)
         visit = Visit(step, last, start, member, alike, tile)
-        s, dk, dv, ds, ends = _visit_queries(
-            s, dk, dv, None, ends, held, tiles, of_dq, barriers, visit, reach, rule, terms, pairs,
-            problem, marks, queries.size, CONSUMER, FUSED, EDGES, False, HEAD_DIM, HEAD_DIM_V,
-        )  # fmt: skip
+        s, dk, dv, ds, ends = _visit(
+            kernel, keys, visit, held, s, dk, dv, None, ends, kernel.edges, False, CONSUMER
+        )
 
         # Visit the other tiles that see these keys; only tiles at the edges are masked.
         index = 1
         step += 1
-        for masked in gl.static_range(1 if EDGES else 0, -1, -1):
-            end = (before + full + after) * MEMBERS
-            if masked:
-                end = (before + after) * MEMBERS
+        for masked in gl.static_range(1 if kernel.edges else 0, -1, -1):
+            end = before + after if masked else before + full + after
+            end *= kernel.members
             while index < end:
-                member, start = group_step(index, begin, before, full, after, BLOCK_Q, MEMBERS)
-                if CLEARS and masked:
-                    begun = step - index
-                    clear_queries(
-                        do_tile, do_full, begun, index, queries, visible, problem, marks, MEMBERS
-                    )
-                    clear_queries(
-                        q_tile, q_full, begun, index + 1, queries, visible, problem, marks, MEMBERS
-                    )
+                member, start = group_step(index, *keys.visits, BLOCK_Q, kernel.members)
                 alike = False
                 if masked:
+                    _clear_next(kernel, keys, step, index)
                     alike = group_step_is_alike(
-                        index, begin, before, full, problem.segments, MEMBERS
+                        index, begin, before, full, kernel.problem.segments, kernel.members
                     )
-                if MEMBERS > 1:
-                    earlier, _start = group_step(
-                        index - 1, begin, before, full, after, BLOCK_Q, MEMBERS
-                    )
-                    ends = follow_head(ends, terms, first_head + member, first_head + earlier)
+                if kernel.members > 1:
+                    earlier, _start = group_step(index - 1, *keys.visits, BLOCK_Q, kernel.members)
+                    ends = follow_head(ends, kernel.terms, keys.head + member, keys.head + earlier)
                 visit = Visit(step, last, start, member, alike, tile)
                 is_far = False
                 if SPLITS and not masked:
-                    sides = table_sides(terms, pairs.position - start, 64, BLOCK_Q)
+                    sides = table_sides(kernel.terms, keys.pairs.position - start, 64, BLOCK_Q)
                     is_far = sides[0] | sides[1]
                 for far in gl.static_range(2 if SPLITS and not masked else 1):
                     if not SPLITS or masked or is_far == (far == 1):
-                        s, dk, dv, ds, ends = _visit_queries(
-                            s, dk, dv, ds, ends, held, tiles, of_dq, barriers, visit, reach, rule,
-                            terms, pairs, problem, marks, queries.size, CONSUMER, FUSED, masked,
-                            far == 1, HEAD_DIM, HEAD_DIM_V,
+                        s, dk, dv, ds, ends = _visit(
+                            kernel, keys, visit, held, s, dk, dv, ds, ends, masked, far == 1,
+                            CONSUMER,
                         )  # fmt: skip
                 index += 1
                 step += 1
 
-        # The last dq and dk.
-        previous = (step - 1) % Q_STAGES
-        if FUSED:
-            dq = start_dq(ds_buffer, step - 1, k_tile, tile, CONSUMER, HEAD_DIM)
-            dk = add_shared(dk, tile_of_ds(ds_buffer, step - 1, CONSUMER), q_tile, previous)
-        else:
-            left = unpack(ds, dtype, layout, "end")
-            dk = add_product(dk, left, q_tile, previous)
-        member, start = group_step(index - 1, begin, before, full, after, BLOCK_Q, MEMBERS)
-        add_end_sums(ends, terms, first_head + member)
-        if terms.seed is not None:
-            dv = scale_all(dv, terms.dropout.scale)
-        head_kv = first_head // GROUP_SIZE
-        heads_kv = problem.heads_q // GROUP_SIZE
-        if IS_PART:
-            rows_of_dv = head_rows(dv_maps[0], batch, seq_kv, first, head_kv, heads_kv, HEAD_DIM_V)
-            store_carry(rows_of_dv, dv, exists, heads_kv, HEAD_DIM_V)
-        elif dv_sum_ptr is None:
-            # Store dv where v was, which no other warpgroup reads.
-            store_result(
-                dv_maps, v_tile, tile + CONSUMER, dv, batch, head_kv, first, seq_kv, heads_kv,
-                IS_PACKED, HEAD_DIM_V,
-            )  # fmt: skip
-        if FUSED:
-            dq = wait_sums(dq, num_pieces(HEAD_DIM))
-            hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
-            dk = wait_sums(dk, 0)
-        else:
-            dk, left = wait_product(dk, left)
-        arrive(Q_READ + previous, READERS)
-        if IS_PART:
-            rows_of_dk = head_rows(dk_maps[0], batch, seq_kv, first, head_kv, heads_kv, HEAD_DIM)
-            dk = scale_all(dk, rule.scale)
-            store_carry(rows_of_dk, dk, exists, heads_kv, HEAD_DIM)
-        elif dk_sum_ptr is not None:
-            padded_keys = gl.cdiv(seq_kv, ROW_PADDING) * ROW_PADDING
-            row = (batch * heads_kv + head_kv).to(gl.int64) * padded_keys + first
-            add_rows(dv_sum_ptr, dv, row, HEAD_DIM_V)
-            add_rows(dk_sum_ptr, dk, row, HEAD_DIM)
-        else:
-            # Scale dk and store it where k was, once both consumers have read it.
-            if FUSED:
-                wait_for_all(DS_WRITTEN, 256)
-            store_result(
-                dk_maps, k_tile, tile + CONSUMER, scale_all(dk, rule.scale), batch, head_kv, first,
-                seq_kv, heads_kv, IS_PACKED, HEAD_DIM,
-            )  # fmt: skip
-        if KV_STAGES == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(kv_read.index(CONSUMER), count=1)
+        member, _start = group_step(index - 1, *keys.visits, BLOCK_Q, kernel.members)
+        add_end_sums(ends, kernel.terms, keys.head + member)
+        _finish_item(kernel, keys, tile, step, dk, dv, ds, CONSUMER)
         turn += 1
-        item, place = own_item(turn, problem, shared, CONSUMER)
+        item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _start_item(kernel, keys, tile, step, turn, CONSUMER: gl.constexpr):
+    """Wait for the keys, values and first queries of an item.
+
+    tile: the first of the two tiles of 64 keys in shared memory.
+
+    Returns:
+        (held, s): the rows of k and v as left operands, so that shared memory is read only for q
+        and dout; and k·qᵀ of the first tile. Or () for either.
+    """
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
+    k_full, v_full, kv_read, q_full, do_full = kernel.barriers
+    KV_STAGES: gl.constexpr = k_tile[0].shape[0] // 2
+    CAPPED: gl.constexpr = kernel.fused and kernel.rule.softcap is not None
+    HAS_TABLE: gl.constexpr = kernel.fused and kernel.terms.relative is not None
+    SMALL: gl.constexpr = is_small(kernel.head_dim, kernel.head_dim_v, CAPPED, HAS_TABLE)
+    layout: gl.constexpr = product_layout(q_tile[0].shape[3])
+    wait_for_step(k_full, turn)
+    wait_for_step(q_full, step)
+    clear_queries(kernel, keys, q_tile, q_full, step, 0)
+    clear_queries(kernel, keys, do_tile, do_full, step, 0)
+    clear_queries(kernel, keys, q_tile, q_full, step, 1)
+    stage, phase = turn % KV_STAGES, turn // KV_STAGES & 1
+    # Clear the other consumer's rows only where dq needs them: both then meet in each step. Without
+    # dq that consumer may already have stored dk and dv where its rows were.
+    if kernel.fused:
+        clear_keys(kernel, keys, k_tile, tile + 1 - CONSUMER, k_full.index(stage), phase)
+    clear_keys(kernel, keys, k_tile, tile + CONSUMER, k_full.index(stage), phase)
+    clear_keys(kernel, keys, v_tile, tile + CONSUMER, v_full.index(stage), phase)
+    held, s = (), ()
+    if SMALL:
+        held = (load_left(k_tile, tile + CONSUMER, kernel.head_dim, layout),)
+    if kernel.fused or SMALL:
+        slot_q = step % q_tile[0].shape[0]
+        s = (product_scores(k_tile, tile + CONSUMER, q_tile, slot_q, kernel.head_dim, layout),)
+    wait_for_step(v_full, turn)
+    if SMALL:
+        held = (held[0], load_left(v_tile, tile + CONSUMER, kernel.head_dim_v, layout))
+    s = wait_sums(s, 0)
+    if KV_STAGES > 1:
+        # Once the previous item's dk and dv are out, its place is free.
+        tma.store_wait(0)
+        mbarrier.arrive(kv_read.index((tile ^ 2) + CONSUMER), count=1, pred=turn > 0)
+    return held, s
+
+
+@gluon.jit
+def _clear_next(kernel, keys, step, index):
+    """Clear dout of a step, and q of the next one, whose scores the step computes."""
+    clear_queries(kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index, index)
+    clear_queries(kernel, keys, kernel.tiles.q, kernel.barriers.q_full, step - index, index + 1)
 
 
 @triton.constexpr_function
@@ -323,116 +237,88 @@ def is_small(head_dim, head_dim_v, capped_dq, has_table):
 
 
 @gluon.jit
-def _visit_queries(
-    s,
-    dk,
-    dv,
-    ds,
-    ends,
-    held,
-    tiles,
-    of_dq,
-    barriers,
-    visit,
-    reach,
-    rule,
-    terms,
-    pairs,
-    problem,
-    marks,
-    size_q,
+def _visit(
+    kernel, keys, visit, held, s, dk, dv, ds, ends, MASKED: gl.constexpr, FAR: gl.constexpr,
     CONSUMER: gl.constexpr,
-    FUSED: gl.constexpr,
-    MASKED: gl.constexpr,
-    FAR: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HEAD_DIM_V: gl.constexpr,
-):
+):  # fmt: skip
     """Visit a tile of queries; return s of the next tile, dk, dv, packed ds, and `EndSums`.
-
-    Keys are rows.
 
     Products are issued so that some overlap all arithmetic: dq and dk of the previous tile, and dp,
     with the exponentials; dv with ds; s of the next tile with the stores of ds. That s takes dp's
     registers. In the pair of kernels, heads that are not small have no room for it: there s is
     issued with dp. After the last tile, s is computed again and not used.
 
-    ends: `EndSums` of the previous tiles.
-    ds: of the previous tile; None for the first.
-    held: rows of k and v as left operands, so that shared memory is read only for q and dout; or
-        ().
-    reach: `Reach` of the keys.
-    pairs: where the pairs of the item's first head are.
-    FAR: as in `terms.add_terms`.
-    size_q: how many queries the sequence has.
+    Args:
+        held, s: of `_start_item`; s of this tile.
+        ds: of the previous tile; None for the first.
+        ends: `EndSums` of the previous tiles.
+        FAR: as in `terms.add_terms`.
     """
-    k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = tiles
-    ds_buffer, dq_tiles = of_dq
-    _k_full, _v_full, _kv_read, q_full, do_full = barriers
-    step, last, start, member, alike, keys = visit
+    k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = kernel.tiles
+    _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
+    step, last, start, member, alike, tile = visit
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
-    DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     FIRST: gl.constexpr = ds is None
-    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
-    CAPPED: gl.constexpr = FUSED and rule.softcap is not None
-    HAS_TABLE: gl.constexpr = FUSED and terms.relative is not None
-    SMALL: gl.constexpr = is_small(HEAD_DIM, HEAD_DIM_V, CAPPED, HAS_TABLE)
+    FUSED: gl.constexpr = kernel.fused
+    CAPPED: gl.constexpr = FUSED and kernel.rule.softcap is not None
+    HAS_TABLE: gl.constexpr = FUSED and kernel.terms.relative is not None
+    SMALL: gl.constexpr = is_small(kernel.head_dim, kernel.head_dim_v, CAPPED, HAS_TABLE)
     AHEAD: gl.constexpr = FUSED or SMALL
-    S_PIECES: gl.constexpr = num_pieces(HEAD_DIM)
-    DP_PIECES: gl.constexpr = num_pieces(HEAD_DIM_V)
+    S_PIECES: gl.constexpr = num_pieces(kernel.head_dim)
+    DP_PIECES: gl.constexpr = num_pieces(kernel.head_dim_v)
+    BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
-    slot = step % DO_STAGES
-    previous = (step - 1) % Q_STAGES
+    slot, previous = step % do_tile[0].shape[0], (step - 1) % Q_STAGES
     # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
     # loop, and there are no registers for them.
     fresh = step >> 30
-    keys += fresh
+    tile += fresh
 
-    of_queries = load_queries(problem, marks, start, size_q, BLOCK_Q, layout, alike)
-    own = head_terms(terms, pairs.element, pairs.head + member)
+    of_queries = load_queries(
+        kernel.problem, keys.marks, start, keys.queries.size, BLOCK_Q, layout, alike
+    )
+    own = head_terms(kernel.terms, keys.pairs.element, keys.pairs.head + member)
 
     # dq += ds k and dk += dsᵀ q for the previous tile
     if not FIRST:
         if FUSED:
-            dq = start_dq(ds_buffer, step - 1, k_tile, keys, CONSUMER, HEAD_DIM)
+            dq = start_dq(
+                kernel.results.ds_buffer, step - 1, k_tile, tile, CONSUMER, kernel.head_dim
+            )
         if FUSED and not SMALL:
-            dk = add_shared(dk, tile_of_ds(ds_buffer, step - 1, CONSUMER), q_tile, previous)
+            left = tile_of_ds(kernel.results.ds_buffer, step - 1, CONSUMER)
+            dk = add_shared(dk, left, q_tile, previous)
         else:
             left = unpack(ds, dtype, layout, "loop")
             dk = add_product(dk, left, q_tile, previous)
-    of_tile = prepare_tile(
-        terms, own, start, pairs.first, pairs.position - start, size_q, problem.size, BLOCK_Q, 64,
-        layout, True,
-    )  # fmt: skip
+    of_tile = terms_of_tile(kernel, keys, own, start)
     if AHEAD and not SMALL:
         # Wait before dq is stored: testing a barrier later would wait until the stores are done.
-        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
-        of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
-        lse = read_lse(tiles, step % Q_STAGES, layout)
+        wait_for_step(do_full, step)
+        of_tile = with_bias(of_tile, kernel.terms, kernel.tiles, CONSUMER, layout)
+        lse = read_lse(kernel.tiles, step % Q_STAGES, layout)
         power, dcap = exponents_of_keys(
-            s[0], lse, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
-            FAR,
-        )  # fmt: skip
+            kernel, keys, s[0], lse, start, of_queries, own, of_tile, MASKED, FAR
+        )
         if not FIRST:
             # dp takes the registers of dq.
-            dq = wait_sums(dq, S_PIECES)
-            hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
+            _hand_over(kernel, wait_sums(dq, S_PIECES), CONSUMER)
         if fresh > 0:
             # Never true. Without a branch here ptxas spills, and serializes the products.
-            mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+            wait_for_step(do_full, step)
     else:
         if not AHEAD:
             # sᵀ = scale · k qᵀ
+            wait_for_step(q_full, step)
             slot_q = step % Q_STAGES
-            mbarrier.wait(q_full.index(slot_q), step // Q_STAGES & 1)
-            now = product_scores(k_tile, keys + CONSUMER, q_tile, slot_q, HEAD_DIM, layout)
-        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+            now = product_scores(k_tile, tile + CONSUMER, q_tile, slot_q, kernel.head_dim, layout)
+        wait_for_step(do_full, step)
     # dpᵀ = v doutᵀ
     if SMALL:
-        dp = left_scores(held[1], do_tile, slot, HEAD_DIM_V, layout)
+        dp = left_scores(held[1], do_tile, slot, kernel.head_dim_v, layout)
     else:
-        dp = product_scores(v_tile, keys + CONSUMER, do_tile, slot, HEAD_DIM_V, layout)
+        dp = product_scores(v_tile, tile + CONSUMER, do_tile, slot, kernel.head_dim_v, layout)
 
     # pᵀ = exp(sᵀ - lse)
     if SMALL or not AHEAD:
@@ -440,23 +326,19 @@ def _visit_queries(
             now = s[0]
         else:
             now = warpgroup_mma_wait(DP_PIECES, deps=(now,))
-        if not FUSED:
-            reach = Reach(reach.key, None, reach.left, reach.right)
-        of_tile = with_bias(of_tile, terms, tiles, CONSUMER, layout)
-        lse = read_lse(tiles, step % Q_STAGES, layout)
+        of_tile = with_bias(of_tile, kernel.terms, kernel.tiles, CONSUMER, layout)
+        lse = read_lse(kernel.tiles, step % Q_STAGES, layout)
         power, dcap = exponents_of_keys(
-            now, lse, start, reach, rule, problem, marks, of_queries, MASKED, terms, own, of_tile,
-            FAR,
-        )  # fmt: skip
+            kernel, keys, now, lse, start, of_queries, own, of_tile, MASKED, FAR
+        )
     p = gl.exp2(power)
-    kept = drop(p, terms, of_tile.kept, True).to(dtype)
+    kept = drop(p, kernel.terms, of_tile.kept, True).to(dtype)
     p_left = gl.convert_layout(kept, gl.DotOperandLayout(0, layout, 2), assert_trivial=True)
     if FUSED and SMALL and not FIRST:
-        dq = wait_sums(dq, S_PIECES + DP_PIECES)
-        hand_over(dq, dq_tiles[CONSUMER], terms.dbias.boxes is not None, CONSUMER)
+        _hand_over(kernel, wait_sums(dq, S_PIECES + DP_PIECES), CONSUMER)
     # dv += pᵀ dout
     dv = add_product(dv, p_left, do_tile, slot)
-    hand_back_bias(terms)
+    hand_back_bias(kernel.terms)
 
     # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
     p = p * dcap
@@ -469,32 +351,102 @@ def _visit_queries(
             dk, dp, left = wait_products(dk, dp, left, DP_PIECES)
         arrive(Q_READ + previous, READERS)
     delta = read_row(delta_row, slot, layout)
-    dp = drop_scaled(dp, terms, of_tile, True)
+    dp = drop_scaled(dp, kernel.terms, of_tile, True)
     exact = p * (dp - delta[None, :])
-    if terms.drelative is not None:
+    if kernel.terms.drelative is not None:
         ends = add_relative_gradient(
-            ends, terms, pairs.head + member, pairs.position - start, exact, FAR
+            ends, kernel.terms, keys.pairs.head + member, keys.pairs.position - start, exact, FAR
         )
     ds = pack(exact, dtype)
     if AHEAD:
         # s of the next tile.
         following = gl.minimum(step + 1, last)
         slot_q = following % Q_STAGES
-        mbarrier.wait(q_full.index(slot_q), following // Q_STAGES & 1)
+        wait_for_step(q_full, following)
         if SMALL:
-            s = (left_scores(held[0], q_tile, slot_q, HEAD_DIM, layout),)
+            s = (left_scores(held[0], q_tile, slot_q, kernel.head_dim, layout),)
         else:
-            s = (product_scores(k_tile, keys + CONSUMER, q_tile, slot_q, HEAD_DIM, layout),)
+            s = (product_scores(k_tile, tile + CONSUMER, q_tile, slot_q, kernel.head_dim, layout),)
     # A barrier or a branch follows: it keeps ptxas from hoisting the last waits.
     if FUSED:
-        place = tile_of_ds(ds_buffer, step, CONSUMER)
+        place = tile_of_ds(kernel.results.ds_buffer, step, CONSUMER)
         written = unpack(ds, dtype, layout, "store")
         place.store(gl.convert_layout(written, layout, assert_trivial=True))
         fence_async_shared()
         wait_for_all(DS_WRITTEN, 256)
     else:
-        mbarrier.wait(do_full.index(slot), step // DO_STAGES & 1)
+        wait_for_step(do_full, step)
     dv, p_left = wait_product(dv, p_left, S_PIECES if AHEAD else 0)
     arrive(DO_READ + slot, READERS)
     s = wait_sums(s, 0)
     return s, dk, dv, ds, ends
+
+
+@gluon.jit
+def _hand_over(kernel, dq, CONSUMER: gl.constexpr):
+    """Hand this consumer's part of a tile's dq to the warp that adds it."""
+    stores: gl.constexpr = kernel.terms.dbias.boxes is not None
+    hand_over(dq, kernel.results.dq_tiles[CONSUMER], stores, CONSUMER)
+
+
+@gluon.jit
+def _finish_item(kernel, keys, tile, step, dk, dv, ds, CONSUMER: gl.constexpr):
+    """Add the last dq and dk of an item; store dk and dv, or add them to sums."""
+    q_tile, k_tile = kernel.tiles.q, kernel.tiles.k
+    KV_STAGES: gl.constexpr = k_tile[0].shape[0] // 2
+    SHARES: gl.constexpr = kernel.results.dk_sum_ptr is not None
+    IS_PART: gl.constexpr = kernel.problem.intervals is not None
+    previous = (step - 1) % q_tile[0].shape[0]
+    if kernel.fused:
+        dq = start_dq(kernel.results.ds_buffer, step - 1, k_tile, tile, CONSUMER, kernel.head_dim)
+        left = tile_of_ds(kernel.results.ds_buffer, step - 1, CONSUMER)
+        dk = add_shared(dk, left, q_tile, previous)
+    else:
+        layout: gl.constexpr = product_layout(q_tile[0].shape[3])
+        left = unpack(ds, q_tile[0].dtype, layout, "end")
+        dk = add_product(dk, left, q_tile, previous)
+    if kernel.terms.seed is not None:
+        dv = scale_all(dv, kernel.terms.dropout.scale)
+    head_kv = keys.head // kernel.group_size
+    heads_kv = kernel.problem.heads_q // kernel.group_size
+    slot = tile + CONSUMER
+    if IS_PART or not SHARES:
+        # Where v was, which no other warpgroup reads.
+        _store(
+            kernel, keys, head_kv, kernel.results.dv, kernel.tiles.v, slot, dv, kernel.head_dim_v
+        )
+    if kernel.fused:
+        _hand_over(kernel, wait_sums(dq, num_pieces(kernel.head_dim)), CONSUMER)
+        dk = wait_sums(dk, 0)
+    else:
+        dk, left = wait_product(dk, left)
+    arrive(Q_READ + previous, READERS)
+    if IS_PART or not SHARES:
+        if kernel.fused and not IS_PART:
+            # Where k was, once both consumers have read it.
+            wait_for_all(DS_WRITTEN, 256)
+        dk = scale_all(dk, kernel.rule.scale)
+        _store(kernel, keys, head_kv, kernel.results.dk, k_tile, slot, dk, kernel.head_dim)
+    else:
+        padded_keys = gl.cdiv(keys.rows.end, ROW_PADDING) * ROW_PADDING
+        row = (keys.batch * heads_kv + head_kv).to(gl.int64) * padded_keys + keys.first
+        add_rows(kernel.results.dv_sum_ptr, dv, row, kernel.head_dim_v)
+        add_rows(kernel.results.dk_sum_ptr, dk, row, kernel.head_dim)
+    if KV_STAGES == 1:
+        tma.store_wait(0)
+        mbarrier.arrive(kernel.barriers.kv_read.index(CONSUMER), count=1)
+
+
+@gluon.jit
+def _store(kernel, keys, head_kv, maps, tile, slot, x, SIZE: gl.constexpr):
+    """Start to store 64 rows of dk or dv, through a tile in shared memory that nobody reads."""
+    heads_kv, end = kernel.problem.heads_q // kernel.group_size, keys.rows.end
+    if kernel.problem.intervals is not None:
+        exists = keys.first + gl.arange(0, 64, keys.position.type.layout) < end
+        rows = head_rows(maps[0], keys.batch, end, keys.first, head_kv, heads_kv, SIZE)
+        store_carry(rows, x, exists, heads_kv, SIZE)
+    else:
+        store_result(
+            maps, tile, slot, x, keys.batch, head_kv, keys.first, end, heads_kv,
+            kernel.problem.num_sequences is not None, SIZE,
+        )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from torch_attn.kernels.explicit.barriers import (
     MAX_LARGE_DO_STAGES,
@@ -16,7 +16,9 @@ from torch_attn.kernels.explicit.items import (
     allocate_hand_over,
     are_counted,
     are_listed,
+    own_item,
 )
+from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.tma import (
     allocate_row,
     allocate_tile,
@@ -24,12 +26,21 @@ from torch_attn.kernels.explicit.tma import (
     maps_of,
     row_map,
     rows_map,
+    store_result,
     stored_maps_of,
 )
+from torch_attn.kernels.explicit.wgmma import zeros
 from torch_attn.kernels.library.terms import terms_argument
-from torch_attn.kernels.sm90.flash_bwd_dk import consume_dk
-from torch_attn.kernels.sm90.flash_bwd_dv import consume_dv
-from torch_attn.kernels.sm90.queries import Barriers, Tiles, persistent_keys, produce_queries
+from torch_attn.kernels.sm90 import flash_bwd_dk, flash_bwd_dv
+from torch_attn.kernels.sm90.queries import (
+    Barriers,
+    Kernel,
+    Tiles,
+    clear_queries,
+    own_keys,
+    persistent_keys,
+    produce_queries,
+)
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 
 
@@ -115,9 +126,13 @@ def flash_bwd_large_kernel(
     # loads.
     gl.warp_specialize(
         [
-            (consume_dk if dv is None else consume_dv, (
-                tiles, barriers, shared, dk if dv is None else dv, result_tile, problem, rule,
-                terms, window_left, window_right, part, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V, EDGES,
+            (consume_queries, (
+                Kernel(
+                    tiles, barriers, shared, (dk if dv is None else dv, result_tile), problem,
+                    rule, terms, window_left, window_right, GROUP_SIZE, GROUP_SIZE, False,
+                    HEAD_DIM, HEAD_DIM_V, EDGES,
+                ),
+                part,
             ))
             if part < 2
             else (produce_queries, (
@@ -131,6 +146,69 @@ def flash_bwd_large_kernel(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def consume_queries(kernel, CONSUMER: gl.constexpr):
+    """Compute 64 rows of dk or dv of each of a program's work items. Keys are rows.
+
+    The kernel's results are the gradient's descriptors, and the tile from which it is stored.
+    """
+    IS_DK: gl.constexpr = len(kernel.tiles.v) > 0
+    SIZE: gl.constexpr = kernel.head_dim if IS_DK else kernel.head_dim_v
+    step = 0  # counted over all items
+    turn = 0
+    item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
+    while item < kernel.problem.num_items:
+        keys = own_keys(kernel, item, place, CONSUMER)
+        if IS_DK:
+            packed = flash_bwd_dk.visit_first(kernel, keys, step, turn, CONSUMER)
+        else:
+            packed = flash_bwd_dv.visit_first(kernel, keys, step, turn, CONSUMER)
+        sums = zeros(64, SIZE)
+
+        # Visit the other tiles that see these keys; only tiles at the edges are masked.
+        _begin, before, full, after = keys.visits
+        index = 1
+        step += 1
+        for masked in gl.static_range(1 if kernel.edges else 0, -1, -1):
+            end = before + after if masked else before + full + after
+            end *= kernel.members
+            while index < end:
+                if IS_DK:
+                    packed, sums = flash_bwd_dk.visit(
+                        kernel, keys, index, step, packed, sums, masked, CONSUMER
+                    )
+                else:
+                    packed, sums = flash_bwd_dv.visit(
+                        kernel, keys, index, step, packed, sums, masked, CONSUMER
+                    )
+                index += 1
+                step += 1
+            if masked and not IS_DK:
+                clear_queries(
+                    kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index,
+                    index - 1,
+                )  # fmt: skip
+
+        if IS_DK:
+            sums = flash_bwd_dk.add_last(kernel, packed, sums, step)
+            sums = scale_all(sums, kernel.rule.scale)
+        else:
+            sums = flash_bwd_dv.add_last(kernel, packed, sums, step)
+            if kernel.terms.seed is not None:
+                sums = scale_all(sums, kernel.terms.dropout.scale)
+        # No other warpgroup reads these rows of k.
+        store_result(
+            kernel.results[0], kernel.results[1], CONSUMER, sums, keys.batch,
+            keys.head // kernel.group_size, keys.first, keys.rows.end,
+            kernel.problem.heads_q // kernel.group_size, kernel.problem.num_sequences is not None,
+            SIZE,
+        )  # fmt: skip
+        tma.store_wait(0)
+        mbarrier.arrive(kernel.barriers.kv_read.index(CONSUMER), count=1)
+        turn += 1
+        item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
 
 
 def prepare_dk(call: KernelCall) -> Prepared:

@@ -14,12 +14,14 @@ from torch_attn.kernels.explicit.barriers import (
     arrive,
     wait_for_all,
 )
-from torch_attn.kernels.explicit.hidden import hide_queries, mark_keys
+from torch_attn.kernels.explicit.hidden import hide_queries, load_queries, mark_keys
+from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Rows,
     are_counted,
     are_listed,
     head_and_tile,
+    locate_pairs,
     next_item,
     persistent,
     tiles_of_list,
@@ -33,7 +35,9 @@ from torch_attn.kernels.explicit.steps import (
 from torch_attn.kernels.explicit.terms import (
     TileTerms,
     bias_box_bytes,
+    head_terms,
     load_bias_box,
+    prepare_tile,
 )
 from torch_attn.kernels.explicit.tma import (
     clear_padding,
@@ -44,6 +48,7 @@ from torch_attn.kernels.explicit.tma import (
     read_row,
     tile_bytes,
 )
+from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
@@ -67,19 +72,64 @@ class Queries(NamedTuple):
     first_row: Any
 
 
-class Reach(NamedTuple):
-    """The keys that are rows of a consumer's scores, and how far away queries see them.
+class Keys(NamedTuple):
+    """Hold a consumer's 64 rows of a work item, which are keys.
 
     Attributes:
-        key: each key's position, in query coordinates.
-        end: the first position without a key; None where others hide keys that do not exist.
-        left, right: of the window.
+        batch, head: the batch element and the first query head.
+        rows, queries, visits: the tile's `Rows`, the `Queries` that it may visit, and begin,
+            before, full and after of its tiles of queries.
+        first: the first row.
+        position: positions of the rows, in query coordinates; with intervals the first query that
+            sees each key.
+        end: the first position without a key.
+        left: with intervals, how many queries after the first one see each key.
+        marks: `Marks` of the rows, in query coordinates.
+        pairs: `Pairs` of the rows and of the first head.
     """
 
-    key: Any
+    batch: Any
+    head: Any
+    rows: Any
+    queries: Any
+    visits: Any
+    first: Any
+    position: Any
     end: Any
     left: Any
+    marks: Any
+    pairs: Any
+
+
+class Kernel(NamedTuple):
+    """Hold what a consumer needs for all of its work items, as its kernel has it.
+
+    The constants come last, as in the forward's `Kernel`.
+
+    Attributes:
+        tiles, barriers, shared: `Tiles` and `Barriers`, and what `allocate_hand_over` returns.
+        results: what the consumer stores, as its kernel describes it.
+        problem, rule, terms, left, right: operands; the window's sides.
+        group_size, members: query heads of a kv head, and how many of them an item visits.
+        fused: dq is added as well.
+        head_dim, head_dim_v, edges: as in the kernel.
+    """
+
+    tiles: Any
+    barriers: Any
+    shared: Any
+    results: Any
+    problem: Any
+    rule: Any
+    terms: Any
+    left: Any
     right: Any
+    group_size: Any
+    members: Any
+    fused: Any
+    head_dim: Any
+    head_dim_v: Any
+    edges: Any
 
 
 class Tiles(NamedTuple):
@@ -193,8 +243,33 @@ def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
 
 
 @gluon.jit
-def mark_item(problem, place, batch, keys, key):
-    """Return the `Marks` of a work item's keys, in query coordinates."""
+def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
+    """Return a consumer's `Keys` of an item."""
+    problem = kernel.problem
+    BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
+    batch, head, rows, queries, visits = locate_keys(
+        item, place, problem, kernel.left, kernel.right, kernel.fused, kernel.members, BLOCK_Q
+    )
+    start, end, diagonal = rows
+    first = start + CONSUMER * 64
+    position = first + gl.arange(0, 64, gl.SliceLayout(1, product_layout(BLOCK_Q))) - diagonal
+    end_of_keys, left = end - diagonal, 0
+    if problem.num_sequences is not None:
+        # If the sequence has no query, the rows visited may be padding with a sink. They see no
+        # key: q and dout count as 0, but a table's gradient is a sum of ds itself.
+        end_of_keys = gl.where(queries.size > 0, end_of_keys, -(2**30))
+    if problem.intervals is not None:
+        position, left = load_windows(problem.intervals, position + diagonal, end)
+    marks = _mark_rows(problem, place, batch, rows, position)
+    pairs = locate_pairs(problem, place, batch, head, first, first - diagonal)
+    return Keys(
+        batch, head, rows, queries, visits, first, position, end_of_keys, left, marks, pairs
+    )
+
+
+@gluon.jit
+def _mark_rows(problem, place, batch, rows, position):
+    """Return the `Marks` of keys, in query coordinates."""
     first = 0
     if problem.num_sequences is not None and problem.tree is not None:
         first, _size = rows_of_sequence(
@@ -204,8 +279,9 @@ def mark_item(problem, place, batch, keys, key):
     row_q = batch.to(gl.int64) * problem.size_other
     if problem.num_sequences is not None:
         row_q += place.first_other
-    rows = key + keys.diagonal
-    return mark_keys(problem, row_q, row_kv, rows, keys.end, keys.diagonal - first)
+    return mark_keys(
+        problem, row_q, row_kv, position + rows.diagonal, rows.end, rows.diagonal - first
+    )
 
 
 @gluon.jit
@@ -319,9 +395,7 @@ def produce_queries(
 
 
 @gluon.jit
-def clear_queries(
-    tile, full, first, index, queries, visible, problem, marks, MEMBERS: gl.constexpr
-):
+def clear_queries(kernel, keys, tile, full, first, index):
     """Clear rows of another sequence or of padding in a tile of queries or dout: they may be NaN.
 
     No product is in flight here; otherwise the compiler would wait for each product.
@@ -332,35 +406,34 @@ def clear_queries(
     """
     STAGES: gl.constexpr = tile[0].shape[0]
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
-    begin, before, full_tiles, after = visible
-    index = gl.minimum(index, (before + full_tiles + after) * MEMBERS - 1)
-    _member, start = group_step(index, begin, before, full_tiles, after, BLOCK_Q, MEMBERS)
-    slot = (first + index) % STAGES
-    if problem.segments is not None:
-        padded = group_step_has_padding(index, begin, before, full_tiles, MEMBERS)
+    begin, before, full_tiles, after = keys.visits
+    index = gl.minimum(index, (before + full_tiles + after) * kernel.members - 1)
+    _member, start = group_step(index, *keys.visits, BLOCK_Q, kernel.members)
+    slot, phase = (first + index) % STAGES, (first + index) // STAGES & 1
+    if kernel.problem.segments is not None:
+        padded = group_step_has_padding(index, begin, before, full_tiles, kernel.members)
         clear_padding(
-            tile, slot, marks.other_ids, start, queries.size, padded, full.index(slot),
-            (first + index) // STAGES & 1,
+            tile, slot, keys.marks.other_ids, start, keys.queries.size, padded, full.index(slot),
+            phase,
         )  # fmt: skip
-    else:
-        count = queries.size - start
-        clear_rows(tile, slot, count, full.index(slot), (first + index) // STAGES & 1)
+    elif kernel.problem.num_sequences is not None:
+        clear_rows(tile, slot, keys.queries.size - start, full.index(slot), phase)
 
 
 @gluon.jit
-def clear_keys(tile, slot, full, phase, keys, queries, visible, problem, marks):
+def clear_keys(kernel, keys, tile, slot, full, phase):
     """Clear rows of another sequence or of padding in 64 rows of keys or values.
 
     Keys that no query sees may be NaN as well; their gradient is 0.
 
     slot: of the tile; an item's two tiles of 64 rows follow each other.
     """
-    start = keys.start + slot % 2 * 64
-    if problem.segments is not None:
-        padded = rows_have_padding(visible[0])
-        clear_padding(tile, slot, marks.own_ids, start, keys.end, padded, full, phase)
-    else:
-        count = gl.where(queries.size > 0, keys.end - start, 0)
+    start = keys.rows.start + slot % 2 * 64
+    if kernel.problem.segments is not None:
+        padded = rows_have_padding(keys.visits[0])
+        clear_padding(tile, slot, keys.marks.own_ids, start, keys.rows.end, padded, full, phase)
+    elif kernel.problem.num_sequences is not None:
+        count = gl.where(keys.queries.size > 0, keys.rows.end - start, 0)
         clear_rows(tile, slot, count, full, phase)
 
 
@@ -398,27 +471,64 @@ def read_lse(tiles, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def terms_of_tile(kernel, keys, own, start):
+    """Return the `TileTerms` of the tile of queries from `start` on, with the `HeadTerms` own."""
+    BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
+    return prepare_tile(
+        kernel.terms, own, start, keys.pairs.first, keys.pairs.position - start,
+        keys.queries.size, kernel.problem.size, BLOCK_Q, 64, product_layout(BLOCK_Q), True,
+    )  # fmt: skip
+
+
+@gluon.jit
 def exponents_of_keys(
-    s, lse, start_q, reach, rule, problem, marks, of_queries, MASKED: gl.constexpr, terms, own,
-    of_tile, FAR: gl.constexpr = False,
+    kernel, keys, s, lse, start, of_queries, own, of_tile, MASKED: gl.constexpr,
+    FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Return the exponents of pᵀ, and the derivative of the cap. Keys are rows.
 
-    lse: of `read_lse`.
-    reach: `Reach` of the rows.
-    problem, marks, of_queries: as in `hide_queries`.
-    terms, own, of_tile: terms of the scores, of their head, and of the tile.
-    FAR: as in `terms.add_terms`.
+    Args:
+        lse: of `read_lse`.
+        start: the tile's first query.
+        of_queries: of `load_queries`.
+        own, of_tile: terms of the head and of the tile.
+        FAR: as in `terms.add_terms`.
     """
-    rows = start_q + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+    # dq needs finite ds of keys that do not exist; otherwise nothing reads it.
+    end, left, right = None, kernel.left, kernel.right
+    if kernel.problem.intervals is not None:
+        left, right = keys.left[:, None], 0
+    elif kernel.fused:
+        end = keys.end
+    rows = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, rows[None, :], reach.key[:, None], reach.end, rule, reach.left, reach.right, MASKED,
-        terms, own, of_tile, True, FAR,
+        s, rows[None, :], keys.position[:, None], end, kernel.rule, left, right, MASKED,
+        kernel.terms, own, of_tile, True, FAR,
     )  # fmt: skip
     if MASKED:
-        s = hide_queries(s, problem, marks, start_q, of_queries)
+        s = hide_queries(s, kernel.problem, keys.marks, start, of_queries)
     lse2, rest2 = lse
-    return exponents(s, scale, lse2, rest2, terms.rest2 is not None), dcap
+    return exponents(s, scale, lse2, rest2, kernel.terms.rest2 is not None), dcap
+
+
+@gluon.jit
+def exponents_of_step(kernel, keys, s, step, index, MASKED: gl.constexpr):
+    """Return what `exponents_of_keys` does for a step in a kernel of dk or dv, and `TileTerms`.
+
+    Without values no other product reads the queries, and they are reported as read.
+    """
+    BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
+    layout: gl.constexpr = product_layout(BLOCK_Q)
+    slot = step % kernel.tiles.q[0].shape[0]
+    member, start = group_step(index, *keys.visits, BLOCK_Q, kernel.members)
+    lse = read_lse(kernel.tiles, slot, layout)
+    if len(kernel.tiles.v) == 0:
+        arrive(Q_READ + slot, READERS)
+    of_queries = load_queries(kernel.problem, keys.marks, start, keys.queries.size, BLOCK_Q, layout)
+    own = head_terms(kernel.terms, keys.pairs.element, keys.pairs.head + member)
+    of_tile = terms_of_tile(kernel, keys, own, start)
+    power, dcap = exponents_of_keys(kernel, keys, s, lse, start, of_queries, own, of_tile, MASKED)
+    return power, dcap, of_tile
 
 
 def persistent_keys(
