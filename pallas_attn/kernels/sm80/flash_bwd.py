@@ -41,20 +41,22 @@ from pallas_attn.kernels.explicit.mma import (
     zeros,
 )
 from pallas_attn.kernels.explicit.mma_launch import launch
-from pallas_attn.kernels.explicit.mma_scores import visible_scores
+from pallas_attn.kernels.explicit.mma_pairs import (
+    own_keys,
+    own_queries,
+    pair_scores,
+    tiles_of_keys,
+    tiles_of_queries,
+)
 from pallas_attn.kernels.explicit.mma_sums import add_to_sums, read_sums
 from pallas_attn.kernels.explicit.passes import Sums, postprocess, preprocess
-from pallas_attn.kernels.explicit.registers import as_columns, as_rows, iota
+from pallas_attn.kernels.explicit.registers import as_columns, as_rows
 from pallas_attn.kernels.explicit.rows import load_vector
-from pallas_attn.kernels.explicit.sequences import locate_tile
-from pallas_attn.kernels.explicit.steps import step_start
 from pallas_attn.kernels.gradients import Inputs, make_flash_bwd
-from pallas_attn.kernels.library.schedule import last_heads, longest_first
+from pallas_attn.kernels.library.schedule import last_heads
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
-    first_tile,
 )
-from pallas_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
 from twin_attention.contract.spec import Window
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
@@ -100,62 +102,39 @@ def flash_bwd_dq_kernel(
     key gives 0.
     """
     # Locate the tile of queries.
-    warpgroups = num_warps // 4
-    warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
-    program = lax.axis_index("program")
-    heads_q = q_ref.shape[2]
-    num_tiles = count_sequence_tiles(seq_q, offsets.num_sequences, block_q)
-    num_heads = q_ref.shape[0] * heads_q
-    index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-        *offsets, tile, seq_q, seq_kv, block_q
-    )
-    diagonal = seq_kv - seq_q
-    first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING - first_q
-    head = index % heads_q
-    batch = index // heads_q
-    rows = block_q // warpgroups
+    rows = own_queries(offsets, q_ref, seq_q, seq_kv, block_q, num_warps, together)
+    batch, head, warpgroup, warpgroups = rows.batch, rows.head, rows.warpgroup, rows.warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
-    start_row = start_q + warpgroup * rows
-    head_kv = head // group_size
-    q, dout = (Head(ref, batch, head, seq_q) for ref in (q_ref, dout_ref))
-    k, v = (Head(ref, batch, head_kv, first_kv + seq_kv) for ref in (k_ref, v_ref))
-    fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
-    visible = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv
-    )
-    _begin, before, full, after = visible
-    steps = before + full + after
-    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+    q, dout = (Head(ref, batch, head, rows.end) for ref in (q_ref, dout_ref))
+    of_keys = batch, head // group_size, rows.first_other + rows.size_other
+    k, v = Head(k_ref, *of_keys), Head(v_ref, *of_keys)
+    fills_q, fills_kv = fills_tiles(rows.end, block_q), fills_tiles(rows.size_other, block_kv)
+    steps = tiles_of_keys(rows, window, block_kv)
 
     def fetch(step, slot):
-        """Fetch the keys and values of a step; a program without steps fetches any tile."""
-        start = step_start(step, visible, block_kv)
-        if offsets.num_sequences is None and window != Window():
-            start = jnp.clip(start, 0, last_start)
-        start = first_kv + start
+        """Fetch the keys and values of a step."""
+        start = steps.fetched(step)
         for source, tiles in ((k, k_tiles), (v, v_tiles)):
             fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot):
         """Fetch the keys and values of the next step, if there is one."""
-        pl.when(step + 1 < steps)(lambda: fetch(step + 1, slot))
+        pl.when(step + 1 < steps.count)(lambda: fetch(step + 1, slot))
         commit()
 
     # Start to fetch q, dout, lse2, delta, and the first keys and values.
     q_tile, dout_tile = q_tile.at[warpgroup], dout_tile.at[warpgroup]
-    fetch_tile(q, q_tile, start_row, rows, all_exist=fills_q)
-    fetch_tile(dout, dout_tile, start_row, rows, all_exist=fills_q)
-    fetch(program * 0, 0)
+    fetch_tile(q, q_tile, rows.part, rows.size, all_exist=fills_q)
+    fetch_tile(dout, dout_tile, rows.part, rows.size, all_exist=fills_q)
+    fetch(batch * 0, 0)
     commit()
+    own = pl.ds(rows.padded + rows.part, rows.size)
     lse2, delta = (
-        load_vector(ref.at[batch, head, pl.ds(first_row + start_row, rows)], layout.reduce(1))
-        for ref in (lse2_ref, delta_ref)
+        load_vector(ref.at[batch, head, own], layout.reduce(1)) for ref in (lse2_ref, delta_ref)
     )
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     def visit(step, dq, masked):
-        start_kv = step_start(step, visible, block_kv)
         # Wait for the keys and values; fetch the next ones.
         wait(0, warpgroups)
         slot = 0
@@ -163,13 +142,10 @@ def flash_bwd_dq_kernel(
             slot = step % 2
             fetch_next(step, 1 - slot)
         # s = scale · q kᵀ
-        s = product_scores(q_tile, k_tiles.at[slot], head_dim)
-        position = key = None
-        if masked:
-            position = iota(s.shape, 0, layout) + (start_row + diagonal)
-            key = iota(s.shape, 1, layout) + start_kv
-        end = None if fills_kv else seq_kv
-        s, dcap = visible_scores(s, position, key, end, rule, window, masked, layout)
+        start_kv, end = steps.start(step), None if fills_kv else rows.size_other
+        s, dcap = pair_scores(
+            q_tile, k_tiles.at[slot], head_dim, rows, start_kv, end, rule, window, masked
+        )
         # p = exp(s - lse)
         p = jnp.exp2(s * rule.exp2_scale - as_rows(lse2, s))
         # dp = dout vᵀ
@@ -184,17 +160,14 @@ def flash_bwd_dq_kernel(
             fetch_next(step, 0)
         return dq
 
-    dq = zeros(rows, padded_columns(head_dim), q_ref.dtype)
-    for masked, lower, upper in ((True, 0, before + after), (False, before + after, steps)):
-        if not (isinstance(upper, int) and lower == upper):
-            dq = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), dq)
+    dq = steps.walk(visit, zeros(rows.size, padded_columns(head_dim), q_ref.dtype))
     wait(0, warpgroups)
 
     # Scale and store.
     q_tile[...] = (dq * rule.scale).astype(dq_ref.dtype)
     warpgroup_barrier()
-    num_rows = None if fills_q else seq_q
-    store_rows(q_tile, tile_transforms(head_dim), dq_ref, batch, head, start_row, num_rows)
+    num_rows = None if fills_q else rows.end
+    store_rows(q_tile, tile_transforms(head_dim), dq_ref, batch, head, rows.part, num_rows)
 
 
 class Tiles(NamedTuple):
@@ -259,56 +232,29 @@ def flash_bwd_dkdv_kernel(
     """
     k_tiles, v_tiles, q_tiles, dout_tiles, p_tiles, ds_tiles = tiles
     # Locate the tile of keys.
-    warpgroups = num_warps // 4
-    warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
-    program = lax.axis_index("program")
-    heads_kv = k_ref.shape[2]
-    num_tiles = count_sequence_tiles(seq_kv, offsets.num_sequences, block_kv)
-    num_heads = q_ref.shape[0] * heads_kv
-    index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    tile = num_tiles - 1 - tile  # the first keys have the most queries
-    sequence, _first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-        *reversed(offsets), tile, seq_kv, seq_q, block_kv
-    )
-    diagonal = seq_kv - seq_q
-    first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
-    fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
-    head_kv = index % heads_kv
-    batch = index // heads_kv
-    rows = block_kv // warpgroups
+    rows = own_keys(offsets, k_ref, seq_q, seq_kv, block_kv, num_warps, together)
+    batch, head_kv, warpgroup, warpgroups = rows.batch, rows.head, rows.warpgroup, rows.warpgroups
+    fills_q, fills_kv = fills_tiles(rows.size_other, block_q), fills_tiles(rows.end, block_kv)
     columns = block_q // warpgroups
     p_in_registers = p_tiles is None
     m_warps = 4 if p_in_registers else 2
     layout = plgpu.Layout.MMA_ACC(k_ref.dtype, m_warps=m_warps)
-    start_row = start_kv + warpgroup * rows
-    visible = visible_tiles(
-        start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q
-    )
-    end = None
-    if dq_sum_ref is not None and not fills_kv:
-        # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
-        end = seq_kv - diagonal
-        visible = visible.mask_all(start_kv + block_kv > seq_kv)
-    _begin, before, full, after = visible
-    steps = before + full + after
-    last_start = pl.cdiv(seq_q, block_q) * block_q - block_q
-
+    # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
+    hide_missing = dq_sum_ref is not None and not fills_kv
+    end = rows.end + rows.diagonal if hide_missing else None
+    steps = tiles_of_queries(rows, window, block_q, hide_missing)
     of_q, of_dout = (q_ref, q_tiles), (dout_ref, dout_tiles)
 
     def fetch(operands, member, step, slot):
-        """Fetch a step's rows of q, dout or both; a program without steps fetches any tile."""
-        head = head_kv * group_size + member
-        start = step_start(step, visible, block_q)
-        if offsets.num_sequences is None and window != Window():
-            start = jnp.clip(start, 0, last_start)
-        start = first_q + start
+        """Fetch a step's rows of q, dout or both."""
+        head, start = head_kv * group_size + member, steps.fetched(step)
         for ref, tiles in operands:
-            source = Head(ref, batch, head, first_q + seq_q)
+            source = Head(ref, batch, head, rows.first_other + rows.size_other)
             fetch_tile(source, tiles.at[slot], start, block_q, warpgroup, warpgroups, fills_q)
 
     def fetch_next(operands, member, step, slot):
         """Fetch the rows of the next step, if there is one."""
-        is_last = step + 1 == steps
+        is_last = step + 1 == steps.count
         next_member = jnp.where(is_last, member + 1, member)
         next_step = jnp.where(is_last, 0, step + 1)
         pl.when(next_member < group_size)(lambda: fetch(operands, next_member, next_step, slot))
@@ -329,35 +275,33 @@ def flash_bwd_dkdv_kernel(
 
     # Start to fetch the keys, the values and the first queries.
     k_tile, v_tile = k_tiles.at[warpgroup], v_tiles.at[warpgroup]
-    k, v = (Head(ref, batch, head_kv, seq_kv) for ref in (k_ref, v_ref))
-    fetch_tile(k, k_tile, start_row, rows, all_exist=fills_kv)
-    fetch_tile(v, v_tile, start_row, rows, all_exist=fills_kv)
-    first = program * 0
+    for ref, tile in ((k_ref, k_tile), (v_ref, v_tile)):
+        source = Head(ref, batch, head_kv, rows.end)
+        fetch_tile(source, tile, rows.part, rows.size, all_exist=fills_kv)
+    first = batch * 0
     fetch((of_q, of_dout), first, first, 0)
     commit()
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    def visit(step, carry, member, masked):
-        dk, dv = carry
+    def visit(step, sums, masked, member):
+        dk, dv = sums
         head = head_kv * group_size + member
-        start_q = step_start(step, visible, block_q)
+        start_q = steps.start(step)
         # Wait for the queries and dout; fetch the next ones.
         wait(0, warpgroups)
         slot = 0
         if num_stages == 2:
-            slot = (member * steps + step) % 2
+            slot = (member * steps.count + step) % 2
             fetch_next((of_q, of_dout), member, step, 1 - slot)
+        own = pl.ds(rows.padded + start_q, block_q)
         lse2, delta = (
-            load_vector(ref.at[batch, head, pl.ds(first_row + start_q, block_q)], layout.reduce(0))
-            for ref in (lse2_ref, delta_ref)
+            load_vector(ref.at[batch, head, own], layout.reduce(0)) for ref in (lse2_ref, delta_ref)
         )
         # sᵀ = scale · k qᵀ
-        s = product_scores(k_tile, q_tiles.at[slot], head_dim, m_warps)
-        position = key = None
-        if masked:
-            position = iota(s.shape, 1, layout) + start_q
-            key = iota(s.shape, 0, layout) + (start_row - diagonal)  # in query coordinates
-        s, dcap = visible_scores(s, position, key, end, rule, window, masked, layout)
+        s, dcap = pair_scores(
+            k_tile, q_tiles.at[slot], head_dim, rows, start_q, end, rule, window, masked, m_warps,
+            of_keys=True,
+        )  # fmt: skip
         # pᵀ = exp(sᵀ - lse)
         p = jnp.exp2(s * rule.exp2_scale - as_columns(lse2, s, layout))
         # dpᵀ = v doutᵀ
@@ -390,34 +334,31 @@ def flash_bwd_dkdv_kernel(
         if dq_sum_ref is not None:
             # dq += ds k
             of_columns = [ds_tiles.at[w * warpgroups + warpgroup].T for w in range(warpgroups)]
-            row = first_row + start_q + warpgroup * columns
+            row = rows.padded + start_q + warpgroup * columns
             width = dq_columns(head_dim, window)
             add_dq(of_columns, k_tiles, width, dq_sum_ref, batch, head, row)
         return dk, dv
 
-    def visit_head(member, carry):
-        for masked, lower, upper in ((True, 0, before + after), (False, before + after, steps)):
-            if not (isinstance(upper, int) and lower == upper):
-                body = functools.partial(visit, member=member, masked=masked)
-                carry = lax.fori_loop(lower, upper, body, carry)
-        return carry
+    def visit_head(member, sums):
+        return steps.walk(functools.partial(visit, member=member), sums)
 
-    carry = tuple(
-        zeros(rows, padded_columns(size), k_ref.dtype, m_warps) for size in (head_dim, head_dim_v)
+    sums = tuple(
+        zeros(rows.size, padded_columns(size), k_ref.dtype, m_warps)
+        for size in (head_dim, head_dim_v)
     )
     if group_size == 1:
-        dk, dv = visit_head(first, carry)
+        dk, dv = visit_head(first, sums)
     else:
-        dk, dv = lax.fori_loop(first, group_size, visit_head, carry)
+        dk, dv = lax.fori_loop(first, group_size, visit_head, sums)
     wait(0, warpgroups)
 
     # Scale and store.
     k_tile[...] = (dk * rule.scale).astype(dk_ref.dtype)
     v_tile[...] = dv.astype(dv_ref.dtype)
     warpgroup_barrier()
-    num_rows = None if fills_kv else seq_kv
+    num_rows = None if fills_kv else rows.end
     for tile, ref, size in ((k_tile, dk_ref, head_dim), (v_tile, dv_ref, head_dim_v)):
-        store_rows(tile, tile_transforms(size), ref, batch, head_kv, start_row, num_rows)
+        store_rows(tile, tile_transforms(size), ref, batch, head_kv, rows.part, num_rows)
 
 
 def dq_columns(size, window):

@@ -16,7 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -32,15 +32,13 @@ from pallas_attn.kernels.explicit.cp_async import (
     tile_transforms,
     wait,
 )
-from pallas_attn.kernels.explicit.mma import add_product, load_left, product_scores, zeros
+from pallas_attn.kernels.explicit.mma import add_product, load_left, zeros
 from pallas_attn.kernels.explicit.mma_launch import launch
-from pallas_attn.kernels.explicit.mma_scores import visible_scores
-from pallas_attn.kernels.explicit.registers import as_rows, iota
+from pallas_attn.kernels.explicit.mma_pairs import own_queries, pair_scores, tiles_of_keys
+from pallas_attn.kernels.explicit.registers import as_rows
 from pallas_attn.kernels.explicit.rows import store_row_values
-from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.explicit.softmax import RESCALE_ABOVE, add_columns, rescale
-from pallas_attn.kernels.explicit.steps import step_start
-from pallas_attn.kernels.library.schedule import last_heads, longest_first
+from pallas_attn.kernels.library.schedule import last_heads
 from pallas_attn.kernels.library.sequences import (
     count_sequence_tiles,
     offsets_of,
@@ -48,9 +46,8 @@ from pallas_attn.kernels.library.sequences import (
     without_batch,
 )
 from pallas_attn.kernels.library.softmax import LOG2E, row_statistics
-from pallas_attn.kernels.library.tiles import visible_tiles
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
 
@@ -96,45 +93,24 @@ def flash_fwd_kernel(
     block_q · 4 / num_warps rows, a multiple of 64.
     """
     # Locate the tile of queries.
-    warpgroups = num_warps // 4
-    warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
-    program = lax.axis_index("program")
-    heads_q = q_ref.shape[2]
-    num_tiles = count_sequence_tiles(seq_q, offsets.num_sequences, block_q)
-    num_heads = q_ref.shape[0] * heads_q
-    index, tile = longest_first(program, num_tiles, num_heads, together(num_tiles))
-    batch, head = index // heads_q, index % heads_q
-    # Query indices start at the first query of all; key indices, at this sequence's first key.
-    _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-        *offsets, tile, seq_q, seq_kv, block_q
-    )
-    diagonal = seq_kv - seq_q
-    rows = block_q // warpgroups
+    rows = own_queries(offsets, q_ref, seq_q, seq_kv, block_q, num_warps, together)
+    batch, head, warpgroup, warpgroups = rows.batch, rows.head, rows.warpgroup, rows.warpgroups
     layout = plgpu.Layout.MMA_ACC(q_ref.dtype)
-    start_row = start_q + warpgroup * rows
-    head_kv = head // group_size
-    q = Head(q_ref, batch, head, seq_q)
-    k, v = (Head(ref, batch, head_kv, first_kv + seq_kv) for ref in (k_ref, v_ref))
-    fills_q, fills_kv = fills_tiles(seq_q, block_q), fills_tiles(seq_kv, block_kv)
-    visible = visible_tiles(
-        start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv
-    )
-    _begin, before, full, after = visible
-    steps = before + full + after
-    last_start = pl.cdiv(seq_kv, block_kv) * block_kv - block_kv
+    q = Head(q_ref, batch, head, rows.end)
+    of_keys = batch, head // group_size, rows.first_other + rows.size_other
+    k, v = Head(k_ref, *of_keys), Head(v_ref, *of_keys)
+    fills_q, fills_kv = fills_tiles(rows.end, block_q), fills_tiles(rows.size_other, block_kv)
+    steps = tiles_of_keys(rows, window, block_kv)
 
     def fetch(source, tiles, step, slot):
-        """Fetch the tile of a step; a program without steps fetches any tile."""
-        start = step_start(step, visible, block_kv)
-        if offsets.num_sequences is None and window != Window():
-            start = jnp.clip(start, 0, last_start)
-        start = first_kv + start
+        """Fetch the tile of a step."""
+        start = steps.fetched(step)
         fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot, *pairs):
         """Fetch the tiles of the step that follows, if there is one."""
 
-        @pl.when(step + 1 < steps)
+        @pl.when(step + 1 < steps.count)
         def _():
             for source, tiles in pairs:
                 fetch(source, tiles, step + 1, slot)
@@ -143,9 +119,9 @@ def flash_fwd_kernel(
 
     # Start to fetch the queries and the first keys.
     q_tile, out_tile = (tiles.at[warpgroup] for tiles in q_and_out_tiles)
-    fetch_tile(q, q_tile, start_row, rows, all_exist=fills_q)
+    fetch_tile(q, q_tile, rows.part, rows.size, all_exist=fills_q)
     commit()
-    first = program * 0
+    first = batch * 0
     fetch(k, k_tiles, first, 0)
     if num_stages == 2:
         fetch(v, v_tiles, first, 0)
@@ -158,7 +134,6 @@ def flash_fwd_kernel(
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     def visit(step, carry, masked):
         m_i, l_i, acc = carry
-        start_kv = step_start(step, visible, block_kv)
         # Wait for the keys; fetch the values (num_stages 1), or the next keys and values.
         wait(0, warpgroups)
         slot = 0
@@ -169,13 +144,10 @@ def flash_fwd_kernel(
             slot = step % 2
             fetch_next(step, 1 - slot, (k, k_tiles), (v, v_tiles))
         # s = scale · q kᵀ
-        s = product_scores(q_operand, k_tiles.at[slot], head_dim)
-        position = key = None
-        if masked:
-            position = iota(s.shape, 0, layout) + (start_row + diagonal)
-            key = iota(s.shape, 1, layout) + start_kv
-        end = None if fills_kv else seq_kv
-        s, _ = visible_scores(s, position, key, end, rule, window, masked, layout)
+        start_kv, end = steps.start(step), None if fills_kv else rows.size_other
+        s, _ = pair_scores(
+            q_operand, k_tiles.at[slot], head_dim, rows, start_kv, end, rule, window, masked
+        )
         # Wait for the values; fetch the next keys.
         if num_stages == 1:
             wait(0, warpgroups)
@@ -192,19 +164,15 @@ def flash_fwd_kernel(
         acc = add_product(acc, p, v_tiles.at[slot])
         return m_new, l_i, acc
 
-    m_i = jnp.full((rows,), float("-inf"), jnp.float32)
+    m_i = jnp.full((rows.size,), float("-inf"), jnp.float32)
     if sink_ref is not None:
         # Start the maximum at the sink, so that acc is not rescaled for it at the end.
         sink = sink_ref[head] * LOG2E
         m_i = jnp.maximum(m_i, sink)
     m_i = plgpu.layout_cast(m_i, layout.reduce(1))
-    l_i = zeros(rows, 8, q_ref.dtype)
-    acc = zeros(rows, padded_columns(head_dim_v), q_ref.dtype)
-    carry = m_i, l_i, acc
-    for masked, lower, upper in ((True, 0, before + after), (False, before + after, steps)):
-        if not (isinstance(upper, int) and lower == upper):
-            carry = lax.fori_loop(lower, upper, functools.partial(visit, masked=masked), carry)
-    m_i, l_i, acc = carry
+    l_i = zeros(rows.size, 8, q_ref.dtype)
+    acc = zeros(rows.size, padded_columns(head_dim_v), q_ref.dtype)
+    m_i, l_i, acc = steps.walk(visit, (m_i, l_i, acc))
     wait(0, warpgroups)
 
     # Reduce the row sums over each quad.
@@ -215,12 +183,12 @@ def flash_fwd_kernel(
         m_safe = jnp.where(m_i == float("-inf"), 0.0, m_i)
         l_i = l_i + jnp.exp2(sink - m_safe)
     l_safe, lse = row_statistics(m_i, l_i)
-    num_rows = None if fills_q else seq_q
-    store_row_values(lse, lse_ref, batch, head, start_row, num_rows, layout.reduce(1))
+    place = batch, head, rows.part, None if fills_q else rows.end
+    store_row_values(lse, lse_ref, *place, layout.reduce(1))
     out = acc * as_rows(1.0 / l_safe, acc)
     out_tile[...] = out.astype(out_ref.dtype)
     warpgroup_barrier()
-    store_rows(out_tile, tile_transforms(head_dim_v), out_ref, batch, head, start_row, num_rows)
+    store_rows(out_tile, tile_transforms(head_dim_v), out_ref, *place)
 
 
 def flash_fwd(
