@@ -9,6 +9,8 @@ from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 from tests.sides import TorchSide, attention
 
+pytestmark = pytest.mark.one_reference
+
 CASE = FlashCase(
     "bias", seq_q=70, seq_kv=90, heads_q=2, heads_kv=1, head_dim=16, dtype="float32", bias="bhqk",
 )  # fmt: skip

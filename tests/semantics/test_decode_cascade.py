@@ -11,6 +11,8 @@ from interop.parity.inputs import make_inputs
 from tests.oracle import assert_twins, assert_within_budget
 from tests.sides import takes
 
+pytestmark = pytest.mark.one_reference
+
 # Pages that fill no tile and straddle two. Tiles of 8 sequences, and tiles that are not full.
 CASE = DecodeCase(
     "cascade", lengths=(150, 300, 0, 299, 150, 7, 300, 200, 299, 290),

@@ -11,6 +11,8 @@ from interop.parity.inputs import make_inputs
 from tests.sides import attention
 from twin_attention.contract.dropout import LEVELS, DropoutRule, dropout_weights
 
+pytestmark = pytest.mark.one_reference
+
 CASE = FlashCase(
     "dropout", seq_q=70, seq_kv=80, heads_q=2, heads_kv=1, head_dim=32, dtype="float32",
     dropout_rate=0.3,

@@ -9,6 +9,8 @@ from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.sides import attention
 
+pytestmark = pytest.mark.one_reference
+
 LEAST = torch.finfo(torch.float32).min
 VALUES = (-1e4, -1e9, -1e10, -1e30, torch.finfo(torch.bfloat16).min, LEAST)
 

@@ -13,6 +13,8 @@ from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget
 from tests.sides import attention
 
+pytestmark = pytest.mark.one_reference
+
 PROBES = 8  # columns of each kind
 SIZES = [
     (130, 4300),

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from interop.parity.cases import FlashCase
 from interop.parity.inputs import make_inputs
 from tests.sides import attention
+
+pytestmark = pytest.mark.one_reference
 
 CASE = FlashCase(
     "terms", seq_q=70, seq_kv=90, heads_q=2, heads_kv=1, head_dim=32, dtype="float32", relative=9,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from tests.oracle import assert_within_budget
 from tests.semantics.test_segments import SMALL_TILES
 from tests.sides import attention
 from twin_attention.targets.config import use_configs
+
+pytestmark = pytest.mark.one_reference
 
 CASE = FlashCase(
     "tree", batch=1, seq_q=90, seq_kv=90, heads_q=2, heads_kv=1, head_dim=16, head_dim_v=24,
@@ -149,7 +152,7 @@ def test_numbers_that_are_no_tree_mean_what_the_formula_says(
 def test_ends_about_the_edges_of_tiles(side, implementation, torch_device):
     """A tile whose keys all end at its last query, before it or behind it."""
     case = replace(CASE, dtype="bfloat16", seq_q=256, seq_kv=256)
-    for edge in (63, 64, 127, 128, 255):
+    for edge in (63, 128, 255):
         inputs = make_inputs(replace(case, name=f"ends-{edge}"), torch_device)
         for begin, end in ((0, edge), (edge // 2, edge + 1)):
             inputs["kv_ends"][:, begin:edge] = end

@@ -11,6 +11,8 @@ from tests.oracle import assert_within_budget
 from tests.semantics import test_bias, test_dropout, test_row_max, test_sinks, test_terms
 from tests.sides import attention
 
+pytestmark = pytest.mark.one_reference
+
 WINDOW = {"dtype": "bfloat16", "causal": False, "window_size": (9, 4), "softcap": 3.0}
 NEGATIVE = {"dtype": "float16", "scale": -0.3}
 # A tile one off the diagonal has distances on both sides of R.
