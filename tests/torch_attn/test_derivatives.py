@@ -1,4 +1,4 @@
-"""Derivatives that are refused: every function with a gradient says so by its own name."""
+"""Derivatives that are refused, by every function's own name; vmap over no element."""
 
 import pytest
 import torch
@@ -13,10 +13,14 @@ from torch_attn import (
     merge_states,
 )
 
+BIAS = torch.zeros(1, 1, 32, 32)
 MASK, OFFSETS = torch.ones(1, 1, dtype=torch.bool), torch.tensor([0, 12, 32]).int()
 OF = {
     "flash_attention": lambda x: flash_attention(x, x, x),
-    "flash_attention with sinks": lambda x: flash_attention(x, x, x, sinks=x[0, 0, :, 0].clone()),
+    "flash_attention with sinks": lambda x: flash_attention(
+        x, x, x, sinks=x[0, 0, :, 0].contiguous()
+    ),
+    "flash_attention with a bias": lambda x: flash_attention(x, x, x, bias=BIAS.to(x.device)),
     "flash_attention_varlen": lambda x: flash_attention_varlen(x[0], x[0], x[0], OFFSETS, OFFSETS),
     "block_sparse_attention": lambda x: block_sparse_attention(x, x, x, MASK),
     # Of one call, of two of which one copies nothing, and of one pair.
@@ -64,3 +68,10 @@ def test_second_derivatives_are_refused(x, name):
     (dx,) = torch.autograd.grad(factor * loss(x), x, create_graph=True)
     with refused(name, "a second derivative"):
         torch.autograd.grad(dx.sum(), factor)
+
+
+@pytest.mark.parametrize("name", [name for name in OF if "varlen" not in name])
+def test_vmap_over_no_element(x, name):
+    nothing = x[None][:0]
+    assert torch.vmap(OF[name])(nothing).shape == nothing.shape
+    assert torch.vmap(grad(lambda x: OF[name](x).sum()))(nothing).shape == nothing.shape
