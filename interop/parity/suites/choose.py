@@ -19,7 +19,7 @@ QUICK = (
     "fp32-causal", "tf32-causal", "mqa-d128", "all-options", "row-max", "segments-shuffled",
     "tree-any", "bias", "bias-all-options", "deterministic", "strided", "no-keys",
     "varlen-all-options", "varlen-terms", "varlen-tree-any", "block-sparse-all-options",
-    "dilated-all-options", "context-all-options", "context-gather", "context-fp32-heads",
+    "dilated-fp32-one-pair", "context-all-options", "context-gather", "context-fp32-heads",
     "decode-fp16-one-split", "decode-mha-d128", "decode-d80-dv72", "decode-page-7", "decode-int8",
     "decode-fp8", "decode-all-options", "decode-tree", "decode-cascade", "decode-no-sequence",
     "paged-all-options", "paged-tree", "append-packed", "append-rotary-interleaved", "merge-bf16",
