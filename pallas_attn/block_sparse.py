@@ -71,10 +71,10 @@ def block_sparse_attention(
     key. All else is as in `flash_attention`; a query may have no tile. Kernels do not read keys and
     values of tiles that no query keeps.
 
-    Pass lists if several calls share a mask: given booleans, each call makes the lists again. The
-    lists' contents are not checked (`check_block_mask` does that); whatever they are, no memory
-    outside the operands is touched. Works under the transformations that `flash_attention` does; a
-    `BlockMask` is a pytree. Differentiable once, in reverse mode.
+    Pass lists if several calls share a mask: from booleans, each call makes them again.
+    `check_block_mask` checks lists; whatever they are, no memory outside the operands is touched.
+    Works under the transformations that `flash_attention` does; a `BlockMask` is a pytree.
+    Differentiable once, in reverse mode.
 
     Args:
         q: [B, Sq, Hq, D], as in `flash_attention`.

@@ -117,8 +117,8 @@ def flash_attention(
         dropout_rate: the share of probabilities to drop after the softmax, at least 0 and below 1,
             rounded to a multiple of 2^-16. The others are divided by the share that is kept; the
             log-sum-exp stays.
-        dropout_seed: [2] int32 or uint32, 64 bits. They, batch element, head, query and key decide
-            what is dropped, in the backward too. Give each layer and step its own seed.
+        dropout_seed: [2] int32 or uint32, 64 bits. These bits and batch element, head, query and
+            key decide what is dropped, in the backward too. Give each layer and step its own seed.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which can be faster. None: as ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS``
             says.

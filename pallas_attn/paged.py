@@ -70,10 +70,8 @@ def paged_attention(
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
         scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in `paged_decode`.
-        tree_ends: [Tq] int32: the new tokens of a sequence form a tree. Token t sees all keys
-            before the new tokens, and new token u if ``u <= t < tree_ends[u]``. Tokens and ends
-            count from the sequence's first new token. `tree_of` makes it; `check_tree` checks it.
-            Not with a window to the left. None is causal.
+        tree_ends: [Tq] int32: as in `paged_decode`; tokens and ends count from the sequence's first
+            new token.
         num_splits: parts, 1 to 256, that the keys of some tokens are divided into. If given, the
             rest of the batch does not change a sequence's bits for the same Tq and B. None chooses
             by the shapes.

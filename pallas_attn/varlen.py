@@ -84,17 +84,16 @@ def flash_attention_varlen(
     and see no key.
 
     The grid depends only on Tq, Tkv and N, and the offsets are read only on the device: under `jit`
-    one trace serves all offsets. They are not checked (`check_offsets` does that); whatever they
-    are, no memory outside the arrays is touched. Works under the transformations that
-    `flash_attention` does, `vmap` included. Differentiable once, in reverse mode.
+    one trace serves all offsets. `check_offsets` checks them; whatever they are, no memory outside
+    the arrays is touched. Works under the transformations that `flash_attention` does, `vmap`
+    included. Differentiable once, in reverse mode.
 
     Args:
         q: [Tq, Hq, D], as in `flash_attention`.
         k: [Tkv, Hkv, D].
         v: [Tkv, Hkv, Dv].
-        cu_seqlens_q: [N + 1] int32, offsets of the sequences' queries: 0 first, never decreasing,
-            at most Tq.
-        cu_seqlens_kv: [N + 1] int32, the same for their keys, at most Tkv.
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, offsets of the sequences' queries and keys: 0
+            first, never decreasing, at most Tq and Tkv.
         causal, scale, window_size, softcap, sinks, deterministic, precision: as in
             `flash_attention`.
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.

@@ -1,7 +1,7 @@
 """Take the public attention functions from a caller's arguments to a kernel.
 
-A call that was made before is replayed (`torch_attn.calls`). A new call is checked. It is then kept
-for the next time, or run by the operator, which is what `torch.compile` and `torch.func` see.
+A known call is replayed (`torch_attn.calls`). A new one is checked, and then kept for the next time
+or run by the operator, which is what `torch.compile` and `torch.func` see.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ class Attention(ABC):
         num_operands: how many there are.
         operation: the function of a kernel family that computes it.
         operator: its torch operator.
-        tensors_schema, others_schema: schemas of the operator's arguments: the tensors, and what
-            follows them.
+        tensors_schema, others_schema: of the operator's tensors, and of what follows them.
         is_differentiable: whether autograd may record it.
     """
 
@@ -50,7 +49,6 @@ class Attention(ABC):
         """Take the contract of the function.
 
         Args:
-            operation, operands: as the attributes.
             options: the class of its checked options.
             check_options: check options as the caller gave them.
             check: check described operands, with checked options, and return the problem.
@@ -76,7 +74,6 @@ class Attention(ABC):
         Args:
             operands: in the order of their class.
             options: the other arguments, in the order of `check_options`; return_lse comes last.
-            implementation: what the caller asked for.
 
         Returns:
             out, or a tuple of out, lse if return_lse is set, and whatever else the options ask for.

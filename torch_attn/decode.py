@@ -205,18 +205,14 @@ def append_kv(
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
             float16 or bfloat16. Any strides with a contiguous last dimension, as for all operands.
         v_new: k_new's shape with Dv last, k_new's dtype.
-        k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn. page_size is 1 to
-            256, D is 16 to 256 in steps of 8.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
-        block_tables: [B, max_pages] int32, ids of pages.
-        seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn, as in `paged_decode`.
+        block_tables, seq_lens, v_pages, k_scale, v_scale: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens.
         q: k_new's shape and dtype, but with Hq heads, a multiple of Hkv. Only with rotation.
         rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
             2 to D; dimensions of a head from R on are not rotated.
         rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
             (GPT-NeoX, Llama).
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache only.
         implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
             (plain torch), or None: the kernel on a CUDA device, the reference elsewhere.
 
@@ -302,9 +298,8 @@ def merge_states(
     part's lse is -inf, its out may hold anything; where all are, out is 0 and lse -inf. A sink
     belongs in one part only.
 
-    The gradients of `outs` and `lses` are computed in float32 by the framework's own operations,
-    one part after the other; a part whose lse is -inf has gradients 0. Besides them, the backward
-    allocates a few tensors of the size of `lses`, and one part in float32.
+    The gradients are computed in float32 by the framework's own operations, one part after the
+    other; a part whose lse is -inf has gradients 0.
 
     Works under `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func.grad` and in
     CUDA graphs. It is differentiable in reverse mode, once.
@@ -369,11 +364,10 @@ def check_pages(
         k_pages: [P, page_size, Hkv, D], the pool of keys.
         block_tables: [B, max_pages] int32.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
-        cu_seqlens_q: [B + 1] int32, the offsets of packed new tokens. They give the number of
-            tokens that `append_kv` writes at the end of each sequence. No two sequences may write
-            to the same page.
-        num_new_tokens: without offsets, the number of new tokens of every sequence, 0 to 64. 0 is
-            for sequences that are only read; None is 1.
+        cu_seqlens_q: [B + 1] int32, offsets of the new tokens that `append_kv` writes at the end of
+            each sequence. No two sequences may write to the same page.
+        num_new_tokens: without offsets, the new tokens of every sequence, 0 to 64: 0 if sequences
+            are only read; None is 1.
 
     Raises:
         TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.

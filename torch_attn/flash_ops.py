@@ -70,9 +70,7 @@ class FlashAttention(Attention):
         """Define and register the operators.
 
         Args:
-            function: the public function.
             name: the operators' name, before "_fwd" and "_bwd".
-            operands: the class of their operands.
             check: check described operands against options.
             rule: the `vmap` rule.
             check_options: check options as the caller gave them.
@@ -183,8 +181,8 @@ class FlashAttention(Attention):
     def _backward_call(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
         """Return the call of a backward, which follows from all tensors that it reads.
 
-        Saved tensors may come back in another layout, because hooks may have moved them. A family
-        that is requested by name reads copies of tensors that its kernels cannot read.
+        Hooks may have given saved tensors another layout. A family that is requested by name reads
+        copies of tensors that its kernels cannot read.
 
         Raises:
             TypeError, ValueError: a tensor's dtype, shape or device differs from the forward's.

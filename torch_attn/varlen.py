@@ -83,18 +83,17 @@ def flash_attention_varlen(
     and see no key.
 
     The grid depends only on Tq, Tkv and N, and the offsets are read only on the device: nothing
-    waits for it, and a CUDA graph can be replayed with other offsets. They are not checked
-    (`check_offsets` does that); whatever they are, no memory outside the tensors is touched. Works
-    under autograd, `torch.compile`, `torch.func` (`grad`, `vjp`) and autocast, as `flash_attention`
-    does, but not under `vmap`. Differentiable once, in reverse mode.
+    waits for it, and a CUDA graph can be replayed with other offsets. `check_offsets` checks them;
+    whatever they are, no memory outside the tensors is touched. Works under autograd,
+    `torch.compile`, `torch.func` (`grad`, `vjp`) and autocast, as `flash_attention` does, but not
+    under `vmap`. Differentiable once, in reverse mode.
 
     Args:
         q: [Tq, Hq, D], as in `flash_attention`.
         k: [Tkv, Hkv, D].
         v: [Tkv, Hkv, Dv].
-        cu_seqlens_q: [N + 1] int32, offsets of the sequences' queries: 0 first, never decreasing,
-            at most Tq.
-        cu_seqlens_kv: [N + 1] int32, the same for their keys, at most Tkv.
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, offsets of the sequences' queries and keys: 0
+            first, never decreasing, at most Tq and Tkv.
         causal, scale, window_size, softcap, sinks, deterministic, precision: as in
             `flash_attention`.
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.

@@ -28,7 +28,7 @@ from torch_attn.kernels.preprocess import Statistics, preprocess
 from torch_attn.launch import KernelCall, Prepared, launch, num_sequences
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
-from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.steps import (
     MOST_OF_MEAN,
@@ -346,7 +346,7 @@ def sinks_gradient(
 def prepare_postprocess(call: KernelCall) -> Prepared:
     """Return the grid and the arguments of a `flash_bwd_postprocess_kernel`."""
     spec = call.spec
-    rows = num_padded_rows(spec) if isinstance(spec, VarlenSpec) else spec.seq_q
+    rows = num_padded_rows(spec) if spec.is_packed else spec.seq_q
     tiles = triton.cdiv(rows, call.config.block_q)
     arguments = {
         "seq_q": spec.seq_q,
