@@ -35,12 +35,6 @@ def attend(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute attention of new tokens over a paged cache.
 
-    Args:
-        operands: as `pallas_attn.paged_decode`, or `paged_attention`, takes them.
-        spec: the problem; its shapes and dtypes are those of the operands.
-        implementation: what the caller asked for.
-        return_lse: return the log-sum-exp as well.
-
     Returns:
         out, q's shape with Dv last, in q's dtype, and with `return_lse` also lse [B, Hq],
         [B, Hq, T] or [Hq, Tq], float32.
@@ -80,13 +74,7 @@ def append(
 ) -> tuple[jax.Array, ...]:
     """Return the pools with new tokens written, and the rotated queries if there are any.
 
-    Args:
-        operands: as `pallas_attn.append_kv` takes them.
-        spec: the problem; its shapes and dtypes are those of the operands.
-        backends: what to run where.
-
-    Returns:
-        k_pages and v_pages, in the given pools' memory where XLA may write there; and q.
+    The pools take the given pools' memory if XLA may write there.
     """
     k_new, v_new, q = operands.k_new, operands.v_new, operands.q
     if k_new.ndim == 3 and not spec.packed:
@@ -102,16 +90,7 @@ def append(
 def merge(
     outs: jax.Array, lses: jax.Array, spec: MergeSpec, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute attention over the union of disjoint sets of keys; differentiable once, in reverse.
-
-    Args:
-        outs, lses: as `pallas_attn.merge_states` takes them.
-        spec: the problem; its shapes and dtype are those of the operands.
-        backends: what to run where.
-
-    Returns:
-        out and lse, each shaped as one part, in outs' dtype and float32.
-    """
+    """Compute attention over the union of disjoint sets of keys; differentiable once, in reverse."""
     states = once((outs, lses), "merge_states")
     return once(_merge(*states, spec, backends), "merge_states")
 

@@ -22,9 +22,7 @@ from twin_attention.contract.validate.errors import not_differentiable
 def once(tree: Any, function: str) -> Any:
     """Return arrays unchanged, and refuse all derivatives through them but one in reverse mode.
 
-    Args:
-        tree: the arrays, the operands or the results of the function.
-        function: its name, for the errors.
+    `function` is the name for the errors.
     """
 
     def pass_on(x: jax.Array) -> jax.Array:

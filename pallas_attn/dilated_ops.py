@@ -47,7 +47,6 @@ def place(
 
     Args:
         states: out [B · segments, kept, Hq, Dv] and lse [B · segments, Hq, kept] of each call.
-        calls: its pairs.
         heads_kv: number of groups that the heads form.
         rows: B and S.
 

@@ -1,11 +1,8 @@
 """Operators with a derivative in reverse mode.
 
 A forward's derivative calls its backward. A backward's derivative and forward mode are refused.
-They are autograd Functions on the operators' Autograd key rather than
-`torch.library.register_autograd`, which gives zero tangents in forward mode without an error and
-fails under `torch.func.grad`.
-
-The dispatch guards of ``torch._C`` come from `torch_attn.private`.
+They are autograd Functions on the operators' Autograd key: `torch.library.register_autograd` gives
+zero tangents in forward mode without an error and fails under `torch.func.grad`.
 """
 
 from __future__ import annotations
@@ -136,7 +133,7 @@ class _Dispatched(_ReverseMode):
 class _Replayed(_ReverseMode):
     """A cached call of a forward: it runs the kernels without the dispatcher.
 
-    An lse that the caller did not ask for is no output, so autograd saves less.
+    If the caller did not ask for lse, it is not an output, and autograd saves less.
     """
 
     @staticmethod

@@ -1,9 +1,8 @@
 """Gather the tokens that dilated attention keeps, and scatter its results.
 
-The derivative of a gather is a scatter, and vice versa: each is an autograd Function, whose
-backward writes one tensor. Both copy between views, without indices, and sums have a fixed order.
-Operands pass through `once`, so that errors about other derivatives name `dilated_attention` and
-not a function inside it.
+The derivative of a gather is a scatter, and vice versa. Both copy between views, without indices,
+and sums have a fixed order. Operands pass through `once`, so that errors about other derivatives
+name `dilated_attention`.
 """
 
 from __future__ import annotations
@@ -179,7 +178,6 @@ def _matching(
     Args:
         full: [B, S, H, D].
         kept: [B · segments, kept, H, D].
-        pair: the segments and the rate.
         heads_kv: number of groups that the heads form.
     """
     (batch, tokens, heads, _), rate = full.shape, pair.rate

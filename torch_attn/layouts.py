@@ -17,12 +17,11 @@ from torch_attn.tensor_maps import TensorMap
 
 
 class Layout(NamedTuple):
-    """Describe what a launch depends on of an operand: neither its values nor its address.
+    """What a launch depends on of an operand: neither its values nor its address.
 
     Attributes:
         operand: which of the launch's tensors it is.
-        dtype, shape: the tensor's.
-        strides: the tensor's, by `strides_in_memory`.
+        strides: by `strides_in_memory`.
         is_aligned: whether it is aligned to 16 bytes, which Triton compiles for.
     """
 

@@ -115,15 +115,11 @@ class MultiHeadBlockSparseAttention(_MultiHeadAttention):
     [B, S, d_model], where S is the length that the mask is for.
 
     Args:
-        d_model: size of a token, D · num_heads.
-        num_heads: query heads.
         block_mask: the tiles to keep, as `block_sparse_attention` takes them. From booleans, the
             lists are made once.
-        num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
-        causal: a token sees tokens up to itself.
-        bias: whether the projections have a bias.
         implementation: as `block_sparse_attention` takes it.
         device, dtype: of the parameters; the mask goes to the device as well.
+        d_model, num_heads, num_heads_kv, causal, bias: as `MultiHeadDilatedAttention` takes them.
 
     Raises:
         TypeError, ValueError: invalid numbers, pairs or mask.

@@ -66,10 +66,8 @@ class Operator:
 
         Args:
             definition: its name and schema.
-            num_tensors: as the attribute.
             call_of: describes a call with these tensors and the arguments after them.
             fake: the kernel for tracing.
-            function: as the attribute.
         """
         _library.define(definition, tags=_TAGS)
         name = definition.partition("(")[0]

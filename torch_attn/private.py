@@ -80,10 +80,8 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without torch's own wrapper around it.
-
-    The wrapper keeps Dynamo out of the mode's calls, and imports Dynamo to do so, which takes over
-    a second. Dynamo compiles nothing inside a mode anyway.
+    """A dispatch mode without torch's wrapper, which imports Dynamo for over a second to keep it
+    out of the mode's calls. Dynamo compiles nothing inside a mode anyway.
     """
 
     @classmethod

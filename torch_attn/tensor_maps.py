@@ -1,7 +1,7 @@
 """TMA descriptors of operands: the constant part, and the address of a call.
 
-A descriptor (CUtensorMap) holds an address, so it is encoded anew for each address. The rest is
-prepared with the launch's other arguments; `torch_attn.driver` encodes the whole.
+A descriptor (CUtensorMap) is encoded for each address. The rest is prepared with the launch's other
+arguments; `torch_attn.driver` encodes the whole.
 """
 
 from __future__ import annotations
