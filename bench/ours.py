@@ -119,6 +119,7 @@ def has_kernels(key: tuple[str, str]) -> bool:
 
 def _families(name: str) -> list[Family]:
     side, wanted = _CALLS[name]
+    import_module(side)  # which then has its families
     return [family for family in families_of(side) if family.name == wanted]
 
 

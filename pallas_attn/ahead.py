@@ -1,6 +1,6 @@
-"""Lower Mosaic GPU kernels for another framework to launch, and compile kernels before XLA does.
+"""Compile Mosaic GPU kernels in threads, before XLA does, or hand them to another framework.
 
-JAX's CUDA plugin compiles the lowered module, at the request of `torch_attn.mosaic_call` or XLA.
+JAX's CUDA plugin compiles the lowered module, at the request of XLA or `interop.kernels.mosaic`.
 Checked with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in
 ``tests/pallas_attn_lowering`` guard it.
 """
@@ -8,21 +8,18 @@ Checked with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.p
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from pallas_attn.targets import Device, compiled_for
-from twin_attention.contract.validate.errors import fail
 
 _TARGET = "mosaic_gpu_v2"
-_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 
 class Lowered(NamedTuple):
@@ -44,7 +41,7 @@ _collected: ContextVar[list[Lowered] | None] = ContextVar("collected", default=N
 
 
 def note_lowered(results: Sequence[Any]) -> None:
-    """Hand a lowered kernel to `lower_ahead` if that is running; otherwise compile it in a thread.
+    """Hand a lowered kernel to `lowered_kernels`, or compile it in a thread.
 
     Args:
         results: results of the operation that calls it.
@@ -62,33 +59,15 @@ def note_lowered(results: Sequence[Any]) -> None:
         compile_beside(kernel, device)
 
 
-def lower_ahead(call: Any) -> bytes:
-    """Return the module that a kernel is compiled from.
-
-    Args:
-        call: the operation of a trace that calls it.
-
-    Raises:
-        NotImplementedError: JAX passes the kernel buffers other than its operands and results.
-    """
-    operands = [x.aval for x in call.invars]
-
-    def function(*arrays: jax.Array) -> Any:
-        return call.primitive.bind(*arrays, **call.params)
-
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+@contextmanager
+def lowered_kernels() -> Iterator[list[Lowered]]:
+    """Compile no kernel that is lowered in the block; yield a list that it is added to."""
     found: list[Lowered] = []
     token = _collected.set(found)
     try:
-        jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+        yield found
     finally:
         _collected.reset(token)
-    expected = len(operands), len(call.outvars)
-    buffers = [(x.num_operands, x.num_results) for x in found]
-    if buffers != [expected]:
-        wanted = "one kernel with {} operands and {} results".format(*expected)
-        fail(NotImplementedError, "implementation", wanted, buffers)
-    return found[0].module
 
 
 def compile_beside(kernel: Lowered, device: Device) -> Future[None]:
@@ -121,14 +100,3 @@ def _compile(kernel: Lowered, device: Device) -> None:
 @cache
 def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "mosaic-compiler")
-
-
-def plugin() -> str | None:
-    """Return the path of JAX's CUDA plugin, None if it is not installed."""
-    for name in _PLUGINS:
-        found = find_spec(name) if find_spec(name.partition(".")[0]) else None
-        if found is not None and found.origin is not None:
-            library = Path(found.origin).with_name("xla_cuda_plugin.so")
-            if library.exists():
-                return str(library)
-    return None

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_attn import foreign, private
+from pallas_attn import families, private
 from pallas_attn.targets import Device, cuda_devices, target_of
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.options import check_choice
@@ -82,7 +82,9 @@ def choose(
     # A process without a GPU traces for one each time, and seldom lowers the result.
     has_gpu = bool(cuda_devices()) or requested_target() is not None
     may_import = has_gpu and not only_own
-    return family.choose("pallas_attn", implementation, operation, spec, target, True, may_import)
+    return family.choose(
+        families.PACKAGE, implementation, operation, spec, target, True, may_import
+    )
 
 
 def choose_backends(
@@ -129,8 +131,6 @@ def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: A
     """
 
     def run(*operands: Any, backend: Backend) -> Any:
-        if backend.family.is_foreign:
-            return foreign.run(backend, operation, spec, *operands)
         return backend.family.function(operation)(*operands, spec, backend)
 
     with repeat_configs(backends.changes):  # a backward may be traced after the block

@@ -95,22 +95,13 @@ class Call:
         self.alignment = alignment_of(others[-1])
         self.is_kept = self.is_recorded = False
         self.guard: Guard | None = None
-        self._host = partial(run, self._function(operation), spec, self.backend)
+        self._host = partial(run, self.backend.family.function(operation), spec, self.backend)
         self._replay: Replay | None = None
 
     @property
     def is_new(self) -> bool:
         """Return True if it is kept and has not run yet."""
         return self._replay is None
-
-    def _function(self, operation: str) -> Callable[..., Any]:
-        """Return the function of the family."""
-        family = self.backend.family
-        if family.is_foreign:
-            from torch_attn.foreign import function_of
-
-            return function_of(operation)
-        return family.function(operation)
 
     def __call__(self, *operands: Any) -> Any:
         """Run the operation; return what `run` does, except for a tuple's type."""
@@ -149,7 +140,7 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
         private.len_dispatch_stack()
         or private.is_function_mode_enabled()
         or private.transforms_active()
-        or forward_ad._current_level >= 0
+        or private.may_be_dual()
     ):
         return None
     layouts = _layouts(operands, alignment)
@@ -233,7 +224,7 @@ class Calls:
             last.guard is not None
             and last.guard(operands)
             and not private.is_function_mode_enabled()
-            and forward_ad._current_level < 0
+            and not private.may_be_dual()
         ):
             return last
         key = _key(options_key, operands, alignment_of(options[-1]))

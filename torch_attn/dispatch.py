@@ -6,16 +6,17 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from torch_attn import families
 from torch_attn.operands import ALIGNED, COMPACT
 from torch_attn.targets import target_of
 from twin_attention.contract.validate.options import check_choice
 from twin_attention.targets import family
-from twin_attention.targets.family import FOREIGN, Backend
+from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
 Implementation = Literal["gluon", "triton", "reference", "mosaic"]
 IMPLEMENTATIONS = get_args(Implementation)
-_FOREIGN = frozenset(family.name for family in FOREIGN["torch_attn"])
+_FOREIGN = frozenset(x.name for x in families.FOREIGN)
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -38,7 +39,7 @@ def choose(
     """
     target = None if implementation == "reference" else target_of(device)
     interpretable = device.type in ("cpu", "meta")
-    return family.choose("torch_attn", implementation, operation, spec, target, interpretable)
+    return family.choose(families.PACKAGE, implementation, operation, spec, target, interpretable)
 
 
 def alignment_of(implementation: Any) -> int:

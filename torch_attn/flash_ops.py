@@ -24,7 +24,7 @@ from torch_attn.calls import Call
 from torch_attn.dispatch import choose
 from torch_attn.operands import aligned, cast_inputs, operand
 from torch_attn.operators import readable
-from torch_attn.replay import Capture
+from torch_attn.replay import Capture, CapturedLaunch
 from twin_attention.contract.operands import (
     CONSTANTS,
     BlockSparseOperands,
@@ -163,7 +163,7 @@ class FlashAttention(Attention):
         function = backend.family.function("flash_bwd")
         with torch.no_grad(), Capture() as found:
             self.run_backward(function, spec, backend, out, None, *tensors, out, lse, rest)
-        return [step.launcher for step in found.steps if hasattr(step, "launcher")]
+        return [x.launcher for x in found.steps if isinstance(x, CapturedLaunch)]
 
     def run_backward(self, function, spec, backend, dout, dlse, *tensors: Any):
         """Run a family's flash_bwd, copying the tensors that its kernels cannot read.

@@ -14,7 +14,7 @@ import triton.language as tl
 import triton.runtime.errors as triton_errors
 
 from torch_attn.driver import launcher_of
-from torch_attn.layouts import bind, layouts_of, leaves
+from torch_attn.layouts import bind, layouts_of, leaves, placeholders_of
 from torch_attn.overlap import build_launcher_beside, wait_for
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import shared_memory
@@ -135,11 +135,18 @@ class Launch(NamedTuple):
         call = KernelCall(self.spec, self.constants, config, target, self.device, self.layouts)
         return arguments_of(self.kernel, self.prepare, call)
 
+    def compile_on(self, device: torch.device) -> tuple[KernelConfig, Any]:
+        """Compile for a CUDA device, which keeps the kernel; otherwise as `compile`."""
+        assert self.backend.target is not None
+        with torch.cuda.device(device):
+            build_launcher_beside(self.kernel)
+            return self.compile(warm_up, shared_memory(self.backend.target, device))
+
     def compile(self, compile: Callable[..., Any], limit: float) -> tuple[KernelConfig, Any]:
         """Compile with the configuration, or with one that needs less shared memory.
 
         Args:
-            compile: compiles a kernel from its grid, its arguments and Triton's options by name.
+            compile: such as `warm_up`. Its arguments have placeholders for the operands.
             limit: bytes of shared memory that a block may have (see `compile_to_fit`).
 
         Returns:
@@ -157,10 +164,14 @@ class Launch(NamedTuple):
         if target == "sm80" or not portable_uses_wgmma(name, spec):
             options["arch"] = "sm80"
 
+        operands = placeholders_of(self.layouts)
+
         def compiled(config: KernelConfig) -> Any:
             numbers = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+            grid, arguments = self.prepared(config)
+            arguments = [bind(x, operands) for x in arguments]
             try:
-                return compile(*self.prepared(config), numbers | options)
+                return compile(self.kernel, grid, arguments, numbers | options)
             except _PTXAS_ERRORS as error:
                 raise RuntimeError(
                     f"{name}: ptxas does not compile this kernel ({str(error).splitlines()[0]}). "
@@ -170,6 +181,13 @@ class Launch(NamedTuple):
 
         smaller = partial(backend.smaller_configs, spec, name, config)
         return compile_to_fit(name, compiled, config, target, limit, smaller)
+
+
+def warm_up(
+    kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]
+) -> Any:
+    """Compile a kernel for the current device, with Triton's options by name."""
+    return kernel.warmup(*arguments, grid=grid, **options)
 
 
 def launch(
@@ -224,26 +242,20 @@ def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
 
 def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None:
     """Launch a kernel; return what relaunches it, if it was compiled."""
-    name, kernel, target, device = found.name, found.kernel, found.backend.target, found.device
-    if target is None:
+    if found.backend.target is None:
         from torch_attn.interpreter import interpreted
 
         grid, arguments = found.prepared(found.config)
-        interpreted(kernel)[grid](*(bind(x, tensors) for x in arguments))
+        interpreted(found.kernel)[grid](*(bind(x, tensors) for x in arguments))
         return None
-
-    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
-        return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
-
     if _recorded is not None:
-        fitted = found.compile(compile, _recorded[0](name))
-        _recorded[1].append((name, *fitted))
+        fitted = found.compile(warm_up, _recorded[0](found.name))
+        _recorded[1].append((found.name, *fitted))
         return None
-    wait_for(kernel)
-    with torch.cuda.device(device):
-        build_launcher_beside(kernel)
-        config, compiled = found.compile(compile, shared_memory(target, device))
-        grid, arguments = found.prepared(config)
+    wait_for(found.kernel)
+    config, compiled = found.compile_on(found.device)
+    grid, arguments = found.prepared(config)
+    with torch.cuda.device(found.device):
         launcher = launcher_of(compiled, (*grid, 1, 1)[:3], arguments)
         stream = torch.cuda.current_stream().cuda_stream
         launcher(stream, tuple(x.data_ptr() for x in tensors))

@@ -44,6 +44,21 @@ def layouts_of(operands: Any) -> Any:
     return replace_leaves(operands, layout)
 
 
+class Placeholder:
+    """Stands for an operand when a kernel is compiled: Triton asks its dtype and alignment."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.dtype, self._is_aligned = layout.dtype, layout.is_aligned
+
+    def data_ptr(self) -> int:
+        return 0 if self._is_aligned else 1
+
+
+def placeholders_of(layouts: Any) -> tuple[Placeholder, ...]:
+    """Return what stands for a launch's tensors, in order."""
+    return tuple(Placeholder(x) for x in leaves(layouts) if x is not None)
+
+
 def bind(arguments: Any, tensors: tuple[Any, ...]) -> Any:
     """Return arguments with tensors, or anything with a `data_ptr`, in place of their layouts."""
 

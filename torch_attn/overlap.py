@@ -25,8 +25,8 @@ import torch
 import triton
 from triton.runtime import cache as triton_cache
 
-from torch_attn.layouts import bind, leaves
-from torch_attn.targets import Card, card_of, described, shared_memory
+from torch_attn.layouts import leaves
+from torch_attn.targets import card_of, described
 
 _changing = Lock()  # what compiles a kernel
 _tracing = Lock()  # one kernel is traced at a time
@@ -100,13 +100,12 @@ def compiled_behind(launches: Callable[[], Sequence[Any]], device: torch.device)
 
     def start() -> None:
         _behind.set(None)
-        with suppress(Exception):  # what is wrong shows when it is launched
-            card = card_of(device)
-            with described(card):
-                found = launches()
+        # What is wrong shows when it is launched.
+        with suppress(Exception), described(card_of(device)):
+            found = launches()
             pool = ThreadPoolExecutor(len(found))
             for launch in found:
-                future = pool.submit(copy_context().run, _compile, launch, card, device)
+                future = pool.submit(copy_context().run, launch.compile_on, device)
                 _compiling.setdefault(launch.kernel, []).append(future)
             pool.shutdown(wait=False)
 
@@ -133,29 +132,6 @@ def in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
         return module
 
     return traced
-
-
-class _Operand:
-    """Stands for an operand as Triton specialises for it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-
-def _compile(found: Any, card: Card, device: torch.device) -> None:
-    """Compile a launch's kernel for a device, which is of this card's kind."""
-    kernel, target = found.kernel, found.backend.target
-    tensors = tuple(_Operand(x.dtype) for x in leaves(found.layouts) if x is not None)
-
-    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
-        return kernel.warmup(*(bind(x, tensors) for x in arguments), grid=grid, **options)
-
-    with described(card), torch.cuda.device(device):
-        build_launcher_beside(kernel)
-        found.compile(compile, shared_memory(target, device))
 
 
 def _build_launcher(kinds: tuple[Any, ...]) -> None:

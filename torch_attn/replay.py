@@ -34,12 +34,14 @@ _ALLOCATIONS = {
 }  # fmt: skip
 
 
-class _Launched(NamedTuple):
+class CapturedLaunch(NamedTuple):
+    """A launch, as `Capture.add` gets it."""
+
     launcher: Any
     operands: tuple[Tensor, ...]
 
 
-class _Operated(NamedTuple):
+class CapturedOperation(NamedTuple):
     """An operation of torch with one result."""
 
     function: torch._ops.OpOverload
@@ -57,12 +59,15 @@ class _Operated(NamedTuple):
         return self.function.is_view and self.result.data_ptr() == self.args[0].data_ptr()
 
 
+Step = CapturedLaunch | CapturedOperation
+
+
 class Capture(private.DispatchMode):
     """A context whose operations and launches are captured, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[_Launched | _Operated] = []
+        self.steps: list[Step] = []
         self._is_paused = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -73,12 +78,12 @@ class Capture(private.DispatchMode):
             lists = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple)]
             others = (*kwargs.values(), *chain.from_iterable(lists))
             assert not any(isinstance(x, Tensor) for x in others), f"{func} takes lists of tensors"
-            self.steps.append(_Operated(func, args, kwargs, result))
+            self.steps.append(CapturedOperation(func, args, kwargs, result))
         return result
 
     def add(self, launcher: Any, operands: tuple[Tensor, ...]) -> None:
-        """Add a launch: a `Launcher`, or for "meta" tensors what `torch_attn.outline` takes."""
-        self.steps.append(_Launched(launcher, operands))
+        """Add a launch: a `Launcher`, or for "meta" tensors a `torch_attn.launch.Launch`."""
+        self.steps.append(CapturedLaunch(launcher, operands))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -119,7 +124,7 @@ class _ReplayWriter:
     def __init__(
         self,
         operands: Sequence[Tensor | None],
-        steps: Sequence[_Launched | _Operated],
+        steps: Sequence[Step],
         results: Sequence[Tensor | None] | None,
     ) -> None:
         remaining, allocated, scratch, self._bases = _reduce(steps, results or ())
@@ -146,7 +151,7 @@ class _ReplayWriter:
         self._lines += [f"{name}_at = {name}.data_ptr()" for name in known]
         self._lines.append(f"stream = stream_of({self._device})")
         for i, step in enumerate(remaining):
-            if isinstance(step, _Launched):
+            if isinstance(step, CapturedLaunch):
                 addresses = ", ".join(map(self._address, step.operands))
                 launch = self._value(f"launch{i}", step.launcher)
                 self._lines.append(f"{launch}(stream, ({addresses},))")
@@ -176,7 +181,7 @@ class _ReplayWriter:
             self._lines.append(f"scratch = empty(({size},), (1,), torch.uint8)")
             self._lines.append("scratch_at = scratch.data_ptr()")
 
-    def _operate(self, i: int, step: _Operated) -> None:
+    def _operate(self, i: int, step: CapturedOperation) -> None:
         """Write an operation; an in-place operation's result has a name already."""
         arguments = [
             self._tensor(x) if isinstance(x, Tensor) else self._value(f"argument{i}_{n}", x)
@@ -204,8 +209,8 @@ class _ReplayWriter:
 
 
 def _reduce(
-    steps: Sequence[_Launched | _Operated], results: Sequence[Tensor | None]
-) -> tuple[list[_Launched | _Operated], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
+    steps: Sequence[Step], results: Sequence[Tensor | None]
+) -> tuple[list[Step], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
     """Find the tensors that a replay need not make.
 
     Tensors are keyed by their id.
@@ -218,18 +223,18 @@ def _reduce(
     allocated = {
         id(step.result): step.result
         for step in steps
-        if isinstance(step, _Operated) and step.is_allocation
+        if isinstance(step, CapturedOperation) and step.is_allocation
     }
     computed = {
         id(x)
         for step in steps
-        if isinstance(step, _Operated) and not (step.is_allocation or step.function.is_view)
+        if isinstance(step, CapturedOperation) and not (step.is_allocation or step.function.is_view)
         for x in step.args
     }
     returned = {id(x) for x in results if x is not None}
     read, remaining, bases = computed | returned, [], {}
     for step in reversed(steps):
-        if isinstance(step, _Launched):
+        if isinstance(step, CapturedLaunch):
             remaining.append(step)
         elif not step.is_allocation:
             view, base = id(step.result), id(step.args[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -154,6 +155,7 @@ def _family_title(subject: str) -> str:
 def _kernels(subject: str) -> set[tuple[str, str]]:
     """Return the package and folder of a subject's families."""
     side, name, *_ = subject.split()
+    import_module(side)  # which then has its families
     return {(x.package, x.folder) for x in families_of(side) if x.name == name and x.folder}
 
 

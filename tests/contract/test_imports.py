@@ -1,9 +1,14 @@
-"""Who may import what, seen from a fresh interpreter."""
+"""Who may import what, seen from a fresh interpreter and from the names that strings have."""
 
+import ast
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 GROUND = ", ".join(
     f"twin_attention.{module}"
@@ -53,3 +58,31 @@ def test_importing_is_light_and_stays_on_its_side(modules, forbidden, missing, m
     assert not forbidden & set(run.stdout.split())
     assert run.stderr.rstrip().endswith(f"pip install '{install}'" if missing else "")
     assert (run.returncode == 0) == (missing is None)
+
+
+@pytest.mark.parametrize(
+    ("package", "others", "expected"),
+    [
+        ("twin_attention", "torch_attn|pallas_attn|interop", set()),
+        ("torch_attn", "pallas_attn|interop", {"interop.kernels.in_torch"}),
+        ("pallas_attn", "torch_attn|interop", {"interop.kernels.in_jax"}),
+    ],
+)
+def test_strings_name_no_module_above_but_the_one_that_runs_kernels_elsewhere(
+    package, others, expected
+):
+    """import-linter sees statements only, not what `import_module` is given."""
+    found = set()
+    for file in (ROOT / package).rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        of_calls = {
+            id(x)
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call) and "import" in ast.unparse(call.func)
+            for x in ast.walk(call)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                pattern = rf"({others})(\.\w*)*" if id(node) in of_calls else rf"({others})(\.\w*)+"
+                found |= {node.value} if re.fullmatch(pattern, node.value) else set()
+    assert found == expected

@@ -18,11 +18,12 @@ import jax
 import pytest
 
 import pallas_attn
+from interop import kernels
 from pallas_attn import dispatch, explain, flash_attention, private
 from pallas_attn.dispatch import Backends, choose_backends
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets import family
+from twin_attention.targets import versions
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend
 
 NAMES = [
@@ -74,7 +75,7 @@ def without(monkeypatch):
 
 @pytest.mark.parametrize(("group", "place", "name"), NAMES, ids=lambda x: x)
 def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeypatch):
-    monkeypatch.setattr(family, "_older_jax", lambda *_: None)
+    monkeypatch.setattr(versions, "older_jax", lambda *_: None)
     for gone in (name, None):
         without(place, gone)
         for found, *problem in PROBLEMS[group]:
@@ -85,7 +86,7 @@ def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeyp
 
 def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, monkeypatch):
     # Nor PyTorch, whose kernels would run.
-    monkeypatch.setattr("twin_attention.targets.family.find_spec", lambda name: None)
+    monkeypatch.setattr("interop.kernels.in_jax.find_spec", lambda name: None)
     spec = replace(SPEC, dtype="float32")
     reference, interpreted = Backend(REFERENCE), Backend(TRITON, interpreted=True)
     for name in ("triton._C.libtriton", "jax._src.pallas.triton.lowering"):
@@ -157,7 +158,7 @@ def test_without_a_private_name_calls_on_a_cpu_are_right(tmp_path):
 
 def test_nothing_is_missing_in_tested_versions():
     assert private.missing("triton") is None
-    if family._older_jax() is None:
+    if versions.older_jax() is None:
         assert private.missing("mosaic") is None
 
 
@@ -175,7 +176,8 @@ def test_newer_versions_are_named(monkeypatch):
 def _used():
     """Return by file what it uses of each module of the table: attributes, dots among them."""
     found = {}
-    for file in Path(pallas_attn.__file__).parent.rglob("*.py"):
+    own, crossing = (Path(x.__file__).parent.rglob("*.py") for x in (pallas_attn, kernels))
+    for file in (*own, *crossing):
         tree = ast.parse(file.read_text())
         modules = {
             alias.name
@@ -201,7 +203,11 @@ def test_every_attribute_that_the_files_use_is_in_the_table():
         "triton_call.py": ["foreign"], "own_memory.py": ["triton", "foreign", "mosaic"],
     }  # fmt: skip
     for file, modules in _used().items():
-        groups = ["mosaic"] if "kernels" in file.parts else others.get(file.name, ["triton"])
+        groups = (
+            ["mosaic"]
+            if {"pallas_attn", "kernels"} <= {*file.parts}
+            else others.get(file.name, ["triton"])
+        )
         for module, names in modules.items():
             for group in groups:
                 used[group, module] |= names

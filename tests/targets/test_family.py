@@ -3,14 +3,16 @@
 import gc
 import sys
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 
+import torch_attn.families  # noqa: F401
+from interop.kernels import in_jax
 from interop.parity.cases import FlashCase, PagedCase
+from pallas_attn import private
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache
 from twin_attention.contract.spec import AttentionSpec, Placement, VarlenSpec, Window
-from twin_attention.targets import family, foreign, sm90
+from twin_attention.targets import family, foreign, sm90, versions
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
@@ -108,9 +110,9 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
 @pytest.fixture
 def importable(monkeypatch):
     """Let the kernels of all families be there."""
-    monkeypatch.setattr(family, "_older_jax", lambda: None)
-    monkeypatch.setattr(family, "_import_error", lambda module: None)
-    monkeypatch.setattr(family, "_missing_names", lambda group: None)
+    monkeypatch.setattr(versions, "older_jax", lambda *_: None)
+    monkeypatch.setattr(family, "import_error", lambda module: None)
+    monkeypatch.setattr(private, "missing", lambda group: None)
 
 
 SMALL_HEADS = "its packed sequences have head dimensions above 64"
@@ -314,7 +316,7 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
     from triton.experimental.gluon import language
     from triton.experimental.gluon.language.nvidia import ampere
 
-    monkeypatch.setattr(family, "_import_error", family._import_error.__wrapped__)  # no cache
+    monkeypatch.setattr(family, "import_error", family.import_error.__wrapped__)  # no cache
 
     def passed_over():
         folders = "torch_attn.kernels.sm80", "torch_attn.kernels.explicit"
@@ -336,28 +338,27 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
 def test_no_cycles_are_collected_while_kernels_are_imported(monkeypatch):
     found = []
     monkeypatch.setattr(family, "import_module", lambda name: found.append(gc.isenabled()))
-    assert family._import_error.__wrapped__("kernels") is None
+    assert family.import_error.__wrapped__("kernels") is None
     assert [*found, gc.isenabled()] == [False, True]
 
 
 def test_triton_s_files_are_hashed_before_pytorch_is_imported(monkeypatch):
     order = []
-    private = import_module("pallas_attn.private")
     monkeypatch.setattr(private, "hash_triton", lambda: order.append("hashed"))
-    monkeypatch.setattr(family, "_import_error", lambda module: order.append(module))
+    monkeypatch.setattr(family, "import_error", lambda module: order.append(module))
     gluon = FOREIGN["pallas_attn"][1]
     gluon.supports("flash_fwd", SPEC, "sm90")
-    assert order[:2] == ["hashed", "torch_attn.kernels.sm90.flash_fwd"]
+    assert order[1:4] == ["hashed", "torch_attn.families", "torch_attn.kernels.sm90.flash_fwd"]
 
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     """One that is too old by its version, without an import; another one by a name it lacks."""
     mosaic, sm90, _, triton, *_ = FAMILIES["pallas_attn"]
-    monkeypatch.setattr(family, "_older_jax", family._older_jax.__wrapped__)  # no cache
+    monkeypatch.setattr(versions, "older_jax", versions.older_jax.__wrapped__)  # no cache
     imported = []
-    monkeypatch.setattr(family, "_import_error", imported.append)
-    monkeypatch.setattr(family, "_missing_names", lambda group: None)
-    monkeypatch.setattr(family, "version", lambda name: {"jax": "0.11.0"}[name])
+    monkeypatch.setattr(family, "import_error", imported.append)
+    monkeypatch.setattr(private, "missing", lambda group: None)
+    monkeypatch.setattr(versions, "version", lambda name: {"jax": "0.11.0"}[name])
     for spec, backward in (
         (SPEC, ["flash_bwd_fused"]),
         (replace(SPEC, deterministic=True), ["flash_bwd_dq", "flash_bwd_dkdv"]),
@@ -375,7 +376,7 @@ def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     of_pages = "mosaic: its kernels of paged caches take no other attention"
     assert chosen == (Backend(triton, "sm90"), (other, refused, of_pages))
     imported.clear()
-    monkeypatch.setattr(family, "version", lambda name: "0.9.2")
+    monkeypatch.setattr(versions, "version", lambda name: "0.9.2")
     old = "its kernels need jax 0.11 or newer, not 0.9.2"
     for target, passed_over in (
         ("sm80", (old, "its kernels are for SM90")),
@@ -489,7 +490,7 @@ def test_a_backward_may_be_another_familys(fast, monkeypatch):
 def test_every_family_has_every_operation(package):
     pytest.importorskip({"torch_attn": "torch", "pallas_attn": "jax"}[package])
     for found in FAMILIES[package]:
-        if found.name == "mosaic" and family._older_jax() is not None:
+        if found.name == "mosaic" and versions.older_jax() is not None:
             continue
         kernels = FAMILY_KERNELS[found.folder or "portable"]
         for name in {kernel.function for kernel in kernels.values()}:
@@ -580,7 +581,7 @@ def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
     own = "triton" if spec.segmented or spec.tree else "mosaic"
     backend, _ = choose("pallas_attn", None, operation, spec, "sm80", True)
     assert backend.family.name == own
-    monkeypatch.setattr(family, "find_spec", lambda name: None)
+    monkeypatch.setattr(in_jax, "find_spec", lambda name: None)
     backend, passed_over = choose("pallas_attn", None, operation, spec, "sm90", True)
     assert backend.family.name in ("mosaic", "triton")
     assert any("gluon: triton is not installed" in x for x in passed_over) == (expected == "gluon")
@@ -588,8 +589,8 @@ def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
 
 def test_none_takes_kernels_of_the_other_side_where_its_own_are_missing(monkeypatch):
     reasons = {"triton": "JAX has no lowering of them"}
-    monkeypatch.setattr(family, "_missing_names", reasons.get)
-    monkeypatch.setattr(family, "_import_error", lambda module: None)
+    monkeypatch.setattr(private, "missing", reasons.get)
+    monkeypatch.setattr(family, "import_error", lambda module: None)
     spec = replace(SPEC, dtype="float32")
     backend, passed_over = choose("pallas_attn", None, "flash_fwd", spec, "sm80", True)
     assert (backend.family.name, backend.family.is_foreign) == ("torch_triton", True)

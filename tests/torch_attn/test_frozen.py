@@ -7,11 +7,11 @@ import torch
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from tests.torch_attn.test_ahead import kernels_of, outlined
+from interop.kernels.plan import Operation
+from tests.kernels.test_cubin import kernels_of, planned
 from torch_attn import flash_attention
 from torch_attn.flash_ops import DENSE
 from torch_attn.kernels import reference
-from torch_attn.outline import Operation
 from twin_attention.contract.operands import FREEZABLE
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import family
@@ -29,12 +29,12 @@ def test_nothing_is_allocated_or_launched(by, batch, wide_bias, deterministic):
     spec = replace(SPEC, batch=batch, wide_bias=wide_bias, deterministic=deterministic)
     found = {}
     for frozen in ((), FREEZABLE):
-        _, outline = outlined(by, "sm90", replace(spec, frozen=frozen), "flash_bwd", sinks=True)
-        kernels = kernels_of(outline)
-        names = {x.launch.kernel.__name__ for x in kernels}
+        _, plan = planned(by, "sm90", replace(spec, frozen=frozen), "flash_bwd", sinks=True)
+        kernels = kernels_of(plan)
+        names = {x.code.kernel.__name__ for x in kernels}
         shapes = {getattr(x.operands[i], "shape", None) for x in kernels for i in x.written}
-        computed = {x.name for x in outline.steps if isinstance(x, Operation)}
-        left_out = [name for name in FREEZABLE if getattr(outline.results, name) is None]
+        computed = {x.name for x in plan.steps if isinstance(x, Operation)}
+        left_out = [name for name in FREEZABLE if getattr(plan.results, name) is None]
         found[frozen] = names, shapes, computed, left_out
     names, shapes, computed, left_out = found[()]
     assert not left_out

@@ -15,9 +15,10 @@ from triton.compiler import CompiledKernel
 from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 
+from interop.kernels.torch_host import operand_of, plan_of
 from interop.parity.cases import FlashCase
-from tests.torch_attn.test_ahead import DENSE as AHEAD
-from tests.torch_attn.test_ahead import kernels_of, outlined
+from tests.kernels.test_cubin import DENSE as SPEC_OF_PLANS
+from tests.kernels.test_cubin import kernels_of, planned
 from torch_attn import (
     append_kv,
     flash_attention,
@@ -30,7 +31,6 @@ from torch_attn.calls import CALLS
 from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
 from torch_attn.launch import tensors_of
-from torch_attn.outline import operand_of, outline
 from torch_attn.replay import Capture
 from torch_attn.targets import Card
 from tuning.static.operands import decode_operands, flash_operands
@@ -105,8 +105,8 @@ def test_a_launch_can_be_repeated(kernel):
     assert operands == (x,)
     launcher(5, (y.data_ptr(),))
     config = SM90.configs(SPEC)["flash_fwd"]
-    ((grid, operands, arguments),) = kernel.compiled
-    assert (grid, operands) == ((3,), (x,))
+    ((grid, (compiled_for,), arguments),) = kernel.compiled
+    assert (grid, compiled_for.dtype, compiled_for.data_ptr() % 16) == ((3,), torch.float16, 0)
     assert arguments["BLOCK_KV"] == config.block_kv
     # In the order of the kernel's parameters, without Triton's own options.
     constants = SPEC.scale, 3, config.block_kv
@@ -144,6 +144,12 @@ def test_tiles_that_go_through_registers_are_not_multiplied_by_wgmma(kernel, tar
     run(kernel, operand(), portable_backend("torch_attn", target), spec)
     ((_, _, arguments),) = kernel.compiled
     assert arguments.get("arch") == arch
+
+
+def test_a_kernel_is_compiled_for_an_address_that_is_not_aligned(kernel):
+    run(kernel, operand(pointer=264))
+    ((_, (compiled_for,), _),) = kernel.compiled
+    assert compiled_for.data_ptr() % 16 != 0
 
 
 def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
@@ -281,18 +287,18 @@ def test_launches_after_the_first_are_right():
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 def test_a_kernel_with_other_tiles_than_its_lists_is_refused(target):
     """`compile_to_fit` may take another row of a table than the lists were made for."""
-    spec, checked = replace(AHEAD, segmented=True, deterministic=True), 0
+    spec, checked = replace(SPEC_OF_PLANS, segmented=True, deterministic=True), 0
     for operation in ("flash_fwd", "flash_bwd"):
-        _, found = outlined(("gluon", target), target, spec, operation)
+        _, found = planned(("gluon", target), target, spec, operation)
         for step in kernels_of(found):
-            if step.launch.name not in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"):
+            if step.code.name not in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"):
                 continue
-            config = step.launch.config
-            step.launch.prepared(config)
+            config = step.code.config
+            step.code.prepared(config)
             for field in ("block_q", "block_kv"):
                 other = replace(config, **{field: 2 * getattr(config, field)})
                 with pytest.raises(AssertionError):
-                    step.launch.prepared(other)
+                    step.code.prepared(other)
                 checked += 1
     assert checked == 6
 
@@ -312,8 +318,8 @@ def test_a_decode_with_other_tiles_than_its_merge_is_refused(cascade):
     operands = decode_operands(spec, lambda dtype, *shape: operand_of(shape, dtype))
     backend, tensors = portable_backend("torch_attn", "sm90"), tuple(tensors_of((operands,)))
     function = partial(backend.family.function("paged_decode"), operands, spec, backend)
-    steps = kernels_of(outline(function, tensors, Card(90, 132, SHARED_MEMORY_LIMIT["sm90"])))
-    decodes = [x.launch for x in steps if x.launch.name == "paged_decode"]
+    steps = kernels_of(plan_of(function, tensors, Card(90, 132, SHARED_MEMORY_LIMIT["sm90"])))
+    decodes = [x.code for x in steps if x.code.name == "paged_decode"]
     assert len(decodes) == 1 + cascade
     for x in decodes:
         x.prepared(x.config)

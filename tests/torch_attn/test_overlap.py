@@ -15,7 +15,7 @@ import torch
 
 from torch_attn import calls, flash_ops, overlap
 from torch_attn.flash_ops import DENSE
-from torch_attn.targets import Card, described
+from torch_attn.targets import Card, described, shared_memory
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FAMILIES, Backend
@@ -113,11 +113,12 @@ def test_a_call_starts_triton_before_its_kernels_are_imported(monkeypatch):
 def launch_of(kernel, compiled):
     """A launch of a kernel, as `torch_attn.launch.Launch` compiles one."""
 
-    def compile(compile, limit):
-        compiled.append((limit, compile((1,), [3], {})))
+    def compile_on(device):
+        overlap.build_launcher_beside(kernel)
+        limit = shared_memory("sm90", torch.device("meta"))  # of the described card
+        compiled.append((device, limit, kernel.warmup(3, grid=(1,))))
 
-    backend = SimpleNamespace(target="sm90")
-    return SimpleNamespace(kernel=kernel, layouts=(), backend=backend, compile=compile)
+    return SimpleNamespace(kernel=kernel, compile_on=compile_on)
 
 
 def test_kernels_are_compiled_behind_another_once_that_is_traced(built):
@@ -138,7 +139,7 @@ def test_kernels_are_compiled_behind_another_once_that_is_traced(built):
         overlap.wait_for(kernel)
         assert get_ident() not in kernel.threads
     assert asked == [True]
-    assert compiled == [(CARD.shared_memory, ("ir", (3,)))] * 2
+    assert compiled == [(torch.device("meta"), CARD.shared_memory, ("ir", (3,)))] * 2
 
 
 def test_nothing_is_compiled_behind_what_needs_no_tracing(built):

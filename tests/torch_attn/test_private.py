@@ -79,7 +79,7 @@ def test_without_a_name_of_the_interpreter_the_family_says_so(name, monkeypatch)
     gone = "_ir" if name.startswith("_ir.") else name  # its members cannot be taken away
     monkeypatch.delattr(f"triton.runtime.interpreter.{gone}")
     monkeypatch.delitem(sys.modules, interpreter.__name__)
-    monkeypatch.setattr(family, "_import_error", family._import_error.__wrapped__)  # no cache
+    monkeypatch.setattr(family, "import_error", family.import_error.__wrapped__)  # no cache
     q = torch.randn(1, 8, 2, 16)
     with pytest.raises(NotImplementedError, match=rf"cannot be imported: .*{gone.split('.')[-1]}"):
         torch_attn.flash_attention(q, q, q, implementation="triton")

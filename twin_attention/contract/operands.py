@@ -215,7 +215,7 @@ class AppendOperands(NamedTuple, Generic[X]):
 def frozen_operands(
     names: Iterable[str], operands: Iterable[Any], needed: Iterable[bool]
 ) -> tuple[str, ...]:
-    """Return the names of the operands whose gradient nobody needs; `needed` has a flag for each."""
+    """Return the names of the operands whose gradient nobody needs; `needed` has their flags."""
     return tuple(
         name
         for name, x, is_needed in zip(names, operands, needed, strict=True)

@@ -225,13 +225,13 @@ def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: 
 
 
 def cancelled_sum(terms: Array) -> float:
-    """Return how large sums over the last axis are if nothing cancels; their errors scale with it."""
+    """Return how large sums over the last axis are if nothing cancels; errors scale with it."""
     xp = array_namespace(terms)
     return FLOAT32_CLASS / SUM_ERROR * _max_abs(xp.sum(terms * terms, axis=-1)) ** 0.5
 
 
 def rounded_delta(out: Array, dout: Array, dtype: str) -> Array:
-    """Return the error that each row's delta, ``rowsum(dout ∘ out)``, has because out is rounded."""
+    """Return the error of each row's delta, ``rowsum(dout ∘ out)``, because out is rounded."""
     xp = array_namespace(out)
     terms = xp.where(xp.isfinite(out * dout), out * dout, xp.zeros_like(out))
     return 2.0 ** -(MANTISSA_BITS[dtype] + 1) * xp.sqrt(xp.sum(terms * terms, axis=-1))

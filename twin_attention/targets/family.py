@@ -9,19 +9,13 @@ several targets or operations, each a separate family.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from twin_attention.contract.paged_spec import DecodeSpec
-from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.contract.validate.errors import fail
-from twin_attention.targets import foreign, paged, sm80, sm90
 from twin_attention.targets.collector import collector_paused
 from twin_attention.targets.config import (
     config_of_smaller_cards,
@@ -62,10 +56,9 @@ class Family:
             "flash_fwd"; the target is "sm80", "sm90", or None in the interpreter.
         slower: returns why implementation None leaves a supported problem to later families, such
             as a faster one; else None.
-        is_foreign: whether this describes the family as the other side sees it, which launches its
-            kernels too.
         faster: returns True for a problem on which it is faster than the families of the side that
             launches it; only for a foreign family.
+        abroad: returns what runs an operation on the other side; None for the side's own family.
     """
 
     name: str
@@ -74,12 +67,17 @@ class Family:
     has_interpreter: bool = False
     supports: Callable[[str, Spec, str | None], str | None] = _every_problem
     slower: Callable[[str, Spec, str | None], str | None] = _never_slower
-    is_foreign: bool = False
     faster: Callable[[str, Spec, str | None], bool] = _never_faster
+    abroad: Callable[[str], Callable[..., Any]] | None = None
+
+    @property
+    def is_foreign(self) -> bool:
+        """True for a family as the other side sees it, which launches its kernels too."""
+        return self.abroad is not None
 
     def function(self, operation: str) -> Callable[..., Any]:
         """Return the function of an operation, such as "flash_fwd"; imports its module."""
-        return _function(self, operation)
+        return (self.abroad or partial(_function, self))(operation)
 
 
 @cache
@@ -89,7 +87,7 @@ def _function(family: Family, operation: str) -> Callable[..., Any]:
 
 
 @cache
-def _import_error(module: str) -> str | None:
+def import_error(module: str) -> str | None:
     """Return why a module of kernels cannot be imported, None if it can."""
     try:
         with collector_paused():
@@ -99,205 +97,35 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _gluon_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM80 kernels cover, with a Triton whose Gluon has the names they use."""
-    return sm80.supports(operation, spec, target) or _import_error(
-        "torch_attn.kernels.sm80.flash_bwd"
-    )
+# The families of each side, and those of the other side that it also launches. A side's
+# `families.py` adds them when the side is imported.
+FAMILIES: dict[str, tuple[Family, ...]] = {}
+FOREIGN: dict[str, tuple[Family, ...]] = {}
 
 
-def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM90 kernels cover, with a Triton whose Gluon has the names they use."""
-    return sm90.supports(operation, spec, target) or _import_error(
-        f"torch_attn.kernels.sm90.{operation}"
-    )
+def foreign_family(
+    name: str,
+    package: str,
+    folder: str,
+    bridge: str,
+    faster: Callable[[str, Spec, str | None], bool] = _never_faster,
+) -> Family:
+    """Describe a family as the other side sees it.
 
-
-def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support every problem, with a Triton that has the names that the kernels use."""
-    reason = _import_error(f"torch_attn.kernels.portable.{operation}")
-    if reason is None and target is None:
-        reason = _import_error("torch_attn.interpreter")
-    return reason
-
-
-def _jax_runs(
-    supports: Callable[[str, Spec, str | None], str | None],
-) -> Callable[[str, Spec, str | None], str | None]:
-    """Return what a family of `torch_attn` supports if JAX launches its kernels."""
-
-    def supported(operation: str, spec: Spec, target: str | None) -> str | None:
-        for package in ("triton", "torch"):
-            if find_spec(package) is None:
-                return (
-                    f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
-                    "of which a build for CPUs will do, prepares their launches"
-                )
-        import_module("pallas_attn.private").hash_triton()
-        return (
-            supports(operation, spec, target)
-            or _missing_names("foreign")
-            or _import_error("torch_attn.outline")
-            or _import_error("torch_attn.ahead")
-            or sm90.jax_leaves(operation, spec, target)
-        )
-
-    return supported
-
-
-def _torch_runs(
-    supports: Callable[[str, Spec, str | None], str | None],
-) -> Callable[[str, Spec, str | None], str | None]:
-    """Return what a family of `pallas_attn` supports if PyTorch launches its kernels."""
-
-    def supported(operation: str, spec: Spec, target: str | None) -> str | None:
-        attends = isinstance(spec, AttentionSpec | DecodeSpec)
-        if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
-            return "PyTorch launches its kernels of dense, packed and paged attention alone"
-        if isinstance(spec, AttentionSpec) and not spec.placement.compact:
-            return (
-                "its kernels read contiguous tensors that begin at multiples of 256 bytes, as "
-                "arrays of JAX do"
-            )
-        if find_spec("jax") is None:
-            return "jax is not installed, which compiles its kernels (pip install 'jax[cuda13]')"
-        return (
-            _older_jax((0, 11, 2))
-            or supports(operation, spec, target)
-            or _import_error("pallas_attn.outline")
-            or _no_plugin()
-        )
-
-    return supported
-
-
-def _no_plugin() -> str | None:
-    """Return what JAX lacks to compile kernels, None for nothing."""
-    if import_module("pallas_attn.ahead").plugin() is None:
-        return "JAX's CUDA plugin, which compiles its kernels, is not installed"
-    return None
-
-
-def _missing_names(group: str) -> str | None:
-    """Return which private names of JAX or Triton the kernels of `pallas_attn` lack."""
-    return import_module("pallas_attn.private").missing(group)
-
-
-def _pallas_triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support every problem, with a JAX and a Triton that have the names that kernels use.
-
-    The interpreter needs no names of the compiler.
+    Args:
+        name, package, folder, faster: as in `Family`.
+        bridge: the module that launches its kernels. It has the functions `supports` and `run`,
+            which take the folder before what `supports` and the family's functions take.
     """
-    reason = _import_error(f"pallas_attn.kernels.portable.{operation}")
-    if reason is None and target is not None:
-        reason = _missing_names("triton")
-    return reason
 
+    def supports(operation: str, spec: Spec, target: str | None) -> str | None:
+        missing = import_error(bridge)
+        return missing or import_module(bridge).supports(folder, operation, spec, target)
 
-def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
+    def function(operation: str) -> Callable[..., Any]:
+        return partial(import_module(bridge).run, folder, operation)
 
-    `pallas_attn` asks on every machine, since it traces for CUDA on each. An older JAX is detected
-    by its version; with a newer one, tracing needs this import anyway.
-    """
-    return (
-        sm80.supports(operation, spec, target)
-        or sm80.mosaic_leaves(spec)
-        or _older_jax()
-        or _missing_names("mosaic")
-        or _import_error("pallas_attn.kernels.sm80.flash_fwd")
-        or _import_error("pallas_attn.kernels.sm80.flash_bwd")
-    )
-
-
-def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM90 kernels cover; see `_mosaic_sm80_supports`.
-
-    A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
-    """
-    return (
-        sm90.supports(operation, spec, target)
-        or sm90.mosaic_leaves(operation, spec)
-        or _older_jax()
-        or _missing_names("mosaic")
-        or _import_error(f"pallas_attn.kernels.sm90.{operation}")
-    )
-
-
-def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the kernels of paged caches cover, as `_mosaic_sm80_supports` does."""
-    return (
-        paged.supports(spec)
-        or _older_jax()
-        or _missing_names("mosaic")
-        or _import_error("pallas_attn.kernels.paged.paged_decode")
-        or _import_error("pallas_attn.kernels.paged.append_kv")
-    )
-
-
-@cache
-def _older_jax(needed: tuple[int, ...] = (0, 11)) -> str | None:
-    """Return what JAX's version lacks for Mosaic GPU kernels, None for nothing."""
-    found = version("jax")
-    if tuple(map(int, re.findall(r"\d+", found)[: len(needed)])) < needed:
-        return f"its kernels need jax {'.'.join(map(str, needed))} or newer, not {found}"
-    return None
-
-
-FAMILIES = {
-    "torch_attn": (
-        Family("gluon", "torch_attn", "sm80", supports=_gluon_sm80_supports, slower=sm80.slower),
-        Family("gluon", "torch_attn", "sm90", supports=_gluon_sm90_supports, slower=sm90.slower),
-        Family(
-            "triton",
-            "torch_attn",
-            "portable",
-            has_interpreter=True,
-            supports=_triton_supports,
-        ),
-        Family("reference", "torch_attn"),
-    ),
-    "pallas_attn": (
-        Family("mosaic", "pallas_attn", "sm80", supports=_mosaic_sm80_supports),
-        Family("mosaic", "pallas_attn", "sm90", supports=_mosaic_sm90_supports),
-        Family(
-            "mosaic",
-            "pallas_attn",
-            "paged",
-            supports=_mosaic_paged_supports,
-            slower=paged.slower,
-        ),
-        Family(
-            "triton",
-            "pallas_attn",
-            "portable",
-            has_interpreter=True,
-            supports=_pallas_triton_supports,
-        ),
-        Family("reference", "pallas_attn"),
-    ),
-}
-
-# Families of the other side that a side also launches.
-FOREIGN = {
-    "torch_attn": tuple(
-        Family("mosaic", "pallas_attn", folder, supports=_torch_runs(supports), is_foreign=True)
-        for folder, supports in (
-            ("sm80", _mosaic_sm80_supports), ("sm90", _mosaic_sm90_supports),
-            ("paged", _mosaic_paged_supports),
-        )
-    ),
-    "pallas_attn": tuple(
-        Family(
-            name, "torch_attn", folder, supports=_jax_runs(supports), faster=faster, is_foreign=True
-        )
-        for name, folder, supports, faster in (
-            ("gluon", "sm80", _gluon_sm80_supports, _never_faster),
-            ("gluon", "sm90", _gluon_sm90_supports, foreign.gluon_is_faster),
-            ("torch_triton", "portable", _triton_supports, _never_faster),
-        )
-    ),
-}  # fmt: skip
+    return Family(name, package, folder, supports=supports, faster=faster, abroad=function)
 
 
 def families_of(package: str) -> tuple[Family, ...]:

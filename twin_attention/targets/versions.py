@@ -1,8 +1,10 @@
-"""Which installed packages are newer than the versions that private names were checked with."""
+"""Which installed packages are newer than the versions checked, and whether JAX is too old."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -19,6 +21,15 @@ def newer_versions(tested: Mapping[str, tuple[int, int]]) -> str | None:
             newer, older = (".".join(map(str, x)) for x in (newest, known))
             found.append(f"{name} {newer} is newer than {older}, the newest that was tested")
     return "; ".join(found) or None
+
+
+@cache
+def older_jax(needed: tuple[int, ...] = (0, 11)) -> str | None:
+    """Return what JAX's version lacks for Mosaic GPU kernels, None for nothing."""
+    found = version("jax")
+    if tuple(map(int, re.findall(r"\d+", found)[: len(needed)])) < needed:
+        return f"its kernels need jax {'.'.join(map(str, needed))} or newer, not {found}"
+    return None
 
 
 def _version(name: str) -> tuple[int, ...] | None:

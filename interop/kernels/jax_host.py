@@ -1,95 +1,40 @@
-"""Outline what a host function does, so that another framework can do it instead.
+"""Describe what a host function of `pallas_attn` does, as a plan for torch.
 
-A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, is traced once on operands that have
-types but no values. Mosaic GPU kernels are operations of the trace. Between them are the functions
-that XLA fuses, kept whole (`pallas_attn.fusions`), and a few operations that move nothing. So
-another framework's program can hold the same launches, in its own memory.
+It is traced once on operands that have types but no values. Mosaic GPU kernels are operations of
+the trace. Between them are the functions that XLA fuses, kept whole (`pallas_attn.fusions`), and a
+few operations that move nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
+from interop.kernels.plan import Kernel, Operation, Plan, Value
 from pallas_attn.fusions import Operand, whole_fusions
 from pallas_attn.targets import described
 from twin_attention.contract.validate.errors import fail
 
 
-@dataclass(frozen=True)
-class Value:
-    """An array of an outline.
-
-    Attributes:
-        number: the operands have the first numbers, in order.
-        shape, dtype: the array's.
-    """
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Operation(NamedTuple):
-    """Describe an operation.
-
-    Attributes:
-        name: name of a `fusion`; "full", an array filled with a number; "reshape"; or "bitcast",
-            the same memory in another dtype.
-        args: its arguments, with a `Value` for an array.
-        results: what it returns.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    results: tuple[Value, ...]
-
-
-class Kernel(NamedTuple):
-    """Describe the launch of a kernel.
-
-    Attributes:
-        call: the operation of the trace, which `pallas_attn.ahead` lowers.
-        operands: of the kernel, in order; a NumPy array for a constant.
-        results: of the kernel, in order. The last ones lie in the memory of the last operands.
-        num_aliased: how many results do.
-    """
-
-    call: Any
-    operands: tuple[Value | np.ndarray, ...]
-    results: tuple[Value, ...]
-    num_aliased: int
-
-
-class Outline(NamedTuple):
-    """Describe what a host function does.
-
-    Attributes:
-        steps: in order.
-        results: what it returns, with a `Value` for an array.
-    """
-
-    steps: tuple[Operation | Kernel, ...]
-    results: Any
-
-
-def outline(function: Callable[..., Any], operands: Sequence[Any], card: Any) -> Outline:
+def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) -> Plan:
     """Trace a host function, and describe what it does.
 
     Args:
         function: takes the operands.
         operands: tuples of objects with a shape and a dtype's name, or None.
-        card: the card it runs on: `capability` such as 90, `num_sms`, and `shared_memory`, the
-            bytes that a block may have.
+        card: the `torch_attn.targets.Card` it runs on.
 
     Raises:
-        NotImplementedError: the function does something else.
+        NotImplementedError: the function does something else, or a kernel writes into an array
+            that is not made for it.
     """
     device = SimpleNamespace(
         compute_capability=f"{card.capability // 10}.{card.capability % 10}",
@@ -102,15 +47,17 @@ def outline(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
     writer = _Writer()
     given = [writer.value_of(x) for x in jax.tree.leaves(types)]
     found = writer.add(traced.jaxpr, traced.consts, given)
-    return Outline(tuple(writer.steps), jax.tree.structure(results).unflatten(found))
+    return writer.plan(jax.tree.structure(results).unflatten(found))
 
 
 class _Writer:
-    """Writes an outline from a trace."""
+    """Writes a plan from a trace. Each array has a number at first, whatever its memory."""
 
     def __init__(self) -> None:
-        self.steps: list[Operation | Kernel] = []
+        self._steps: list[Operation | Kernel] = []
         self._count = 0
+        self._made: set[int] = set()  # arrays in memory that a step allocates
+        self._overwritten: dict[int, Any] = {}  # by the array that a kernel writes in its memory
 
     def value_of(self, x: Any) -> Value:
         """Return a new value, of an array's type."""
@@ -123,12 +70,42 @@ class _Writer:
         values |= dict(zip(jaxpr.invars, operands, strict=True))
 
         def value(x: Any) -> Any:
-            return x.val if hasattr(x, "val") else values[x]
+            return x.val if isinstance(x, core.Literal) else values[x]
 
         for call in jaxpr.eqns:
             results = self._call(call, [value(x) for x in call.invars])
             values.update(zip(call.outvars, results, strict=True))
         return [value(x) for x in jaxpr.outvars]
+
+    def plan(self, results: Any) -> Plan:
+        """Return the plan, in which arrays in the same memory have the same number."""
+        used: list[Any] = [results]
+        for step in self._steps:
+            if isinstance(step, Kernel):
+                used.append([step.operands[i] for i in step.read])
+            else:
+                used.append(step.args)
+        uses = Counter(x.number for x in jax.tree.leaves(used) if isinstance(x, Value))
+        for x in self._overwritten.values():
+            if not (isinstance(x, Value) and x.number in self._made and uses[x.number] == 1):
+                expected = "kernels that write into memory that is made for them"
+                fail(NotImplementedError, "implementation", expected, "into another array's")
+
+        def in_memory(x: Any) -> Any:
+            while isinstance(x, Value) and x.number in self._overwritten:
+                x = replace(x, number=self._overwritten[x.number].number)
+            return x
+
+        steps = [
+            step._replace(operands=tuple(map(in_memory, step.operands)))
+            if isinstance(step, Kernel)
+            else step._replace(
+                args=jax.tree.map(in_memory, step.args), results=tuple(map(in_memory, step.results))
+            )
+            for step in self._steps
+        ]
+        found = jax.tree.map(in_memory, results)
+        return Plan(tuple(steps), tuple(found) if isinstance(found, list) else found)
 
     def _call(self, call: Any, operands: list[Any]) -> Sequence[Any]:
         name, parameters = call.primitive.name, call.params
@@ -138,16 +115,22 @@ class _Writer:
         results = tuple(self.value_of(x.aval) for x in call.outvars)
         if name == "mpmd_map":
             num_aliased = getattr(parameters["compiler_params"], "num_aliased", 0)
-            self.steps.append(Kernel(call, tuple(operands), results, num_aliased))
+            for i in range(-num_aliased, 0):
+                self._overwritten[results[i].number] = operands[i]
+            self._made |= {x.number for x in results}
+            numbers = range(len(operands) + len(results))
+            read, written = tuple(numbers[: len(operands)]), tuple(numbers[len(operands) :])
+            self._steps.append(Kernel(call, (*operands, *results), read, written))
         elif name == "fusion":
             args = _with_operands(parameters["arguments"], operands)
-            self.steps.append(Operation(parameters["name"], args, results))
+            self._steps.append(Operation(parameters["name"], args, {}, results))
         elif name == "broadcast_in_dim" and np.ndim(operands[0]) == 0 and not _is_value(operands):
-            self.steps.append(Operation("full", (operands[0],), results))
+            self._made |= {x.number for x in results}
+            self._steps.append(Operation("full", (operands[0],), {}, results))
         elif _is_value(operands) and _keeps_order(name, operands[0], results[0]):
-            self.steps.append(Operation("reshape", tuple(operands), results))
+            self._steps.append(Operation("reshape", tuple(operands), {}, results))
         elif name == "bitcast_convert_type" and _is_value(operands):
-            self.steps.append(Operation("bitcast", tuple(operands), results))
+            self._steps.append(Operation("bitcast", tuple(operands), {}, results))
         else:
             expected = "kernels, functions that are a fusion, zeros, reshapes and bitcasts"
             fail(NotImplementedError, "implementation", expected, f"{name} of JAX")

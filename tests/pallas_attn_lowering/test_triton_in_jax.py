@@ -2,7 +2,7 @@
 
 They guard jaxlib's ``triton_kernel_call_ffi`` as far as a machine without a GPU can. When one fails
 after an update of JAX, compare how ``jaxlib/gpu/triton_kernels.cc`` gives parameters to a kernel:
-`pallas_attn/triton_call.py` arranges the buffers for it.
+`interop/kernels/triton_call.py` arranges the buffers for it.
 """
 
 import os
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from pallas_attn import flash_attention, flash_attention_varlen, private, triton_call
+from interop.kernels import cubin, triton_call
+from pallas_attn import flash_attention, flash_attention_varlen, private
 from pallas_attn.distributed import context_attention, context_plan
-from torch_attn import ahead
 from torch_attn.kernels.sm90 import flash_bwd
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN
@@ -133,7 +133,9 @@ def test_jaxlib_gets_the_machine_code_that_torch_launches(monkeypatch):
 
 def test_kernels_are_compiled_from_the_moment_on_that_they_are_traced(monkeypatch):
     begun = []
-    monkeypatch.setattr(ahead, "compile_beside", lambda launch, card: begun.append(launch.name))
+    monkeypatch.setattr(
+        triton_call, "compile_in_thread", lambda launch, card: begun.append(launch.name)
+    )
     function = gradients("gluon", deterministic=True)
 
     def trace():
@@ -229,13 +231,13 @@ def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):
     from triton.backends.nvidia.compiler import get_ptxas
 
     found = []
-    reorder = ahead.reorder_parameters
+    reorder = cubin.reorder_parameters
 
     def both(ptx, name, order):
         found.append((ptx, reorder(ptx, name, order)))
         return found[-1][1]
 
-    monkeypatch.setattr(ahead, "reorder_parameters", both)
+    monkeypatch.setattr(cubin, "reorder_parameters", both)
     lower("sm90", partial(flash_attention, implementation="gluon"), *arrays(96))
     assert len(found) == 1  # out has two descriptors
     for texts in found:
@@ -326,7 +328,7 @@ def test_nothing_of_torch_is_imported_unless_a_name_asks_for_it():
 @pytest.mark.parametrize("package", ["torch", "triton"])
 def test_a_package_that_is_not_installed_is_a_reason(package, monkeypatch):
     monkeypatch.setattr(
-        "twin_attention.targets.family.find_spec", lambda name: None if name == package else name
+        "interop.kernels.in_jax.find_spec", lambda name: None if name == package else name
     )
     with (
         use_target("sm80"),

@@ -1,10 +1,11 @@
-"""Launch a Mosaic GPU kernel of `pallas_attn` on one of torch's streams.
+"""Lower, compile and launch Mosaic GPU kernels of `pallas_attn` for one of torch's streams.
 
-JAX's CUDA plugin has a C function that compiles a module for the current CUDA context. It returns
-the kernel and a C function that launches it. The latter takes the kernel, a stream and the
-addresses of the kernel's buffers, operands before results, and encodes the TMA descriptors. JAX's
-own `as_torch_gpu_kernel` calls the same two functions, on torch's default stream. Checked with
-jaxlib 0.11.2.
+JAX lowers a kernel to a module. A C function of JAX's CUDA plugin compiles it for the current CUDA
+context, and returns the kernel and a C function that launches it. The latter takes the kernel, a
+stream and the addresses of the kernel's buffers, operands before results, and encodes the TMA
+descriptors. JAX's own `as_torch_gpu_kernel` calls the same two functions, on torch's default
+stream. Checked with jaxlib 0.11.2; ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards
+the lowering.
 
 If a launch fails, C ends the process. So addresses are checked here, and a thread gets its CUDA
 context before its first launch.
@@ -16,16 +17,21 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from functools import cache
+from importlib.util import find_spec
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import torch
 
+from pallas_attn.ahead import lowered_kernels
 from torch_attn.operands import COMPACT
 from torch_attn.replay import Launcher
 from twin_attention.contract.validate.errors import fail
 
 LaunchFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _threads = threading.local()
 
 
@@ -45,11 +51,47 @@ class Compiled(NamedTuple):
     device: int
 
 
+def plugin() -> str | None:
+    """Return the path of JAX's CUDA plugin, None if it is not installed."""
+    for name in _PLUGINS:
+        found = find_spec(name) if find_spec(name.partition(".")[0]) else None
+        if found is not None and found.origin is not None:
+            library = Path(found.origin).with_name("xla_cuda_plugin.so")
+            if library.exists():
+                return str(library)
+    return None
+
+
+def lower(call: Any) -> bytes:
+    """Return the module that a kernel is compiled from.
+
+    Args:
+        call: the operation of a trace that calls it.
+
+    Raises:
+        NotImplementedError: JAX passes the kernel buffers other than its operands and results.
+    """
+    operands = [x.aval for x in call.invars]
+
+    def function(*arrays: jax.Array) -> Any:
+        return call.primitive.bind(*arrays, **call.params)
+
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with lowered_kernels() as found:
+        jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",))
+    expected = len(operands), len(call.outvars)
+    buffers = [(x.num_operands, x.num_results) for x in found]
+    if buffers != [expected]:
+        wanted = "one kernel with {} operands and {} results".format(*expected)
+        fail(NotImplementedError, "implementation", wanted, buffers)
+    return found[0].module
+
+
 def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) -> Compiled:
     """Compile a module for a device, which must be the current one.
 
     Args:
-        module: what `pallas_attn.ahead.lower_ahead` returned.
+        module: what `lower` returned.
         plugin: path of JAX's CUDA plugin.
         num_buffers: number of operands and results of the kernel.
         device: the device's number.

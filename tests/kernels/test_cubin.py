@@ -1,6 +1,6 @@
 """Kernels compiled for another framework are the kernels that torch launches.
 
-`torch_attn.ahead` uses what `JITFunction.run` of Triton does before it compiles:
+`interop.kernels.cubin` uses what `JITFunction.run` of Triton does before it compiles:
 ``create_function_from_signature`` and ``_pack_args``. When a test fails after an update of Triton,
 compare that function in ``triton/runtime/jit.py``.
 """
@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from torch_attn import ahead
-from torch_attn.ahead import Descriptor, Number, Pointer, compile_ahead, without_ptx
-from torch_attn.outline import Kernel, Operation, operand_of, outline
+from interop.kernels import cubin
+from interop.kernels.cubin import Descriptor, Number, Pointer, compile_launch, without_ptx
+from interop.kernels.plan import Kernel, Operation
+from interop.kernels.torch_host import operand_of, plan_of
 from torch_attn.targets import Card
 from tuning.static import triton_aot
 from tuning.static.operands import flash_operands, run_kernels
@@ -31,8 +32,8 @@ DENSE = AttentionSpec(1, 300, 2048, 4, 2, 64, 64, "bfloat16", 0.1)
 PACKED = VarlenSpec(**vars(replace(DENSE, seq_kv=300)), num_sequences=3)
 
 
-def outlined(family, target, spec, operation, sinks=False):
-    """Return the card, and the outline of an operation."""
+def planned(family, target, spec, operation, sinks=False):
+    """Return the card, and the plan of an operation."""
     operands = flash_operands(spec, lambda dtype, *shape: operand_of(shape, dtype), sinks)
     leading = spec.batch if type(spec) is AttentionSpec else None
     rows = (spec.seq_q, spec.heads_q)
@@ -48,7 +49,7 @@ def outlined(family, target, spec, operation, sinks=False):
     tensors = [x for x in (*operands, *arguments) if isinstance(x, torch.Tensor)]
     distinct = tuple({id(x): x for x in tensors}.values())
     function = found.function(operation)
-    return card, outline(lambda: function(*arguments, spec, Backend(found, target)), distinct, card)
+    return card, plan_of(lambda: function(*arguments, spec, Backend(found, target)), distinct, card)
 
 
 def kernels_of(found):
@@ -66,13 +67,13 @@ def kernels_of(found):
 def test_the_code_is_what_torch_launches(family, target, spec, monkeypatch):
     # A backward takes longest to compile.
     monkeypatch.setattr(triton_aot, "run_kernels", partial(run_kernels, deterministic=()))
-    card, found = outlined(family, target, spec, "flash_fwd")
+    card, found = planned(family, target, spec, "flash_fwd")
     (step,) = kernels_of(found)
     expected = {
         name: compiled.asm
         for name, _, compiled in triton_aot.compile_kernels(spec, target, family=family[0])
     }
-    compiled = compile_ahead(step.launch, card)
+    compiled = compile_launch(step.code, card)
     assert compiled.ptx == expected["flash_fwd"]["ptx"]
     whole = expected["flash_fwd"]["cubin"]
     assert compiled.cubin == without_ptx(whole)
@@ -94,9 +95,9 @@ def test_the_code_is_what_torch_launches(family, target, spec, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "place", "name"),
     [
-        ("torch_attn.ahead", "triton.runtime.jit", "create_function_from_signature"),
-        ("torch_attn.ahead", "triton.runtime.jit", "JITFunction"),
-        ("torch_attn.outline", "torch_attn.private", "TorchDispatchMode"),
+        ("interop.kernels.cubin", "triton.runtime.jit", "create_function_from_signature"),
+        ("interop.kernels.cubin", "triton.runtime.jit", "JITFunction"),
+        ("interop.kernels.torch_host", "torch_attn.private", "TorchDispatchMode"),
     ],
 )
 def test_a_private_name_that_is_gone_is_a_reason(module, place, name, monkeypatch):
@@ -104,16 +105,16 @@ def test_a_private_name_that_is_gone_is_a_reason(module, place, name, monkeypatc
     if name == "create_function_from_signature":
         monkeypatch.delattr(import_module(place), name)
     monkeypatch.delitem(sys.modules, module)
-    reason = families._import_error.__wrapped__(module)
+    reason = families.import_error.__wrapped__(module)
     assert reason is not None
     assert reason.startswith("its kernels cannot be imported: ")
 
 
-def test_an_outline_says_what_is_read_written_and_zero():
+def test_a_plan_says_what_is_read_written_and_zero():
     spec = replace(DENSE, heads_kv=4)
-    _, found = outlined(("gluon", "sm90"), "sm90", spec, "flash_bwd", sinks=True)
+    _, found = planned(("gluon", "sm90"), "sm90", spec, "flash_bwd", sinks=True)
     (fused,) = kernels_of(found)
-    assert fused.launch.name == "flash_bwd_fused"
+    assert fused.code.name == "flash_bwd_fused"
     # q, k, v, and twice dout: in tiles and in rows; and out, lse and its gradient.
     assert len(fused.read) == 8
     (counts,) = (fused.operands[i] for i in fused.zeroed)
@@ -135,10 +136,8 @@ def test_the_grid_follows_the_card():
     spec = replace(DENSE, batch=16, seq_q=2048)
     grids = []
     for num_sms in (132, 78):
-        card, found = outlined(("gluon", "sm90"), "sm90", spec, "flash_fwd")
-        grids.append(
-            compile_ahead(kernels_of(found)[0].launch, card._replace(num_sms=num_sms)).grid
-        )
+        card, found = planned(("gluon", "sm90"), "sm90", spec, "flash_fwd")
+        grids.append(compile_launch(kernels_of(found)[0].code, card._replace(num_sms=num_sms)).grid)
     assert grids == [(132, 1, 1), (78, 1, 1)]
 
 
@@ -150,24 +149,24 @@ def test_a_thread_compiles_what_is_asked_for_later(monkeypatch):
         ran.append(threading.current_thread())
         return len(ran) if launch == "works" else 1 / 0
 
-    monkeypatch.setattr(ahead, "_compiled", compiled)
+    monkeypatch.setattr(cubin, "_compiled", compiled)
     names: list[Any] = ["fails", "works"]
     card = Card(90, 1, 1)
     for launch in names:
         before = {*threading.enumerate()}
-        ahead.compile_beside(launch, card)
+        cubin.compile_in_thread(launch, card)
         for thread in {*threading.enumerate()} - before:
             thread.join()
     main = threading.current_thread()
     assert main not in ran
-    assert compile_ahead(names[1], card) == len(ran) == 2
+    assert compile_launch(names[1], card) == len(ran) == 2
     with pytest.raises(ZeroDivisionError):  # what failed is compiled again
-        compile_ahead(names[0], card)
+        compile_launch(names[0], card)
     assert ran[2:] == [main]
 
 
 def test_a_smaller_card_gets_fewer_stages():
-    card, found = outlined(("gluon", "sm80"), "sm80", replace(DENSE, head_dim=256), "flash_bwd")
+    card, found = planned(("gluon", "sm80"), "sm80", replace(DENSE, head_dim=256), "flash_bwd")
     smaller = card._replace(shared_memory=99 * 1024)
     for step in kernels_of(found):
-        assert compile_ahead(step.launch, smaller).shared <= 99 * 1024
+        assert compile_launch(step.code, smaller).shared <= 99 * 1024

@@ -1,26 +1,23 @@
-"""Outline what a host function does, so that another framework can do it instead.
+"""Describe what a host function of `torch_attn` does, as a plan for JAX.
 
-A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates tensors, computes a little
-and launches kernels, all of which follows from its operands' layouts. Called on tensors of the
-"meta" device, which hold no values, it only describes these steps. So another framework's program
-can hold the same launches, in its own memory.
-
-Torch is asked for shapes alone: its build for the CPU will do.
+Called on tensors of the "meta" device, which hold no values, a host function only describes its
+steps. Torch is asked only for shapes: its build for the CPU will do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from interop.kernels.plan import Kernel, Operation, Plan, Value
 from torch_attn import private
 from torch_attn.launch import Launch
 from torch_attn.layouts import Layout, leaves, replace_leaves
 from torch_attn.operands import dtype_name
-from torch_attn.replay import Capture
+from torch_attn.replay import Capture, CapturedLaunch, Step
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
 
@@ -30,79 +27,17 @@ if private.TorchDispatchMode is object:
     )
 
 
-class Value(NamedTuple):
-    """A tensor of an outline.
-
-    Attributes:
-        number: the operands have the first numbers, in order. A tensor's memory viewed in another
-            dtype has the same number.
-        shape, dtype: the tensor's. What a kernel takes is contiguous.
-    """
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-class Operation(NamedTuple):
-    """Describe an operation of torch.
-
-    Attributes:
-        name: the operator's, such as "exp2"; or "set", which writes a tensor at an index of an
-            axis: its arguments are the tensor, the axis, the index, and what to write.
-        args: its arguments, with a `Value` for a tensor.
-        kwargs: its keyword arguments.
-        result: what it returns.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Value
-
-
-class Kernel(NamedTuple):
-    """Describe the launch of a kernel.
-
-    Attributes:
-        launch: all but the operands' addresses.
-        operands: the launch's operands, in order; None for one that no argument uses.
-        read: which operands have values before the launch, by position.
-        written: which may have new values after it: what the host function allocated, and operands
-            that it writes.
-        zeroed: which of the others are 0 before it.
-    """
-
-    launch: Launch
-    operands: tuple[Value | None, ...]
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-    zeroed: tuple[int, ...]
-
-
-class Outline(NamedTuple):
-    """Describe what a host function does.
-
-    Attributes:
-        steps: in order.
-        results: what it returns, with a `Value` for a tensor.
-    """
-
-    steps: tuple[Operation | Kernel, ...]
-    results: Any
-
-
 def operand_of(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Return an operand for `outline`."""
+    """Return an operand for `plan_of`."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def outline(
+def plan_of(
     function: Callable[..., Any],
     operands: tuple[Tensor, ...],
     card: Card,
     written: tuple[Tensor, ...] = (),
-) -> Outline:
+) -> Plan:
     """Call a host function and describe what it would do.
 
     Args:
@@ -117,11 +52,11 @@ def outline(
         with found.paused():
             for step in found.steps:
                 writer.add(step)
-            return Outline(tuple(writer.steps), writer.values_in(results))
+            return Plan(tuple(writer.steps), writer.values_in(results))
 
 
 class _Writer:
-    """Writes an outline from captured steps. Tensors are identified by their id."""
+    """Writes a plan from captured steps. Tensors are identified by their id."""
 
     def __init__(self, operands: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:
         self.steps: list[Operation | Kernel] = []
@@ -133,9 +68,9 @@ class _Writer:
             self._name(x)
         self._writable = {self._numbers[id(x)] for x in written}
 
-    def add(self, step: Any) -> None:
+    def add(self, step: Step) -> None:
         """Add a step of a `Capture`."""
-        if not hasattr(step, "function"):
+        if isinstance(step, CapturedLaunch):
             self._launch(step.launcher, step.operands)
             return
         name = step.function.overloadpacket.__name__
@@ -158,13 +93,14 @@ class _Writer:
             self._operate(name, step.args, step.kwargs, step.result)
 
     def values_in(self, x: Any) -> Any:
-        """Return tuples and lists with values in place of tensors."""
-        if isinstance(x, Tensor):
-            return self._value(x)
-        if not isinstance(x, (tuple, list)):
-            return x
-        items = [self.values_in(item) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+        """Return nested tuples with values in place of tensors, and tuples in place of lists."""
+
+        def value_in(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return self._value(x)
+            return tuple(x) if isinstance(x, list) else x
+
+        return replace_leaves(x, value_in)
 
     def _operate(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
@@ -172,7 +108,7 @@ class _Writer:
         self._name(result)
         self._unwritten.pop(self._numbers[id(result)], None)
         values = self.values_in(args)
-        self.steps.append(Operation(name, values, kwargs, self._value(result)))
+        self.steps.append(Operation(name, values, kwargs, (self._value(result),)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
         # A carry that is written and the result in its memory are one operand.

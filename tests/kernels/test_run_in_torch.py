@@ -1,23 +1,24 @@
 """Launch kernels of `pallas_attn` on torch tensors; Python stands in for what C launches."""
 
 import threading
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
+from interop.kernels import jax_host, mosaic, run_in_torch
+from interop.kernels.mosaic import Compiled, LaunchFunction, compile_module, launcher_of
+from interop.kernels.plan import Kernel, Operation, Plan, Value
 from interop.parity.cases import DecodeCase
-from torch_attn import foreign, mosaic_call, private
-from torch_attn.mosaic_call import Compiled, LaunchFunction, compile_module, launcher_of
+from torch_attn import private
 from torch_attn.operands import COMPACT, compact, is_compact
 from torch_attn.replay import capture
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FOREIGN, Backend
 
+PAGED = Backend(FOREIGN["torch_attn"][2], "sm80")
 SPEC = AttentionSpec(1, 4, 4, 2, 2, 64, 64, "bfloat16", 0.1)
 STREAM = 5
 
@@ -31,7 +32,7 @@ class C:
 
     def _launch(self, kernel, stream, addresses):
         count = self.compiled.num_buffers
-        pointers = (mosaic_call.ctypes.c_void_p * count).from_address(addresses)
+        pointers = (mosaic.ctypes.c_void_p * count).from_address(addresses)
         self.calls.append((kernel, stream, tuple(pointers)))
 
 
@@ -40,7 +41,7 @@ def contexts(monkeypatch):
     """Return the devices whose context was asked for."""
     asked = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
-    monkeypatch.setattr(mosaic_call, "_threads", threading.local())
+    monkeypatch.setattr(mosaic, "_threads", threading.local())
     return asked
 
 
@@ -83,97 +84,65 @@ def test_compact():
         assert torch.equal(compact(other), other)
 
 
-@dataclass(frozen=True)
-class Value:
-    """A value of an outline."""
-
-    number: int
-    shape: tuple
-    dtype: str = "float32"
+def launch(code, inputs, results):
+    """Return the launch of a kernel that writes what it does not read."""
+    numbers = [*range(len(inputs) + len(results))]
+    read, written = tuple(numbers[: len(inputs)]), tuple(numbers[len(inputs) :])
+    return Kernel(code, (*inputs, *results), read, written)
 
 
-class Step(NamedTuple):
-    """An operation of an outline."""
-
-    name: str
-    args: tuple
-    results: tuple
-
-
-class Call(NamedTuple):
-    """A kernel of an outline."""
-
-    call: str
-    operands: tuple
-    results: tuple
-    num_aliased: int
-
-
-class Outline(NamedTuple):
-    """An outline."""
-
-    steps: tuple
-    results: tuple
-
-
-def outline_of_decode(function, operands, card):
+def plan_of_decode(function, operands, card):
     """Return one whose second kernel merges parts into what the first has written."""
-    x, bits = Value(0, (4, 64)), Value(1, (4, 128), "int16")
-    out, part, merged = Value(2, (64,)), Value(3, (4, 64)), Value(4, (64,))
+    x, bits = Value(0, (4, 64), "float32"), Value(1, (4, 128), "int16")
+    out, part = Value(2, (64,), "float32"), Value(3, (4, 64), "float32")
     steps = (
-        Step("bitcast", (x,), (bits,)),
-        Call("second", (bits, x), (out, part), 0),
-        Call("third", (part, out), (merged,), 1),
+        Operation("bitcast", (x,), {}, (bits,)),
+        launch("second", (bits, x), (out, part)),
+        launch("third", (part, out), (out,)),
     )
-    return Outline(steps, (merged,))
+    return Plan(steps, (out,))
 
 
-def outline(function, operands, card):
+def plan_of(function, operands, card):
     """Return one with all that there is: a reshape, zeros in place, a constant."""
     assert [x.shape for x in operands] == [(4, 64), (4, 64)]
-    x, y = Value(0, (4, 64)), Value(1, (4, 64))
-    viewed, sums, filled = Value(2, (1, 4, 64)), Value(3, (64,)), Value(4, (64,))
-    out, summed, last = Value(5, (1, 4, 64), "bfloat16"), Value(6, (64,)), Value(7, (4, 64))
+    x, y = Value(0, (4, 64), "float32"), Value(1, (4, 64), "float32")
+    viewed, sums = Value(2, (1, 4, 64), "float32"), Value(3, (64,), "float32")
+    filled, last = Value(4, (64,), "float32"), Value(7, (4, 64), "float32")
+    out, reshaped = Value(5, (1, 4, 64), "bfloat16"), Value(8, (4, 64), "bfloat16")
     constant = np.arange(6, dtype=np.int32)
     steps = (
-        Step("reshape", (x,), (viewed,)),
-        Step("full", (0.0,), (sums,)),
-        Step("full", (2.0,), (filled,)),
-        Call("first", (viewed, constant, filled, sums), (out, summed), 1),
-        Call("second", (y, summed, out), (last,), 0),
-        Step("reshape", (out,), (Value(8, (4, 64), "bfloat16"),)),
+        Operation("reshape", (x,), {}, (viewed,)),
+        Operation("full", (0.0,), {}, (sums,)),
+        Operation("full", (2.0,), {}, (filled,)),
+        launch("first", (viewed, constant, filled, sums), (out, sums)),
+        launch("second", (y, sums, out), (last,)),
+        Operation("reshape", (out,), {}, (reshaped,)),
     )
-    return Outline(steps, (Value(8, (4, 64), "bfloat16"), None, last, summed))
+    return Plan(steps, (reshaped, None, last, sums))
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Return the two kernels of `outline`, on a CPU that stands in for a GPU."""
+    """Return the kernels of the plans, on a CPU that stands in for a GPU."""
     found = {"first": C(6), "second": C(4), "third": C(3)}
-    monkeypatch.setattr(mosaic_call, "COMPACT", 1)  # a CPU's copies are not as aligned
+    monkeypatch.setattr(mosaic, "COMPACT", 1)  # a CPU's copies are not as aligned
 
-    class Ahead:
-        plugin = staticmethod(lambda: "a path")
-        lower_ahead = staticmethod(lambda call: call)
-        outline = staticmethod(lambda *args: outlines["made"](*args))
-
-    monkeypatch.setattr(foreign, "import_module", lambda name: Ahead)
-    monkeypatch.setattr(foreign, "compile_module", lambda module, *_: found[module].compiled)
-    monkeypatch.setattr(foreign, "card_of", lambda device: None)
+    monkeypatch.setattr(mosaic, "plugin", lambda: "a path")
+    monkeypatch.setattr(mosaic, "lower", lambda call: call)
+    monkeypatch.setattr(mosaic, "compile_module", lambda module, *_: found[module].compiled)
+    monkeypatch.setattr(jax_host, "plan_of", plan_of)
+    monkeypatch.setattr(run_in_torch, "card_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.cuda.ExternalStream)
     monkeypatch.setattr(torch.cuda.ExternalStream, "cuda_stream", STREAM, raising=False)
     monkeypatch.setattr(
-        foreign, "new_tensor", lambda value, like: aligned(value.shape, value.dtype)
+        run_in_torch, "new_tensor", lambda value, like: aligned(value.shape, value.dtype)
     )
-    monkeypatch.setattr("twin_attention.targets.family.Family.function", lambda *_: None)
-    foreign.plan.cache_clear()
+    run_in_torch.compiled_plan.cache_clear()
     yield found
-    foreign.plan.cache_clear()
-
-
-outlines = {"made": outline}
+    run_in_torch.compiled_plan.cache_clear()
 
 
 def aligned(shape, dtype="float32"):
@@ -183,9 +152,9 @@ def aligned(shape, dtype="float32"):
     return x[: torch.Size(shape).numel()].view(shape)
 
 
-def test_a_call_allocates_and_launches_what_the_outline_says(kernels):
-    backend = Backend(FOREIGN["torch_attn"][0], "sm80")
-    attend = foreign.function_of("flash_fwd")
+def test_a_call_allocates_and_launches_what_the_plan_says(kernels):
+    family, *_ = FOREIGN["torch_attn"]
+    attend, backend = family.function("flash_fwd"), Backend(family, "sm80")
     x, y = aligned((4, 64)), aligned((64, 4)).mT  # which is copied
     out, nothing, last, summed = attend(x, y, SPEC, backend)
     first, second, _ = (kernels[name].calls for name in kernels)
@@ -205,8 +174,8 @@ def test_a_call_is_captured_and_replayed(kernels, monkeypatch):
     monkeypatch.setattr(private, "empty_strided_cuda", _empty_strided_cpu)
     monkeypatch.setattr(private, "get_device", lambda: 0)
     monkeypatch.setattr(private, "get_stream", lambda index: STREAM + 1)
-    backend = Backend(FOREIGN["torch_attn"][0], "sm80")
-    attend = foreign.function_of("flash_fwd")
+    family, *_ = FOREIGN["torch_attn"]
+    attend, backend = family.function("flash_fwd"), Backend(family, "sm80")
     x, y = aligned((4, 64)), aligned((4, 64))
     _, again = capture(lambda *tensors: attend(*tensors, SPEC, backend), (x, y))
     new_x, new_y = aligned((4, 64)), aligned((4, 64))
@@ -221,9 +190,10 @@ def test_a_call_is_captured_and_replayed(kernels, monkeypatch):
 
 
 def test_a_kernel_writes_into_what_another_has_written(kernels, monkeypatch):
-    monkeypatch.setitem(outlines, "made", outline_of_decode)
+    monkeypatch.setattr(jax_host, "plan_of", plan_of_decode)
     x = aligned((4, 64))
-    (out,) = foreign.function_of("flash_fwd")(x, SPEC, Backend(FOREIGN["torch_attn"][0], "sm80"))
+    family, *_ = FOREIGN["torch_attn"]
+    (out,) = family.function("flash_fwd")(x, SPEC, Backend(family, "sm80"))
     (_, _, (bits, of_x, first, part)), *_ = kernels["second"].calls
     assert bits == of_x == x.data_ptr()
     assert kernels["third"].calls == [(77, STREAM, (part, first, out.data_ptr()))]
@@ -235,4 +205,4 @@ def test_a_pool_is_not_copied():
     pool = torch.zeros(8, 16, 4, 64)[:, :, ::2]
     operands = DecodeOperands(pool[0], pool, pool, pool, pool)
     with pytest.raises(NotImplementedError, match=r"k_pages: expected a contiguous pool"):
-        foreign.function_of("paged_decode")(operands, case.spec, None)
+        run_in_torch.run(PAGED, "paged_decode", case.spec, operands)

@@ -1,4 +1,4 @@
-"""Outline host functions: what becomes an operation of another framework, and what is refused."""
+"""Plans of host functions: what becomes an operation of another framework, and what is refused."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from interop.kernels.jax_host import plan_of
+from interop.kernels.plan import Value
 from pallas_attn.fusions import fusion, whole_fusions
-from pallas_attn.outline import Value, outline
 
 
 class Card(NamedTuple):
@@ -44,7 +45,7 @@ def host(x, y, nothing):
 
 
 def test_steps_and_results():
-    found = outline(host, (of(4), of(2, 3, dtype="bfloat16"), None), Card())
+    found = plan_of(host, (of(4), of(2, 3, dtype="bfloat16"), None), Card())
     x, y = Value(0, (4,), "float32"), Value(1, (2, 3), "bfloat16")
     names = [step.name for step in found.steps]
     assert sorted(names) == ["full", "reshape", "reshape", "weigh"]
@@ -65,7 +66,7 @@ def test_steps_and_results():
 )
 def test_what_torch_has_nothing_for_is_refused(function):
     with pytest.raises(NotImplementedError, match=r"expected kernels, .* got \w+ of JAX"):
-        outline(function, (of(4, 3),), Card())
+        plan_of(function, (of(4, 3),), Card())
 
 
 def test_a_fusion_is_as_it_was_elsewhere():

@@ -1,22 +1,24 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
-While JAX traces, the family's host function is called once, on tensors with shapes but no values
-(`torch_attn.outline`). The launches that it describes become operations of the program
-(`pallas_attn.triton_call`), and its few other operations become XLA's. PyTorch and Triton are
-imported when a family is asked for; a PyTorch without CUDA will do.
+While JAX traces, the family's host function is planned once, on tensors with shapes but no values
+(`torch_host`). Launches become operations of JAX's program (`triton_call`), and the few other
+operations become XLA's. A PyTorch without CUDA will do.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from interop.kernels.plan import Kernel, Value
+from interop.kernels.torch_host import operand_of, plan_of
+from interop.kernels.triton_call import kernel_call
 from pallas_attn.targets import capability, num_sms, shared_memory
-from pallas_attn.triton_call import kernel_call
+from torch_attn.operands import dtype_name
+from torch_attn.targets import Card
 from twin_attention.contract.operands import TERMS
 from twin_attention.contract.spec import AttentionSpec, PartialSpec
 from twin_attention.contract.validate.errors import fail
@@ -35,7 +37,7 @@ def _sum(x: jax.Array, axes: tuple[int, ...] | int, keepdims: bool = False) -> j
 
 
 def _to(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(import_module("torch_attn.operands").dtype_name(dtype))
+    return x.astype(dtype_name(dtype))
 
 
 def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
@@ -134,12 +136,9 @@ def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any
 
 
 def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
-    outlines = import_module("torch_attn.outline")
     assert backend.target is not None
-    card = import_module("torch_attn.targets").Card(
-        capability(backend.target), num_sms(backend.target), shared_memory(backend.target)
-    )
-    tensors = jax.tree.map(lambda x: outlines.operand_of(x.shape, x.dtype.name), operands)
+    card = Card(capability(backend.target), num_sms(backend.target), shared_memory(backend.target))
+    tensors = jax.tree.map(lambda x: operand_of(x.shape, x.dtype.name), operands)
     function = backend.family.function(operation)
     written = _written(operation, tensors, spec)
 
@@ -149,21 +148,21 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
             return found
         return (*written, *([] if found is None else [found]))
 
-    outline = outlines.outline(host_function, tuple(jax.tree.leaves(tensors)), card, written)
+    plan = plan_of(host_function, tuple(jax.tree.leaves(tensors)), card, written)
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:
-        if not hasattr(x, "number"):
+        if not isinstance(x, Value):
             return x
         if x.number not in values:  # allocated, and not written
             values[x.number] = jnp.zeros(x.shape, x.dtype)
         return values[x.number]
 
-    for step in outline.steps:
-        if hasattr(step, "launch"):
+    for step in plan.steps:
+        if isinstance(step, Kernel):
             results = kernel_call(
                 [value_of(step.operands[i]) for i in step.read],
-                launch=step.launch, card=card, read=step.read, written=step.written,
+                launch=step.code, card=card, read=step.read, written=step.written,
                 zeroed=step.zeroed,
             )  # fmt: skip
             for i, x in zip(step.written, results, strict=True):
@@ -171,6 +170,7 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
             continue
         if step.name not in _OPERATIONS:
             fail(NotImplementedError, operation, f"one of {[*_OPERATIONS]}", step.name)
+        (result,) = step.results
         args = map(value_of, step.args)
-        values[step.result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
-    return jax.tree.map(value_of, outline.results, is_leaf=lambda x: hasattr(x, "number"))
+        values[result.number] = _OPERATIONS[step.name](*args, **step.kwargs)
+    return jax.tree.map(value_of, plan.results)

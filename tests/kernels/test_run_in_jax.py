@@ -16,16 +16,17 @@ import pytest
 import torch
 
 import pallas_attn
+from interop.kernels import run_in_jax, triton_call
+from interop.kernels.cubin import Compiled, Descriptor, Number, Pointer
 from interop.parity.cases import ContextCase
 from interop.parity.inputs import make_inputs
 from interop.parity.sides import Subject, run, supports
 from interop.parity.suites.kinds import KINDS
-from pallas_attn import explain, foreign, triton_call
+from pallas_attn import explain
 from pallas_attn.distributed import context_attention
 from pallas_attn.flash_ops import DENSE, PACKED
 from tests.oracle import assert_within_budget
 from tests.torch_attn.gluon_interpreter import WRITES_FIRST, interpret_launch, interpreted
-from torch_attn.ahead import Compiled, Descriptor, Number, Pointer
 from torch_attn.layouts import leaves
 from torch_attn.targets import described
 from tuning.static import gate
@@ -35,10 +36,11 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import config, ptx
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.describe import describe
-from twin_attention.targets.family import FOREIGN, Backend, choose
+from twin_attention.targets.family import FAMILIES, FOREIGN, Backend, choose
 from twin_attention.targets.target import NUM_SMS, use_target
 
 GLUON, GLUON_SM90, TORCH_TRITON = FOREIGN["pallas_attn"]
+OWN = {family.folder: family for family in FAMILIES["torch_attn"]}  # as torch_attn has them
 SPEC = AttentionSpec(1, 9, 9, 1, 1, 64, 64, "float16", 1)
 REASON = GLUON.supports("flash_fwd", SPEC, "sm80")
 if REASON is not None and "private names" not in REASON:  # jaxlib launches nothing here
@@ -76,7 +78,7 @@ def _interpreted():
     jax.clear_caches()
     # For its three SMs, and for torch's own launches.
     with pytest.MonkeyPatch.context() as patch, interpreted(WRITES_FIRST):
-        patch.setattr(foreign, "kernel_call", call)
+        patch.setattr(run_in_jax, "kernel_call", call)
         patch.setattr("pallas_attn.private.missing", lambda group: None)
         yield
     jax.clear_caches()
@@ -140,10 +142,11 @@ def check(family, target, operands, dout, launches, **options):
         *ours, gradients = jax.block_until_ready(run(operands, dout))
         launched = [*launches]
     spec = problem(**operands._asdict(), **options)[1]
-    tensors, backend = jax.tree.map(to_torch, operands), Backend(family, target)
-    theirs = family.function("flash_fwd")(tensors, spec, backend)
+    own = OWN[family.folder]
+    tensors, backend = jax.tree.map(to_torch, operands), Backend(own, target)
+    theirs = own.function("flash_fwd")(tensors, spec, backend)
     dlse = torch.ones_like(theirs[1])
-    flash_bwd = family.function("flash_bwd")
+    flash_bwd = own.function("flash_bwd")
     rest = theirs[2] if spec.terms else None
     expected = flash_bwd(to_torch(dout), dlse, tensors, *theirs[:2], rest, spec, backend)
     results = *theirs[:2], *expected[:3]
@@ -230,8 +233,8 @@ def test_a_forward_with_terms(launches):
     asked = {"causal": False, "scale": None, "window_size": None, "softcap": None, **options}
     asked |= {"precision": "ieee", "deterministic": False}
     spec = DENSE.problem(**operands._asdict(), **asked)[1]
-    theirs = GLUON_SM90.function("flash_fwd")(
-        jax.tree.map(to_torch, operands), spec, Backend(GLUON_SM90, "sm90")
+    theirs = OWN["sm90"].function("flash_fwd")(
+        jax.tree.map(to_torch, operands), spec, Backend(OWN["sm90"], "sm90")
     )
     out, lse, _rest, row_max = theirs
     for x, y in zip(ours, (out, lse, row_max), strict=True):
@@ -289,17 +292,19 @@ def test_every_feature_becomes_a_program(family):
         for problem in gate.problems("torch", target, name)
         if isinstance(problem.spec, AttentionSpec) and problem.head_dim == 64
     }
-    backend, traced = Backend(family, target), 0
+    backend, traced = Backend(OWN[family.folder], target), 0
     for (_, sinks), spec in specs.items():
         if family.supports("flash_fwd", spec, target) is not None:
             continue
         operands = flash_operands(
             spec, lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype), sinks
         )
-        out, lse, *more = jax.eval_shape(partial(foreign.run, backend, "flash_fwd", spec), operands)
+        out, lse, *more = jax.eval_shape(
+            partial(run_in_jax.run, backend, "flash_fwd", spec), operands
+        )
         traced += 1
         if family.supports("flash_bwd", spec, target) is None:
-            run = partial(foreign.run, backend, "flash_bwd", spec)
+            run = partial(run_in_jax.run, backend, "flash_bwd", spec)
             rest = more[0] if spec.terms else None
             gradients = jax.eval_shape(run, out, lse, operands, out, lse, rest)
             assert gradients.q.shape == operands.q.shape
@@ -396,7 +401,7 @@ def test_a_rank_without_keys_changes_nothing(deterministic, of_long_parts):
 
     @jax.jit
     def call():
-        launch = partial(foreign.run, Backend(GLUON_SM90, "sm90"))
+        launch = partial(run_in_jax.run, Backend(OWN["sm90"], "sm90"))
         later = launch("partial_fwd", spec, part, carry, lse)
         last = launch("partial_fwd", replace(spec, last=True), part, carry, lse)
         first = launch("partial_fwd", replace(spec, first=True), part, None, None)
@@ -514,7 +519,7 @@ def simulated(parameters, written, zeroed, monkeypatch):
         return b"code"
 
     monkeypatch.setattr(triton_call, "gpu_triton", jaxlib)
-    monkeypatch.setattr("torch_attn.ahead.assemble", assemble)
+    monkeypatch.setattr(triton_call, "assemble", assemble)
     buffers = triton_call.arrange_buffers(parameters, written, zeroed)
     compiled = Compiled("f", b"code", 4, 0, (1, 1, 1), parameters, "", None)
     triton_call._opaque("f", compiled, 90, buffers, dict.fromkeys(zeroed, 12))

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from interop.exchange import to_torch
+from interop.kernels import run_in_torch
 from pallas_attn.kernels.gradients import sinks_gradient
-from torch_attn import foreign
 
 HEADS, LENGTHS = 3, [33, 0, 130, 60]  # the last are padding
 NUM_ROWS = sum(LENGTHS)
@@ -40,6 +40,6 @@ def test_the_gradient_of_sinks(is_packed):
         lse2, delta = (jnp.where(row_exists(rows), x, jnp.nan) for x in (lse2, delta))
     args = sinks, lse2, delta, *offsets
     given = [to_torch(x) if isinstance(x, jnp.ndarray) else x for x in args]
-    (dsinks,) = foreign.FUSIONS["sinks_gradient"](*given)
+    (dsinks,) = run_in_torch.FUSIONS["sinks_gradient"](*given)
     assert dsinks.isfinite().all()
     torch.testing.assert_close(dsinks, to_torch(sinks_gradient(*args)), rtol=1e-4, atol=1e-5)

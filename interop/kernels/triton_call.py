@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +24,23 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
+from interop.kernels.cubin import (
+    Compiled,
+    Descriptor,
+    Number,
+    Parameter,
+    Pointer,
+    assemble,
+    compile_in_thread,
+    compile_launch,
+)
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton
 from pallas_attn.targets import cuda_devices
+from torch_attn.launch import Launch
+from torch_attn.layouts import leaves
+from torch_attn.operands import dtype_name
+from torch_attn.targets import Card
 from twin_attention.contract.validate.errors import fail
 
 _TARGET = "triton_kernel_call_ffi"
@@ -63,8 +76,8 @@ class Buffers(NamedTuple):
 def kernel_call(
     inputs: Sequence[jax.Array],
     *,
-    launch: Any,
-    card: Any,
+    launch: Launch,
+    card: Card,
     read: tuple[int, ...],
     written: tuple[int, ...],
     zeroed: tuple[int, ...],
@@ -73,8 +86,8 @@ def kernel_call(
 
     Args:
         inputs: the operands that it reads, in the order of `read`.
-        launch: a `torch_attn.launch.Launch`.
-        card: the `torch_attn.targets.Card` to compile for.
+        launch: all but the operands.
+        card: the card to compile for.
         read, written: which of the launch's tensors have values before it, and which may have new
             values after it. Tensors in both are results in the memory of operands.
         zeroed: which of the results are 0 before it.
@@ -83,21 +96,20 @@ def kernel_call(
         The results, in the order of `written`.
     """
     if cuda_devices():  # without one, few traced programs are lowered for a GPU
-        import_module("torch_attn.ahead").compile_beside(launch, card)
+        compile_in_thread(launch, card)
     return kernel_call_p.bind(
         *inputs, launch=launch, card=card, read=read, written=written, zeroed=zeroed
     )
 
 
 def result_types(
-    inputs: Sequence[Any], launch: Any, read: tuple[int, ...], written: tuple[int, ...]
+    inputs: Sequence[Any], launch: Launch, read: tuple[int, ...], written: tuple[int, ...]
 ) -> list[jax.ShapeDtypeStruct]:
     """Return the types of a launch's results; arguments as in `kernel_call`.
 
     A result that is also read has the input's type, even if the kernel sees only its bits.
     """
-    layouts = [x for x in _leaves(launch.layouts) if x is not None]
-    dtype_name = import_module("torch_attn.operands").dtype_name
+    layouts = [x for x in leaves(launch.layouts) if x is not None]
     given = dict(zip(read, inputs, strict=True))
     return [
         jax.ShapeDtypeStruct(given[i].shape, given[i].dtype)
@@ -107,17 +119,13 @@ def result_types(
     ]
 
 
-def _leaves(layouts: Any) -> Any:
-    return import_module("torch_attn.layouts").leaves(layouts)
-
-
 @kernel_call_p.def_abstract_eval
 def _abstract(*inputs, launch, card, read, written, zeroed):
     return [ShapedArray(x.shape, x.dtype) for x in result_types(inputs, launch, read, written)]
 
 
 def _call(*inputs, launch, card, read, written, zeroed):
-    compiled = import_module("torch_attn.ahead").compile_ahead(launch, card)
+    compiled = compile_launch(launch, card)
     buffers = arrange_buffers(compiled.parameters, written, zeroed)
     types = dict(zip(written, result_types(inputs, launch, read, written), strict=True))
     values = dict(zip(read, inputs, strict=True))
@@ -140,7 +148,7 @@ def _call(*inputs, launch, card, read, written, zeroed):
 
 
 def arrange_buffers(
-    parameters: Sequence[Any], written: tuple[int, ...], zeroed: tuple[int, ...]
+    parameters: Sequence[Parameter], written: tuple[int, ...], zeroed: tuple[int, ...]
 ) -> Buffers:
     """Return the buffers of a call; arguments as in `kernel_call`.
 
@@ -150,7 +158,7 @@ def arrange_buffers(
     operands: list[Buffer] = []
     again: dict[int, list[int]] = {x: [] for x in written}
     for i, x in enumerate(parameters):
-        if hasattr(x, "operand"):
+        if not isinstance(x, Number):
             if x.operand in written and any(y.operand == x.operand for y in operands):
                 again[x.operand].append(i)
             else:
@@ -166,7 +174,7 @@ def arrange_buffers(
 
 
 def _opaque(
-    name: str, compiled: Any, capability: int, buffers: Buffers, sizes: dict[int, int]
+    name: str, compiled: Compiled, capability: int, buffers: Buffers, sizes: dict[int, int]
 ) -> bytes:
     """Return what jaxlib launches; `sizes` has the bytes of results that start at 0."""
     if not hasattr(gpu_triton, "TritonKernel"):
@@ -176,7 +184,7 @@ def _opaque(
     last = [x.parameter for x in buffers.results if x.parameter is not None]
     order = [*(i for i in range(len(parameters)) if i not in last), *last]
     if last:
-        code = import_module("torch_attn.ahead").assemble(compiled, order)
+        code = assemble(compiled, order)
     given = [_parameter(parameters[i]) for i in order]
     # These are more parameters than the kernel has: no code reads them.
     given += [_address(sizes.get(x.operand, 0)) for x in buffers.results if x.parameter is None]
@@ -203,17 +211,17 @@ def _varint(value: int) -> bytes:
     return bytes([low | 128]) + _varint(rest) if rest else bytes([low])
 
 
-def _parameter(x: Any) -> Any:
-    if hasattr(x, "box"):
+def _parameter(x: Parameter) -> Any:
+    if isinstance(x, Descriptor):
         return _descriptor(x)
-    return _address(0) if hasattr(x, "operand") else gpu_triton.create_scalar_parameter(*x)
+    return _address(0) if isinstance(x, Pointer) else gpu_triton.create_scalar_parameter(*x)
 
 
 def _address(bytes_to_zero: int) -> Any:
     return gpu_triton.create_array_parameter(bytes_to_zero, 16)
 
 
-def _descriptor(x: Any) -> Any:
+def _descriptor(x: Descriptor) -> Any:
     return gpu_triton.create_tma_descriptor_parameter(
         elem_type=x.element, swizzle=x.swizzle, shape=x.shape, strides=x.strides,
         block_shape=x.box, oob_fill=0,

@@ -1,20 +1,17 @@
 """Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
-The family's host function is traced once for operands of given shapes (`pallas_attn.outline`), and
-each of its kernels is compiled by JAX's CUDA plugin (`torch_attn.mosaic_call`). A call then
-allocates and launches what the outline says, so torch's allocator, streams and CUDA graphs, and
-`torch_attn.replay`, work as with any other family. Torch itself computes what XLA would compute
-between the kernels. JAX is imported when a family is asked for; it runs nothing.
+The family's host function is planned once for operands of given shapes (`jax_host`), and JAX's CUDA
+plugin compiles its kernels (`mosaic`). A call then allocates and launches what the plan says, so
+torch's allocator, streams and CUDA graphs, and `torch_attn.replay`, work as with any other family.
+Torch itself computes what XLA would compute between the kernels.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from importlib import import_module
 from math import inf
 from typing import Any, NamedTuple
 
@@ -22,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from interop.kernels import jax_host, mosaic
+from interop.kernels.plan import Kernel, Operation, Value
 from torch_attn.kernels.gradients import sinks_gradient
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.launch import tensors_of
-from torch_attn.layouts import leaves, replace_leaves
-from torch_attn.mosaic_call import compile_module, launcher_of
+from torch_attn.layouts import replace_leaves
 from torch_attn.operands import compact, dtype_name, is_compact
 from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import card_of
@@ -40,7 +38,7 @@ from twin_attention.targets.family import Backend
 
 @dataclass(frozen=True)
 class _Type:
-    """Hold the properties of an operand that an outline depends on."""
+    """Hold the properties of an operand that a plan depends on."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,36 +49,35 @@ class _Launch(NamedTuple):
 
     Attributes:
         launcher: launches the kernel, given the tensors' addresses.
-        tensors: the values that it reads, then the values that it writes.
-        results: the values that it writes, and for each the value whose memory it takes; None for
-            new memory.
+        tensors: the values that it reads and writes.
     """
 
     launcher: Launcher
-    tensors: tuple[Any, ...]
-    results: tuple[tuple[Any, Any], ...]
+    tensors: tuple[Value, ...]
 
 
-def function_of(operation: str) -> Callable[..., Any]:
-    """Return what runs an operation of a family of `pallas_attn`, such as "flash_fwd".
+def run(backend: Backend, operation: str, spec: AttentionSpec | DecodeSpec, *operands: Any) -> Any:
+    """Run an operation's function of a family of `pallas_attn`.
 
-    It is called like the family's own function, on tensors. A tensor that is not compact, as JAX's
-    arrays are, is copied; a pool of pages is refused instead.
+    A tensor that is not compact, as JAX's arrays are, is copied; a pool of pages is refused.
+
+    Args:
+        backend: the family, and the target to compile for.
+        operation: the function, such as "flash_fwd".
+        spec: the problem.
+        operands: the function's operands, tensors in tuples.
     """
-    return partial(_run, operation)
-
-
-def _run(operation: str, *arguments: Any) -> Any:
-    *given, spec, backend = arguments
     if isinstance(spec, DecodeSpec):
-        _check_pools(given[0])
-    operands = tuple(replace_leaves(tuple(given), lambda x: None if x is None else compact(x)))
+        _check_pools(operands[0])
+    operands = tuple(replace_leaves(operands, lambda x: None if x is None else compact(x)))
     tensors = tensors_of(operands)
     device = tensors[0].device
     types = replace_leaves(operands, _type_of)
     capture = current_capture()
     with torch.cuda.device(device):
-        planned = partial(plan, operation, types, spec, backend, device, requested_configs())
+        planned = partial(
+            compiled_plan, operation, types, spec, backend, device, requested_configs()
+        )
         if capture is None:
             steps, results = planned()
         else:
@@ -93,7 +90,7 @@ def _run(operation: str, *arguments: Any) -> Any:
                 _launch(step, values, tensors[0])
             else:
                 _operate(step, values, tensors[0])
-    return _replace(results, values)
+    return _with_tensors(results, values)
 
 
 def _check_pools(operands: DecodeOperands[Tensor]) -> None:
@@ -110,10 +107,9 @@ def _type_of(x: Tensor | None) -> _Type | None:
 
 
 def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
-    for result, source in step.results:
-        values[result.number] = (
-            new_tensor(result, like) if source is None else values[source.number]
-        )
+    for x in step.tensors:
+        if x.number not in values:
+            values[x.number] = new_tensor(x, like)
     tensors = tuple(values[x.number] for x in step.tensors)
     stream = torch.cuda.current_stream().cuda_stream
     step.launcher(stream, tuple(x.data_ptr() for x in tensors))
@@ -122,9 +118,9 @@ def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
         capture.add(step.launcher, tensors)
 
 
-def _operate(step: Any, values: dict[int, Tensor], like: Tensor) -> None:
+def _operate(step: Operation, values: dict[int, Tensor], like: Tensor) -> None:
     """Do what XLA does between kernels."""
-    args = _replace(step.args, values)
+    args = _with_tensors(step.args, values)
     results = step.results
     if step.name == "full":
         (number,) = args
@@ -184,91 +180,59 @@ FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
 }
 
 
-def new_tensor(value: Any, like: Tensor) -> Tensor:
+def new_tensor(value: Value, like: Tensor) -> Tensor:
     return like.new_empty(value.shape, dtype=getattr(torch, value.dtype))
 
 
-def _replace(x: Any, values: dict[int, Tensor]) -> Any:
-    """Return tuples with tensors in place of the values of an outline."""
-    if hasattr(x, "number"):
-        return values[x.number]
-    if not isinstance(x, (tuple, list)):
-        return x
-    items = [_replace(item, values) for item in x]
-    return type(x)(*items) if hasattr(x, "_fields") else tuple(items)
+def _with_tensors(x: Any, values: dict[int, Tensor]) -> Any:
+    """Return nested tuples with tensors in place of the values of a plan."""
+    return replace_leaves(x, lambda x: values[x.number] if isinstance(x, Value) else x)
 
 
 @lru_cache(maxsize=1024)
-def plan(
+def compiled_plan(
     operation: str,
     types: Any,
     spec: AttentionSpec | DecodeSpec,
     backend: Backend,
     device: torch.device,
     changes: Any,
-) -> tuple[tuple[Any, ...], Any]:
-    """Outline a host function, and compile its kernels for the current device.
+) -> tuple[tuple[_Launch | Operation, ...], Any]:
+    """Plan a host function, and compile its kernels for the current device.
 
     Returns:
-        The steps of the outline, with a `_Launch` for each kernel, and its results.
+        The steps of the plan, with a `_Launch` for each kernel, and its results.
     """
     # JAX starts on the card to compile for it; it must not reserve most of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     function = backend.family.function(operation)
     with repeat_configs(changes):
-        found = import_module("pallas_attn.outline").outline(
+        found = jax_host.plan_of(
             lambda *operands: function(*operands, spec, backend), types, card_of(device)
         )
-    uses = Counter(x.number for step in found.steps for x in _values(step))
-    uses.update(x.number for x in leaves(tuple(found.results)) if hasattr(x, "number"))
-    fresh: set[int] = set()
-    steps: list[Any] = []
-    for step in found.steps:
-        if hasattr(step, "call"):
-            last = step.operands[len(step.operands) - step.num_aliased :]
-            if not all(x.number in fresh and uses[x.number] == 1 for x in last):
-                expected = "kernels that write into memory that is made for them"
-                fail(NotImplementedError, operation, expected, "into another array's")
-            step = _compile(step, device)
-        if isinstance(step, _Launch) or step.name == "full":
-            made = [x for x, _ in step.results] if isinstance(step, _Launch) else step.results
-            fresh.update(x.number for x in made)
-        steps.append(step)
+    steps = [_compile(x, device) if isinstance(x, Kernel) else x for x in found.steps]
     return tuple(steps), found.results
 
 
-def _values(step: Any) -> Iterator[Any]:
-    """Yield the values that a step of an outline reads."""
-    operands = step.operands if hasattr(step, "call") else step.args
-    yield from (x for x in leaves(tuple(operands)) if hasattr(x, "number"))
-
-
-def _compile(kernel: Any, device: torch.device) -> _Launch:
-    """Compile a kernel of an outline for the current device."""
-    ahead = import_module("pallas_attn.ahead")
-    plugin = ahead.plugin()
+def _compile(kernel: Kernel, device: torch.device) -> _Launch:
+    """Compile a kernel of a plan for the current device."""
+    plugin = mosaic.plugin()
     assert plugin is not None, "the family supports nothing without it"
-    num_buffers = len(kernel.operands) + len(kernel.results)
-    module = ahead.lower_ahead(kernel.call)
+    module = mosaic.lower(kernel.code)
     with torch.cuda.device(device):  # JAX may have started, and made another one current
         number = torch.cuda.current_device()
-        compiled = compile_module(module, plugin, num_buffers, number)
+        compiled = mosaic.compile_module(module, plugin, len(kernel.operands), number)
         constants = tuple(
             compact(torch.from_numpy(np.array(x)).to(device))
             for x in kernel.operands
-            if not hasattr(x, "number")
+            if not isinstance(x, Value)
         )
-    num_new = len(kernel.results) - kernel.num_aliased
-    sources = kernel.operands[len(kernel.operands) - kernel.num_aliased :]
-    values = [x for x in kernel.operands if hasattr(x, "number")]
-    tensors = list(dict.fromkeys((*values, *kernel.results[:num_new])))
+    # A kernel may take the same memory several times, in other shapes.
+    tensors = list({x.number: x for x in kernel.operands if isinstance(x, Value)}.values())
+    numbers = [x.number for x in tensors]
     of_constants = iter(range(len(tensors), len(tensors) + len(constants)))
     buffers = [
-        tensors.index(x) if hasattr(x, "number") else next(of_constants)
-        for x in (*kernel.operands, *kernel.results[:num_new], *sources)
+        numbers.index(x.number) if isinstance(x, Value) else next(of_constants)
+        for x in kernel.operands
     ]
-    results = (
-        *((x, None) for x in kernel.results[:num_new]),
-        *zip(kernel.results[num_new:], sources, strict=True),
-    )
-    return _Launch(launcher_of(compiled, buffers, constants), tuple(tensors), results)
+    return _Launch(mosaic.launcher_of(compiled, buffers, constants), tuple(tensors))

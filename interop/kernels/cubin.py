@@ -1,9 +1,9 @@
-"""Compile a launch's kernel for a card that torch need not have, and describe its parameters.
+"""Compile a launch of `torch_attn` for a card that torch need not have; describe its parameters.
 
 Triton's own compilation asks its driver for the current device. This module uses only the parts
 that need no device: the function that specialises a kernel for its arguments, and `triton.compile`.
-If Triton lacks one, another framework launches no kernels and gives that as the reason. Checked
-with Triton 3.6 and 3.9; ``tests/torch_attn/test_ahead.py`` guards it.
+They are private to Triton. If one is missing, JAX launches no such kernel and gives that as the
+reason. Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from torch_attn.driver import pairs
 from torch_attn.launch import Launch
-from torch_attn.layouts import Layout, leaves, replace_leaves
+from torch_attn.layouts import Layout, placeholders_of
 from torch_attn.overlap import in_turn
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
@@ -83,7 +83,7 @@ Parameter = Pointer | Descriptor | Number
 
 
 class Compiled(NamedTuple):
-    """A kernel for another framework to launch.
+    """A kernel for JAX to launch.
 
     Attributes:
         name: of the function.
@@ -106,7 +106,7 @@ class Compiled(NamedTuple):
     metadata: Any
 
 
-def compile_ahead(launch: Launch, card: Card) -> Compiled:
+def compile_launch(launch: Launch, card: Card) -> Compiled:
     """Compile a launch's kernel for a card, or return a thread's compiled kernel.
 
     Raises:
@@ -116,12 +116,12 @@ def compile_ahead(launch: Launch, card: Card) -> Compiled:
         return _compiled(launch, card)
 
 
-def compile_beside(launch: Launch, card: Card) -> None:
-    """Compile a launch's kernel for a card in a thread, for `compile_ahead`."""
+def compile_in_thread(launch: Launch, card: Card) -> None:
+    """Compile a launch's kernel for a card in a thread, for `compile_launch`."""
 
     def compile() -> None:
-        with suppress(Exception):  # `compile_ahead` says what is wrong
-            compile_ahead(launch, card)
+        with suppress(Exception):  # `compile_launch` says what is wrong
+            compile_launch(launch, card)
 
     Thread(target=copy_context().run, args=(compile,)).start()
 
@@ -133,12 +133,7 @@ def _lock_of(launch: Launch, card: Card) -> Lock:
 
 @lru_cache(maxsize=1024)
 def _compiled(launch: Launch, card: Card) -> Compiled:
-    dtypes = {x.operand: x.dtype for x in leaves(launch.layouts) if x is not None}
-
-    def compile(grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]) -> Any:
-        arguments = [_bound(x, dtypes) for x in arguments]
-        return _compile(launch.kernel, arguments, options, card.capability)
-
+    compile = partial(_compile, card.capability)
     with described(card):
         config, compiled = launch.compile(compile, card.shared_memory)
         grid, arguments = launch.prepared(config)
@@ -147,7 +142,7 @@ def _compiled(launch: Launch, card: Card) -> Compiled:
     x, y, z = (*grid, 1, 1)[:3]
     return Compiled(
         metadata.name, without_ptx(compiled.asm["cubin"]), metadata.num_warps, metadata.shared,
-        (x, y, z), tuple(_parameters(compiled, arguments, dtypes)), compiled.asm["ptx"], metadata,
+        (x, y, z), tuple(_parameters(compiled, arguments, launch)), compiled.asm["ptx"], metadata,
     )  # fmt: skip
 
 
@@ -196,27 +191,14 @@ def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
     return f"{ptx[: found.start(1)]}\n\t{text}\n{ptx[found.end(1) :]}"
 
 
-class _Operand:
-    """An operand as Triton specialises for it."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def data_ptr(self) -> int:
-        return 0
-
-
-def _bound(argument: Any, dtypes: dict[int, torch.dtype]) -> Any:
-    def bound(x: Any) -> Any:
-        if isinstance(x, TensorMap):
-            return x.bind(_Operand(dtypes[x.operand]))
-        return _Operand(x.dtype) if isinstance(x, Layout) else x
-
-    return replace_leaves(argument, bound)
-
-
-def _compile(kernel: Any, arguments: list[Any], options: dict[str, Any], capability: int) -> Any:
-    """Compile as `JITFunction.run` does."""
+def _compile(
+    capability: int,
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: list[Any],
+    options: dict[str, Any],
+) -> Any:
+    """Compile as `JITFunction.run` does, for a card of this compute capability."""
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     options = options | {
@@ -243,10 +225,9 @@ def _source_class(kernel: Any) -> Any:
     return GluonASTSource
 
 
-def _parameters(
-    compiled: Any, arguments: list[Any], dtypes: dict[int, torch.dtype]
-) -> Iterator[Parameter]:
+def _parameters(compiled: Any, arguments: list[Any], launch: Launch) -> Iterator[Parameter]:
     """Yield the parameters of a kernel's function, made from the launch's arguments."""
+    operands = placeholders_of(launch.layouts)
     maps = iter(compiled.metadata.tensordesc_meta or ())
     for x, kind in pairs(arguments, tuple(compiled.src.signature.values())):
         if kind == "constexpr":
@@ -254,7 +235,7 @@ def _parameters(
         if isinstance(x, TensorMap):
             shape, strides = (tuple(x.fields[name]) for name in ("shape", "strides"))
             found = next(maps)
-            element = _ELEMENTS[dtypes[x.operand]]
+            element = _ELEMENTS[operands[x.operand].dtype]
             yield Descriptor(
                 x.operand, element, found["swizzle"], shape, strides, tuple(found["block_size"])
             )

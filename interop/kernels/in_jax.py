@@ -1,0 +1,59 @@
+"""Say which kernels of `torch_attn` JAX launches, and launch them; see `run_in_jax`.
+
+PyTorch and Triton are imported when one is asked for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from pallas_attn import private
+from twin_attention.targets import family, sm80, sm90
+from twin_attention.targets.family import Family
+from twin_attention.targets.kernels import Spec
+
+# What is asked before PyTorch is imported.
+_RULES = {"sm80": sm80.supports, "sm90": sm90.supports, "portable": lambda *_: None}
+
+
+def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return None for a problem that a family of `torch_attn` runs in JAX, else the reason.
+
+    Args:
+        folder: the family's.
+        operation, spec, target: as `Family.supports` takes them.
+    """
+    for package in ("triton", "torch"):
+        if find_spec(package) is None:
+            return (
+                f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
+                "of which a build for CPUs will do, prepares their launches"
+            )
+    private.hash_triton()
+    return (
+        _RULES[folder](operation, spec, target)
+        or family.import_error("torch_attn.families")
+        or _family(folder).supports(operation, spec, target)
+        or private.missing("foreign")
+        or family.import_error("interop.kernels.torch_host")
+        or family.import_error("interop.kernels.cubin")
+        or sm90.jax_leaves(operation, spec, target)
+    )
+
+
+def run(folder: str, operation: str, *arguments: Any) -> Any:
+    """Run an operation of a family, called on arrays as the family's own function is."""
+    from interop.kernels import run_in_jax
+
+    *operands, spec, backend = arguments
+    backend = backend._replace(family=_family(folder))
+    return run_in_jax.run(backend, operation, spec, *operands)
+
+
+@cache
+def _family(folder: str) -> Family:
+    from torch_attn.families import FAMILIES
+
+    return next(x for x in FAMILIES if x.folder == folder)

@@ -1,0 +1,65 @@
+"""Say which kernels of `pallas_attn` PyTorch launches, and launch them; see `run_in_torch`.
+
+JAX is imported when one is asked for; it runs nothing.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
+from twin_attention.targets import family, versions
+from twin_attention.targets.family import Family
+from twin_attention.targets.kernels import Spec
+
+
+def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
+    """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else the reason.
+
+    Args:
+        folder: the family's.
+        operation, spec, target: as `Family.supports` takes them.
+    """
+    attends = isinstance(spec, AttentionSpec | DecodeSpec)
+    if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
+        return "PyTorch launches its kernels of dense, packed and paged attention alone"
+    if isinstance(spec, AttentionSpec) and not spec.placement.compact:
+        return (
+            "its kernels read contiguous tensors that begin at multiples of 256 bytes, as "
+            "arrays of JAX do"
+        )
+    if find_spec("jax") is None:
+        return "jax is not installed, which compiles its kernels (pip install 'jax[cuda13]')"
+    return (
+        versions.older_jax((0, 11, 2))
+        or family.import_error("pallas_attn.families")
+        or _family(folder).supports(operation, spec, target)
+        or family.import_error("interop.kernels.jax_host")
+        or _no_plugin()
+    )
+
+
+def run(folder: str, operation: str, *arguments: Any) -> Any:
+    """Run an operation of a family, called on tensors as the family's own function is."""
+    from interop.kernels import run_in_torch
+
+    *operands, spec, backend = arguments
+    backend = backend._replace(family=_family(folder))
+    return run_in_torch.run(backend, operation, spec, *operands)
+
+
+@cache
+def _family(folder: str) -> Family:
+    from pallas_attn.families import FAMILIES
+
+    return next(x for x in FAMILIES if x.folder == folder)
+
+
+def _no_plugin() -> str | None:
+    """Return what JAX lacks to compile kernels, None for nothing."""
+    from interop.kernels.mosaic import plugin
+
+    return None if plugin() else "JAX's CUDA plugin, which compiles its kernels, is not installed"

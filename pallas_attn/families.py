@@ -1,0 +1,78 @@
+"""The kernel families of this side, and those of `torch_attn` that it launches too."""
+
+from __future__ import annotations
+
+from pallas_attn import private
+from twin_attention.targets import family, foreign, paged, sm80, sm90, versions
+from twin_attention.targets.family import Family, foreign_family
+from twin_attention.targets.kernels import Spec
+
+PACKAGE = "pallas_attn"
+_IN_JAX = "interop.kernels.in_jax"
+
+
+def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support every problem, with a JAX and a Triton that have the names that kernels use.
+
+    The interpreter needs no names of the compiler.
+    """
+    reason = family.import_error(f"pallas_attn.kernels.portable.{operation}")
+    if reason is None and target is not None:
+        reason = private.missing("triton")
+    return reason
+
+
+def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
+
+    This is asked on every machine, since JAX traces for CUDA on each. An older JAX is detected by
+    its version; with a newer one, tracing needs this import anyway.
+    """
+    return (
+        sm80.supports(operation, spec, target)
+        or sm80.mosaic_leaves(spec)
+        or versions.older_jax()
+        or private.missing("mosaic")
+        or family.import_error("pallas_attn.kernels.sm80.flash_fwd")
+        or family.import_error("pallas_attn.kernels.sm80.flash_bwd")
+    )
+
+
+def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support what the SM90 kernels cover; see `_mosaic_sm80_supports`.
+
+    A JAX array has no strides: its rows lie one after the other, at multiples of 16 bytes.
+    """
+    return (
+        sm90.supports(operation, spec, target)
+        or sm90.mosaic_leaves(operation, spec)
+        or versions.older_jax()
+        or private.missing("mosaic")
+        or family.import_error(f"pallas_attn.kernels.sm90.{operation}")
+    )
+
+
+def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
+    """Support what the kernels of paged caches cover, as `_mosaic_sm80_supports` does."""
+    return (
+        paged.supports(spec)
+        or versions.older_jax()
+        or private.missing("mosaic")
+        or family.import_error("pallas_attn.kernels.paged.paged_decode")
+        or family.import_error("pallas_attn.kernels.paged.append_kv")
+    )
+
+
+FAMILIES = (
+    Family("mosaic", PACKAGE, "sm80", supports=_mosaic_sm80_supports),
+    Family("mosaic", PACKAGE, "sm90", supports=_mosaic_sm90_supports),
+    Family("mosaic", PACKAGE, "paged", supports=_mosaic_paged_supports, slower=paged.slower),
+    Family("triton", PACKAGE, "portable", has_interpreter=True, supports=_triton_supports),
+    Family("reference", PACKAGE),
+)
+FOREIGN = (
+    foreign_family("gluon", "torch_attn", "sm80", _IN_JAX),
+    foreign_family("gluon", "torch_attn", "sm90", _IN_JAX, foreign.gluon_is_faster),
+    foreign_family("torch_triton", "torch_attn", "portable", _IN_JAX),
+)
+family.FAMILIES[PACKAGE], family.FOREIGN[PACKAGE] = FAMILIES, FOREIGN
