@@ -1,9 +1,9 @@
-"""Every private name of torch, and of Triton's launches: a renamed one costs only speed.
+"""Private names of torch that this side uses: a renamed one costs only speed.
 
 Each name is looked up once, when this module or its user is imported. A missing name is None or a
 minimal correct stand-in, and `explain` lists it. Without the names in `CAN_KEEP` no call is kept
-and replayed; without Triton's, launches go through Triton. The interpreter's names are in
-`torch_attn.interpreter`: without them the family "triton" gives the reason on a CPU.
+and replayed. Triton's private names are in the files that use them: `driver`, `overlap`,
+`interpreter`, and `tma` and `reduction` of `kernels.explicit`. Each says what happens without.
 """
 
 from __future__ import annotations

@@ -120,13 +120,7 @@ def _has_few_keys(spec: Spec) -> bool:
 def _has_many_programs(spec: Spec) -> bool:
     """Return True for a decode that should trade pipeline depth for occupancy.
 
-    That is: at most 32 query rows, `num_splits` not given, and a number of programs (batch × kv
-    heads) whose last wave, with the plain row, would leave most SMs of an H200 idle. The limits
-    were measured on one:
-
-    - 16-bit cache, D up to 128: more than 384 programs, and at most 640 if a program has at most 16
-      rows; D above 128: 385 to 528 programs of at most 16 rows;
-    - 8-bit cache: 641 to 2048 programs; D above 128: 385 to 2048.
+    With the plain row, the last wave of its programs would leave most SMs of an H200 idle.
     """
     if not _chooses_splits(spec):
         return False

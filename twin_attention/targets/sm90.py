@@ -53,14 +53,9 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why a problem that the kernels cover is left to the portable ones, or None.
+    """Return why the portable kernels are faster for a problem that these cover, or None.
 
-    Portable time over Gluon's, without and with a causal mask, 4 sequences of 1024 tokens and one
-    of 4096, on an H200: the forward of heads of 64 with dropout 0.92 to 0.99; the backward of heads
-    of 128 with a bias in float32 0.77 to 0.99, and with a table whose gradient a portable kernel
-    computes 0.85 and 0.91. Of the others at head dimension 64, the forward with a bias had 0.92 to
-    1.10, which is left as it is, and short backwards as much as without a term, 0.9 and more; all
-    else had 1.0 to 2.5.
+    The times are in docs/history/choices.md.
     """
     if not isinstance(spec, AttentionSpec):
         return None
