@@ -5,13 +5,12 @@ PyTorch and Triton are imported when one is asked for.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from pallas_attn import private
 from twin_attention.targets import family, sm80, sm90
-from twin_attention.targets.family import Family
+from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
 # What is asked before PyTorch is imported.
@@ -35,7 +34,7 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
     return (
         _RULES[folder](operation, spec, target)
         or family.import_error("torch_attn.families")
-        or _family(folder).supports(operation, spec, target)
+        or family.own_family("torch_attn", folder).supports(operation, spec, target)
         or private.missing("foreign")
         or family.import_error("interop.kernels.torch_host")
         or family.import_error("interop.kernels.cubin")
@@ -43,17 +42,8 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
     )
 
 
-def run(folder: str, operation: str, *arguments: Any) -> Any:
-    """Run an operation of a family, called on arrays as the family's own function is."""
+def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
+    """Run an operation's function; see `run_in_jax.run`."""
     from interop.kernels import run_in_jax
 
-    *operands, spec, backend = arguments
-    backend = backend._replace(family=_family(folder))
     return run_in_jax.run(backend, operation, spec, *operands)
-
-
-@cache
-def _family(folder: str) -> Family:
-    from torch_attn.families import FAMILIES
-
-    return next(x for x in FAMILIES if x.folder == folder)

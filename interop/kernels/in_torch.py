@@ -5,14 +5,13 @@ JAX is imported when one is asked for; it runs nothing.
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, PartialSpec
 from twin_attention.targets import family, versions
-from twin_attention.targets.family import Family
+from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
 
@@ -36,26 +35,17 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
     return (
         versions.older_jax((0, 11, 2))
         or family.import_error("pallas_attn.families")
-        or _family(folder).supports(operation, spec, target)
+        or family.own_family("pallas_attn", folder).supports(operation, spec, target)
         or family.import_error("interop.kernels.jax_host")
         or _no_plugin()
     )
 
 
-def run(folder: str, operation: str, *arguments: Any) -> Any:
-    """Run an operation of a family, called on tensors as the family's own function is."""
+def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
+    """Run an operation's function; see `run_in_torch.run`."""
     from interop.kernels import run_in_torch
 
-    *operands, spec, backend = arguments
-    backend = backend._replace(family=_family(folder))
     return run_in_torch.run(backend, operation, spec, *operands)
-
-
-@cache
-def _family(folder: str) -> Family:
-    from pallas_attn.families import FAMILIES
-
-    return next(x for x in FAMILIES if x.folder == folder)
 
 
 def _no_plugin() -> str | None:

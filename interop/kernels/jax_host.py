@@ -29,7 +29,7 @@ def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
 
     Args:
         function: takes the operands.
-        operands: tuples of objects with a shape and a dtype's name, or None.
+        operands: their types, in tuples, or None.
         card: the `torch_attn.targets.Card` it runs on.
 
     Raises:
@@ -41,11 +41,10 @@ def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
         core_count=card.num_sms,
         shared_memory_per_block_optin=card.shared_memory,
     )
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tuple(operands))
     with described(device), whole_fusions():
-        traced, results = jax.make_jaxpr(function, return_shape=True)(*types)
+        traced, results = jax.make_jaxpr(function, return_shape=True)(*operands)
     writer = _Writer()
-    given = [writer.value_of(x) for x in jax.tree.leaves(types)]
+    given = [writer.value_of(x) for x in jax.tree.leaves(operands)]
     found = writer.add(traced.jaxpr, traced.consts, given)
     return writer.plan(jax.tree.structure(results).unflatten(found))
 

@@ -160,11 +160,7 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
 
     for step in plan.steps:
         if isinstance(step, Kernel):
-            results = kernel_call(
-                [value_of(step.operands[i]) for i in step.read],
-                launch=step.code, card=card, read=step.read, written=step.written,
-                zeroed=step.zeroed,
-            )  # fmt: skip
+            results = kernel_call([value_of(step.operands[i]) for i in step.read], step, card)
             for i, x in zip(step.written, results, strict=True):
                 values[step.operands[i].number] = x
             continue

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from contextlib import nullcontext
+from functools import lru_cache
 from math import inf
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import torch
 from torch import Tensor
@@ -30,18 +31,10 @@ from torch_attn.replay import Launcher, current_capture
 from torch_attn.targets import card_of
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
-from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.config import repeat_configs, requested_configs
 from twin_attention.targets.family import Backend
-
-
-@dataclass(frozen=True)
-class _Type:
-    """Hold the properties of an operand that a plan depends on."""
-
-    shape: tuple[int, ...]
-    dtype: str
+from twin_attention.targets.kernels import Spec
 
 
 class _Launch(NamedTuple):
@@ -56,7 +49,7 @@ class _Launch(NamedTuple):
     tensors: tuple[Value, ...]
 
 
-def run(backend: Backend, operation: str, spec: AttentionSpec | DecodeSpec, *operands: Any) -> Any:
+def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function of a family of `pallas_attn`.
 
     A tensor that is not compact, as JAX's arrays are, is copied; a pool of pages is refused.
@@ -73,18 +66,11 @@ def run(backend: Backend, operation: str, spec: AttentionSpec | DecodeSpec, *ope
     tensors = tensors_of(operands)
     device = tensors[0].device
     types = replace_leaves(operands, _type_of)
-    capture = current_capture()
-    with torch.cuda.device(device):
-        planned = partial(
-            compiled_plan, operation, types, spec, backend, device, requested_configs()
-        )
-        if capture is None:
-            steps, results = planned()
-        else:
-            with capture.paused():
-                steps, results = planned()
+    capture, changes = current_capture(), requested_configs()
     values = dict(enumerate(tensors))
     with torch.cuda.device(device):
+        with nullcontext() if capture is None else capture.paused():
+            steps, results = compiled_plan(operation, types, spec, backend, device, changes)
         for step in steps:
             if isinstance(step, _Launch):
                 _launch(step, values, tensors[0])
@@ -102,8 +88,8 @@ def _check_pools(operands: DecodeOperands[Tensor]) -> None:
             fail(NotImplementedError, name, expected, f"strides {x.stride()}")
 
 
-def _type_of(x: Tensor | None) -> _Type | None:
-    return None if x is None else _Type(tuple(x.shape), dtype_name(x.dtype))
+def _type_of(x: Tensor | None) -> jax.ShapeDtypeStruct | None:
+    return None if x is None else jax.ShapeDtypeStruct(tuple(x.shape), dtype_name(x.dtype))
 
 
 def _launch(step: _Launch, values: dict[int, Tensor], like: Tensor) -> None:
@@ -193,7 +179,7 @@ def _with_tensors(x: Any, values: dict[int, Tensor]) -> Any:
 def compiled_plan(
     operation: str,
     types: Any,
-    spec: AttentionSpec | DecodeSpec,
+    spec: Spec,
     backend: Backend,
     device: torch.device,
     changes: Any,

@@ -34,10 +34,10 @@ from interop.kernels.cubin import (
     compile_in_thread,
     compile_launch,
 )
+from interop.kernels.plan import Kernel
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton
 from pallas_attn.targets import cuda_devices
-from torch_attn.launch import Launch
 from torch_attn.layouts import leaves
 from torch_attn.operands import dtype_name
 from torch_attn.targets import Card
@@ -73,61 +73,48 @@ class Buffers(NamedTuple):
     results: tuple[Buffer, ...]
 
 
-def kernel_call(
-    inputs: Sequence[jax.Array],
-    *,
-    launch: Launch,
-    card: Card,
-    read: tuple[int, ...],
-    written: tuple[int, ...],
-    zeroed: tuple[int, ...],
-) -> list[jax.Array]:
-    """Launch a kernel.
+def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel, card: Card) -> list[jax.Array]:
+    """Launch a kernel of `torch_attn`.
 
     Args:
-        inputs: the operands that it reads, in the order of `read`.
-        launch: all but the operands.
+        inputs: the operands that it reads, in order. What it also writes is a result in the memory
+            of an operand.
+        kernel: the launch.
         card: the card to compile for.
-        read, written: which of the launch's tensors have values before it, and which may have new
-            values after it. Tensors in both are results in the memory of operands.
-        zeroed: which of the results are 0 before it.
 
     Returns:
-        The results, in the order of `written`.
+        What it writes, in order.
     """
     if cuda_devices():  # without one, few traced programs are lowered for a GPU
-        compile_in_thread(launch, card)
-    return kernel_call_p.bind(
-        *inputs, launch=launch, card=card, read=read, written=written, zeroed=zeroed
-    )
+        compile_in_thread(kernel.code, card)
+    return kernel_call_p.bind(*inputs, kernel=kernel._replace(operands=()), card=card)
 
 
-def result_types(
-    inputs: Sequence[Any], launch: Launch, read: tuple[int, ...], written: tuple[int, ...]
-) -> list[jax.ShapeDtypeStruct]:
+def result_types(inputs: Sequence[Any], kernel: Kernel) -> list[jax.ShapeDtypeStruct]:
     """Return the types of a launch's results; arguments as in `kernel_call`.
 
     A result that is also read has the input's type, even if the kernel sees only its bits.
     """
-    layouts = [x for x in leaves(launch.layouts) if x is not None]
-    given = dict(zip(read, inputs, strict=True))
+    layouts = [x for x in leaves(kernel.code.layouts) if x is not None]
+    given = dict(zip(kernel.read, inputs, strict=True))
     return [
         jax.ShapeDtypeStruct(given[i].shape, given[i].dtype)
         if i in given
         else jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype))
-        for i in written
+        for i in kernel.written
     ]
 
 
 @kernel_call_p.def_abstract_eval
-def _abstract(*inputs, launch, card, read, written, zeroed):
-    return [ShapedArray(x.shape, x.dtype) for x in result_types(inputs, launch, read, written)]
+def _abstract(*inputs, kernel, card):
+    return [ShapedArray(x.shape, x.dtype) for x in result_types(inputs, kernel)]
 
 
-def _call(*inputs, launch, card, read, written, zeroed):
+def _call(*inputs, kernel, card):
+    launch, _, read, written, zeroed = kernel
     compiled = compile_launch(launch, card)
     buffers = arrange_buffers(compiled.parameters, written, zeroed)
-    types = dict(zip(written, result_types(inputs, launch, read, written), strict=True))
+    types = dict(zip(written, result_types(inputs, kernel), strict=True))
     values = dict(zip(read, inputs, strict=True))
     for i in {*written} - {*read}:
         values[i] = jax.lax.empty(types[i].shape, types[i].dtype)
@@ -150,7 +137,7 @@ def _call(*inputs, launch, card, read, written, zeroed):
 def arrange_buffers(
     parameters: Sequence[Parameter], written: tuple[int, ...], zeroed: tuple[int, ...]
 ) -> Buffers:
-    """Return the buffers of a call; arguments as in `kernel_call`.
+    """Return the buffers of a call; arguments as in `Compiled` and `Kernel`.
 
     Raises:
         NotImplementedError: a result has more parameters than jaxlib can give it.
@@ -228,10 +215,10 @@ def _descriptor(x: Descriptor) -> Any:
     )  # fmt: skip
 
 
-def _lower(ctx, *inputs, read, written, **params):
-    rule = partial(mlir.lower_fun(_call, multiple_results=True), read=read, written=written)
-    in_place = [i for i, x in enumerate(read) if x in written]
-    return lower_with_own_memory(partial(rule, **params), ctx, inputs, in_place)
+def _lower(ctx, *inputs, kernel, card):
+    rule = partial(mlir.lower_fun(_call, multiple_results=True), kernel=kernel, card=card)
+    in_place = [i for i, x in enumerate(kernel.read) if x in kernel.written]
+    return lower_with_own_memory(rule, ctx, inputs, in_place)
 
 
 mlir.register_lowering(kernel_call_p, _lower, platform="cuda")

@@ -50,9 +50,10 @@ if REASON is not None and "private names" not in REASON:  # jaxlib launches noth
 LAUNCHED = []  # one list, since what one test has traced another one may run
 
 
-def call(inputs, *, launch, card, read, written, zeroed):
+def call(inputs, kernel, card):
+    launch, _, read, written, zeroed = kernel
     layouts = [x for x in leaves(launch.layouts) if x is not None]
-    results = triton_call.result_types(inputs, launch, read, written)
+    results = triton_call.result_types(inputs, kernel)
 
     def run(*arrays):
         tensors = dict(zip(read, map(to_torch, arrays), strict=True))

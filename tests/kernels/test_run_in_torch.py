@@ -2,15 +2,18 @@
 
 import threading
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
+from interop.exchange import to_torch
 from interop.kernels import jax_host, mosaic, run_in_torch
 from interop.kernels.mosaic import Compiled, LaunchFunction, compile_module, launcher_of
 from interop.kernels.plan import Kernel, Operation, Plan, Value
 from interop.parity.cases import DecodeCase
+from pallas_attn.kernels.gradients import sinks_gradient
 from torch_attn import private
 from torch_attn.operands import COMPACT, compact, is_compact
 from torch_attn.replay import capture
@@ -133,6 +136,7 @@ def kernels(monkeypatch):
     monkeypatch.setattr(mosaic, "compile_module", lambda module, *_: found[module].compiled)
     monkeypatch.setattr(jax_host, "plan_of", plan_of)
     monkeypatch.setattr(run_in_torch, "card_of", lambda device: None)
+    monkeypatch.setattr("twin_attention.targets.family._function", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.cuda.ExternalStream)
@@ -206,3 +210,41 @@ def test_a_pool_is_not_copied():
     operands = DecodeOperands(pool[0], pool, pool, pool, pool)
     with pytest.raises(NotImplementedError, match=r"k_pages: expected a contiguous pool"):
         run_in_torch.run(PAGED, "paged_decode", case.spec, operands)
+
+
+# ---- What torch does in the place of XLA between kernels, against XLA. ----
+
+HEADS, LENGTHS = 3, [33, 0, 130, 60]  # the last are padding
+NUM_ROWS = sum(LENGTHS)
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), "float32")
+
+
+def row_exists(count):
+    """Return which rows of lse2 and delta are one of the packed sequences, or of the padding."""
+    exists, start = np.zeros(count, bool), 0
+    for number, length in enumerate(LENGTHS):
+        first = (start // 128 + number) * 128
+        exists[first : first + length] = True
+        start += length
+    return exists
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
+def test_the_gradient_of_sinks(is_packed):
+    sinks, offsets = normal(0, HEADS), ()
+    rows = NUM_ROWS
+    if is_packed:
+        offsets = (jnp.cumsum(jnp.array([0, *LENGTHS[:-1]], jnp.int32)), NUM_ROWS)
+        rows = (NUM_ROWS // 128 + len(LENGTHS)) * 128
+    lse2, delta = (normal(seed, 2, HEADS, rows) for seed in (1, 2))
+    lse2 = jnp.where(lse2 > 1, jnp.inf, lse2)
+    if is_packed:  # rows that do not exist may hold anything
+        lse2, delta = (jnp.where(row_exists(rows), x, jnp.nan) for x in (lse2, delta))
+    args = sinks, lse2, delta, *offsets
+    given = [to_torch(x) if isinstance(x, jnp.ndarray) else x for x in args]
+    (dsinks,) = run_in_torch.FUSIONS["sinks_gradient"](*given)
+    assert dsinks.isfinite().all()
+    torch.testing.assert_close(dsinks, to_torch(sinks_gradient(*args)), rtol=1e-4, atol=1e-5)

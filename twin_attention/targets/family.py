@@ -114,8 +114,9 @@ def foreign_family(
 
     Args:
         name, package, folder, faster: as in `Family`.
-        bridge: the module that launches its kernels. It has the functions `supports` and `run`,
-            which take the folder before what `supports` and the family's functions take.
+        bridge: the module that launches its kernels. Its function `supports` takes the folder and
+            the arguments of `supports`; `run` takes the side's own backend, the operation, the
+            problem and the operands.
     """
 
     def supports(operation: str, spec: Spec, target: str | None) -> str | None:
@@ -123,9 +124,19 @@ def foreign_family(
         return missing or import_module(bridge).supports(folder, operation, spec, target)
 
     def function(operation: str) -> Callable[..., Any]:
-        return partial(import_module(bridge).run, folder, operation)
+        def run(*arguments: Any) -> Any:
+            *operands, spec, backend = arguments
+            backend = backend._replace(family=own_family(package, folder))
+            return import_module(bridge).run(backend, operation, spec, *operands)
+
+        return run
 
     return Family(name, package, folder, supports=supports, faster=faster, abroad=function)
+
+
+def own_family(package: str, folder: str | None) -> Family:
+    """Return the family of a side whose kernels are in this folder."""
+    return next(x for x in FAMILIES[package] if x.folder == folder)
 
 
 def families_of(package: str) -> tuple[Family, ...]:
@@ -190,8 +201,7 @@ class Backend(NamedTuple):
 
 def portable_backend(package: str, target: str | None) -> Backend:
     """Return the backend of a side's portable kernels; without a target, interpreted."""
-    (family,) = (family for family in FAMILIES[package] if family.folder == "portable")
-    return Backend(family, target, interpreted=target is None)
+    return Backend(own_family(package, "portable"), target, interpreted=target is None)
 
 
 def choose(
