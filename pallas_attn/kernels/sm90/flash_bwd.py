@@ -1,19 +1,7 @@
-"""Flash attention, backward.
+"""Flash attention, backward, in the ways of its twin, which describes them.
 
-With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0.
-Dao 2023, FlashAttention-2, algorithm 2. dq is computed in one of two ways. Its own kernel, which
-also prepares the rows, makes the same bits every time, with seven products in all. Or the kernel of
-dk and dv adds it up in float32, in any order, with five.
-
-For head sizes above 128 the accumulator of one gradient fills the registers. dq, dk and dv then
-each have a kernel, with eight products in all.
-
-As in the forward, a producer warp loads tiles by TMA, and consumer warpgroups multiply, with p and
-ds from the registers where they were computed. A step begins with the last products of the previous
-step, so that these and the next scores are in flight together. Where dq is summed, the next scores
-are issued a step ahead.
+The formulas are in `pallas_attn.kernels.portable.flash_bwd`. A step begins with the last products
+of the previous step, so that these and the next scores are in flight together.
 """
 
 from jax import Array
@@ -49,6 +37,6 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Array]:
-    """Call the kernels of the backward for the head size: see `make_flash_bwd`."""
+    """Call the kernels of the backward for the head size."""
     run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
     return run(dout, dlse, operands, out, lse, rest, spec, backend)

@@ -1,4 +1,4 @@
-"""dk alone, for head sizes above 128; `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
+"""dk, for head sizes above 128."""
 
 import functools
 
@@ -28,14 +28,14 @@ def visit(kernel, keys, masked, x, carry):
     memory, queries, douts = kernel.memory, kernel.queries, kernel.douts
     now = keys.first_step + x
     slot_q, slot, previous = queries.slot(now), douts.slot(now), queries.slot(now - 1)
-    # w, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
-    # loop, and there are no registers for them.
+    # w, but unknown to the compiler, which would hoist the descriptors of k and v out of the loop:
+    # there are no registers for them.
     own = keys.w + (now >> 30)
     k, v = kernel.k(own), kernel.v(own)
     scores_type = accumulator(WGMMA_ROWS, kernel.problem.block_q)
 
     def overlap(dk_ref=None):
-        # Start dk += dsᵀ q of the previous tile, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+        # Previous tile: dk += dsᵀ q. This tile: sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
         if dk_ref is not None:
             ds, dk = carry
             dk_ref[...] = dk

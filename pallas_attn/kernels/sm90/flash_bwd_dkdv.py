@@ -1,7 +1,4 @@
-"""The backward's kernel of dk and dv, for head sizes up to 128.
-
-`pallas_attn.kernels.sm90.flash_bwd` has the formulas.
-"""
+"""The backward's kernel of dk and dv, for head sizes up to 128."""
 
 import functools
 from dataclasses import replace
@@ -61,17 +58,14 @@ class Outputs(NamedTuple):
 def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory, problem):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, one after the other.
 
-    Operands: `Inputs`, dk and dv like k and v; schedule [programs, 1 + most
-    tiles] of tiles of keys. Shared memory holds a tile of 64 rows of k and of v for each consumer
-    warpgroup, num_stages tiles of q and of dout with lse2 and delta of their rows, and their
-    mbarriers (`Memory`). Tiles of s, p, dp, ds are transposed (keys down, queries across). Loop
+    Operands: `Inputs`, dk and dv like k and v; schedule [programs, 1 + most tiles] of tiles of
+    keys. Tiles, accumulation and a key that no query sees: as in the portable kernel. Loop
     invariant: dv is Σ pᵀ dout over the query heads and queries so far, dk is Σ dsᵀ q over those
-    before the previous tile, and ds is that tile's. Accumulation: float32, exponents in base 2, p
-    and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
+    before the previous tile, and ds is that tile's.
 
-    Packed sequences: as in `flash_bwd_dq_kernel`, with tiles of keys, the first ones first. For
-    keys whose sequence has no queries, all factors are loaded as 0. In q and dout, rows past the
-    sequence's end are cleared.
+    Packed sequences: as in `flash_bwd_dq_kernel`, the first tiles of keys first. Keys whose
+    sequence has no queries have factors of 0. Rows of q and dout past the sequence's end are
+    cleared.
     """
     heads_q, heads_kv = inputs.q.shape[2], inputs.k.shape[2]
     size = heads_q // heads_kv
@@ -92,14 +86,7 @@ def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory
 
 
 class Consumers(NamedTuple):
-    """Operands and state of the consumer warpgroups.
-
-    Attributes:
-        inputs, outputs, memory, problem: operands, outputs, shared memory, what all tiles have in
-            common.
-        group, queue: the query heads of a tile of keys, and the program's tiles.
-        size, size_v: columns of dk and of dv, padded.
-    """
+    """State of the consumer warpgroups; size, size_v: columns of dk and of dv, padded."""
 
     inputs: Inputs
     outputs: Outputs
@@ -112,20 +99,14 @@ class Consumers(NamedTuple):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
+    """Run consumer warpgroup w, a Python int."""
     release_all(kernel.memory, w)
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
 
 
 class Keys(NamedTuple):
-    """A warpgroup's rows of a tile of keys.
-
-    Attributes:
-        tile: which tile of k and of v has them.
-        work, first_step: the result of `locate`, and the number of steps before this tile.
-        start_row: the first row.
-    """
+    """A warpgroup's rows of a tile of keys; first_step: the number of steps before this tile."""
 
     tile: Any
     work: Work
@@ -134,7 +115,7 @@ class Keys(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, turn):
-    """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
+    """Compute dk and dv of a warpgroup's rows of a tile; return the steps so far."""
     memory, members = kernel.memory, kernel.group.members
     work = locate(kernel.problem, kernel.group, item)
     tile, has_two = own_tile(memory.kv_full, turn, w), memory.kv_full.shape[0] > CONSUMERS
@@ -150,7 +131,7 @@ def compute_tile(kernel, w, item, step, turn):
 
     end = step + work.steps * members
 
-    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
+    # Visit the tiles of queries that see these keys; only edges are masked.
     carry = no_ds, zeros(WGMMA_ROWS, kernel.size), zeros(WGMMA_ROWS, kernel.size_v)
     ranges = step_ranges(work.masked_steps, work.steps)
 
@@ -186,10 +167,9 @@ class Step(NamedTuple):
 
     Attributes:
         x: its number among the tiles that see the keys; masked ones come first.
-        masked: some of its scores may be hidden.
         q_slot, previous, slot: the slots of its q, of the previous q, and of its dout.
-        fresh: 0, but unknown to the compiler where there are no registers for the descriptors of k
-            and v: otherwise it would hoist these out of the loop.
+        fresh: 0, but unknown to the compiler if it should not hoist the descriptors of k and v out
+            of the loop, as there are no registers for them.
         multiplied: the previous q, which ds multiplies; in the first step its own, as ds is 0 then.
     """
 
@@ -203,10 +183,7 @@ class Step(NamedTuple):
 
 
 def visit(kernel, keys, member, masked, x, carry):
-    """Add a tile of queries to dv, and the previous tile's dsᵀ q to dk.
-
-    carry: ds of the previous tile, dk and dv.
-    """
+    """Add a tile of queries to dv, and the previous tile's dsᵀ q to dk; carry: its ds, dk, dv."""
     memory, block_q = kernel.memory, kernel.problem.block_q
     q_stages, num_stages = memory.lse2_rows.shape[0], memory.delta_rows.shape[0]
     work = keys.work
@@ -217,8 +194,8 @@ def visit(kernel, keys, member, masked, x, carry):
     fresh = now >> 30 if kernel.problem.packed else 0
     multiplied = memory.q_tiles.values.tile(jnp.where(index == fresh, q_slot, previous))
     if kernel.problem.packed and masked:
-        # Rows of another sequence or of padding may be NaN. Clear them while no product is in
-        # flight: otherwise ptxas would wait for each product.
+        # Rows past the sequence's end may be NaN. Cleared while no product is in flight: otherwise
+        # ptxas would wait for each product.
         plgpu.barrier_wait(memory.q_full.at[q_slot])
         plgpu.barrier_wait(memory.dout_full.at[slot])
         left = work.place.size_other - work.visited(x)
@@ -243,7 +220,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     has_window = problem.window != Window()
     may_end = problem.packed and step.masked
 
-    # Start dk += dsᵀ q of the previous tile, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+    # Previous tile: dk += dsᵀ q. This tile: sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
     if not may_end:
         plgpu.barrier_wait(memory.q_full.at[step.q_slot])
     dk_ref[...] = dk
@@ -255,7 +232,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
         dk_new = wait_for(dk_ref, len(k.multiplied), ds)
         plgpu.barrier_arrive(memory.q_empty.at[step.previous])
     if may_end:
-        # Never true. Without a branch here ptxas runs out of registers and waits for each product.
+        # Never true. Without a branch ptxas runs out of registers and waits for each product.
         pl.when(now < 0)(lambda: plgpu.barrier_wait(memory.dout_full.at[step.slot]))
     else:
         plgpu.barrier_wait(memory.dout_full.at[step.slot])
@@ -298,7 +275,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
 
 
 def store(kernel, keys, dk, dv):
-    """Scale dk, and store a warpgroup's rows of dk and dv from where k and v were."""
+    """Scale dk; store a warpgroup's rows of dk and dv from where k and v were."""
     work = keys.work
     k, v = kernel.memory.k_tiles.tile(keys.tile), kernel.memory.v_tiles.tile(keys.tile)
     dk = dk * kernel.problem.rule.scale
@@ -317,7 +294,7 @@ def launch_dkdv(inputs, spec, backend, mask):
     name = "flash_bwd_dkdv"
     config = backend.configs(spec)[name]
     if is_packed and config.num_stages < 2:
-        # The next tile of queries is awaited, to be cleared, before the previous one is released.
+        # Clearing waits for the next tile of queries, before the previous one is released.
         fail(NotImplementedError, name, "num_stages=2 for packed sequences", config)
     programs = num_sms(backend.target)
     if is_packed:

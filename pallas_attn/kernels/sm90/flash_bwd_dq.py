@@ -1,4 +1,4 @@
-"""The backward's kernel of dq; `pallas_attn.kernels.sm90.flash_bwd` has the formulas."""
+"""The backward's kernel of dq."""
 
 import functools
 from typing import Any, NamedTuple
@@ -50,13 +50,10 @@ class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
     Attributes:
-        q_tiles, dout_tiles, out_tiles: a tile of 64 rows for each consumer, for one work item or
-            for two. Then an item's rows arrive while the previous item is computed. out_tiles is
-            None where there is no room for it: rows of out are then read from global memory.
-        hand_over: where a program's warps find their next tile of packed sequences, else None.
-        k_tiles, v_tiles: num_stages tiles of keys; one fewer of values where out_tiles is None.
-        k_empty, k_full, v_empty, v_full: mbarriers of each of these: free, and loaded.
-        q_empty, q_full: likewise for each tile of 64 rows.
+        q_tiles, dout_tiles, out_tiles: 64 rows for each consumer, for one work item, or for two to
+            load the next one early. out_tiles is None without room: out is then read from global
+            memory.
+        v_tiles: one fewer than k_tiles if out_tiles is None.
     """
 
     dout_tiles: Any
@@ -82,13 +79,7 @@ class Outputs(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Operands and state of the producer and of the consumer warpgroups.
-
-    Attributes:
-        sources, outputs, memory, problem, queue: operands, outputs, shared memory as `Tiles`, what
-            all tiles have in common, and the program's tiles.
-        scored_tiles: the tiles of k as the scores multiply them.
-    """
+    """Operands and state of all warps; scored_tiles: the tiles of k as the scores multiply them."""
 
     sources: Sources
     outputs: Outputs
@@ -106,20 +97,17 @@ class Kernel(NamedTuple):
 def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory, problem):
     """One program computes tiles of block_q rows of dq of a query head, one after the other.
 
-    Before the products of a tile it computes lse2 and delta of its rows, and stores them for the
-    kernel of dk and dv. Operands: `Sources`; dq like q; lse2 and
-    delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q] float32, lse2 in base 2 and +inf
-    where a row saw no key or does not exist; schedule as in `flash_fwd_kernel`. Shared memory holds
-    a tile of 64 rows of q, of dout and of out for each consumer warpgroup, num_stages tiles of k
-    and of v, and their mbarriers. Loop invariant: dq is Σ ds k over the keys before the previous
-    tile, and ds is that tile's. Accumulation: float32, exponents in base 2, ds cast to k's dtype
-    for ds·k. A row that sees no key gives 0. Large heads have separate code for the first tile of
-    keys. For small heads that would overflow the instruction cache, so they multiply a ds of 0.
+    Before a tile's products it computes lse2 and delta of its rows, as the portable
+    `flash_bwd_preprocess_kernel` does, and stores them for the kernel of dk and dv. Operands:
+    `Sources`; dq like q; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q]
+    float32; schedule as in `flash_fwd_kernel`. Accumulation and a row that sees no key: as in the
+    portable kernel. Loop invariant: dq is Σ ds k over the keys before the previous tile, and ds is
+    that tile's. Large heads have separate code for the first tile of keys. In small heads it would
+    overflow the instruction cache, so they multiply a ds of 0.
 
     Packed sequences, for small heads: as in `flash_fwd_kernel`. Each sequence begins a tile of lse2
-    and delta; tiles without rows are not stored. Rows of a tile past its sequence's end belong to
-    the next one or to padding. They are not stored, and those of k and v are cleared in shared
-    memory. Queries without a key are loaded as 0.
+    and delta; tiles without rows are not stored. Rows past a sequence's end are not stored, and
+    those of k and v are cleared in shared memory. Queries without a key are loaded as 0.
     """
     k_tiles, scored_tiles = values_and_factors(memory.k_tiles)
     tiles = {
@@ -142,7 +130,7 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
 
 
 def locate(kernel, item):
-    """Return the work of a tile of queries; queries are counted from the first of all."""
+    """Locate a tile of queries, counted from the first of all."""
     problem = kernel.problem
     work, visible, last_start = locate_queries(problem, kernel.sources.q.shape[2], item)
     masked_steps, steps = count_steps(visible)
@@ -154,7 +142,7 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
+    """Load the consumers' tiles as slots become free; runs in the producer warp."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     of_queries = (sources.q, memory.q_tiles), (sources.dout, memory.dout_tiles)
@@ -167,7 +155,7 @@ def produce(kernel):
         head, start_q = place.head, place.start
         head_kv = head // (sources.q.shape[2] // sources.k.shape[2])
         if problem.packed:
-            # Queries without a key may be padding, and NaN. Rows past the last are loaded as 0.
+            # Queries without a key may be padding, and NaN: they are read past the last row, as 0.
             start_q = jnp.where(place.size_other > 0, start_q, problem.seq_q)
         for w in range(CONSUMERS):
             tile = own_tile(memory.q_full, turn, w)
@@ -195,11 +183,11 @@ def produce(kernel):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
+    """Run consumer warpgroup w, a Python int."""
     memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
 
-    # All tiles are free. For small heads the first step releases the last tile of keys.
+    # All tiles are free. In small heads the first step releases the last tile of keys.
     for tile in range(w, memory.q_empty.shape[0], CONSUMERS):
         plgpu.barrier_arrive(memory.q_empty.at[tile])
     for slot in range(num_stages if kernel.large else num_stages - 1):
@@ -217,11 +205,8 @@ def consume(kernel, w):
 class Rows(NamedTuple):
     """A warpgroup's rows of a tile of queries.
 
-    Attributes:
-        tile: which tile of q, dout and out has them.
-        work, first_step: the result of `locate`, and the number of steps before this tile.
-        start_row: the first row.
-        lse2, delta: the rows' lse2 and delta.
+    tile: which tile of q, dout and out has them.
+    first_step: the number of steps before this tile.
     """
 
     tile: Any
@@ -233,7 +218,7 @@ class Rows(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, turn):
-    """Compute a warpgroup's rows of dq of a tile of queries; return the steps so far."""
+    """Compute dq of a warpgroup's rows of a tile; return the steps so far."""
     memory, problem = kernel.memory, kernel.problem
     num_stages = memory.k_full.shape[0]
     tile, has_two = own_tile(memory.q_full, turn, w), memory.q_full.shape[0] > CONSUMERS
@@ -291,7 +276,7 @@ def compute_tile(kernel, w, item, step, turn):
 
 
 def prepare_rows(kernel, tile, work, start_row):
-    """Wait for a warpgroup's tile; store lse2 and delta of its rows, and return both."""
+    """Wait for a warpgroup's tile; store and return lse2 and delta of its rows."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     packed, of_row = problem.packed, WGMMA.reduce(1)
     place = work.batch, work.place.head, start_row
@@ -301,7 +286,7 @@ def prepare_rows(kernel, tile, work, start_row):
     if sources.dlse is not None:
         dlse = load_row_values(sources.dlse, *place, num_rows, 0.0)
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
-    # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
+    # lse2 is +inf where a row saw no key or does not exist.
     if kernel.large:
         delta = dot_loaded_rows(sources.dout, sources.out, *place, num_rows) - dlse
         plgpu.barrier_wait(memory.q_full.at[tile])
@@ -327,11 +312,9 @@ class Step(NamedTuple):
 
     Attributes:
         x: its number among the tiles that the queries see; masked ones come first.
-        masked: some of its scores may be hidden.
         now: its number among all tiles of keys of the program.
         slot, previous, slot_v: the slots of its k, of the previous k, and of its v.
-        own: the tile of the warpgroup's queries, but unknown to the compiler where there are no
-            registers for the descriptors of q and dout.
+        own: the tile of the warpgroup's queries; see `visit`.
     """
 
     x: Any
@@ -353,8 +336,7 @@ def visit(kernel, rows, masked, x, carry):
     now = rows.first_step + x
     slot, slot_v, previous = now % num_stages, now % v_stages, (now - 1) % num_stages
     if packed and masked:
-        # Rows of another sequence or of padding may be NaN. Clear them while no product is in
-        # flight: otherwise ptxas would wait for each product.
+        # As in `flash_bwd_dkdv.visit`.
         plgpu.barrier_wait(memory.k_full.at[slot])
         plgpu.barrier_wait(memory.v_full.at[slot_v])
         left = rows.work.place.size_other - rows.work.visited(x)
@@ -362,8 +344,8 @@ def visit(kernel, rows, masked, x, carry):
         clear_values(memory.v_tiles.tile(slot_v), left)
     own = rows.tile
     if kernel.large or packed:
-        # The same, but unknown to the compiler. Otherwise it would hoist the descriptors of q and
-        # dout out of the loop, and there are no registers for them.
+        # The same, but unknown to the compiler, which would hoist the descriptors of q and dout out
+        # of the loop: there are no registers for them.
         own = rows.tile + (now >> 30)
     step = Step(x, masked, now, slot, previous, slot_v, own)
     run = functools.partial(overlap, kernel, rows, step, carry)
@@ -379,14 +361,14 @@ def visit(kernel, rows, masked, x, carry):
 def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
     """Compute ds k of the previous tile and dp during the exponentials; return ds and dq.
 
-    s_ref, dp_ref: accumulators of the scores and of dp, where they are allocated from the start.
+    s_ref, dp_ref: accumulators, if they are allocated from the start.
     """
     memory, problem = kernel.memory, kernel.problem
     may_end = problem.packed and step.masked
     slot, slot_v = step.slot, step.slot_v
     q, dout = memory.q_tiles.tile(step.own), memory.dout_tiles.tile(step.own)
 
-    # Start dq += ds k of the previous tile, s = scale · q kᵀ, dp = dout vᵀ.
+    # Previous tile: dq += ds k. This tile: s = scale · q kᵀ, dp = dout vᵀ.
     if not kernel.large and not may_end:
         plgpu.barrier_wait(memory.k_full.at[slot])
     if dq_ref is not None:
@@ -400,7 +382,7 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
         plgpu.barrier_wait(memory.k_full.at[slot])
 
     def with_sums(ref, function):
-        """Call a function with an accumulator of scores: the given one, or a new one."""
+        """Call a function with the given accumulator of scores, or a new one."""
         if ref is not None:
             return function(ref)
         return pl.run_scoped(function, accumulator(WGMMA_ROWS, problem.block_kv))
@@ -412,8 +394,7 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
             dq = wait_for(dq_ref, len(q.multiplied), carry[0])
             plgpu.barrier_arrive(memory.k_empty.at[step.previous])
         if may_end:
-            # Never true. Without a branch here ptxas runs out of registers and waits for each
-            # product.
+            # Never true. Without a branch ptxas runs out of registers and waits for each product.
             pl.when(step.now < 0)(lambda: plgpu.barrier_wait(memory.v_full.at[slot_v]))
         else:
             plgpu.barrier_wait(memory.v_full.at[slot_v])
@@ -454,7 +435,7 @@ def probabilities(kernel, rows, step, s):
 
 
 def dot_rows(a, b):
-    """Return the product of each row of a tile with that of another tile, float32."""
+    """Multiply two tiles element by element, and sum each row in float32."""
     total = 0.0
     for pieces in zip(a.multiplied, b.multiplied, strict=True):
         x, y = (plgpu.load(piece, layout=WGMMA).astype(jnp.float32) for piece in pieces)

@@ -1,4 +1,4 @@
-"""dv alone, for head sizes above 128; `pallas_attn.kernels.sm90.flash_bwd_large` runs it."""
+"""dv, for head sizes above 128."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,7 +29,7 @@ def visit(kernel, keys, masked, x, carry):
     plgpu.barrier_wait(queries.full.at[slot])
 
     def overlap(s_ref, dv_ref=None):
-        # Start sᵀ = scale · k qᵀ, and dv += pᵀ dout of the previous tile.
+        # This tile: sᵀ = scale · k qᵀ. Previous tile: dv += pᵀ dout.
         add_scores(s_ref, k, queries.tiles.tile(slot))
         pending = 0
         if dv_ref is not None:

@@ -1,7 +1,4 @@
-"""The backward's kernel of dk and dv that also adds up dq, for head sizes up to 128.
-
-`pallas_attn.kernels.sm90.flash_bwd` has the formulas.
-"""
+"""The backward's kernel of dk and dv that also adds up dq, for head sizes up to 128."""
 
 import functools
 from dataclasses import replace
@@ -59,16 +56,13 @@ from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.steps import exchange_sides, splits_group
 
 NUMBERS = number_barriers(CONSUMERS)
-# Threads that meet at the barriers of dq: a consumer's and those of the warp that adds.
+# Threads that meet at the barriers of dq: a consumer's and the adding warp's.
 ADDERS = 128 + 32
 SUMS = Sums(AliasingParams, value_columns, read_sums)
 
 
 class Outputs(NamedTuple):
-    """Hold the references of the outputs: dk and dv, or their sums instead; and dq's sums.
-
-    dq_sum, dk_sum, dv_sum: float32, in the order of `add_to_sums`, 0 at first.
-    """
+    """References of dk and dv, or their sums, and dq's sums, in the order of `add_to_sums`."""
 
     dk: Any
     dv: Any
@@ -82,21 +76,18 @@ def flash_bwd_fused_kernel(
 ):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, and adds ds k to dq.
 
-    Operands, tiles, loop invariant, accumulation: as in `flash_bwd_dkdv_kernel`. dq_sum is dq's
-    float32 sums in the order of `add_to_sums`, 0 at first; the order of the additions is not fixed.
-    members: how many query heads of a GQA group a work item visits: all of them, or 1. With 1,
-    programs share a tile of keys, and add to the sums dk_sum and dv_sum [B, Hkv, Skv rounded up to
+    As `flash_bwd_dkdv_kernel`, with these differences. dq_sum is dq's float32 sums in the order of
+    `add_to_sums`, 0 at first; the order of the additions is not fixed.
+    members: how many query heads of a GQA group a work item visits, all or 1. With 1, programs
+    share a tile of keys, and add to the sums dk_sum and dv_sum [B, Hkv, Skv rounded up to
     ROW_PADDING, columns], in the same order; dk and dv are None. Otherwise these sums are None.
-    Shared memory also holds one more tile of q, two tiles of dsᵀ for each warpgroup, and its part
-    of a tile's dq, which a warp of the producer adds.
 
-    Products are issued so that some overlap all arithmetic: dq and dk of the previous tile, and dp,
-    with the exponentials; dv with ds; s of the next tile with the stores of ds. Small heads hold k
-    and v in registers. With a softcap there is no room for these: dq is taken from its registers
-    before the exponentials, and s of the next tile is issued with dv.
+    Products overlap all arithmetic: dq and dk of the previous tile, and dp, the exponentials; dv,
+    ds; s of the next tile, the stores of ds. Small heads hold k and v in registers. With a softcap
+    there is no room for these: dq leaves its registers before the exponentials, and s of the next
+    tile is issued with dv.
 
-    Packed sequences: as in `flash_bwd_dkdv_kernel`; rows of k and v are cleared as well, and dq_sum
-    has the rows of lse2.
+    Packed sequences: rows of k and v are cleared as well, and dq_sum has the rows of lse2.
     """
     heads_q, warpgroups = inputs.q.shape[2], memory.kv_full.shape[0]
     hides_missing = problem.packed or problem.seq_kv % problem.block_kv > 0
@@ -124,16 +115,14 @@ class Plan(NamedTuple):
 
     Attributes:
         size, size_v: columns of dk and of dv, padded.
-        small: the registers have room for a consumer's rows of k and v beside all else.
-        capped: they would, but for the cap's derivative, of which the products have copies.
-        s_before_ds: the next scores are issued with dv, as there is a third tile of q. With two,
+        small: the registers have room for a consumer's rows of k and v.
+        capped: they would, but for copies of the cap's derivative.
+        s_before_ds: the next scores are issued with dv, into a third tile of q. With two,
             the next tile takes the place of the one that dk frees after that.
-        is_tight: with sums of all three, and a window or keys that do not exist, ptxas serializes
-            products unless one head is a loop too, and there is no room for the result of `locate`.
-        loops_over_heads: the heads are a loop.
+        is_tight: with sums of all three, and a window or missing keys, ptxas serializes products
+            unless one head is a loop too, and there is no room for the result of `locate`.
         has_columns: a warpgroup's part of dq is some columns over all keys, not all columns over
             its own keys.
-        dq_columns: the columns of each warpgroup's part.
     """
 
     size: int
@@ -176,13 +165,7 @@ class Plan(NamedTuple):
 
 
 class Consumers(NamedTuple):
-    """Operands and state of the consumer warpgroups and of the warp that adds dq.
-
-    Attributes:
-        inputs, outputs, memory, problem, plan: operands, outputs, shared memory, what all tiles
-            have in common, and how the registers are used.
-        group, queue: the query heads of a tile of keys, and the program's tiles.
-    """
+    """State of the consumer warpgroups and of the warp that adds dq."""
 
     inputs: Inputs
     outputs: Outputs
@@ -223,7 +206,7 @@ def add(kernel):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
+    """Run consumer warpgroup w, a Python int."""
     release_all(kernel.memory, w)
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
@@ -232,11 +215,9 @@ def consume(kernel, w):
 class Keys(NamedTuple):
     """A tile of keys, of one warpgroup.
 
-    Attributes:
-        w: the warpgroup's number.
-        item, work, first_step: the tile's number, the result of `locate`, and the steps before it.
-        steps: how many tiles of queries see it; unknown to the compiler.
-        keys, values: its rows of k and v in registers, or None.
+    first_step: the number of steps before the tile.
+    steps: how many tiles of queries see it; unknown to the compiler.
+    keys, values: its rows of k and v in registers, or None.
     """
 
     w: int
@@ -249,7 +230,7 @@ class Keys(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, _turn):
-    """Compute a warpgroup's rows of dk and dv of a tile of keys; return the steps so far."""
+    """Compute dk and dv of a warpgroup's rows of a tile; return the steps so far."""
     memory, plan, members = kernel.memory, kernel.plan, kernel.group.members
     q_stages = memory.lse2_rows.shape[0]
     work = locate(kernel.problem, kernel.group, item)
@@ -259,7 +240,7 @@ def compute_tile(kernel, w, item, step, _turn):
     if kernel.problem.packed:
         for i, x in enumerate(item):
             memory.places[w, i] = x
-        # Rows of another sequence or of padding may be NaN.
+        # Rows past the sequence's end may be NaN.
         left = work.place.end - (work.place.start + w * WGMMA_ROWS)
         clear_values(memory.k_tiles.tile(w), left)
         clear_values(memory.v_tiles.tile(w), left)
@@ -270,8 +251,8 @@ def compute_tile(kernel, w, item, step, _turn):
             tuple(plgpu.load(x, layout=WGMMA) for x in tiles.tile(w).multiplied)
             for tiles in (memory.k_tiles, memory.v_tiles)
         )
-    # Not a constant, or the compiler would see that `fresh` is constant. In a loop over heads the
-    # compiler must not know that steps > 0 either: with no way around, ptxas serializes products.
+    # Unknown to the compiler, so that it cannot see that `fresh` is constant, nor, in a loop over
+    # heads, that steps > 0: if the loop is always entered, ptxas serializes products.
     steps = work.steps + (step & -(2**30) if plan.loops_over_heads else step >> 30)
     own = Keys(w, item, work, step, steps, keys, values)
 
@@ -288,7 +269,7 @@ def compute_tile(kernel, w, item, step, _turn):
     s = pl.run_scoped(first, accumulator(WGMMA_ROWS, kernel.problem.block_q))
     end = step + steps * members
 
-    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
+    # Visit the tiles of queries that see these keys; only edges are masked.
     carry = (
         s, no_ds if plan.small else None, zeros(WGMMA_ROWS, plan.size),
         zeros(WGMMA_ROWS, plan.size_v),
@@ -312,18 +293,11 @@ def compute_tile(kernel, w, item, step, _turn):
 
 
 class Step(NamedTuple):
-    """A tile of queries of one head.
+    """A tile of queries of one head: `flash_bwd_dkdv.Step`, of a program that computes s ahead.
 
-    Attributes:
-        x: its number among the tiles that see the keys; masked ones come first.
-        masked: some of its scores may be hidden.
-        now: its number among all tiles of queries of the program.
-        fresh: 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v
-            out of the loop, and there are no registers for them.
-        is_first: it is the first that sees the keys.
-        q_slot, previous, following: the slots of its q, of the previous q and of the next.
-        slot: the slot of its dout.
-        multiplied: the previous q, which ds multiplies; in the first step its own, as ds is 0 then.
+    now: its number among all tiles of queries of the program.
+    q_slot, previous, following: the slots of its q, of the previous q and of the next.
+    slot: the slot of its dout.
     """
 
     x: Any
@@ -341,7 +315,7 @@ class Step(NamedTuple):
 def visit(kernel, own, member, masked, x, carry):
     """Add a tile of queries to dv, and the previous tile to dk and dq.
 
-    carry: s of this tile, ds of the previous tile where it is in registers, dk and dv.
+    carry: s of this tile, ds of the previous tile if it is in registers, dk and dv.
     """
     memory, plan = kernel.memory, kernel.plan
     q_stages, num_stages = memory.lse2_rows.shape[0], memory.delta_rows.shape[0]
@@ -353,7 +327,7 @@ def visit(kernel, own, member, masked, x, carry):
     is_first = index == fresh
     multiplied = memory.q_tiles.values.tile(jnp.where(is_first, q_slot, previous))
     if kernel.problem.packed:
-        # Clear while no product is in flight: otherwise ptxas would wait for each product.
+        # While no product is in flight: otherwise ptxas would wait for each product.
         @pl.when(x < own.work.masked_steps)
         def _():
             plgpu.barrier_wait(memory.dout_full.at[slot])
@@ -393,7 +367,7 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
             pl.when(jnp.logical_not(step.is_first))(lambda: write_part(kernel, w, dq))
 
     def start_next_scores():
-        # sᵀ = scale · k qᵀ of the next tile; after the last one it is not used.
+        # sᵀ = scale · k qᵀ of the next tile; unused after the last one.
         plgpu.barrier_wait(memory.q_full.at[step.following])
         s_ref[...] = zeros(WGMMA_ROWS, problem.block_q)
         k = memory.k_tiles.tile(w + step.fresh)
@@ -482,7 +456,7 @@ def hide_at_edges(kernel, own, step, s):
 
 
 def locate_again(kernel, own, fresh):
-    """Return the work of a tile of keys; recompute it where keeping it takes registers."""
+    """Return the work of a tile of keys; recompute it if keeping it takes registers."""
     if kernel.problem.packed:
         places = kernel.memory.places
         place = Place(*(places[own.w, i + fresh] for i in range(len(Place._fields))))
@@ -493,7 +467,7 @@ def locate_again(kernel, own, fresh):
 
 
 def finish(kernel, w, ds, dk, end):
-    """Add the last tile's dsᵀ q to dk and return it; hand its dq to the warp that adds."""
+    """Add the last tile's dsᵀ q to dk and return it; hand its dq to the adding warp."""
     memory, plan = kernel.memory, kernel.plan
     stored = (end - 1) % 2
 
@@ -557,7 +531,7 @@ def accumulator_of_dq(plan, w):
 
 
 def write_part(kernel, w, dq):
-    """Write a warpgroup's part of dq for the warp that adds it."""
+    """Write a warpgroup's part of dq for the adding warp."""
     named_barrier("sync", NUMBERS.dq_free + w, ADDERS)
     write_dq(dq, kernel.memory.dq_tiles.at[w])
     named_barrier("arrive", NUMBERS.dq_written + w, ADDERS)

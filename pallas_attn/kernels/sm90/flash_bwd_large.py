@@ -1,7 +1,4 @@
-"""The common part of the kernels of dk and of dv, for head sizes above 128.
-
-`pallas_attn.kernels.sm90.flash_bwd` has the formulas.
-"""
+"""The common part of the kernels of dk and of dv, for head sizes above 128."""
 
 import functools
 from collections.abc import Callable
@@ -43,12 +40,9 @@ class Memory(NamedTuple):
 
     Attributes:
         delta_rows, lse2_rows: delta of each tile of dout's rows, lse2 of each tile of q's.
-        dout_tiles, q_tiles: tiles of queries.
         k_and_dv_tiles: a tile of k for each consumer, whose memory its tile of dv takes; None for
             dk.
         k_tiles, v_tiles: a tile of 64 rows for each consumer; None for dv.
-        k_full, v_full, kv_empty: mbarriers of each consumer's k and v: loaded, and free.
-        dout_full, dout_empty, q_full, q_empty: likewise for each tile of dout and of q.
     """
 
     delta_rows: Any
@@ -68,13 +62,10 @@ class Memory(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Tiles of queries in shared memory, with a number for each row and their mbarriers.
+    """Tiles of q or dout in shared memory, with a number for each row.
 
-    Attributes:
-        matrix: q or dout, in global memory.
-        tiles, factors: its tiles, as the operand of ds or p, and as that of the scores.
-        vector, rows: lse2 or delta, in global and in shared memory; or None.
-        full, empty: mbarriers of each tile.
+    tiles, factors: its tiles, as the operand of ds or p, and as that of the scores.
+    vector, rows: lse2 or delta, in global and in shared memory; or None.
     """
 
     matrix: object
@@ -90,7 +81,7 @@ class Rows(NamedTuple):
         return step % self.tiles.multiplied[0].shape[0]
 
     def load(self, step, batch, head, start):
-        """Start to load the tile of a step, as soon as its slot is free."""
+        """Load the tile of a step, as soon as its slot is free."""
         slot = self.slot(step)
         plgpu.barrier_wait(self.empty.at[slot])
         load_tile(self.matrix, self.tiles.tile(slot), batch, head, start, self.full.at[slot])
@@ -101,15 +92,11 @@ class Rows(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Operands and state of the producer and of the consumer warpgroups.
+    """State of the producer and of the consumer warpgroups.
 
     Attributes:
-        inputs, gradient, memory, problem: operands, dk or dv, shared memory, what all tiles have in
-            common.
-        schedule, program: the tiles of each program, and this one's number.
         k, v: functions that return a consumer's tiles; v is None for dv.
         stored: likewise, the tiles from which the gradient is stored, in the memory of k.
-        queries, douts: tiles of q and of dout.
         visit: adds a tile of queries to the gradient; see `compute_tile`.
     """
 
@@ -135,10 +122,8 @@ class Kernel(NamedTuple):
 def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit):
     """One program computes tiles of block_kv rows of dk or dv of a kv head, one after the other.
 
-    Operands, loop invariant and accumulation: as in `flash_bwd_dkdv_kernel`; dv has no v and delta.
-    Shared memory holds a tile of 64 rows of k and of v for each consumer warpgroup, tiles of q with
-    lse2 of their rows, tiles of dout with delta, and their mbarriers. What ds or p multiplies has
-    one more tile. The registers have room for one of the two gradients.
+    As `flash_bwd_dkdv_kernel`; dv has no v and delta. Shared memory has one more tile of what ds
+    or p multiplies.
     """
     q_tiles, dout_tiles = map(values_and_factors, (memory.q_tiles, memory.dout_tiles))
     if memory.v_tiles is None:
@@ -166,8 +151,8 @@ def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit
 def locate(kernel, item):
     """Return the work of a tile of keys: its steps are tiles of its group's queries.
 
-    `visited` returns the query head and the first row of a step. Query rows that pad
-    the last tile count as existing here: their p is 0 without a mask.
+    `visited` returns the query head and the first row of a step. Rows that pad the last tile count
+    as existing: their p is 0 without a mask.
     """
     problem, heads_kv = kernel.problem, kernel.inputs.k.shape[2]
     group_size, window = kernel.inputs.q.shape[2] // heads_kv, problem.window
@@ -201,7 +186,7 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
+    """Load the consumers' tiles as slots become free; runs in the producer warp."""
     memory, inputs = kernel.memory, kernel.inputs
     keys = [(inputs.k, kernel.k, memory.k_full)]
     if kernel.v is not None:
@@ -233,7 +218,7 @@ def produce(kernel):
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w, a Python int: each has its own code."""
+    """Run consumer warpgroup w, a Python int."""
     plgpu.barrier_arrive(kernel.memory.kv_empty.at[w])
     for rows in (kernel.queries, kernel.douts):
         for slot in range(rows.empty.shape[0]):
@@ -243,13 +228,7 @@ def consume(kernel, w):
 
 
 class Keys(NamedTuple):
-    """A warpgroup's rows of a tile of keys.
-
-    Attributes:
-        w: the warpgroup's number.
-        work, first_step: the result of `locate`, and the number of steps before this tile.
-        start_row: the first row.
-    """
+    """A warpgroup's rows of a tile of keys; first_step: the number of steps before this tile."""
 
     w: int
     work: Work
@@ -258,7 +237,7 @@ class Keys(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, _turn):
-    """Compute a warpgroup's rows of the gradient of a tile of keys; return the steps so far.
+    """Compute the gradient of a warpgroup's rows of a tile; return the steps so far.
 
     kernel.visit(kernel, keys, masked, x, carry) returns ds or p of step x, and the gradient without
     it; carry is its result for the previous step, None at first.
@@ -267,8 +246,7 @@ def compute_tile(kernel, w, item, step, _turn):
     keys = Keys(w, work, step, work.place.start + w * WGMMA_ROWS)
     plgpu.barrier_wait(kernel.memory.k_full.at[w])
 
-    # Visit the tiles of queries that see these keys; only tiles at the edges are masked. The first
-    # one has no product to overlap with its exponentials.
+    # Only edges are masked. The first tile has no product to overlap with its exponentials.
     ranges = step_ranges(work.masked_steps, work.steps, first=1)
     carry = kernel.visit(kernel, keys, ranges[0][0], kernel.program * 0, None)
     for masked, lower, upper in ranges:
@@ -315,20 +293,14 @@ def exponents(kernel, keys, s, lse2, x, masked):
 
 
 def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
-    """Call `flash_bwd_large_kernel`.
+    """Call `flash_bwd_large_kernel`; return the gradient.
 
     Args:
-        kernel_name: its name in the code.
-        visit: see `compute_tile`.
         inputs: operands; None for what the kernel does not read.
         gradient: the operand whose gradient it computes.
         memory: types of the shared memory for its keys.
         values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles".
         stages: the number of tiles of q and of dout in shared memory.
-        spec, backend: problem and target.
-
-    Returns:
-        The gradient.
     """
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1

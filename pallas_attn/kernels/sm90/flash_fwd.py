@@ -1,12 +1,8 @@
-"""Flash attention, forward.
+"""Flash attention, forward: the formula and division of work of the twin.
 
-``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
-Dao 2023, FlashAttention-2, algorithm 1. What is placed by hand here follows Shah et al. 2024,
-FlashAttention-3. A producer warp loads tiles by TMA. Consumer warpgroups, which get most of the
-registers, start q kᵀ of the next tile before the softmax of this one and take p from registers.
-They issue their products in turn, so that one's softmax overlaps the other's products. A program
-computes one tile of queries after the other. m_i grows only where a score passes it by
-RESCALE_ABOVE, as on SM80.
+Here consumers take turns issuing their products, and m_i grows only if a score passes it by
+RESCALE_ABOVE, as in `pallas_attn.kernels.sm80.flash_fwd`. Dao 2023, FlashAttention-2, algorithm 1;
+Shah et al. 2024, FlashAttention-3.
 """
 
 import functools
@@ -80,7 +76,7 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# Head sizes above this visit the last tiles first. At 192 neither order is faster.
+# Head sizes above this visit the last tiles first.
 LARGE_HEAD = 224
 # Above this head size all consumers share one code: compiled once, and faster under a mask.
 ONE_CODE_HEAD = 128
@@ -89,11 +85,8 @@ ONE_CODE_HEAD = 128
 class Inputs(NamedTuple):
     """Operands; None for what a problem lacks.
 
-    Attributes:
-        q, k, v: [B, Sq, Hq, D], [B, Skv, Hkv, D] and [B, Skv, Hkv, Dv].
-        sinks: [Hq] float32.
-        offsets, lists: `Offsets` of packed sequences (a batch of one); `lists_of_keys` of a block
-            mask.
+    q, k, v: [B, Sq, Hq, D], [B, Skv, Hkv, D] and [B, Skv, Hkv, Dv]. sinks: [Hq] float32.
+    offsets, lists: `Offsets` of packed sequences (a batch of one); `lists_of_keys`.
     """
 
     q: Any
@@ -114,12 +107,7 @@ class Outputs(NamedTuple):
 class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
-    Attributes:
-        hand_over: where a program's warps find their next tile of packed sequences, else None.
-        k_empty, k_full, v_empty, v_full: mbarriers of each tile of k and of v: free, and loaded.
-        k_tiles, v_tiles: num_stages tiles of keys and of values.
-        q_and_out: each consumer's tiles of q and of out.
-        q_empty, q_full: mbarriers of each consumer's q.
+    hand_over: where warps find their next tile of packed sequences, else None.
     """
 
     hand_over: Any
@@ -135,16 +123,12 @@ class Memory(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Operands and state of the producer and of the consumer warpgroups.
+    """State of the producer and of the consumer warpgroups.
 
     Attributes:
-        inputs, outputs, memory, problem, queue: operands, outputs, shared memory, what all tiles
-            have in common, and the program's tiles.
-        q_tiles, out_tiles: each consumer's.
         list_tile: queries and keys of a tile of the block mask, or None.
         last_first: visit the last tiles of keys first, which only the later warpgroups see.
-        ping_pong: 0: warpgroups take no turns; 1: they take turns from the second tile of keys on;
-            2: from the first, and only the first warpgroup waits for tiles.
+        ping_pong: as configured; turns begin with the second tile of keys, or, at 2, the first.
         bounded: m_i stays 0, as capped scores need no maximum in a dtype with float32's range.
         out_sizes: columns of out that are stored at a time.
     """
@@ -179,19 +163,15 @@ def flash_fwd_kernel(
     """One program computes tiles of block_q rows of a query head, one after the other.
 
     Operands: `Inputs` and `Outputs`; schedule [programs, 1 + most tiles] int32 (see
-    `make_schedule`). Shared memory holds a tile of 64 rows of q and of out for each consumer
-    warpgroup, and num_stages tiles of k and of v, each with one mbarrier that completes when it is
-    full and one when it is empty. out_sizes: how many columns of out each store takes, all through
-    the same memory; one number where there is room for all of them. Loop invariant: m_i is
+    `make_schedule`). out_sizes: how many columns of out each store takes, all through
+    the same memory; one number if there is room for all. Loop invariant: m_i is
     at most RESCALE_ABOVE below the row maximum so far (base 2), and with
     p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
-    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. For a row that sees no
-    key, out is 0 and lse is -inf or the sink.
+    Accumulation and a row that sees no key: as in the portable `flash_fwd_kernel`.
 
-    Packed sequences: as in the portable `flash_fwd_kernel`; schedule is None. Items are tiles of a
-    head, the last ones first, as they see most keys. Programs take them from counter [1], which is
-    0 at first; for a dense batch counter and hand_over are None. Block mask: tile_q and tile_kv are
-    the sizes of its tiles, otherwise None.
+    Packed sequences: as there; schedule is None. Items are tiles of a head, the last ones first, as
+    they see most keys. Programs take them from counter [1], which is 0 at first; for a dense batch
+    counter and hand_over are None. Block mask: tile_q and tile_kv are the sizes of its tiles.
     """
     q, _k, v, _sinks, offsets, lists = inputs
     large = max(q.shape[3], v.shape[3]) > LARGE_HEAD
@@ -237,13 +217,13 @@ def locate(kernel, item):
         may_end = problem.packed or problem.seq_kv % block_kv
         return start, work.place.size_other if may_end else None
 
-    # Where no tile is seen, visit one, fully masked.
+    # If no tile is seen, visit one, fully masked.
     steps = jnp.maximum(before + full + after, 1)
     return work._replace(visited=visited, masked_steps=before + after, steps=steps)
 
 
 def produce(kernel):
-    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
+    """Load the consumers' tiles as slots become free; runs in the producer warp."""
     inputs, memory = kernel.inputs, kernel.memory
     group_size = inputs.q.shape[2] // inputs.k.shape[2]
 
@@ -277,7 +257,7 @@ def produce(kernel):
             load_k(x)
             load_v(x - 1)
             if kernel.problem.packed:
-                # The counter and the search for a sequence take longer than a step. So the next
+                # The counter and the search for a sequence take longer than a step, so the next
                 # tile is taken while the consumers still have loaded tiles to visit.
                 pl.when(x == jnp.maximum(steps - 2, 1))(take_next)
 
@@ -292,11 +272,8 @@ def produce(kernel):
 class Turns(NamedTuple):
     """Decide when a consumer warpgroup issues its products.
 
-    Attributes:
-        w, warpgroups: its number, and how many there are.
-        taken: the warpgroups take turns.
-        waits: this one waits for tiles. With turns from the first tile on, only the first warpgroup
-            does; the others wait for their turn.
+    waits: this one waits for tiles. With turns from the first tile on, only the first warpgroup
+        does; the others wait for their turn.
     """
 
     w: Any
@@ -305,7 +282,7 @@ class Turns(NamedTuple):
     waits: Any
 
     def begin(self, full, in_turn=True):
-        """Wait until products may be issued, and for their tile's mbarrier if it is given."""
+        """Wait for the turn to issue products, and for their tile's mbarrier if it is given."""
         if full is not None:
             self.wait(full)
         if self.taken and in_turn:
@@ -343,11 +320,8 @@ def consume(kernel, w):
 class Queries(NamedTuple):
     """A warpgroup's rows of a tile of queries.
 
-    Attributes:
-        work, first_step: the result of `locate`, and the number of steps before this tile.
-        start_row: the first row.
-        sink: the head's sink, in base 2, or None.
-        end_masked: the first step after the masked ones.
+    first_step: the number of steps before this tile.
+    end_masked: the first step after the masked ones.
     """
 
     work: Any
@@ -358,7 +332,7 @@ class Queries(NamedTuple):
 
 
 def compute_tile(kernel, turns, item, step, _turn):
-    """Compute a warpgroup's rows of out and lse of a tile of queries; return the steps so far."""
+    """Compute out and lse of a warpgroup's rows of a tile; return the steps so far."""
     work = locate(kernel, item)
     memory, problem, w = kernel.memory, kernel.problem, turns.w
     num_stages, from_first = kernel.num_stages, kernel.ping_pong == 2
@@ -411,7 +385,7 @@ def compute_tile(kernel, turns, item, step, _turn):
     if kernel.last_first:
         pass_over(memory.v_full, memory.v_empty)
 
-    # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
+    # Visit the other tiles of keys; only edges are masked.
     carry = p, m_i, l_i, acc
     second = end_masked = skipped + 1
     if has_masked:
@@ -480,7 +454,7 @@ def visit(kernel, turns, queries, masked, x, carry):
 
     if packed and not masked:
         wait_for_values(kernel, turns, queries, x - 1, previous)
-    # Before the accumulator is allocated: the assembler then need not zero it.
+    # Before the accumulator is allocated, so that the assembler need not zero it.
     turns.begin(memory.k_full.at[slot])
     carry = pl.run_scoped(
         functools.partial(overlap, kernel, turns, queries, masked, x, slot, previous, carry),
@@ -496,7 +470,7 @@ def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc
     """Compute p v of the previous tile during the softmax of this one."""
     memory = kernel.memory
     p, m_i, l_i, acc = carry
-    # Start s = scale · q kᵀ, and acc += p v of the previous tile.
+    # This tile: s = scale · q kᵀ. Previous tile: acc += p v.
     add_scores(s_ref, kernel.q_tiles.tile(turns.w), memory.k_tiles.tile(slot))
     if not kernel.problem.packed:
         wait_for_values(kernel, turns, queries, x - 1, previous)
@@ -569,12 +543,7 @@ def store_out(kernel, queries, w, out):
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `flash_fwd_kernel`.
-
-    Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
-        sequences.
-    """
+    """Call `flash_fwd_kernel`; return out and lse, without B for packed sequences."""
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     dtype, num_sequences = q.dtype, num_sequences_of(spec)
     is_packed = num_sequences is not None  # sequences' tiles begin at any row
@@ -618,7 +587,7 @@ def flash_fwd(
             v_tiles=plgpu.RefUnion(*v),
         )
 
-    # For large heads, shared memory has no room for all columns of out at a time.
+    # In large heads, shared memory has no room for all columns of out at a time.
     size_v = spec.head_dim_v
     for most in (size_v, 128, 64):
         out_sizes = tuple(min(most, size_v - first) for first in range(0, size_v, most))

@@ -18,17 +18,16 @@ from pallas_attn.kernels.library.sequences import num_sequences_of
 
 
 def make_tiles(spec, ds_is_shared, values=None, **counts):
-    """Return the types of tiles of q, k, v and dout in shared memory, and how many pieces each has.
+    """Return the types of tiles of q, k, v and dout, and how many pieces each has.
+
+    Rows are padded to `value_columns`.
 
     Args:
-        spec: the problem.
         ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
         values: names of the tiles that p or ds in registers multiplies. Tiles of 64 rows and two
             blocks of columns are `value_block_views`: the assembler would run two separate products
             one after the other.
         **counts: (tiles, rows) of each.
-
-    Rows are padded to `value_columns`.
     """
     tiles, pieces = {}, {}
     for name, shape in counts.items():
@@ -54,8 +53,7 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
 def block_tiles(spec, values=None, **counts):
     """Return the same as `make_tiles`, with rows padded with zeros to blocks of 64 columns.
 
-    values: name of the tiles of 64 rows that ds or p multiplies, all columns in one product: these
-        are `value_block_views`.
+    values: name of the tiles, `value_block_views` of 64 rows, that ds or p multiplies.
     """
     tiles, pieces = {}, {}
     for name, (count, rows) in counts.items():
@@ -78,10 +76,7 @@ def value_block_views(dtype, count, rows, size):
 
 
 def values_and_factors(views) -> tuple[Tiles, Tiles]:
-    """Return tiles as the operand of ds or p, and as that of the scores: pieces of 64 columns.
-
-    Both are the same where there are no `value_block_views`.
-    """
+    """Return tiles as the operand of ds or p, and as that of the scores: pieces of 64 columns."""
     copied, multiplied, *blocks = views
     tiles = Tiles(copied, multiplied)
     if not blocks:

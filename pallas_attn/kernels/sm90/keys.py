@@ -31,7 +31,6 @@ class Group(NamedTuple):
 
     Attributes:
         members: how many of them a work item visits.
-        size: how many there are.
         heads: query heads in all.
         hides_missing: hide keys that do not exist in every tile of queries.
     """
@@ -47,16 +46,12 @@ class Memory(NamedTuple):
 
     Attributes:
         delta_rows, lse2_rows: delta of each tile of dout's rows, lse2 of each tile of q's.
-        dout_tiles, q_tiles: tiles of queries.
-        k_tiles, v_tiles: a tile of 64 rows for each consumer, for one work item or for two. Then
-            an item's keys arrive while the previous item is computed.
-        kv_full, kv_empty: mbarriers of each tile's k and v: loaded, and free.
-        dout_full, dout_empty, q_full, q_empty: likewise for each tile of dout and of q.
-        ds_tiles: two tiles of dsᵀ for each consumer where dq is summed, else None.
-        dq_tiles: each consumer's part of a tile of dq, likewise.
-        hand_over: where a program's warps find their next tile of packed sequences, else None.
-        places: each consumer's own copy of its tile's place where dq of packed sequences is summed,
-            else None.
+        k_tiles, v_tiles: 64 rows for each consumer, for one work item, or for two to load the next
+            one early.
+        ds_tiles, dq_tiles: if dq is summed, two tiles of dsᵀ for each consumer, and its part of a
+            tile of dq.
+        hand_over: where warps find their next tile of packed sequences, else None.
+        places: each consumer's copy of its tile's place if dq of packed sequences is summed.
     """
 
     delta_rows: Any
@@ -130,10 +125,9 @@ def release_all(memory: Memory, w: int) -> None:
 
 
 def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queue: Queue) -> None:
-    """Load the consumers' tiles as soon as slots are free; runs in the producer warp.
+    """Load the consumers' tiles as slots become free; runs in the producer warp.
 
-    Where dq is summed, consumers start scores a tile ahead. So one more tile of q is loaded at the
-    end, for scores that are not used.
+    If dq is summed, one more tile of q is loaded at the end, for scores that are not used.
     """
 
     def load(matrix, tiles, vector, rows, full, empty, now, batch, head, start, row):
@@ -159,8 +153,8 @@ def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queu
         head_kv, start_kv = work.head_kv, place.start
         first_q, first_row = place.first_other, work.first_row
         if problem.packed:
-            # Keys without queries may be padding, and NaN. All their factors are loaded from past
-            # the last row, as 0.
+            # Keys without queries may be padding, and NaN: their factors are loaded from past the
+            # last row, as 0.
             has_queries = place.size_other > 0
             first_q = jnp.where(has_queries, first_q, problem.seq_q)
             first_row = jnp.where(has_queries, first_row, inputs.lse2.shape[2])
@@ -197,11 +191,8 @@ def allocate_memory(
 ) -> Memory:
     """Return the types of a program's shared memory.
 
-    Args:
-        spec, config: problem and configuration.
-        packed: the operands are packed sequences.
-        kv_stages: for how many work items there are tiles of k and v.
-        sums_dq: dq is summed as well, with one more tile of q, and ds in shared memory.
+    sums_dq: dq is summed as well, with one more tile of q, and ds in shared memory.
+    kv_stages: for how many work items there are tiles of k and v.
     """
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     queries, douts = (stages + sums_dq, config.block_q), (stages, config.block_q)
