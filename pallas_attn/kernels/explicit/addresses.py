@@ -4,12 +4,12 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def if_traced(num_rows):
-    """Return a number of rows as scalar arguments of an MLIR function, none unless it is traced."""
+    """Return a number of rows as scalar arguments of an MLIR function: none unless traced."""
     return () if num_rows is None or isinstance(num_rows, int) else (num_rows,)
 
 
 def as_scalar(num_rows):
-    """Return a number, or the scalar of a traced one, as an MLIR value."""
+    """Return a number, Python's or traced, as an MLIR value."""
     if isinstance(num_rows, int):
         return mgpu.c(num_rows, ir.IntegerType.get_signless(32))
     return num_rows.registers.item()

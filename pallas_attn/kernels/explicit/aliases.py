@@ -9,7 +9,7 @@ from jax import Array
 
 
 def zeros_of_batch(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Callable[..., Array]:
-    """Return a function that returns zeros; under `vmap`, zeros for each element of the batch."""
+    """Return a function that returns zeros, for each element of a batch under `vmap`."""
 
     @jax.custom_batching.custom_vmap
     def zeros(*_):
@@ -24,7 +24,7 @@ def zeros_of_batch(shape: tuple[int, ...], dtype: Any = jnp.float32) -> Callable
 
 @jax.custom_batching.custom_vmap
 def of_batch(arrays: tuple[Array, ...], *_: Array) -> tuple[Array, ...]:
-    """Return arrays whose memory a kernel writes to; under `vmap` each element has its own."""
+    """Return arrays whose memory a kernel writes to, one for each element under `vmap`."""
     return arrays
 
 

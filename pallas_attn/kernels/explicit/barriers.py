@@ -18,12 +18,10 @@ NAMED_BARRIERS = 16  # of a program
 
 
 class Numbers(NamedTuple):
-    """The named barriers of an SM90 kernel: the first of each range, one for each consumer.
+    """The first named barrier of each range of an SM90 kernel: one barrier for each consumer.
 
-    Attributes:
-        turn: the consumer has the turn.
-        exchange: all consumers meet; only one.
-        dq_written, dq_free: the consumer's part of dq is written, and is free.
+    turn: the consumer has the turn. exchange: a single barrier, where all consumers meet.
+    dq_written, dq_free: the consumer's part of dq is written, and is free.
     """
 
     turn: int
@@ -33,7 +31,7 @@ class Numbers(NamedTuple):
 
 
 def number_barriers(consumers: int) -> Numbers:
-    """Number the barriers of a kernel with these consumer warpgroups and one that loads."""
+    """Number the barriers of a kernel with these consumers and one warpgroup that loads."""
     counts = (consumers, 1, consumers, consumers)
     *starts, end = accumulate(counts, initial=consumers + 2)
     assert end <= NAMED_BARRIERS
@@ -41,10 +39,9 @@ def number_barriers(consumers: int) -> Numbers:
 
 
 def synchronize(text: str, operands: Sequence[Any] = ()) -> None:
-    """Issue an instruction that no memory access may cross: PTX with 32-bit operands.
+    """Issue PTX with 32-bit operands that no memory access may cross.
 
-    Without the clobber LLVM sinks a load below the instruction, into the branch that uses it, and
-    the data may have been overwritten by then.
+    Without the clobber LLVM sinks a load below the instruction, when the data may be overwritten.
     """
     constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
     void = ir.Type.parse("!llvm.void")
@@ -67,8 +64,8 @@ def warpgroup_barrier(_):
 def program_barrier(warpgroups: int) -> None:
     """Wait for the other threads of this program.
 
-    Barrier 0 is the compiler's, 1 + w that of warpgroup w, and the next one this one's. Two
-    different thread counts on one barrier are an illegal instruction.
+    Its barrier comes after those of the warpgroups: two thread counts on one are an illegal
+    instruction.
     """
     if warpgroups == 1:
         warpgroup_barrier()
@@ -93,7 +90,7 @@ def pass_turn(warpgroup: int, warpgroups: int) -> None:
 
 
 def named_barrier(operation: str, number: Any, threads: int) -> None:
-    """Arrive at a named barrier of `threads` threads; with "sync", not "arrive", wait there too."""
+    """Arrive at a named barrier of `threads` threads; with "sync", not "arrive", wait too."""
     text = f"bar.{operation} $0, {threads};"
 
     @plgpu.inline_mgpu(arg_types=(SCALAR,))
@@ -104,7 +101,7 @@ def named_barrier(operation: str, number: Any, threads: int) -> None:
 
 
 def exchange_barrier(warpgroups: int) -> None:
-    """Wait for the other consumer warpgroups; their stores to shared memory are then visible."""
+    """Wait for the other consumers; their stores to shared memory are then visible."""
     named_barrier("sync", number_barriers(warpgroups).exchange, 128 * warpgroups)
 
 

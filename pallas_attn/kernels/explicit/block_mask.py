@@ -1,8 +1,4 @@
-"""Block masks: as `pallas_attn.kernels.library.block_mask`, with scalars.
-
-The producer and the consumers each walk the same list. A binary search finds the tiles that the
-window leaves: it needs no layout, and no warp waits for another.
-"""
+"""Block masks: as `pallas_attn.kernels.library.block_mask`, with scalars and a binary search."""
 
 from typing import Any, NamedTuple
 
@@ -14,13 +10,7 @@ from pallas_attn.kernels.library.tiles import Visible, cdiv
 
 
 class List(NamedTuple):
-    """A list of tiles.
-
-    Attributes:
-        tiles_ref, place: the array, and where the list begins in it.
-        count: how many tiles it has.
-        rows: rows of a tile.
-    """
+    """A list of tiles of `rows` rows, which begins at `place` of the array."""
 
     tiles_ref: Any
     place: tuple
@@ -40,13 +30,9 @@ def find_list(lists, batch, head, tile, rows):
 
 
 def kept_tiles(kept, visible, window, block):
-    """Narrow the result of `visible_tiles` to the tiles of a list, as the library's `kept_tiles`.
+    """Narrow visible tiles to those of a list, as the library's `kept_tiles`.
 
-    Args:
-        kept: the list.
-        visible: the tiles that the window leaves.
-        window: see `twin_attention.contract.spec.Window`.
-        block: keys of a kernel's tile, a divisor of those of the list's tiles.
+    block: keys of a kernel's tile, a divisor of those of the list's tiles.
     """
     begin, before, full, after = visible
     tile, count, width = kept.rows, kept.count, kept.tiles_ref.shape[3]
@@ -85,7 +71,7 @@ def kept_tiles(kept, visible, window, block):
 def kept_row(kept, row, size_other):
     """Return the other axis' row for row `row` of the listed tiles, and the axis' end.
 
-    The row is within the axis. For the one step of an empty list the end is 0, which hides all.
+    For the one step of an empty list the end is 0, which hides all.
     """
     tile, index = kept.rows, row // kept.rows
     start = jnp.clip(kept.tile(index), 0, cdiv(size_other, tile) - 1) * tile

@@ -1,8 +1,8 @@
 """Tiles in shared memory that cp.async fills, and stores from them.
 
-A tile holds rows of one head, its columns padded with zeros to a multiple of 16. It is stored in
-blocks of 8 rows and at most 64 columns. The 16-byte units of a row are swizzled by the row's
-number, so that cp.async writes and ldmatrix reads eight rows without a bank conflict.
+A tile holds rows of one head, padded with zeros to a multiple of 16 columns, in blocks of 8 rows
+and at most 64 columns. Units of 16 bytes are swizzled by the row's number, so that cp.async writes
+and ldmatrix reads eight rows without a bank conflict.
 """
 
 from typing import NamedTuple
@@ -17,13 +17,7 @@ from pallas_attn.private import arith, fragmented_array, ir, llvm, mgpu, mgpu_ut
 
 
 class Head(NamedTuple):
-    """One head in global memory.
-
-    Attributes:
-        matrix: reference, [B, S, H, D].
-        batch, head: which one.
-        num_rows: rows from this one on do not exist.
-    """
+    """One head of a matrix [B, S, H, D] in global memory, of `num_rows` rows."""
 
     matrix: object
     batch: object
@@ -32,7 +26,7 @@ class Head(NamedTuple):
 
 
 def fills_tiles(num_rows, block: int) -> bool:
-    """Return True if the last tile is known to have all rows; lengths of sequences are unknown."""
+    """Return True if the last tile is known to have all rows."""
     return isinstance(num_rows, int) and num_rows % block == 0
 
 
@@ -49,22 +43,21 @@ def block_columns(size: int) -> int:
 def tile_transforms(size: int, block: int | None = None):
     """Return the layout in shared memory of a tile of 16-bit rows of `size` elements.
 
-    block: the columns of its blocks, `block_columns(size)` if None. Reads begin at a block.
+    block: columns of a block; reads begin at one.
     """
     columns = block or block_columns(size)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
 
 def allocate_tile(dtype, count, rows, size, block=None):
-    """Return the type of `count` tiles of `rows` rows of `size` elements in shared memory."""
+    """Return the type of `count` tiles in shared memory."""
     shape = (count, rows, padded_columns(size))
     return plgpu.SMEM(shape, dtype, transforms=tile_transforms(size, block))
 
 
 def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=False):
-    """Copy rows start .. start + rows of a head to a tile; the caller commits.
+    """Copy this warpgroup's share of rows start .. start + rows to a tile; the caller commits.
 
-    Rows and columns that do not exist become 0. Each warpgroup copies its share of the rows.
     all_exist: no row is missing.
     """
     share = rows // warpgroups
@@ -101,8 +94,6 @@ def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
     Args:
         matrix: [B, S, H, D] in global memory.
         tile: [rows, width] in shared memory, width at least D; its columns from D on become 0.
-        transforms: the tile's.
-        batch, head, start: int32 scalars.
         num_rows: rows from this one on become 0, a Python int or an int32 scalar; None if all rows
             of the tile exist.
     """
@@ -156,11 +147,7 @@ def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
 
 
 def _units(matrix, tile, transforms, batch, head, start, num_rows):
-    """Yield each transfer of this thread.
-
-    A transfer is (exists, pointer to global memory, pointer to shared memory, bytes); exists is
-    None where it always does.
-    """
+    """Yield each transfer of this thread: (exists or None, from, to in shared memory, bytes)."""
     i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
     swizzle = transforms[1].swizzle
     _, _, _, size = ir.MemRefType(matrix.type).shape

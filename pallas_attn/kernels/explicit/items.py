@@ -1,7 +1,7 @@
 """Packed sequences: programs take tiles from a counter in global memory, so that they end together.
 
-Lengths of sequences are data on the device, so the host cannot deal out the tiles. A program's
-producer takes an item, finds the sequence of its tile, and hands its place to the other warps.
+The host cannot deal them out, because lengths are data on the device. A program's producer takes
+an item, finds the sequence of its tile, and hands its place to the other warps.
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +18,14 @@ from pallas_attn.kernels.explicit.sequences import locate_tile
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
-# How many heads of packed sequences share the L2 cache at a time, at most.
+# At most this many heads of packed sequences share the L2 cache at a time.
 PACKED_HEADS = 8
 
 
 class Items(NamedTuple):
-    """The tiles of one axis of packed sequences, of all heads.
+    """The tiles of one axis of packed sequences, of all heads; "other" is the other axis.
 
-    Attributes:
-        cu_seqlens_ref, cu_seqlens_other_ref: offsets of the tiles' axis and of the other one.
-        num_rows, num_rows_other: lengths of the axes.
-        heads: how many there are.
-        block: rows of a tile.
-        last_first: the last tile of a sequence is its longest.
+    last_first: the last tile of a sequence is its longest.
     """
 
     cu_seqlens_ref: Any
@@ -45,11 +40,9 @@ class Items(NamedTuple):
 class Place(NamedTuple):
     """Locate the tile of a work item.
 
-    Attributes:
-        head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
-        start, end: its first row, and the end of its sequence's rows.
-        first_other, size_other: the sequence's first row on the other axis, and how many it has.
-        sequence: the sequence that owns the tile.
+    head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
+    start, end: its first row, and the end of its sequence's rows.
+    first_other, size_other: the sequence's first row on the other axis, and how many it has.
     """
 
     head: Any
@@ -64,11 +57,8 @@ class Place(NamedTuple):
 class Queue(NamedTuple):
     """The tiles of a program.
 
-    Attributes:
-        program: its number.
-        schedule: each program's tiles, see `make_schedule`; None for packed sequences.
-        counter, items, hand_over: for packed sequences: where the next tile comes from, the tiles,
-            and where its place goes.
+    schedule: each program's tiles, see `make_schedule`; None for packed sequences.
+    counter, items, hand_over: of packed sequences.
     """
 
     program: Any
@@ -80,15 +70,16 @@ class Queue(NamedTuple):
     def give(self, body):
         """Call body(item, steps before, turn) for each tile, in the producer, which takes them.
 
-        body returns its steps plus those before. turn: how many tiles the program has had. Returns
+        body returns its steps plus those before. turn: how many tiles the program has had. Return
         all steps.
         """
         return self._for_each(self._hand_over, body)
 
     def give_ahead(self, body):
-        """Call body(item, steps before, turn, take_next) as `give` does.
+        """Call body(item, steps before, turn, take_next) as `give` does, with a hand-over of two
+        slots.
 
-        It calls take_next() once, when the next tile is to be taken. The hand-over has two slots.
+        body calls take_next() once, when the next tile is to be taken.
         """
 
         def take_next(turn):
@@ -115,12 +106,7 @@ class Queue(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """Hand over places in shared memory.
-
-    Attributes:
-        places: one for each slot.
-        written, read: mbarriers of each slot, for when its place is there, and when it is read.
-    """
+    """Hand over places in shared memory, one in each slot."""
 
     places: Any
     written: Any
@@ -133,16 +119,15 @@ class HandOver(NamedTuple):
 
 
 def item_counter() -> jax.ShapeDtypeStruct:
-    """Return the type of the counter of a launch's items: an output that is 0 at first."""
+    """Return the type of a launch's counter: an output that is 0 at first."""
     return jax.ShapeDtypeStruct((1,), jnp.int32)
 
 
 def allocate_hand_over(readers: int, slots: int = 1) -> HandOver:
     """Return the types of the shared memory that hands over places.
 
-    Args:
-        readers: warpgroups and warps that read a place; each calls `HandOver.free` first.
-        slots: how many places it holds. With two, the producer may take an item ahead.
+    readers: warpgroups and warps that read a place; each calls `HandOver.free` first.
+    slots: with two, the producer may take an item ahead.
     """
     return HandOver(
         plgpu.SMEM((slots, len(Place._fields)), jnp.int32),
@@ -171,10 +156,7 @@ def hand_over_item(place: Place, hand_over: HandOver, turn: Any) -> Place:
 
 
 def own_item(hand_over: HandOver, turn: Any, reads: bool = True) -> Place:
-    """Return the place that `hand_over_item` gave in a turn.
-
-    reads: the caller is one of the readers, and not the producer.
-    """
+    """Return the place that `hand_over_item` gave in a turn; reads: the caller is a reader."""
     slot = turn % hand_over.places.shape[0]
     plgpu.barrier_wait(hand_over.written.at[slot])
     place = Place(*(hand_over.places[slot, i] for i in range(len(Place._fields))))
@@ -184,10 +166,7 @@ def own_item(hand_over: HandOver, turn: Any, reads: bool = True) -> Place:
 
 
 def for_each_place(place_of_turn, body):
-    """Call body(place, steps before, turn) for all places; it returns its steps plus those before.
-
-    place_of_turn: returns the `Place` of a turn. Returns all steps.
-    """
+    """Call body as `Queue.give` does, for the places that place_of_turn returns."""
 
     def visit(carry):
         place, step, turn = carry
@@ -205,7 +184,7 @@ def take_place(counter_ref, items):
     num_sequences = items.cu_seqlens_ref.shape[0] - 1
     num_tiles = count_sequence_tiles(items.num_rows, num_sequences, items.block)
     item = take_item(counter_ref)
-    # There may be no item left: then the rows are those of the last item.
+    # If no item is left, the rows are those of the last item.
     exists = item < num_tiles * items.heads
     item = jnp.minimum(item, num_tiles * items.heads - 1)
     head, tile = head_and_tile(item, items.heads, num_tiles)
@@ -220,7 +199,7 @@ def take_place(counter_ref, items):
 # Can go when plgpu has atomic operations.
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
 def take_item(_, counter):
-    """Return how many items all programs have taken so far, and take one; runs in one warp."""
+    """Take an item, and return how many all programs took before; runs in one warp."""
     i32 = ir.IntegerType.get_signless(32)
     lane = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
     text = (
@@ -241,8 +220,7 @@ def take_item(_, counter):
 def head_and_tile(item: Any, heads: int, num_tiles: int) -> tuple[Any, Any]:
     """Return the head of an item of packed sequences, and which of the head's tiles it is.
 
-    Items are in order of at most PACKED_HEADS heads at a time; among these, the first tile of each
-    head comes first.
+    Of at most PACKED_HEADS heads at a time, the first tile of each head comes first.
     """
     together = -(-heads // -(-heads // PACKED_HEADS))
     first = item // (together * num_tiles) * together

@@ -22,18 +22,14 @@ _arch_of_device = mgpu_utils._infer_arch
 
 @dataclass(frozen=True, kw_only=True)
 class AliasingParams(plgpu.CompilerParams):
-    """Compiler parameters of a kernel whose outputs may reuse the memory of inputs.
-
-    Attributes:
-        num_aliased: how many of the last inputs give their memory to the last outputs.
-    """
+    """Parameters of a kernel whose last outputs reuse the memory of its last inputs."""
 
     num_aliased: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SM80Params(AliasingParams):
-    """Compiler parameters of a kernel that is lowered for SM80 on any device."""
+    """Parameters of a kernel that is lowered for SM80 on any device."""
 
 
 def compiler_params(kind: type[AliasingParams], num_aliased: int = 0) -> AliasingParams:

@@ -33,7 +33,7 @@ def load_right(tile, m_warps=4):
 
 
 def product_scores(a, b, size, m_warps=4):
-    """Return a · bᵀ from shared memory, `block_columns(size)` columns at a time; see `zeros`.
+    """Return a · bᵀ from shared memory, `block_columns(size)` columns at a time.
 
     `a` may be in registers, as a left operand of all of the columns.
     """
@@ -75,7 +75,7 @@ def add_chunks(acc, left, b):
 
 # Can go when `layout_cast` takes MMA_ACC to MMA_LHS.
 def as_left_operand(p):
-    """Convert p [rows, k] from the layout of an accumulator to that of a left operand.
+    """Convert p from the layout of an accumulator to that of a left operand.
 
     A thread holds the same elements in both, so no instruction is needed.
     """

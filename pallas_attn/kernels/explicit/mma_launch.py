@@ -33,27 +33,17 @@ def launch(
     problem: dict[str, Any] | None = None,
     aliased: Sequence[Array] = (),
 ) -> Any:
-    """Call a kernel.
+    """Call a kernel; return its outputs.
 
     Args:
         name: the kernel's name in the configuration tables.
-        kernel: the function over references to the operands, the outputs and the tiles.
         programs: how many to launch, from the configuration. Its warps, a multiple of 4, form
             warpgroups of four.
         operands: inputs, which may be tuples; for None, here and below, the kernel gets None.
-        out_shape: the outputs.
         tiles: a program's shared memory, from the configuration.
-        spec: the problem, which chooses the configuration.
-        backend: the target to compile for.
         problem: the kernel's keyword arguments except the configuration; None for those of flash
             attention.
         aliased: arrays whose memory the last outputs reuse.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        NotImplementedError: no configuration fits the device's shared memory.
     """
     config = fitting_config(name, tiles, spec, backend)
     scratch = tiles(config)

@@ -13,7 +13,7 @@ from twin_attention.targets.tanh import LIMIT, P, Q
 
 
 def visible_scores(s, position, key, end, rule, window, masked, layout):
-    """Compute scores from q · kᵀ: scaled unless the exponent scales, capped and masked.
+    """Compute scores as `pallas_attn.kernels.library.scores.visible_scores`, with s in `layout`.
 
     Args:
         s: products, in `layout`.

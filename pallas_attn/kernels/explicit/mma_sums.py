@@ -18,11 +18,8 @@ def add_to_sums(x, sums, batch, head, start, first_column=0):
     product's registers hold it (row half, column parity, 8 rows, 4 column pairs), so that the lanes
     of a warp add to 32 neighbours.
 
-    Args:
-        x: [rows, some columns] float32.
-        sums: [B, H, S, columns] in global memory.
-        batch, head, start: int32 scalars; start is a multiple of 16.
-        first_column: where the columns of x begin, a multiple of 16.
+    sums: [B, H, S, columns] in global memory.
+    start, first_column: where x begins, multiples of 16.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT, *[SCALAR] * 3))
@@ -41,12 +38,7 @@ def add_to_sums(x, sums, batch, head, start, first_column=0):
 
 
 def read_sums(sums, batch, head, start, shape):
-    """Return what `add_to_sums` added up.
-
-    Args:
-        sums, batch, head, start: as there.
-        shape: rows and columns.
-    """
+    """Return what `add_to_sums` added up, of a shape of rows and columns."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[SCALAR] * 3),

@@ -1,7 +1,6 @@
 """The passes over rows before and after the kernels of a backward, for SM80 and SM90.
 
-They are the preprocess and the postprocess of FlashAttention-2. The first computes delta (Dao 2023,
-algorithm 2) and clears the float32 sums of dq; the second turns sums into gradients.
+Dao 2023, algorithm 2.
 """
 
 from __future__ import annotations
@@ -46,10 +45,8 @@ OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 class Sums(NamedTuple):
     """Describe how a family adds up gradients.
 
-    Attributes:
-        params: compiler parameters of its kernels.
-        columns: returns the columns of the sums from those of a gradient.
-        read: reads rows of sums in the order in which the family's kernels added them.
+    columns: returns the columns of the sums from those of a gradient.
+    read: reads rows of sums in the order in which the family's kernels added them.
     """
 
     params: type[AliasingParams]
@@ -60,12 +57,10 @@ class Sums(NamedTuple):
 class Rows(NamedTuple):
     """Locate the rows of a program.
 
-    Attributes:
-        batch, head: where the rows are.
-        padded: the first row in lse2, delta and the sums, where each sequence begins a tile of
-            ROW_PADDING rows.
-        start, end: the first row in q, and where its sequence ends.
-        is_token: the sequence is not padding.
+    padded: the first row in lse2, delta and the sums, where each sequence begins a tile of
+        ROW_PADDING rows.
+    start, end: the first row in q, and where its sequence ends.
+    is_token: the sequence is not padding.
     """
 
     batch: Any
@@ -77,13 +72,7 @@ class Rows(NamedTuple):
 
 
 def locate_rows(cu_seqlens_ref, num_rows, heads):
-    """Return the rows of this program. The heads of the same rows follow each other.
-
-    Args:
-        cu_seqlens_ref: [N + 1] offsets of packed sequences, or None.
-        num_rows: length of the sequences' axis.
-        heads: how many there are.
-    """
+    """Return the rows of this program; the heads of the same rows follow each other."""
     program = lax.axis_index("program")
     head, tile = program % heads, program // heads
     num_tiles = count_tiles(cu_seqlens_ref, num_rows)
@@ -106,11 +95,9 @@ def count_tiles(cu_seqlens, num_rows):
 def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq_sum_ref=None):
     """One program prepares ROWS rows of a head for the kernels that compute gradients.
 
-    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
-    or does not exist, so that ``exp2(s - lse2)`` is 0 there. In a row that saw no key dlse counts
-    as 0; in padding dout does. Operands: `Sources`; lse2 and delta [B, Hq, rows] float32, rows as
-    in `Rows`; dq_sum [B, Hq, rows, columns] float32, which becomes 0, or None. Grid: (rows · batch
-    · heads). Packed sequences: cu_seqlens [N + 1], or None.
+    As the portable `flash_bwd_preprocess_kernel`, without terms. Operands: `Sources`; lse2 and
+    delta [B, Hq, rows] float32, rows as in `Rows`; dq_sum [B, Hq, rows, columns] float32, which
+    becomes 0, or None. Grid: (rows · batch · heads). Packed sequences: cu_seqlens [N + 1], or None.
     """
     seq, heads = sources.dout.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
@@ -165,8 +152,8 @@ def clear_sums(sums, batch, head, start):
 def flash_bwd_postprocess_kernel(sums_ref, cu_seqlens_ref, gradient_ref, tile, *, read, scale):
     """One program scales ROWS rows of a head's float32 sums, and stores them as a gradient.
 
-    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D]. Shared
-    memory holds a tile of its rows. Grid and cu_seqlens as in `flash_bwd_preprocess_kernel`.
+    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D]. Grid and
+    cu_seqlens as in `flash_bwd_preprocess_kernel`.
     """
     seq, heads = gradient_ref.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)

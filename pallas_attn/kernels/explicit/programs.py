@@ -14,8 +14,7 @@ REGISTERS = {1: (240, 24), 2: (240, 24), 3: (160, 32)}
 def run_warpgroups(warpgroups, consume, *parts, alike=False):
     """Run consume(w) in each consumer warpgroup, and each of `parts` in a warp of the last one.
 
-    alike: all consumers share one code, which gets w as a traced value; otherwise each has its own,
-        which gets a Python int.
+    alike: all consumers share one code, and w is a traced value; otherwise it is a Python int.
     """
     warpgroup = lax.axis_index("warpgroup")
     for_consumer, for_producer = REGISTERS[warpgroups]
@@ -41,10 +40,7 @@ def run_warpgroups(warpgroups, consume, *parts, alike=False):
 
 
 def for_each_tile(schedule_ref, program, body):
-    """Call body(tile, steps before, turn) for each tile of this program; return all its steps.
-
-    body returns its steps plus those before. turn: how many tiles the program has had.
-    """
+    """Call body as `Queue.give` does for each tile of this program; return all its steps."""
 
     def visit(i, step):
         return body(schedule_ref[program, i], step, i - 1)

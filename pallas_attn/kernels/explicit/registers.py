@@ -1,7 +1,4 @@
-"""Numbers and tiles in registers: their layouts, and what each thread holds of them.
-
-Numbers may differ among threads, though JAX takes them for scalars.
-"""
+"""Numbers and tiles in registers; what JAX takes for a scalar may differ among threads."""
 
 from __future__ import annotations
 
@@ -44,11 +41,8 @@ def divide(x, y):
 
 
 def upcast_pairs(x, code):
-    """Return one byte of each packed pair as float16; see `twin_attention.targets.ptx.Upcast`.
-
-    Args:
-        x: int16, in the layout of a right operand.
-        code: PTX.
+    """Return one byte of each packed pair, int16, as float16, by
+    `twin_attention.targets.ptx.Upcast`.
     """
     layout = Layout.MMA_RHS(np.dtype("int16"))
 

@@ -27,16 +27,10 @@ def load_vector(ref, layout):
 
 
 def load_row_values(vector, batch, head, start, num_rows, other):
-    """Load one number for each row of a product; rows from `num_rows` on give `other`.
+    """Load one number for each row of a product, [64] float32.
 
-    Args:
-        vector: [B, H, S] float32 in global memory.
-        batch, head, start: int32 scalars.
-        num_rows: a Python int or an int32 scalar; None if all rows exist. At least one exists.
-        other: a number.
-
-    Returns:
-        [64] float32.
+    vector: [B, H, S] float32 in global memory.
+    num_rows: rows from this one on give `other`; None if all exist. At least one exists.
     """
     layout = plgpu.Layout.WGMMA.reduce(1)
     shape = (64,)
@@ -56,7 +50,7 @@ def load_row_values(vector, batch, head, start, num_rows, other):
                 return llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
             left = arith.subi(as_scalar(end), start.registers.item())
             exists = arith.cmpi(arith.CmpIPredicate.slt, row, left)
-            # Rows that do not exist read the last row, which exists.
+            # Rows that do not exist read the last row.
             row = arith.minsi(row, arith.subi(left, mgpu.c(1, i32)))
             x = llvm.load(f32, mgpu_utils.getelementptr(base, [row], f32))
             return arith.select(exists, x, value)
@@ -68,18 +62,12 @@ def load_row_values(vector, batch, head, start, num_rows, other):
 
 
 def dot_loaded_rows(a, b, batch, head, start, num_rows):
-    """Multiply rows start .. of two matrices element by element, and sum each row.
+    """Multiply rows start .. of two matrices element by element, and sum each row: [64] float32.
 
     The four threads that share a row of a product read 16 bytes each at a time.
 
-    Args:
-        a, b: [B, S, H, D] in global memory, D a multiple of 8.
-        batch, head, start: int32 scalars.
-        num_rows: a Python int or an int32 scalar; rows from this one on give 0. None if all rows
-            exist. At least one exists.
-
-    Returns:
-        [64] float32.
+    a, b: [B, S, H, D] in global memory, D a multiple of 8.
+    num_rows: rows from this one on give 0; None if all exist. At least one exists.
     """
     layout = plgpu.Layout.WGMMA
     shape = (64, 8)
@@ -107,7 +95,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
             if end is not None:
                 left = arith.subi(as_scalar(end), start)
                 exists = arith.cmpi(less, place, left)
-                # Rows that do not exist read the last row, which exists.
+                # Rows that do not exist read the last row.
                 place = arith.minsi(place, arith.subi(left, mgpu.c(1, i32)))
             place = [(0, batch), (1, arith.addi(start, place)), (2, head)]
             sums = none
@@ -141,14 +129,9 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):
-    """Store one number for each row before `num_rows`.
+    """Store one number for each row before `num_rows`; see `copy_rows`.
 
-    Args:
-        x: [rows] float32, in `layout`.
-        vector: [B, H, S] in global memory.
-        batch, head, start: int32 scalars.
-        num_rows: see `copy_rows`.
-        layout: that of x, such as the layout of an accumulator's rows.
+    x: [rows] float32, in `layout`; vector: [B, H, S] in global memory.
     """
     scalars = batch, head, start, *if_traced(num_rows)
 
@@ -177,20 +160,14 @@ def store_row_values(x, vector, batch, head, start, num_rows, layout):
 
 
 def store_rows_of_tile(x, tile, matrix, batch, head, start, num_rows):
-    """Store x through `tile` to rows start .. of one head, as far as `num_rows`.
-
-    tile: `cp_async.allocate_tile`, which no thread reads any more.
-    """
+    """Store x through a tile of cp.async that no thread reads any more, as far as `num_rows`."""
     tile[...] = x.astype(tile.dtype)
     plgpu.commit_smem()
     store_rows(tile, tile_transforms(matrix.shape[3]), matrix, batch, head, start, num_rows)
 
 
 def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
-    """Store x through `tile` to rows start .. of one head, as far as `num_rows`.
-
-    tile: `Tiles` of one tile, in pieces, which no thread reads any more.
-    """
+    """Store x as `store_rows_of_tile`, through `Tiles` of one tile, in pieces."""
     for piece, columns in zip(tile.multiplied, tile.columns, strict=True):
         piece[...] = x[:, columns].astype(piece.dtype)
     plgpu.commit_smem()
@@ -205,13 +182,9 @@ def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
 def store_rows_of_heads(x, lse, out_ref, lse_ref, token, head, left, group_size):
     """Store rows of a product: row r is token r // group_size of head r % group_size of a group.
 
-    Args:
-        x: [64, columns] float32.
-        lse: [64] float32.
-        out_ref, lse_ref: [Tq, Hq, Dv] and [Hq, Tq] in global memory.
-        token, head: int32 scalars, of the first row.
-        left: int32 scalar; rows from this one on are not stored.
-        group_size: query heads of a group.
+    x, lse: [64, columns] and [64] float32.
+    out_ref, lse_ref: [Tq, Hq, Dv] and [Hq, Tq] in global memory.
+    token, head: of the first row. left: rows from this one on are not stored.
     """
     layout = plgpu.Layout.WGMMA
     scalars = [plgpu.Layout.WG_SPLAT] * 3

@@ -15,11 +15,11 @@ from twin_attention.targets.steps import steps_of_queries
 L2_BYTES = 32 * 2**20
 # A section has about a tile for each program, and a head for every PROGRAMS_OF_HEAD programs.
 PROGRAMS_OF_HEAD = 8
-# Time that a tile of queries takes beside its steps, in steps.
+# Time of a tile of queries besides its steps, in steps.
 TILE_OVERHEAD = 1.5
 
 
-# Keep the last calls only: 4 bytes a tile are megabytes for the longest problems.
+# Only the last calls: 4 bytes a tile are megabytes for the longest problems.
 @lru_cache(maxsize=16)
 def make_schedule(
     spec: AttentionSpec,
@@ -32,15 +32,10 @@ def make_schedule(
 
     The tiles of one section of heads are dealt out at a time. The longest tiles go first, each to
     the program that is free first. The keys and values of a section fit in the L2 cache. Its long
-    tiles are the first to read them from memory. If each program had a long tile of another head,
-    all would wait for memory at the same time, and for the products later. So a section is no
-    larger than needed.
+    tiles read them from memory first: if each program had a long tile of another head, all would
+    wait for memory at the same time. So a section is no larger than needed.
 
-    Args:
-        spec: the problem.
-        block_q, block_kv: rows of a tile of q, and of k and v.
-        most: the most programs.
-        members: how many heads a tile visits, one after the other.
+    most: the most programs. members: how many heads a tile visits, one after the other.
 
     Returns:
         int32 [programs, 1 + most tiles]: the number of tiles, then the tiles' numbers; tile t of
@@ -79,8 +74,7 @@ def make_schedule(
 def divide(heads: int, together: int) -> list[int]:
     """Return the bounds of sections of about equal numbers of heads, at most `together`.
 
-    A short section at the end would have too few tiles for all programs, and the programs with its
-    longest tiles would end last.
+    A short section at the end would have too few tiles for all programs.
     """
     sections = -(-heads // together)
     return [heads * section // sections for section in range(sections + 1)]

@@ -1,7 +1,4 @@
-"""Packed sequences: as `pallas_attn.kernels.library.sequences`, with a scalar search.
-
-It needs no layout, and no warp waits for another.
-"""
+"""Packed sequences: as `pallas_attn.kernels.library.sequences`, with a scalar search."""
 
 import functools
 

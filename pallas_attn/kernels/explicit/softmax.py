@@ -22,10 +22,7 @@ def add_columns(x):
 def rescale(acc, l_i, alpha, layout):
     """Return acc · alpha and l_i · alpha; a warp whose rows all have alpha 1 skips it.
 
-    Args:
-        acc, l_i: [rows, columns] and [rows, 8], float32, in `layout`.
-        alpha: [rows, 8], constant along a row.
-        layout: that of the accumulator: MMA_ACC or WGMMA.
+    l_i, alpha: [rows, 8], alpha constant along a row.
     """
 
     @plgpu.inline_mgpu(

@@ -7,7 +7,7 @@ from pallas_attn.kernels.library.tiles import maximum
 
 
 def count_steps(visible):
-    """Return the number of masked steps, and of all; where no tile is seen, one masked step."""
+    """Return the number of masked steps, and of all; if no tile is seen, one masked step."""
     _begin, before, full, after = visible
     masked, steps = before + after, jnp.maximum(before + full + after, 1)
     is_static = isinstance(masked, int)
@@ -31,8 +31,5 @@ def step_start(step, visible, block):
 
 
 def tile_start(step, visible, block, last_start):
-    """Return the same as `step_start`, in a program that visits one tile even if it sees none.
-
-    last_start: the first row of the last tile.
-    """
+    """Return `step_start` within 0 .. last_start, as a program may see no tile but visit one."""
     return jnp.clip(step_start(step, visible, block), 0, last_start)

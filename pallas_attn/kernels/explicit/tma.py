@@ -22,10 +22,9 @@ BLOCK = 64  # columns with the longest swizzle
 class Tiles(NamedTuple):
     """Tiles of one operand in shared memory, each in pieces of columns.
 
-    Attributes:
-        copied: the pieces as TMA sees them, [count, rows, columns of the piece] each; or one of
-            `value_views`, in blocks.
-        multiplied: the same memory as wgmma sees it, in blocks of `block_rows` rows.
+    copied: the pieces as TMA sees them, [count, rows, columns of the piece] each; or one of
+        `value_views`, in blocks.
+    multiplied: the same memory as wgmma sees it, in blocks of `block_rows` rows.
     """
 
     copied: tuple
@@ -94,12 +93,7 @@ def padded_columns(size: int) -> int:
 def tile_views(dtype, shape, size, is_whole, widths=None):
     """Return the types of tiles in shared memory: as TMA sees their pieces, and as wgmma does.
 
-    Args:
-        dtype: of 16 bits.
-        shape: (rows,) or (count, rows).
-        size: elements of a row.
-        is_whole: see `is_whole`.
-        widths: columns of the pieces; `piece_widths` if None.
+    shape: (rows,) or (count, rows). widths: columns of the pieces; `piece_widths` if None.
     """
     copied, multiplied = [], []
     for width in widths or piece_widths(size, is_whole):
@@ -114,8 +108,8 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
 def value_views(dtype, count, rows, size):
     """Return the same as `tile_views` for values that begin at any row, in blocks of 64 by 64.
 
-    TMA copies a block at a time, and one product takes all columns. With pieces, each product has
-    64 columns, and at head size 256 the assembler runs these one after the other.
+    One product takes all columns. With pieces, each product has 64 columns, and at head size 256
+    the assembler runs these one after the other.
     """
     if size % BLOCK or size == BLOCK:
         return tile_views(dtype, (count, rows), size, False)
@@ -133,13 +127,9 @@ def count_boxes(views) -> int:
 
 
 def load_tile(matrix, tile, batch, head, start, barrier):
-    """Start to load rows start .. of one head by TMA; rows and columns that do not exist become 0.
+    """Start to load rows start .. of one head of matrix [B, S, H, D] by TMA.
 
-    Args:
-        matrix: [B, S, H, D] in global memory.
-        tile: `Tiles` of one tile.
-        batch, head, start: int32 scalars.
-        barrier: completes when all pieces have arrived.
+    Rows and columns that do not exist become 0. barrier: completes when all pieces have arrived.
     """
     for box, row, columns in tile.boxes():
         first = start + row if row else start
@@ -194,13 +184,7 @@ def clear_values(tile, count, before=False):
 
 # Can go when stores take a mask.
 def clear_rows(piece, count, block_rows, before=False):
-    """Set rows `count` .. of a piece of a tile, or those before, to 0, one row a thread.
-
-    Args:
-        piece: [rows, width] in shared memory, as wgmma sees it.
-        count: int32 scalar.
-        block_rows: rows of its blocks.
-    """
+    """Clear rows of a piece that wgmma sees, in blocks of block_rows, one row a thread."""
     rows, width = piece.shape
     block = min(width, 64)
     transforms = plgpu.TilingTransform((block_rows, block)), plgpu.SwizzleTransform(2 * block)

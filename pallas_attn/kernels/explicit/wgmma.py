@@ -54,13 +54,10 @@ def wait_for(ref, wait_n, *read):
 
 # Can go when ptxas does not hoist wgmma's waits.
 def finish_before_wait(sums):
-    """Keep the next wait for products after the code that computes `sums`.
+    """Keep the next wait for products after the code that computes `sums`, [64, 8], none -inf.
 
     ptxas hoists the wait above independent work, which then no longer overlaps the products, but
     not above a branch. This branch depends on `sums`, and is never taken.
-
-    Args:
-        sums: [64, 8] float32, none -inf.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))

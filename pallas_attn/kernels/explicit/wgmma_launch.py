@@ -24,12 +24,7 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 class Problem(NamedTuple):
     """Numbers of a flash attention problem that all its tiles share.
 
-    Attributes:
-        seq_q, seq_kv: lengths of the axes. Query i of a sequence is at key position i + its
-            number of keys - its number of queries.
-        window, rule: see `twin_attention.contract.spec`.
-        packed: the operands are packed sequences.
-        block_q, block_kv: rows of a tile of queries, and of a tile of keys.
+    Query i of a sequence is at key position i + its number of keys - its number of queries.
     """
 
     seq_q: int
@@ -55,30 +50,18 @@ def launch(
     kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """Call a kernel whose programs work on one tile after the other.
+    """Call a kernel whose programs work on one tile after the other; return its outputs.
 
     Args:
         name: the kernel's name in the configuration tables.
-        kernel: the function over references to the operands, the schedule and the outputs, and
-            keyword arguments.
         operands: inputs, which may be tuples, as may outputs; for None, here and below, the kernel
             gets None.
-        schedule: the tiles of each program, see `make_schedule`; or the number of programs to
-            launch, for a kernel that finds its tiles itself and gets None.
-        out_shape: the outputs.
-        memory: a program's shared memory.
-        spec: the problem.
-        config: the kernel's configuration.
+        schedule: the tiles of each program, see `make_schedule`; or the number of programs of a
+            kernel that finds its tiles itself and gets None.
         num_sums: how many of the last outputs, sums and counters, are 0 when the kernel starts.
         aliased: arrays whose memory the outputs before these reuse.
         kernel_name: the kernel's name in the code, if it differs.
-        arguments: keyword arguments of the kernel beside memory and the `Problem`.
-
-    Returns:
-        The outputs.
-
-    Raises:
-        NotImplementedError: the configuration does not fit the device's shared memory.
+        arguments: keyword arguments of the kernel besides memory and the `Problem`.
     """
     problem = Problem(
         spec.seq_q, spec.seq_kv, spec.bounded_window, spec.scores, isinstance(spec, VarlenSpec),
@@ -106,12 +89,7 @@ def launch_programs(
     kernel_name: str | None = None,
     **arguments: Any,
 ) -> Any:
-    """Call a kernel for any problem, as `launch`.
-
-    Args:
-        programs: how many to launch.
-        arguments: keyword arguments of the kernel beside memory.
-    """
+    """Call `programs` programs of a kernel for any problem, as `launch`."""
     check_memory(name, memory, config)
     note_config(name, config, kernel_name)
     inputs, outputs = jax.tree.leaves(operands), tuple(jax.tree.leaves(out_shape))
@@ -139,16 +117,7 @@ def launch_programs(
 
 
 def check_memory(name: str, memory: Any, config: KernelConfig) -> None:
-    """Raise if a program's shared memory is too large.
-
-    Args:
-        name: the kernel's.
-        memory: types of a program's shared memory.
-        config: the kernel's configuration.
-
-    Raises:
-        NotImplementedError: the memory is too large.
-    """
+    """Raise NotImplementedError if a program's shared memory is too large."""
     limit = SHARED_MEMORY_LIMIT["sm90"]
     if size_of(memory) > limit:
         expected = f"at most {limit} bytes of shared memory on sm90"

@@ -25,7 +25,7 @@ def scaled_scores(s, rule):
 def visible_scores(s, position, key, end, rule, window, masked):
     """Turn products q·k into the input of the softmax: `library.pairs.scores.pair_scores`.
 
-    Returns (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
+    Return (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
     takes them to base 2; and the derivative of the cap, or 1.
     """
     exp2_scale = rule.exp2_scale
@@ -54,8 +54,7 @@ def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
     Args:
         s: [64, keys], of the keys from `start_kv` on.
         position: the key position of the first query.
-        end: keys from this one on do not exist; None where all do.
-        window: see `twin_attention.contract.spec.Window`.
+        end: keys from this one on do not exist; None if all do.
         rows_of_query: how many consecutive rows a query has.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
@@ -77,12 +76,8 @@ def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
 def hide_queries(s, first_key, start_q, end, window, end_q=None):
     """Set the scores of queries that do not see a key to -inf: `hide_keys`, transposed.
 
-    Args:
-        s: [64, queries], of the queries from `start_q` on.
-        first_key: the first key, in query coordinates.
-        end: keys from this one on do not exist; None where all do.
-        window: see `twin_attention.contract.spec.Window`.
-        end_q: queries from this one on do not exist; None where all do.
+    s: [64, queries], of the queries from `start_q` on.
+    first_key: the first key, in query coordinates.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
     column = iota((s.shape[0], 8), 1, WGMMA)
@@ -100,12 +95,10 @@ def hide_queries(s, first_key, start_q, end, window, end_q=None):
 
 # Can go when LLVM no longer packs the predicates of a select into words.
 def hide(s, upper, lower):
-    """Set numbers to -inf in columns above `upper` or below `lower`.
+    """Set numbers of s [64, columns] to -inf in columns above `upper` or below `lower`.
 
-    Args:
-        s: [64, columns] float32.
-        upper, lower: [64, 8] int32, or None for no bound: each row's bound minus a column's place
-            among eight, so that a thread compares with the same constants in each tile.
+    upper, lower: [64, 8] int32, or None for no bound: each row's bound minus a column's place
+        among eight, so that a thread compares with the same constants in each tile.
     """
     bounds = [x for x in (upper, lower) if x is not None]
     layout = plgpu.Layout.WGMMA
@@ -140,12 +133,7 @@ def hide(s, upper, lower):
 
 # Can go when a kernel can branch where all lanes of a warp agree.
 def cap(s, a, b, *, exact, exponential):
-    """Return ``b * tanh(a * s)``, or 2 to the power of it: `twin_attention.targets.ptx.cap_scores`.
-
-    Args:
-        s: [64, columns] float32.
-        a, b, exact, exponential: as there; a and b are Python numbers.
-    """
+    """Return ``b * tanh(a * s)``, or 2 to the power of it: `targets.ptx.cap_scores`."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -196,11 +184,7 @@ def rounding_of_one_key(l_i, position, seq_kv, window, dtype):
     """Return the factor of out in a row that sees one key, 1 in other rows.
 
     Without a maximum, p of that key is not 1, and p·v uses its rounded value. With the factor, out
-    is exactly v, and the row's ds is 0.
-
-    Args:
-        l_i: row sums [64], which for such a row are p itself.
-        position: the key position of the first row.
+    is exactly v, and the row's ds is 0. l_i: row sums, which for such a row are p itself.
     """
     row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position
     first, last = row * 0, row * 0 + (seq_kv - 1)

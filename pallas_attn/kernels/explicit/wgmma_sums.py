@@ -18,10 +18,7 @@ def add_to_sums(x, sums, batch, head, start):
     product's registers hold it (warp, row, column pair, row half, column), so that a thread adds 16
     bytes, and the lanes of a warp add to neighbours.
 
-    Args:
-        x: [64, columns] float32.
-        sums: [B, H, S, columns] in global memory.
-        batch, head, start: int32 scalars; start is the first row, a multiple of 64.
+    sums: [B, H, S, columns] in global memory. start: the first row, a multiple of 64.
     """
     scalar = plgpu.Layout.WG_SPLAT
 
@@ -34,12 +31,7 @@ def add_to_sums(x, sums, batch, head, start):
 
 
 def read_sums(sums, batch, head, start, shape):
-    """Return what `add_to_sums` added up.
-
-    Args:
-        sums, batch, head, start: as there.
-        shape: 64 rows, and the number of columns.
-    """
+    """Return what `add_to_sums` added up, of a shape of 64 rows and a number of columns."""
     layout = plgpu.Layout.WGMMA
 
     @plgpu.inline_mgpu(
@@ -63,12 +55,7 @@ def read_sums(sums, batch, head, start, shape):
 
 
 def write_dq(dq, buffer):
-    """Write a product of 64 rows to shared memory, in the order of `add_to_sums`.
-
-    Args:
-        dq: [64, columns] float32.
-        buffer: at least 64 * columns float32 numbers.
-    """
+    """Write a product of 64 rows to shared memory, in the order of `add_to_sums`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
     def write(_, buffer, dq):
@@ -80,10 +67,7 @@ def write_dq(dq, buffer):
 def _for_each_block(x, pointer, instruction):
     """Move x to memory in blocks of 64 rows and 8 columns, four floats a thread.
 
-    Args:
-        x: [64, columns] float32, in registers.
-        pointer: the place of the first block.
-        instruction: PTX of an address and a vector of four floats.
+    pointer: the place of the first block. instruction: PTX of an address and four floats.
     """
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
@@ -107,12 +91,8 @@ def add_dq(buffer, columns, sums, batch, head, start):
     """Start to add what `write_dq` wrote to one head's float32 sums; runs in one warp.
 
     A barrier comes before. The thread that copies makes the stores of all threads visible to the
-    copy, so the others need not wait.
-
-    Args:
-        buffer: float32 numbers in shared memory.
-        columns: a slice, the columns of 64 rows that one thread adds by one copy.
-        sums, batch, head, start: as in `add_to_sums`.
+    copy, so the others need not wait. columns: a slice of 64 rows, which one thread adds by one
+    copy.
     """
     first, size = 64 * columns.start, 64 * (columns.stop - columns.start)
 

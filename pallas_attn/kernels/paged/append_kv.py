@@ -19,11 +19,8 @@ def append_kv_kernel(
 ):
     """One program writes block_heads heads of one token of one sequence.
 
-    Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv]; table [B, max_pages] and len [B], int32;
-    scales [1] or [Hkv], float32, or None; the pools k [P, page_size, Hkv, D] and v [P, page_size,
-    Hkv, Dv], which keep all else that they hold. Grid: (head tiles · tokens · batch). Token t goes
-    to position ``len - tokens + t``; a position outside the table, or a page outside the pool, is
-    not written.
+    As the portable `append_kv_kernel`, with k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], table
+    [B, max_pages] and len [B], and scales [1] or [Hkv]. The grid is one axis.
     """
     # Locate the token's slot.
     _, tokens, heads, _ = k_new_ref.shape
@@ -72,11 +69,7 @@ def append_kv_kernel(
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `append_kv_kernel`.
-
-    Returns:
-        k_pages and v_pages with the new tokens, in the memory of the given pools if XLA allows it.
-    """
+    """Call `append_kv_kernel`; the pools that it returns reuse the given memory if XLA can."""
     k_new, v_new = operands.k_new, operands.v_new
     batch, tokens, heads, _ = k_new.shape
     scales = [None if x is None else x.reshape(-1) for x in (operands.k_scale, operands.v_scale)]

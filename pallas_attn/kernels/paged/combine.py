@@ -1,7 +1,6 @@
-"""Merge attention over disjoint sets of keys into attention over their union.
+"""Merge attention over disjoint sets of keys, by the formula of the portable kernel.
 
-The mathematics is that of `pallas_attn.kernels.portable.combine`. Here each warp merges some of the
-parts, each lane in every 32nd column. Then the warps merge.
+Each warp merges some of the parts, each lane in every 32nd column. Then the warps merge.
 """
 
 import jax
@@ -42,12 +41,8 @@ def combine_kernel(
 
     Operands: outs [N · B, T, H, Dv], lses [N · B, H, T] (float32, natural log); sinks [H] float32
     or None; out [B, T, H, Dv] and lse [B, H, T]. Shared memory holds a row and two numbers for each
-    warp. Grid: (heads · tokens · batch). A part whose lse is -inf has no keys: its output does not
-    count, and may hold anything. Accumulation: float32, block_states parts of a warp at a time.
-
-    block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
-    and len [B] are the lengths, int32. Only splits with keys are read. With at most one of these,
-    out and lse already hold the result. None: any states; len is None.
+    warp. Grid: (heads · tokens · batch). Accumulation: float32, block_states parts of a warp at a
+    time. Parts without keys and block_keys: as in the portable kernel, with the lengths in len [B].
     """
     # Locate the row.
     batches, num_tokens, heads, size = out_ref.shape
@@ -135,11 +130,7 @@ def combine_kernel(
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
-    """Call `combine_kernel` on results over disjoint keys.
-
-    Returns:
-        out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
-    """
+    """Call `combine_kernel` on results over disjoint keys; return out and lse."""
     outs, lses = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (outs, lses))
     return _launch(outs, lses, None, None, (), spec, backend)
 
@@ -161,9 +152,6 @@ def merge_splits(
         out, lse: hold the results of the sequences that have one split with keys.
         operands: the decode's.
         block_kv: keys of a tile of the decode.
-
-    Returns:
-        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
     """
     states = spec.merge(outs.shape[0] // spec.batch)
     sinks, seq_lens = operands.sinks, operands.seq_lens
@@ -181,7 +169,7 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> tuple[Array, Array]:
-    """Call the kernel; optional arguments are given where the states are splits."""
+    """Call the kernel; optional arguments are given if the states are splits."""
     return launch(
         "combine",
         combine_kernel,

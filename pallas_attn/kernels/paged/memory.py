@@ -1,9 +1,9 @@
 """Load, copy and store the data of paged attention.
 
-Here each warp of a program has its own keys, and all warps have the same query rows. An array of
-the kernel has 16 rows a warp, as in a product of four warps, so one array holds what the four warps
-know of the same rows. It can go when cp.async takes indices and a size to fetch to L2, and a kernel
-can be written for a warp.
+Each warp has its own keys, and all warps have the same query rows. An array of the kernel has 16
+rows a warp, as in a product of four warps. So one array holds what the four warps know of the same
+rows. It can go when cp.async takes indices and a size to fetch to L2, and a kernel can be written
+for a warp.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pallas_attn.kernels.explicit.registers import (
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, nvvm
 
 UNIT = 8  # numbers that a thread loads or stores at a time
-# L2 fetches 128 bytes. Where rows have 64, half of these are for another program, or the next key.
-# Such rows take 0.73 to 0.82 of the time with it, longer ones the same. NVVM lacks the option.
+# L2 fetches 128 bytes. If rows have 64, half of these are for another program, or the next key.
+# NVVM lacks the option.
 _COPY = "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;"
 
 
@@ -48,7 +48,7 @@ def store_number(x, array, *index):
 
 
 def load_unit(array, index):
-    """Return a list of the `UNIT` numbers from ``array[*index]`` on in global memory."""
+    """Return the `UNIT` numbers from ``array[*index]`` on in global memory."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), (SCALAR,) * len(index)),
@@ -66,8 +66,8 @@ def load_unit(array, index):
 def store_unit(numbers, array, index):
     """Store `UNIT` numbers from ``array[*index]`` on in global memory.
 
-    A store of single bytes would be wrong: for the low byte of an int8 that `round_to` rounds,
-    ptxas 13 emits a conversion of the float that it rounds by.
+    Single bytes would be wrong: for the low byte of an int8 that `round_to` rounds, ptxas 13 emits
+    a conversion of the float that it rounds by.
     """
 
     @plgpu.inline_mgpu(
@@ -92,7 +92,6 @@ def copy_keys(pool, tile, transforms, head, places):
     Args:
         pool: [P, page_size, H, D] in global memory.
         tile: [keys, width] in shared memory, width at least D; its columns from D on become 0.
-        transforms: the tile's.
         head: int32.
         places: int32; lane i holds the place of key i in the pool, below 0 for a key that does not
             exist, whose row becomes 0.
@@ -155,7 +154,7 @@ def copy_keys(pool, tile, transforms, head, places):
 
 
 def _copy_16_bytes(target, source, size):
-    """Start to copy `size` bytes, 0 to 16, to shared memory; the rest of the 16 become 0."""
+    """Copy `size` bytes, 0 to 16, to shared memory; the rest of the 16 become 0."""
     target = llvm.ptrtoint(ir.IntegerType.get_signless(32), target)
     void, constraints = ir.Type.parse("!llvm.void"), "r,l,r,~{memory}"
     llvm.inline_asm(void, [target, source, size], _COPY, constraints, has_side_effects=True)
@@ -177,11 +176,10 @@ def load_queries(q, batch, head, rows, total, group_size, width):
 
     Args:
         q: [B, T, Hq, D] in global memory.
-        batch, head: int32; head is the first query head.
+        head: the first query head.
         rows: [16 · WARPS · n] int32, in `ROWS`: row r is token r // group_size of head
             head + r % group_size.
         total: rows from this one on become 0.
-        group_size: query heads of the kv head.
         width: columns of the operand; those from D on are 0.
     """
     shape = (*rows.shape, width)
@@ -204,10 +202,7 @@ def load_split_queries(q, batch, head, rows, total, group_size, width):
     """Load rows like `load_queries`, in float16: (even columns, odd columns, factor).
 
     A row of bfloat16 may exceed float16's range. It is divided by the factor, a power of two that
-    brings its largest element to 2^13 .. 2^14 (`pallas_attn.kernels.library.quantized`).
-
-    Args:
-        width: columns of each operand.
+    brings its largest element to 2^13 .. 2^14.
     """
     shape = (*rows.shape, width)
     layout = Layout.MMA_LHS(np.dtype("float16"))
@@ -294,7 +289,7 @@ def _query_registers(q, batch, head, rows, total, group_size, registers, step):
 
 
 def gather(vector, index):
-    """Return ``vector[index]``, float32; index is int32, in `ROWS`, and within the vector."""
+    """Return ``vector[index]``, float32; index is in `ROWS`, and within the vector."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), ROWS),

@@ -27,10 +27,7 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 def merge_rows(x, scratch, add):
     """Return the maximum, or the sum, over the warps of their numbers for each row.
 
-    Args:
-        x: [16 · WARPS · n] float32, in `ROWS`.
-        scratch: as many numbers in shared memory.
-        add: return the sum.
+    x: [16 · WARPS · n] float32, in `ROWS`; scratch: as many numbers in shared memory.
     """
 
     @plgpu.inline_mgpu(
@@ -68,9 +65,7 @@ def merge_rows(x, scratch, add):
 def share_sums(arrays, scratch):
     """Write the sums of this warp to shared memory for `store_merged`.
 
-    Args:
-        arrays: [16 · WARPS · n, columns] float32 each, in `SUMS`.
-        scratch: as many numbers in shared memory.
+    arrays: [16 · WARPS · n, columns] float32 each, in `SUMS`; scratch: as many numbers.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [SUMS] * len(arrays)))
@@ -91,9 +86,9 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
 
     Args:
         scratch: what `share_sums` wrote.
-        factor: float32 in `ROWS`, of each row.
+        factor: of each row, float32 in `ROWS`.
         out: [N, T, Hq, Dv] in global memory.
-        index: (n, head), int32: which of N, and the first query head.
+        index: (n, head): which of N, and the first query head.
         rows, total, group_size: see `load_queries`; rows from `total` on are not stored.
         columns: of an array of sums.
         parts: how many arrays were shared; column c of array i is column parts · c + i of out.
@@ -154,12 +149,9 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
 
 
 def store_rows_of_heads(x, out, index, rows, total, group_size):
-    """Store one number for each row, which all warps have.
+    """Store one number for each row, which all warps have, as `store_merged` does.
 
-    Args:
-        x: float32, in `ROWS`.
-        out: [N, Hq, T] in global memory.
-        index, rows, total, group_size: see `store_merged`.
+    x: float32, in `ROWS`; out: [N, Hq, T] in global memory.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ROWS, ROWS))

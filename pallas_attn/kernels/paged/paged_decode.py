@@ -1,8 +1,7 @@
-"""Paged decode: attention of a few new tokens over a cache in pages, split over the keys.
+"""Paged decode, split over the keys: the portable kernel's formula, by warps.
 
-The mathematics is that of `pallas_attn.kernels.portable.paged_decode`. Here each warp has its own
-keys, copies them from their pages to shared memory some tiles ahead, and waits for no other warp.
-The warps meet once, at the end, to merge their results.
+Each warp has its own keys, copies them from their pages to shared memory some tiles ahead, and
+waits for no other warp. The warps meet once, at the end, to merge their results.
 """
 
 import jax
@@ -80,20 +79,14 @@ def paged_decode_kernel(
 ):
     """One program computes block_rows rows of one kv head over one split of the keys.
 
-    Row r is token ``r // group_size`` of query head ``r % group_size`` of the group. Operands: q
-    [B, T, Hq, D], pools k [P, page_size, Hkv, D] and v [P, page_size, Hkv, Dv], table
-    [B, max_pages] and len [B], int32; sinks [Hq] and scales [1] or [Hkv], float32, or None; out
-    [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log). Where more than one split has keys,
-    each of them writes its outs [splits · B, T, Hq, Dv] and lses [splits · B, Hq, T] instead,
-    float32; with a single split both are None. Shared memory holds num_stages tiles of k and of v,
+    Rows and operands are those of the portable `paged_decode_kernel`, of all sequences and heads;
+    scales are [1] or [Hkv]. If more than one split has keys, each of them writes outs
+    [splits · B, T, Hq, Dv] and lses [splits · B, Hq, T] float32 instead of out and lse; with a
+    single split both are None. Shared memory holds num_stages tiles of k and of v,
     block_kv / WARPS keys for each warp, and room to merge. Grid: (row tiles · kv heads · batch ·
     splits). Accumulation and loop invariant: `pallas_attn.kernels.sm80.flash_fwd`, for each warp.
     For a row that sees no key, out is 0 and lse is -inf or the sink. block_rows is a multiple of
-    16.
-
-    upcast: the pools are in 8 bits, given as packed pairs of columns, int16; the products are in
-    float16. q, k, v and acc are lists of tiles, with one tile where upcast is None (see
-    `pallas_attn.kernels.library.quantized`).
+    16. upcast: as in the portable kernel, with lists of tiles of q, k, v and acc.
     """
     # Locate the rows and the split's share of the keys.
     batches, heads_kv = len_ref.shape[0], k_ref.shape[2]
@@ -264,10 +257,8 @@ def add_pv(acc, p, v, upcast):
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `paged_decode_kernel`, and `combine` where there is more than one split.
-
-    Returns:
-        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
+    """Call `paged_decode_kernel`, and `combine` if there is more than one split; return out and
+    lse.
     """
     pools = operands.k_pages, operands.v_pages
     if spec.cache.is_quantized:

@@ -35,7 +35,7 @@ def visit(kernel, keys, masked, x, carry):
     scores_type = accumulator(WGMMA_ROWS, kernel.problem.block_q)
 
     def overlap(dk_ref=None):
-        # Previous tile: dk += dsᵀ q. This tile: sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+        # Start dk += dsᵀ q of the previous tile, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
         if dk_ref is not None:
             ds, dk = carry
             dk_ref[...] = dk

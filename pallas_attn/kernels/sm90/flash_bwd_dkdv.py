@@ -131,7 +131,7 @@ def compute_tile(kernel, w, item, step, turn):
 
     end = step + work.steps * members
 
-    # Visit the tiles of queries that see these keys; only edges are masked.
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
     carry = no_ds, zeros(WGMMA_ROWS, kernel.size), zeros(WGMMA_ROWS, kernel.size_v)
     ranges = step_ranges(work.masked_steps, work.steps)
 
@@ -220,7 +220,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
     has_window = problem.window != Window()
     may_end = problem.packed and step.masked
 
-    # Previous tile: dk += dsᵀ q. This tile: sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
+    # Start dk += dsᵀ q of the previous tile, sᵀ = scale · k qᵀ, dpᵀ = v doutᵀ.
     if not may_end:
         plgpu.barrier_wait(memory.q_full.at[step.q_slot])
     dk_ref[...] = dk

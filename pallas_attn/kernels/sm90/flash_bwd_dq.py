@@ -235,7 +235,7 @@ def compute_tile(kernel, w, item, step, turn):
 
     masked_steps, steps = work.masked_steps, work.steps
 
-    # Visit the tiles of keys that these queries see; only edges are masked.
+    # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     if kernel.large:
         # The first tile of keys has no ds k to overlap with its exponentials.
         ranges = step_ranges(masked_steps, steps, first=1)
@@ -286,7 +286,7 @@ def prepare_rows(kernel, tile, work, start_row):
     if sources.dlse is not None:
         dlse = load_row_values(sources.dlse, *place, num_rows, 0.0)
         dlse = jnp.where(lse == float("-inf"), 0.0, dlse)
-    # lse2 is +inf where a row saw no key or does not exist.
+    # delta = rowsum(dout ∘ out) - dlse; lse2 is +inf where a row saw no key or does not exist
     if kernel.large:
         delta = dot_loaded_rows(sources.dout, sources.out, *place, num_rows) - dlse
         plgpu.barrier_wait(memory.q_full.at[tile])
@@ -368,7 +368,7 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
     slot, slot_v = step.slot, step.slot_v
     q, dout = memory.q_tiles.tile(step.own), memory.dout_tiles.tile(step.own)
 
-    # Previous tile: dq += ds k. This tile: s = scale · q kᵀ, dp = dout vᵀ.
+    # Start dq += ds k of the previous tile, s = scale · q kᵀ, dp = dout vᵀ.
     if not kernel.large and not may_end:
         plgpu.barrier_wait(memory.k_full.at[slot])
     if dq_ref is not None:

@@ -29,7 +29,7 @@ def visit(kernel, keys, masked, x, carry):
     plgpu.barrier_wait(queries.full.at[slot])
 
     def overlap(s_ref, dv_ref=None):
-        # This tile: sᵀ = scale · k qᵀ. Previous tile: dv += pᵀ dout.
+        # Start sᵀ = scale · k qᵀ, and dv += pᵀ dout of the previous tile.
         add_scores(s_ref, k, queries.tiles.tile(slot))
         pending = 0
         if dv_ref is not None:

@@ -269,7 +269,7 @@ def compute_tile(kernel, w, item, step, _turn):
     s = pl.run_scoped(first, accumulator(WGMMA_ROWS, kernel.problem.block_q))
     end = step + steps * members
 
-    # Visit the tiles of queries that see these keys; only edges are masked.
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
     carry = (
         s, no_ds if plan.small else None, zeros(WGMMA_ROWS, plan.size),
         zeros(WGMMA_ROWS, plan.size_v),

@@ -246,7 +246,8 @@ def compute_tile(kernel, w, item, step, _turn):
     keys = Keys(w, work, step, work.place.start + w * WGMMA_ROWS)
     plgpu.barrier_wait(kernel.memory.k_full.at[w])
 
-    # Only edges are masked. The first tile has no product to overlap with its exponentials.
+    # Visit the tiles of queries that see these keys; only tiles at the edges are masked. The first
+    # one has no product to overlap with its exponentials.
     ranges = step_ranges(work.masked_steps, work.steps, first=1)
     carry = kernel.visit(kernel, keys, ranges[0][0], kernel.program * 0, None)
     for masked, lower, upper in ranges:

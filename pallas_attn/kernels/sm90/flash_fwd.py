@@ -385,7 +385,7 @@ def compute_tile(kernel, turns, item, step, _turn):
     if kernel.last_first:
         pass_over(memory.v_full, memory.v_empty)
 
-    # Visit the other tiles of keys; only edges are masked.
+    # Visit the other tiles of keys that these queries see; only tiles at the edges are masked.
     carry = p, m_i, l_i, acc
     second = end_masked = skipped + 1
     if has_masked:
@@ -470,7 +470,7 @@ def overlap(kernel, turns, queries, masked, x, slot, previous, carry, s_ref, acc
     """Compute p v of the previous tile during the softmax of this one."""
     memory = kernel.memory
     p, m_i, l_i, acc = carry
-    # This tile: s = scale · q kᵀ. Previous tile: acc += p v.
+    # Start s = scale · q kᵀ, and acc += p v of the previous tile.
     add_scores(s_ref, kernel.q_tiles.tile(turns.w), memory.k_tiles.tile(slot))
     if not kernel.problem.packed:
         wait_for_values(kernel, turns, queries, x - 1, previous)
