@@ -24,19 +24,11 @@ Array = Any
 def attention_forward(
     operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
-    """Compute attention output and log-sum-exp.
+    """Compute attention output [B, Sq, Hq, Dv] and log-sum-exp [B, Hq, Sq].
 
-    Args:
-        operands: those of the call.
-        spec: semantics; its shapes are those of the operands.
-        dtype: dtype of every operation.
-        first: the batch element and query head, in dropout's count over the whole, at which the
-            operands begin.
-
-    Returns:
-        out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (natural log), both in `dtype`. A row that sees no
-        key gives 0, and -inf or its head's sink. If the problem asks for it, also each row's
-        largest score [B, Hq, Sq], -inf without a key.
+    If the problem asks for it, also return each row's largest score [B, Hq, Sq], -inf without a
+    key. first: the batch element and query head, in dropout's count over the whole, at which the
+    operands begin.
     """
     xp = array_namespace(operands.q)
     position = positions(xp, operands, spec)
@@ -56,7 +48,7 @@ def attention_backward(
     dtype: Any,
     first: tuple[int, int] = (0, 0),
 ) -> FlashOperands[Array]:
-    """Compute the gradients of `attention_forward`.
+    """Compute the gradients of `attention_forward`, of each operand.
 
     With ``dp = dout · vᵀ`` and ``delta = rowsum(p ∘ dp) - dlse``: ``ds = p ∘ (dp - delta)``,
     ``dq = scale · ds k``, ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a
@@ -67,14 +59,6 @@ def attention_backward(
     is a rounded multiple of v. Gradients of terms that sum ds over keys also use it with
     `precision` "tf32": with the delta above, the sum over all keys of a row would cancel, without a
     product's error.
-
-    Args:
-        dout: gradient of out, [B, Sq, Hq, Dv].
-        dlse: gradient of lse, [B, Hq, Sq], or None for zero.
-        operands, spec, dtype, first: as in the forward.
-
-    Returns:
-        The gradient of each operand, in `dtype`.
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))

@@ -20,12 +20,6 @@ def block_sparse_forward(
     """Compute attention output and log-sum-exp over the tiles that a block mask keeps.
 
     The mask is made of the tiles of keys that each tile of queries keeps.
-
-    Args:
-        operands, spec, dtype: as `attention_forward` takes them.
-
-    Returns:
-        out and lse, as `attention_forward` returns them.
     """
     xp = array_namespace(operands.q)
     return forward(xp, operands, spec, _kept_keys(xp, operands, spec), dtype)
@@ -38,14 +32,7 @@ def block_sparse_backward(
     spec: BlockSparseSpec,
     dtype: Any,
 ) -> BlockSparseOperands[Array]:
-    """Compute the gradients of `block_sparse_forward`; lists have none.
-
-    Args:
-        dout, dlse, operands, spec, dtype: as `attention_backward` takes them.
-
-    Returns:
-        The gradient of each operand, in `dtype`.
-    """
+    """Compute the gradients of `block_sparse_forward`; lists have none."""
     xp = array_namespace(operands.q)
     seen = _kept_keys(xp, operands, spec)
     dq, dk, dv, dsinks, *_ = backward(xp, dout, dlse, operands, spec, seen, dtype)

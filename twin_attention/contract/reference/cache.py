@@ -18,8 +18,7 @@ FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
 def positions_of_new(operands: AppendOperands, spec: AppendSpec) -> tuple[Array, Array, Array]:
     """Return where new tokens go: position, sequence, and whether they are tokens.
 
-    Each is [B, T], or [Tq] for packed tokens. Padding counts as a token at position 0 of sequence
-    0.
+    Each is [B, T], or [Tq] for packed tokens. Padding is at position 0 of sequence 0.
     """
     lengths, offsets = operands.seq_lens, operands.cu_seqlens_q
     xp, on = array_namespace(lengths), device(lengths)
@@ -41,11 +40,8 @@ def positions_of_new(operands: AppendOperands, spec: AppendSpec) -> tuple[Array,
 def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
     """Return `x` [..., Hkv, D] as a quantised cache stores it: ``x / scale``, rounded, clamped.
 
-    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
-
-    Args:
-        scale: [] or [Hkv] float32.
-        dtype: the cache's dtype, in the library of `x`.
+    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn. scale: [] or [Hkv] float32.
+    dtype: the cache's, in the library of `x`.
     """
     xp = array_namespace(x)
     x = xp.astype(x, xp.float32) / _of_heads(xp, scale)

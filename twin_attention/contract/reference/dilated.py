@@ -18,13 +18,7 @@ Array = Any
 def dilated_forward(operands: FlashOperands, spec: DilatedSpec, dtype: Any) -> tuple[Array, Array]:
     """Compute attention output and log-sum-exp within dilated segments, merged by log-sum-exp.
 
-    Args:
-        operands, spec, dtype: as `attention_forward` takes them.
-
-    Returns:
-        out and lse, as `attention_forward` returns them. A token that no pair keeps sees no key.
-
-    Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
+    A token that no pair keeps sees no key. Source: Ding et al. 2023 (LongNet), sections 2.2, 2.3.
     """
     xp = array_namespace(operands.q)
     return merge(*_dilated_states(xp, operands, spec, dtype), dtype)
@@ -33,14 +27,7 @@ def dilated_forward(operands: FlashOperands, spec: DilatedSpec, dtype: Any) -> t
 def dilated_backward(
     dout: Array, dlse: Array | None, operands: FlashOperands, spec: DilatedSpec, dtype: Any
 ) -> FlashOperands[Array]:
-    """Compute the gradients of `dilated_forward`.
-
-    Args:
-        dout, dlse, operands, spec, dtype: as `attention_backward` takes them.
-
-    Returns:
-        The gradient of each operand, in `dtype`.
-    """
+    """Compute the gradients of `dilated_forward`."""
     xp = array_namespace(operands.q)
     states = _dilated_states(xp, operands, spec, dtype)
     of_states = zip(*merge_backward(dout, dlse, *states, dtype), strict=True)

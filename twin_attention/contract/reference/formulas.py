@@ -39,11 +39,9 @@ def forward(
 ) -> tuple[Array, ...]:
     """Return out, lse and, if the problem asks for it, each row's largest score.
 
-    Args:
-        xp, operands, spec, dtype: array namespace and what `attention_forward` takes.
-        seen: mask of the keys that each query sees, as `scores` takes it; None for all.
-        added: what `added_scores` returns.
-        kept: weights of dropout [B, Hq, Sq, Skv].
+    seen: mask of the keys that each query sees, as `scores` takes it; None for all.
+    added: what `added_scores` returns.
+    kept: weights of dropout [B, Hq, Sq, Skv].
     """
     q, k, v = by_kv_head(xp, operands, spec, dtype)
     s, _ = scores(xp, q, k, spec, seen, added)
@@ -70,10 +68,7 @@ def backward(
 ) -> FlashOperands[Array]:
     """Compute the gradients of `forward`, by the formulas of `attention_backward`.
 
-    Args:
-        xp, seen, added, kept: as in the forward.
-        dout, dlse, operands, spec, dtype: as `attention_backward` takes them.
-        position: key position of each query, as `gradients_of_terms` takes it.
+    position: key position of each query, as `gradients_of_terms` takes it.
     """
     q, k, v = by_kv_head(xp, operands, spec, dtype)
     dout = rows_of(xp, dout, spec, dtype)
@@ -158,10 +153,7 @@ def scores(
     seen: Array | None,
     added: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """Compute scores after scale, terms, softcap and mask, and the derivative of the softcap.
-
-    `added` is what `added_scores` returns.
-    """
+    """Compute scores after scale, terms, softcap and mask, and the derivative of the softcap."""
     s = product(xp, q, xp.matrix_transpose(k), spec) * spec.scale
     shape, dcap = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv), None
     if added is not None:
@@ -183,7 +175,7 @@ def scores(
 def sinks_of_rows(
     xp: Any, sinks: Array | None, spec: AttentionSpec | DecodeSpec, rows: int, dtype: Any
 ) -> Array | None:
-    """Return the sink of each row, [Hkv, group · rows, 1]; None where there are no sinks."""
+    """Return the sink of each row, [Hkv, group · rows, 1]; None without sinks."""
     if sinks is None:
         return None
     heads = (spec.heads_kv, spec.group_size)

@@ -27,10 +27,10 @@ _BACKWARD = {
 
 
 def forward_of(spec: AttentionSpec) -> Any:
-    """Return the forward of a problem: `attention_forward`, or that of its kind."""
+    """Return the forward of a problem's kind."""
     return _FORWARD.get(type(spec), attention_forward)
 
 
 def backward_of(spec: AttentionSpec) -> Any:
-    """Return the backward of a problem: `attention_backward`, or that of its kind."""
+    """Return the backward of a problem's kind."""
     return _BACKWARD.get(type(spec), attention_backward)

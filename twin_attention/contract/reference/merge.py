@@ -14,14 +14,7 @@ Array = Any
 def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
     """Merge attention over disjoint sets of keys into attention over their union.
 
-    Args:
-        outs: [N, B, S, H, Dv].
-        lses: [N, B, H, S], natural log.
-        dtype: dtype of every operation.
-
-    Returns:
-        out [B, S, H, Dv] and lse [B, H, S], both in `dtype`. A row that saw no key in any part
-        gives 0 and -inf.
+    outs: [N, B, S, H, Dv]. lses: [N, B, H, S]. Return out [B, S, H, Dv] and lse [B, H, S].
     """
     xp = array_namespace(outs, lses)
     weight, outs, lse = _merge_weights(xp, outs, lses, dtype)
@@ -31,18 +24,10 @@ def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
 def merge_backward(
     dout: Array, dlse: Array | None, outs: Array, lses: Array, dtype: Any
 ) -> tuple[Array, Array]:
-    """Compute the gradients of `merge`.
+    """Compute the gradients of outs and lses through `merge`.
 
     With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
     ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. A part that saw no key has gradients 0.
-
-    Args:
-        dout: gradient of out, [B, S, H, Dv].
-        dlse: gradient of lse, [B, H, S], or None for zero.
-        outs, lses, dtype: as in the forward.
-
-    Returns:
-        The gradients of outs and lses, both in `dtype`.
     """
     xp = array_namespace(outs, lses)
     weight, outs, _ = _merge_weights(xp, outs, lses, dtype)

@@ -21,19 +21,10 @@ Array = Any
 
 
 def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
-    """Compute attention output and log-sum-exp of packed sequences.
+    """Compute attention output [Tq, Hq, Dv] and log-sum-exp [Hq, Tq] of packed sequences.
 
-    Only values depend on the offsets, so it can be traced. Memory is O(Tq · Tkv).
-
-    Args:
-        operands: those of the call.
-        spec: semantics; its shapes are those of the operands.
-        dtype: dtype of every operation.
-
-    Returns:
-        out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A row that sees no key,
-        such as padding, gives 0, and -inf or its head's sink. If the problem asks for it, also each
-        row's largest score [Hq, Tq].
+    Only values depend on the offsets, so it can be traced. If the problem asks for it, also return
+    each row's largest score [Hq, Tq].
     """
     xp = array_namespace(operands.q)
     batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
@@ -46,16 +37,7 @@ def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tu
 def varlen_backward(
     dout: Array, dlse: Array | None, operands: VarlenOperands, spec: VarlenSpec, dtype: Any
 ) -> VarlenOperands[Array]:
-    """Compute the gradients of `varlen_forward`; offsets have none.
-
-    Args:
-        dout: gradient of out, [Tq, Hq, Dv]; that of padding never matters.
-        dlse: gradient of lse, [Hq, Tq], or None for zero.
-        operands, spec, dtype: as in the forward.
-
-    Returns:
-        The gradient of each operand, in `dtype`; 0 for padding.
-    """
+    """Compute the gradients of `varlen_forward`, 0 for padding; offsets have none."""
     xp = array_namespace(operands.q)
     batch, seen, is_query, position, sequence = _as_one_sequence(xp, operands, spec)
     added = added_scores(xp, operands, position, sequence, dtype)
@@ -97,9 +79,11 @@ def _kept_of_packed(
 def _as_one_sequence(
     xp: Any, operands: VarlenOperands, spec: VarlenSpec
 ) -> tuple[FlashOperands, Array, Array, Array, Array]:
-    """Return packed sequences as a batch of one, the mask [Tq, Tkv] of the keys that each query
-    sees, which of the queries are no padding, [Tq], their positions, counted from the first of all
-    keys, and their sequences, the first one's for padding.
+    """Return packed sequences as a batch of one, and what is needed to treat them so.
+
+    That is the mask [Tq, Tkv] of the keys that each query sees, and for each query [Tq]: whether it
+    is no padding, its position, counted from the first of all keys, and its sequence, the first one
+    for padding.
     """
     q, k, v, cu_q, cu_kv, sinks, *_ = operands
     sequence_q, sequence_kv = (

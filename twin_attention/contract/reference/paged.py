@@ -19,16 +19,8 @@ Array = Any
 
 
 def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:
-    """Compute attention of new tokens over a paged cache, and log-sum-exp.
-
-    Args:
-        operands: those of a decode, q with its T.
-        spec: semantics; its shapes are those of the operands.
-        dtype: dtype of every operation.
-
-    Returns:
-        out [B, T, Hq, Dv] and lse [B, Hq, T] (natural log), both in `dtype`. A token that sees no
-        key gives 0, and -inf or its head's sink.
+    """Compute attention [B, T, Hq, Dv] of new tokens over a paged cache, and log-sum-exp [B, Hq,
+    T].
     """
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
     xp = array_namespace(q, k_pages, v_pages)
@@ -67,19 +59,10 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
 
 
 def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tuple[Array, Array]:
-    """Compute attention of any number of new tokens per sequence over a paged cache, and its lse.
+    """Compute attention [Tq, Hq, Dv] of any number of new tokens per sequence, and lse [Hq, Tq].
 
     Only values depend on offsets, lengths and tables, so it can be traced. Each token is multiplied
     with the keys of all sequences: memory is O(Tq · B · capacity).
-
-    Args:
-        operands: those of the call.
-        spec: semantics; its shapes are those of the operands.
-        dtype: dtype of every operation.
-
-    Returns:
-        out [Tq, Hq, Dv] and lse [Hq, Tq] (natural log), both in `dtype`. A token that sees no key,
-        such as padding, gives 0, and -inf or its head's sink.
     """
     q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
     sinks, k_scale, v_scale, tree_ends = optional
@@ -135,10 +118,8 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
 def _ends_of_keys(xp: Any, tree_ends: Array, token: Array, is_new: Array) -> Array:
     """Return where the tokens that see each key end; for older keys, past all tokens.
 
-    Args:
-        tree_ends: of the new tokens, in any shape.
-        token: which of them a key is, counted over all sequences.
-        is_new: whether the key is a new token's.
+    token: which of the new tokens a key is, counted over all sequences.
+    is_new: whether the key is a new token's.
     """
     size = math.prod(tree_ends.shape)
     token = xp.where(is_new & (token >= 0) & (token < size), token, xp.full_like(token, size))

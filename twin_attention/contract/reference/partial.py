@@ -25,17 +25,9 @@ Array = Any
 def partial_forward(
     operands: PartialOperands, out: Array, lse: Array, spec: PartialSpec, dtype: Any
 ) -> tuple[Array, Array]:
-    """Compute attention output and log-sum-exp over an earlier result's keys and the operands'
-    keys.
+    """Compute attention and log-sum-exp over an earlier result's keys and the operands' keys.
 
-    Args:
-        operands: those of the call.
-        out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq].
-        spec: semantics; its shapes are those of the operands.
-        dtype: dtype of every operation.
-
-    Returns:
-        out and lse, both in `dtype`.
+    out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq].
     """
     xp = array_namespace(operands.q)
     part = forward(xp, operands, spec, seen_in_intervals(xp, operands, spec), dtype)
@@ -46,16 +38,10 @@ def partial_forward(
 def partial_backward(
     dout: Array, lse: Array, delta: Array, operands: PartialOperands, spec: PartialSpec, dtype: Any
 ) -> tuple[Array, Array, Array]:
-    """Compute the gradients of q, k and v through the keys of the operands.
+    """Compute the gradients dq, dk and dv through the keys of the operands.
 
-    Args:
-        dout: gradient of out, [B, Sq, Hq, Dv].
-        lse: over all keys, [B, Hq, Sq].
-        delta: ``rowsum(dout ∘ out) - dlse``, of the result over all keys, [B, Hq, Sq].
-        operands, spec, dtype: as in the forward.
-
-    Returns:
-        dq, dk and dv, in `dtype`.
+    lse: over all keys, [B, Hq, Sq].
+    delta: ``rowsum(dout ∘ out) - dlse``, of the result over all keys, [B, Hq, Sq].
     """
     xp = array_namespace(operands.q)
     q, k, v = by_kv_head(xp, operands, spec, dtype)

@@ -19,20 +19,15 @@ def rotate(
 ) -> Array:
     """Rotate pairs of dimensions by the angles of positions (rotary embedding).
 
-    With the angle a of a pair (x, y): ``x cos a - y sin a`` and ``y cos a + x sin a``.
+    With the angle a of a pair (x, y): ``x cos a - y sin a`` and ``y cos a + x sin a``. If cos and
+    sin have no row for a position, the rotated dimensions are NaN. Source: Su et al. 2021
+    (RoFormer).
 
     Args:
         x: [..., H, D].
         position: [...].
         cos, sin: [positions, R / 2]. Dimensions of `x` from R on are not rotated.
         interleaved: pair i is dimensions 2i and 2i + 1, not i and i + R / 2.
-        dtype: dtype of every operation.
-
-    Returns:
-        `x` rotated, in `dtype`. If cos and sin have no row for a position, the rotated dimensions
-        are NaN.
-
-    Source: Su et al. 2021 (RoFormer).
     """
     xp = array_namespace(x)
     rows, half = cos.shape

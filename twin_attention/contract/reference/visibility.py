@@ -40,8 +40,9 @@ def positions(xp: Any, operands: FlashOperands, spec: AttentionSpec) -> Array:
 def apply_tree(
     xp: Any, operands: FlashOperands, spec: AttentionSpec, seen: Array | None
 ) -> Array | None:
-    """Return the mask [B, Sq, Skv] of the keys whose end is behind a query, of those in `seen` [Sq,
-    Skv]. Without ends nothing changes.
+    """Hide keys that do not end behind a query: return the mask [B, Sq, Skv] of those in `seen`.
+
+    Without ends, return `seen` [Sq, Skv].
     """
     if operands.kv_ends is None:
         return seen
@@ -55,11 +56,7 @@ def in_branch(
     """Return the mask [..., Sq, Skv] of the keys on whose branch queries at these positions are.
 
     A query's own key is the last in the window, so `causal` is a right side of 0. The window counts
-    depths if there are any.
-
-    Args:
-        xp, operands, spec: array namespace, operands with ends, and problem.
-        position: key positions of the queries, [Sq, 1].
+    depths if there are any. position: of the queries, [Sq, 1].
     """
     ends, q_depths, kv_depths = operands.kv_ends, operands.q_depths, operands.kv_depths
     assert ends is not None
@@ -76,9 +73,11 @@ def in_branch(
 def apply_segments(
     xp: Any, operands: FlashOperands, seen: Array | None
 ) -> tuple[FlashOperands, Array | None, Array | None]:
-    """Return operands without their padding, the mask [B, Sq, Skv] of the keys that each query sees
-    of those in `seen` [Sq, Skv] or [B, Sq, Skv], and which queries are no padding, [B, Sq]. Without
-    segment ids nothing changes, and the last is None.
+    """Hide keys of other segments.
+
+    Return operands without their padding, the mask [B, Sq, Skv] of those in `seen` [Sq, Skv] or
+    [B, Sq, Skv], and which queries are no padding, [B, Sq]. Without segment ids nothing changes,
+    and the last is None.
     """
     q, k, v, _, q_ids, kv_ids, *_ = operands
     if q_ids is None or kv_ids is None:

@@ -1,1 +1,1 @@
-"""Argument checks, whose messages have one format on both sides."""
+"""Argument checks, with the same messages on both sides; `errors` says which errors they raise."""

@@ -17,13 +17,7 @@ from twin_attention.contract.validate.operands import (
 
 
 def check_flash_attention(operands: FlashOperands[Operand], options: FlashOptions) -> AttentionSpec:
-    """Check the operands of `flash_attention` and describe the problem.
-
-    Raises:
-        ValueError: ranks, sizes, devices, strides or values that contradict each other.
-        TypeError: an argument of the wrong type or dtype.
-        NotImplementedError: a head dimension or dtype that the kernels do not take.
-    """
+    """Check the operands of `flash_attention` and describe the problem."""
     check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     check_sinks(operands)
     _check_segment_ids(operands)
@@ -37,11 +31,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
 def check_flash_attention_varlen(
     operands: VarlenOperands[Operand], options: FlashOptions
 ) -> VarlenSpec:
-    """Check the operands of `flash_attention_varlen` and describe the problem.
-
-    Raises:
-        As `check_flash_attention`.
-    """
+    """Check the operands of `flash_attention_varlen` and describe the problem."""
     check_qkv(operands, ("[Tq, Hq, D]", "[Tkv, Hkv, D]", "[Tkv, Hkv, Dv]"))
     check_offset_operands(operands.cu_seqlens_q, operands.cu_seqlens_kv)
     for x in (operands.cu_seqlens_q, operands.cu_seqlens_kv):
@@ -54,11 +44,7 @@ def check_flash_attention_varlen(
 
 
 def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv].
-
-    Raises:
-        ValueError: the number of axes is wrong, or a size is neither `whole`'s nor 1.
-    """
+    """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv]."""
     sizes = zip(shape, whole, strict=False)
     if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
         fail(ValueError, "bias", f"shape {whole}, or 1 in place of any of these", shape)
@@ -67,9 +53,8 @@ def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
     """Refuse saved tensors that come back to a backward changed in more than their layout.
 
-    Args:
-        dout: the gradient of out, which has the dtype, shape and device of the forward's.
-        q, out, lse: as they come back; q already agrees with the other operands.
+    dout: the gradient of out, which has the dtype, shape and device of the forward's.
+    q, out, lse: as they come back; q already agrees with the other operands.
     """
     for x in (q, out):
         check_dtype(x, dout.dtype, "the saved ")

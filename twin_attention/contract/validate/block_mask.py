@@ -28,11 +28,7 @@ from twin_attention.contract.validate.options import check_integer
 def check_block_sparse_attention(
     operands: BlockSparseOperands[Operand], options: FlashOptions
 ) -> BlockSparseSpec:
-    """Check the operands of `block_sparse_attention` and describe the problem.
-
-    Raises:
-        As `check_flash_attention`.
-    """
+    """Check the operands of `block_sparse_attention` and describe the problem."""
     check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     q, k = operands.q, operands.k
     of_queries, of_keys = operands.kv_counts, operands.q_counts
@@ -48,12 +44,7 @@ def check_block_sparse_attention(
 
 
 def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tiles: Operand) -> None:
-    """Check the lists of a block mask, except their contents.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: shapes that contradict each other.
-    """
+    """Check the lists of a block mask, except their contents."""
     lists = ((kv_counts, kv_tiles), (q_counts, q_tiles))
     for counts, tiles in lists:
         for x in (counts, tiles):
@@ -74,12 +65,9 @@ def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tile
 def check_list_values(
     kv_counts: np.ndarray, kv_tiles: np.ndarray, q_counts: np.ndarray, q_tiles: np.ndarray
 ) -> None:
-    """Check the data of a block mask's lists, whose shapes match.
+    """Check the contents of a block mask's lists; the message names the first wrong entry or list.
 
-    Raises:
-        ValueError: a count out of range; a listed tile that does not exist or does not come after
-            the one before it; a tile that is listed in one direction and not in the other. The
-            message names the first such entry or list.
+    Counts are in range. Listed tiles exist, come in order, and are listed in both directions.
     """
     of_queries = _kept_by_lists("kv", kv_counts, kv_tiles, q_counts.shape[2])
     of_keys = _kept_by_lists("q", q_counts, q_tiles, kv_counts.shape[2]).swapaxes(2, 3)
@@ -112,12 +100,7 @@ def _kept_by_lists(of: str, counts: np.ndarray, tiles: np.ndarray, limit: int) -
 
 
 def check_kept_tiles(kept: Operand, q: Operand, k: Operand) -> None:
-    """Check a block mask of booleans; q and k are not checked.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: a shape that does not fit q and k.
-    """
+    """Check a block mask of booleans; q and k are not checked."""
     check_mask(kept)
     check_device(kept, q)
     if len(q.shape) == len(k.shape) == 4:
@@ -128,12 +111,7 @@ def check_kept_tiles(kept: Operand, q: Operand, k: Operand) -> None:
 
 
 def check_mask(kept: Operand) -> None:
-    """Check a block mask of booleans by itself.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another number of dimensions.
-    """
+    """Check a block mask of booleans by itself."""
     check_dtype(kept, "bool")
     if not 2 <= len(kept.shape) <= 4:
         expected = "2 to 4 dimensions [B or 1, Hq or 1, tiles_q, tiles_kv]"
@@ -141,12 +119,7 @@ def check_mask(kept: Operand) -> None:
 
 
 def check_tiles(least: int = 0, **numbers: Any) -> None:
-    """Refuse numbers of tiles that are no integers or less than `least`.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is out of range.
-    """
+    """Refuse numbers of tiles that are not integers or less than `least`."""
     for name, value in numbers.items():
         check_integer(name, value, least, WINDOW_UNLIMITED)
 

@@ -19,12 +19,7 @@ from twin_attention.contract.validate.options import check_choice, check_integer
 def check_context_plan(
     seq_len: Any, size: Any, layout: Any, cu_seqlens: Any, layouts: Sequence[str]
 ) -> tuple[int, int, str, tuple[int, ...] | None]:
-    """Check the arguments of `context_plan` and return them.
-
-    Raises:
-        TypeError: a number that is no integer.
-        ValueError: one out of range, a length that does not divide, or no such layout.
-    """
+    """Check the arguments of `context_plan` and return them."""
     seq_len = check_integer("seq_len", seq_len, 0, WINDOW_UNLIMITED)
     size = check_integer("size", size, 1, WINDOW_UNLIMITED)
     if layout not in layouts:
@@ -49,13 +44,7 @@ def check_context_attention(
 ) -> AttentionSpec:
     """Check a rank's operands of `context_attention`, and describe them as a separate sequence.
 
-    Args:
-        operands: the rank's tokens.
-        options: checked.
-        local_len: how many the plan gives each rank.
-
-    Raises:
-        As `check_flash_attention`.
+    local_len: how many tokens the plan gives each rank.
     """
     spec = check_flash_attention(operands, options)
     for x in (operands.q, operands.k):
@@ -67,17 +56,7 @@ def check_context_attention(
 def check_exchange(
     exchange: Any, choices: Sequence[str], heads: tuple[int, int], size: int
 ) -> None:
-    """Check how ranks exchange keys.
-
-    Args:
-        exchange: what the caller asked for, or None.
-        choices: the known names.
-        heads: of queries and of keys.
-        size: number of ranks.
-
-    Raises:
-        ValueError: no such name, or heads that do not divide evenly over the ranks.
-    """
+    """Check how ranks exchange keys; `heads` are those of queries and of keys."""
     check_choice("exchange", exchange, choices)
     for name, count in zip("qk", heads, strict=True):
         if exchange == "heads" and count % size:
@@ -91,12 +70,7 @@ def check_group(plan_size: int, group_size: int) -> None:
 
 
 def check_rank(rank: Any, size: int) -> int:
-    """Check that a plan for `size` ranks has this one, and return it.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is out of range.
-    """
+    """Check that a plan for `size` ranks has this one, and return it."""
     return check_integer("rank", rank, 0, size - 1)
 
 

@@ -13,12 +13,7 @@ from twin_attention.contract.validate.options import check_integer
 
 
 def check_dilations(segment_lengths: Any, dilation_rates: Any) -> tuple[Dilation, ...]:
-    """Check the pairs of `dilated_attention`, as `check_flash_options` checks options.
-
-    Raises:
-        ValueError: there is no pair, a pair is incomplete, or its numbers do not fit each other.
-        TypeError: what is no list or tuple of integers.
-    """
+    """Check the pairs of `dilated_attention`, as `check_flash_options` checks options."""
     named = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
     for name, values in named.items():
         expected = "a list or tuple of integers, one or more"
@@ -43,11 +38,7 @@ def check_dilations(segment_lengths: Any, dilation_rates: Any) -> tuple[Dilation
 def check_dilated_attention(
     operands: FlashOperands[Operand], dilations: tuple[Dilation, ...], options: FlashOptions
 ) -> DilatedSpec:
-    """Check the operands of `dilated_attention` and describe the problem.
-
-    Raises:
-        As `check_flash_attention`.
-    """
+    """Check the operands of `dilated_attention` and describe the problem."""
     check_qkv(operands, ("[B, S, Hq, D]", "[B, S, Hkv, D]", "[B, S, Hkv, Dv]"))
     q, k = operands.q, operands.k
     if k.shape[1] != q.shape[1]:
@@ -57,11 +48,7 @@ def check_dilated_attention(
 
 
 def check_segments(dilations: tuple[Dilation, ...], length: int) -> None:
-    """Check that segments are whole in a sequence of this length.
-
-    Raises:
-        ValueError: a pair's segments are not whole.
-    """
+    """Check that segments are whole in a sequence of this length."""
     for i, (segment_length, _) in enumerate(dilations):
         if length % segment_length:
             expected = f"a divisor of q's length {length}"

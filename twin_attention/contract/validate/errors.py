@@ -1,7 +1,7 @@
 """Messages of errors about arguments, which read ``name: expected ..., got ...``.
 
-`ValueError` and `TypeError` are for what is always wrong, `NotImplementedError` for what is valid
-but not supported here.
+`TypeError`: a wrong type or dtype. `ValueError`: shapes, devices, strides or values that are always
+wrong. `NotImplementedError`: what is valid but not supported here.
 """
 
 from __future__ import annotations

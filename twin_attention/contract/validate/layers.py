@@ -11,13 +11,7 @@ from twin_attention.contract.validate.options import check_integer
 
 
 def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, int]:
-    """Check the sizes of a multi-head module; return the head dimension and the number of kv heads.
-
-    Raises:
-        TypeError: one is no integer.
-        ValueError: one is less than 1 or does not divide evenly.
-        NotImplementedError: a head dimension that the kernels do not take.
-    """
+    """Check the sizes of a multi-head module; return the head dimension and number of kv heads."""
     for name, x in (("d_model", d_model), ("num_heads", num_heads)):
         check_integer(name, x, 1, WINDOW_UNLIMITED)
     if d_model % num_heads:
@@ -35,10 +29,6 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
 
 
 def check_tokens(shape: tuple[int, ...], d_model: int) -> None:
-    """Check the shape of a multi-head module's input.
-
-    Raises:
-        ValueError: it is not [B, S, d_model].
-    """
+    """Check the shape [B, S, d_model] of a multi-head module's input."""
     if len(shape) != 3 or shape[2] != d_model:
         fail(ValueError, "x", f"shape [B, S, d_model {d_model}]", tuple(shape))

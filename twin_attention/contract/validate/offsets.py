@@ -15,27 +15,15 @@ from twin_attention.contract.validate.options import check_integer
 def check_offsets_arguments(
     cu_seqlens_q: Operand, cu_seqlens_kv: Operand, tokens_q: Any, tokens_kv: Any
 ) -> None:
-    """Check the arguments of `check_offsets`, except their contents.
-
-    Raises:
-        As `check_flash_attention_varlen`.
-    """
+    """Check the arguments of `check_offsets`, except their contents."""
     for name, tokens in (("tokens_q", tokens_q), ("tokens_kv", tokens_kv)):
         check_integer(name, tokens, 0, WINDOW_UNLIMITED)
     check_offset_operands(cu_seqlens_q, cu_seqlens_kv)
 
 
 def check_offset_values(name: str, offsets: np.ndarray, tokens: int) -> None:
-    """Check the offsets where packed sequences begin.
-
-    Args:
-        name: the argument's.
-        offsets: [N + 1] integers.
-        tokens: length of the axis that the sequences share.
-
-    Raises:
-        ValueError: the first offset is not 0, one is less than the one before it, or one exceeds
-            the tokens. The message names the first such offset.
+    """Check [N + 1] offsets of sequences on an axis of `tokens`; the message names the first wrong
+    one.
     """
     least = np.concatenate([[0], offsets[:-1]])
     bad = (offsets < least) | (offsets > tokens)

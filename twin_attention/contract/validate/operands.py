@@ -1,4 +1,4 @@
-"""Tensors as the checks see them, and the checks that operands of several functions share."""
+"""Tensors as the checks see them, and the checks that several functions share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ class Operand(NamedTuple):
     """Describe a tensor to the argument checks, whichever framework owns it.
 
     Attributes:
-        name: the argument's name, as messages print it.
-        shape: dimensions.
         dtype: the framework's dtype name without a prefix, such as "bfloat16".
         device: a comparable name such as "cpu" or "cuda:0"; None when it is not known (a tracer).
         contiguous_rows: False when the last dimension has a stride other than 1.

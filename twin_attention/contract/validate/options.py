@@ -1,4 +1,7 @@
-"""Checks of options that functions share, and of the numbers, bools and names in them."""
+"""Checks of options that functions share, and of the numbers, bools and names in them.
+
+They only look at types and compare numbers, so that `torch.compile` can trace them.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,7 @@ def check_flash_options(
     precision: Any,
     return_lse: Any,
 ) -> FlashOptions:
-    """Check the options that all functions of flash attention share.
-
-    Option checks only look at types and compare numbers, so that `torch.compile` can trace them.
-
-    Raises:
-        ValueError: a number that is out of range, or a name that is no choice.
-        TypeError: an option of the wrong type.
-    """
+    """Check the options that all functions of flash attention share."""
     _check_flag("return_lse", return_lse)
     number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
     number, causal = _scale_within(number, cap), _check_flag("causal", causal)
@@ -50,11 +46,7 @@ def check_attention_options(
     return_row_max: Any,
     return_lse: Any,
 ) -> FlashOptions:
-    """Check all options of `flash_attention` and `flash_attention_varlen`.
-
-    Raises:
-        As `check_flash_options`.
-    """
+    """Check all options of `flash_attention` and `flash_attention_varlen`."""
     options = check_flash_options(
         causal, scale, window_size, softcap, deterministic, precision, return_lse
     )
@@ -72,11 +64,7 @@ def check_decode_options(
     cascade: Any,
     return_lse: Any,
 ) -> DecodeOptions:
-    """Check the options of `paged_decode`.
-
-    Raises:
-        As `check_flash_options`.
-    """
+    """Check the options of `paged_decode`."""
     _check_flag("return_lse", return_lse)
     left, _ = _resolve_window(window_size)
     number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
@@ -94,20 +82,12 @@ def check_decode_options(
 def check_paged_options(
     scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
 ) -> DecodeOptions:
-    """Check the options of `paged_attention`.
-
-    Raises:
-        As `check_flash_options`.
-    """
+    """Check the options of `paged_attention`."""
     return check_decode_options(scale, window_size, softcap, num_splits, False, return_lse)
 
 
 def check_append_options(rotary_interleaved: Any) -> bool:
-    """Check the option of `append_kv` and return it.
-
-    Raises:
-        TypeError: it is no bool.
-    """
+    """Check the option of `append_kv` and return it."""
     return _check_flag("rotary_interleaved", rotary_interleaved)
 
 
@@ -191,7 +171,7 @@ def _check_number(name: str, value: Any, expected: str) -> float:
     """Check a number that kernels take as float32, where numbers below the normal ones are 0.
 
     It keeps its own precision: `torch.compile` could not trace the rounding of an unknown number.
-    The bounds are no globals, because it would treat those as unknown numbers too.
+    Nor are the bounds globals, which it would treat as unknown numbers too.
     """
     infinite, tiny = 2.0**128 - 2.0**103, 2.0**-126  # what rounds to infinity; the least normal
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -28,14 +28,7 @@ from twin_attention.contract.validate.pool import check_pool, check_tables
 
 
 def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions) -> DecodeSpec:
-    """Check the operands of `paged_decode` and describe the problem.
-
-    Raises:
-        ValueError: ranks, sizes, devices, strides or values that contradict each other.
-        TypeError: an argument of the wrong type or dtype.
-        NotImplementedError: a head dimension, page size, dtype or number of tokens that the kernels
-            do not take.
-    """
+    """Check the operands of `paged_decode` and describe the problem."""
     q = operands.q
     if len(q.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D]"
@@ -48,11 +41,7 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
 
 
 def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptions) -> PagedSpec:
-    """Check the operands of `paged_attention` and describe the problem.
-
-    Raises:
-        As `check_paged_decode`.
-    """
+    """Check the operands of `paged_attention` and describe the problem."""
     q, offsets = operands.q, operands.cu_seqlens_q
     if len(q.shape) != 3:
         fail(ValueError, q.name, "3 dimensions [Tq, Hq, D]", f"shape {q.shape}")
@@ -65,11 +54,7 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
 
 
 def check_append_kv(operands: AppendOperands[Operand], interleaved: bool) -> AppendSpec:
-    """Check the operands of `append_kv` and describe the problem.
-
-    Raises:
-        As `check_paged_decode`.
-    """
+    """Check the operands of `append_kv` and describe the problem."""
     k_new, v_new, offsets = operands.k_new, operands.v_new, operands.cu_seqlens_q
     if offsets is not None:
         if len(k_new.shape) != 3:
@@ -103,11 +88,7 @@ def _check_cache(
 ) -> PagedCache:
     """Check what all functions of a paged cache take.
 
-    Args:
-        new: q, or the new keys.
-        operands: all of them.
-        batch: how many sequences there are.
-        tokens: how many new tokens each has, if that is limited.
+    new: q, or the new keys. tokens: how many new tokens each sequence has, if that is limited.
     """
     k_pages, v_pages = operands.k_pages, operands.v_pages
     block_tables, seq_lens = operands.block_tables, operands.seq_lens

@@ -22,11 +22,7 @@ def check_pages_arguments(
     cu_seqlens_q: Operand | None,
     num_new_tokens: Any,
 ) -> None:
-    """Check the arguments of `check_pages`, except their contents.
-
-    Raises:
-        As `check_append_kv`.
-    """
+    """Check the arguments of `check_pages`, except their contents."""
     if num_new_tokens is not None:
         check_integer("num_new_tokens", num_new_tokens, 0, TOKENS_MAX)
         if cu_seqlens_q is not None:
@@ -49,6 +45,9 @@ def check_page_ids(
 ) -> None:
     """Check where a decode reads and writes: lengths, and the page ids in use.
 
+    The message names the first sequence whose length exceeds the tables' capacity or whose page id
+    is not in the pool, or a page where two sequences have new tokens.
+
     Args:
         tables: [B, max_pages] integers.
         lengths: [B] integers.
@@ -56,11 +55,6 @@ def check_page_ids(
         num_new_tokens: without packing, how many tokens at the end of each sequence are written;
             None is 1.
         pool: its pages and the size of a page.
-
-    Raises:
-        ValueError: offsets as `check_offset_values` refuses them; a length out of the tables'
-            capacity, or a page id that is not in the pool, of the first sequence where this is so;
-            or a page where two sequences have new tokens.
     """
     num_pages, page_size = pool
     if offsets is None:
