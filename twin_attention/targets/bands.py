@@ -15,14 +15,9 @@ from twin_attention.contract.spec import AttentionSpec
 class Bands(NamedTuple):
     """The bands that hold all pairs of a problem.
 
-    Attributes:
-        first: number of the first band.
-        count: how many there are.
-        near: how many bands come before the near ones, whose pairs may have distances below
-            `reach`.
-        num_near: how many bands are near.
-        reach: distances of at least this share one entry of the table on each side.
-        radius: of the table, R.
+    near, num_near: bands before the near ones, whose pairs may have distances below `reach`.
+    reach: distances of at least this share one entry of the table on each side.
+    radius: of the table, R.
     """
 
     first: int

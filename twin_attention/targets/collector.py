@@ -1,7 +1,6 @@
 """Pause Python's cycle collector while making many objects that stay.
 
-Importing PyTorch and tracing a kernel make hundreds of thousands of objects. Again and again the
-collector then walks over all objects of the process in search of cycles, and finds few.
+Otherwise it repeatedly walks over all objects of the process, and finds few cycles.
 """
 
 from __future__ import annotations

@@ -41,17 +41,17 @@ def _has_segments(spec: Spec) -> bool:
 
 
 def _has_tree(spec: Spec) -> bool:
-    """Return True for a flash attention whose keys have ends, which need more registers."""
+    """Return True for keys that have ends, which need more registers."""
     return isinstance(spec, AttentionSpec) and spec.tree
 
 
 def _has_terms(spec: Spec) -> bool:
-    """Return True for a flash attention with terms or dropout, which need more registers."""
+    """Return True for terms or dropout, which need more registers."""
     return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
 
 
 def _has_wide_bias(spec: Spec) -> bool:
-    """Return True for a flash attention with a float32 bias of pairs, whose tiles are large."""
+    """Return True for a float32 bias of pairs, whose tiles are large."""
     return isinstance(spec, AttentionSpec) and spec.wide_bias
 
 
@@ -59,13 +59,12 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a flash attention of at least `count` keys.
 
     The lengths of packed sequences are data on the device. N sequences of T keys count as
-    2T / (N + 1): the expected length of a random key's sequence. Parts of a sequence count as the
-    queries of each.
+    2T / (N + 1): the expected length of a random key's sequence.
     """
 
     def has_keys(spec: Spec) -> bool:
         sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
-        # Results go from one kernel to the next, so all parts must count the same.
+        # Results go from one kernel to the next, so all parts count as the queries of each.
         keys = "seq_q" if spec.is_part else "seq_kv"
         return isinstance(spec, AttentionSpec) and 2 * getattr(spec, keys) >= count * (
             sequences + 1
@@ -77,7 +76,7 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
 def _sees_on_average(count: int) -> Callable[[Spec], bool]:
     """Return the condition of a flash attention whose queries see at least `count` keys on average.
 
-    Parts of a sequence count as the queries of each, so that all parts count the same.
+    Parts count as in `_has_keys`.
     """
 
     def sees_on_average(spec: Spec) -> bool:
@@ -105,11 +104,7 @@ def _has_many_rows(spec: Spec) -> bool:
 
 
 def _has_few_keys(spec: Spec) -> bool:
-    """Return True for a decode with few programs and so short that it is not split.
-
-    That is: at most 32 query rows and at most 256 keys by the shapes, `num_splits` not given, and
-    batch × kv heads no more than the SMs of an A100, so that each program has an SM to itself.
-    """
+    """Return True for a decode so short that it is not split, with an SM of an A100 per program."""
     return (
         _chooses_splits(spec)
         and spec.batch * spec.heads_kv <= NUM_SMS["sm80"]
@@ -134,7 +129,7 @@ def _has_many_programs(spec: Spec) -> bool:
 
 
 def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
-    """Return True for a decode of at most 32 query rows whose splits follow from its shapes.
+    """Return True for a decode of few query rows whose splits follow from its shapes.
 
     With `num_splits` given, the rest of the batch must not change a sequence's result.
     """

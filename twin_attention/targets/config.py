@@ -20,12 +20,7 @@ a column is missing, the rows serve all its values:
   hold; a condition after "not " must not hold; "" always holds.
 
 The other columns are the fields of the kernel's configuration (`twin_attention.targets.kernels`).
-Kernels read the tables; nothing is tuned at run time. To run with other numbers::
-
-    from twin_attention.targets.config import use_configs
-
-    with use_configs({"flash_fwd": {"block_q": 64}}):
-        out = torch_attn.flash_attention(q, k, v)
+Kernels read the tables; nothing is tuned at run time. `use_configs` runs them with other numbers.
 """
 
 from __future__ import annotations
@@ -66,11 +61,8 @@ def padded_head_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a kernel's table.
-
-    Attributes:
-        key: its values in those of the columns `KEYS` that the table has.
-        config: the configuration made of the other columns.
+    """One row of a kernel's table; key: its values in those of the columns `KEYS` that the table
+    has.
     """
 
     key: tuple[tuple[str, Any], ...]
@@ -95,15 +87,7 @@ def _holds(condition: str, spec: Any) -> bool:
 
 
 def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str, tuple[Row, ...]]:
-    """Read the text of a table: the rows of each kernel, in order.
-
-    Args:
-        text: a TOML document.
-        kernels: the kernels of the table's family.
-
-    Raises:
-        ValueError: an unknown kernel or condition, or columns that are not those of the kernel.
-    """
+    """Read the text of a table: the rows of each kernel, in order."""
     table = {}
     for name, content in tomllib.loads(text).items():
         _check_name("kernel", name, kernels)
@@ -131,13 +115,7 @@ def load_table(path: Path, folder: str = "portable") -> dict[str, tuple[Row, ...
 
 
 def table_path(package: str, target: str, folder: str = "portable") -> Path:
-    """Return the file with a family's configurations for a target.
-
-    Args:
-        package: one of `PACKAGES`.
-        target: "sm80" or "sm90".
-        folder: the family's.
-    """
+    """Return the file with a family's configurations for "sm80" or "sm90"."""
     found = find_spec(package)
     assert found is not None
     assert found.origin is not None
@@ -147,13 +125,7 @@ def table_path(package: str, target: str, folder: str = "portable") -> Path:
 def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, KernelConfig]:
     """Find the configuration of each kernel that runs for a problem in one table.
 
-    Args:
-        path: the table's file.
-        spec: the problem.
-        folder: the table's family.
-
-    Raises:
-        LookupError: no row serves the problem, for a kernel that every problem needs.
+    Raise LookupError if no row serves the problem, for a kernel that every problem needs.
     """
     kernels = FAMILY_KERNELS[folder]
     rows = {
@@ -196,12 +168,6 @@ def current_configs(
     """Return the configuration of each of a problem's kernels, as changed by `use_configs`.
 
     No tile is larger than a block mask's, because a mask is walked in whole kernel tiles.
-
-    Args:
-        package: one of `PACKAGES`.
-        target: "sm80" or "sm90".
-        spec: the problem.
-        folder: the family's.
     """
     configs = _shipped(package, target, spec, folder)
     for read in _read:
@@ -236,15 +202,9 @@ def _shipped(package: str, target: str, spec: Spec, folder: str) -> Mapping[str,
 def smaller_configs(
     package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
 ) -> tuple[KernelConfig, ...]:
-    """Return the configurations to try if a kernel's own does not fit.
+    """Return the rows that serve the problem after its own, to try if `config` does not fit.
 
-    These are the rows that serve the problem after its own row. A configuration that `use_configs`
-    changed has none.
-
-    Args:
-        package, target, spec, folder: as `current_configs` takes them.
-        kernel: its name.
-        config: its configuration.
+    A configuration that `use_configs` changed has none.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own, *others = (_within_tiles(row.config, spec) for row in rows if row.serves(spec))
@@ -257,7 +217,7 @@ def config_of_smaller_cards(
     """Return a kernel's configuration on a card with less shared memory.
 
     It is the last row with the key of the problem's own row. It is known before anything is
-    compiled, so it can decide the tiles to trace. The arguments are those of `smaller_configs`.
+    compiled, so it can decide the tiles to trace.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own = next(row for row in rows if row.serves(spec))
@@ -314,10 +274,7 @@ def requested_configs() -> tuple[Change, ...]:
 
 @contextmanager
 def repeat_configs(changes: tuple[Change, ...]) -> Iterator[None]:
-    """Apply exactly the changes that `requested_configs` returned, in place of the present ones.
-
-    It is for code that is traced after its caller ran, such as a backward.
-    """
+    """Apply exactly these changes, as to code that is traced after its caller ran."""
     global _changes
     before, _changes = _changes, changes
     try:
@@ -343,22 +300,13 @@ def compile_to_fit(
     """Compile a kernel, with fewer pipeline stages if shared memory is too small.
 
     How much a configuration takes depends on more than its table knows. If a compiler sees that a
-    loop has one step, that step's tiles get their own buffers, besides the pipeline of the loop
-    that follows.
+    loop has one step, that step's tiles get their own buffers, besides those of the loop that
+    follows. Return the configuration that fits, and what was compiled with it, or raise
+    NotImplementedError.
 
-    Args:
-        kernel: the kernel's name, for the error message.
-        compile: compiles it with a configuration; the result has Triton's ``metadata.shared``.
-        config: the configuration to start from.
-        target: instruction set to compile for, for the error message.
-        limit: bytes of shared memory that a block may have.
-        smaller: returns the configurations to try after this one, in order (`smaller_configs`).
-
-    Returns:
-        The configuration that fits, and what was compiled with it.
-
-    Raises:
-        NotImplementedError: no configuration fits, not even with one stage.
+    compile: compiles it with a configuration; the result has Triton's ``metadata.shared``.
+    limit: bytes of shared memory that a block may have.
+    smaller: returns the configurations to try after this one, in order (`smaller_configs`).
     """
     others = None
     compiled = compile(config)

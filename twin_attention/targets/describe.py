@@ -28,9 +28,7 @@ _OPERATIONS = {
 def describe_call(function: str, describe_operation: Callable[[str], Explanation]) -> Explanation:
     """Describe a call of a public function, and the backward of one that has a derivative.
 
-    Args:
-        function: its name.
-        describe_operation: describes one operation of the call, such as "flash_fwd".
+    describe_operation: describes one operation of the call, such as "flash_fwd".
     """
     operation = _OPERATIONS[function]
     said = describe_operation(operation)
@@ -48,7 +46,7 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
 
 
 def function_of(operation: str, spec: Spec) -> str:
-    """Return the function of a family that runs an operation, such as "flash_fwd", on a problem."""
+    """Return the function of a family that runs an operation on a problem."""
     return operation.replace("flash", "partial") if spec.is_part else operation
 
 
@@ -61,15 +59,9 @@ def describe(
     device: str,
     num_sms: int,
 ) -> Explanation:
-    """Describe the choice that `twin_attention.targets.family.choose` made.
+    """Describe the choice (backend, passed_over) of `twin_attention.targets.family.choose`.
 
-    Args:
-        implementation: what the caller asked for.
-        operation: the function that would run, such as "flash_fwd".
-        backend, passed_over: the choice.
-        spec: the problem.
-        device: the device's name.
-        num_sms: SMs of the device, which a decode's splits depend on.
+    implementation: what the caller asked for.
     """
     if spec.is_empty:
         reason, backend = "an empty problem runs no kernel", backend._replace(target=None)

@@ -1,7 +1,7 @@
 """The table of kernels: the problem that each solves and the fields that configure it.
 
-Both sides have these kernels under the same names. The configuration tables, the static checks and
-the search use this table, so a new kernel is one more entry here.
+Both sides have these kernels under the same names. Configuration tables, static checks and the
+search use it, so a new kernel is one more entry here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Spec = AttentionSpec | DecodeSpec | MergeSpec | AppendSpec
 class KernelConfig:
     """Base of all configurations: tile sizes, warps per program and depth of the load pipeline.
 
-    A subclass is a frozen dataclass with one field per tunable number, so a configuration is
-    hashable and ``dataclasses.replace`` gives another one.
+    A subclass is a frozen dataclass with a field per tunable number: hashable, and
+    ``dataclasses.replace`` gives another one.
     """
 
     num_warps: int
@@ -36,10 +36,9 @@ class KernelConfig:
 class FlashConfig(KernelConfig):
     """Configure a kernel that multiplies tiles of queries and keys.
 
-    Attributes:
-        block_q, block_kv: rows of a tile of q and of a tile of k and v.
-        num_warps: warps per program.
-        num_stages: depth of the load pipeline.
+    block_q, block_kv: rows of a tile of q and of a tile of k and v.
+    num_warps: warps per program.
+    num_stages: depth of the load pipeline.
     """
 
     block_q: int
@@ -50,13 +49,11 @@ class FlashConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class FwdConfig(FlashConfig):
-    """Configure `flash_fwd` of the explicit SM80 kernels.
+    """Configure `flash_fwd` of the explicit SM80 kernels, as `FlashConfig`.
 
-    Attributes:
-        block_q, block_kv: rows of a tile of q and of a tile of k and v.
-        num_warps: warps per program; each has block_q / num_warps rows, 16 or a multiple.
-        num_stages: tiles of k, and of v, in shared memory: 1 or 2.
-        q_in_registers: 1 to read q from shared memory once; 0 to read it for each tile of keys.
+    num_warps: each warp has block_q / num_warps rows, 16 or a multiple.
+    num_stages: tiles of k, and of v, in shared memory: 1 or 2.
+    q_in_registers: 1 to read q from shared memory once; 0 to read it for each tile of keys.
     """
 
     q_in_registers: int
@@ -66,12 +63,10 @@ class FwdConfig(FlashConfig):
 class SpecializedConfig(FlashConfig):
     """Configure a kernel of the explicit SM90 family, whose warps have different work.
 
-    Attributes:
-        block_q, block_kv: rows of a tile of q and of a tile of k and v.
-        num_warps: warps per program: 4 for each 64 rows that stay, and the producer's 4.
-        num_stages: tiles of k, and of v, in shared memory.
-        ping_pong: 0: the consumer warpgroups issue their products in any order; 1: they take turns;
-            2: as 1, and only the first waits for keys and values, since the others follow it.
+    num_warps: 4 for each 64 rows that stay, and the producer's 4.
+    num_stages: tiles of k, and of v, in shared memory.
+    ping_pong: 0: the consumer warpgroups issue their products in any order; 1: they take turns;
+        2: as 1, and only the first waits for keys and values, since the others follow it.
     """
 
     ping_pong: int
@@ -79,12 +74,7 @@ class SpecializedConfig(FlashConfig):
 
 @dataclass(frozen=True)
 class PreprocessConfig(KernelConfig):
-    """Configure `flash_bwd_preprocess` or `flash_bwd_postprocess`, which have no loop.
-
-    Attributes:
-        block_q: rows per program.
-        num_warps: warps per program.
-    """
+    """Configure `flash_bwd_preprocess` or `flash_bwd_postprocess`, which have no loop."""
 
     num_stages: ClassVar[int] = 1
 
@@ -96,9 +86,7 @@ class PreprocessConfig(KernelConfig):
 class ListsConfig(KernelConfig):
     """Configure `tile_lists`, whose tiles are those of the kernel that uses the lists.
 
-    Attributes:
-        scan_rows: rows that are read at a time.
-        num_warps: warps per program.
+    scan_rows: rows that are read at a time.
     """
 
     num_stages: ClassVar[int] = 1
@@ -111,12 +99,10 @@ class ListsConfig(KernelConfig):
 class DecodeConfig(KernelConfig):
     """Configure `paged_decode` or `paged_attention`.
 
-    Attributes:
-        max_rows: most query rows per program. Fewer are padded to a power of two, at least 16, or
-            64 in `paged_attention`.
-        block_kv: keys of a tile.
-        num_warps: warps per program.
-        num_stages: depth of the load pipeline, two for each tile that is loaded ahead.
+    max_rows: most query rows per program. Fewer are padded to a power of two, at least 16, or
+        64 in `paged_attention`.
+    block_kv: keys of a tile.
+    num_stages: depth of the load pipeline, two for each tile that is loaded ahead.
     """
 
     max_rows: int
@@ -129,11 +115,9 @@ class DecodeConfig(KernelConfig):
 class WarpDecodeConfig(DecodeConfig):
     """Configure `paged_decode` of the Mosaic GPU kernels.
 
-    Attributes:
-        max_rows, num_warps: as in the portable kernel.
-        block_kv: keys of a tile; each warp has its share of them.
-        num_stages: tiles of k, and of v, in shared memory; with one, nothing is fetched ahead.
-        num_programs: how many programs an SM runs at a time; the number of splits depends on it.
+    block_kv: keys of a tile; each warp has its share of them.
+    num_stages: tiles of k, and of v, in shared memory; with one, nothing is fetched ahead.
+    num_programs: how many programs an SM runs at a time; the number of splits depends on it.
     """
 
     num_programs: int
@@ -141,13 +125,7 @@ class WarpDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class CombineConfig(KernelConfig):
-    """Configure `combine`.
-
-    Attributes:
-        block_states: partial results that are merged at a time.
-        num_warps: warps per program.
-        num_stages: depth of the load pipeline.
-    """
+    """Configure `combine`; block_states: partial results that are merged at a time."""
 
     block_states: int
     num_warps: int
@@ -158,9 +136,7 @@ class CombineConfig(KernelConfig):
 class AppendConfig(KernelConfig):
     """Configure `append_kv`, which has no loop.
 
-    Attributes:
-        block_heads: heads per program, of keys and values and of queries.
-        num_warps: warps per program.
+    block_heads: heads per program, of keys and values and of queries.
     """
 
     num_stages: ClassVar[int] = 1
@@ -175,13 +151,11 @@ class Kernel:
 
     Attributes:
         spec: the kind of problem that it solves.
-        config: the class of its configurations.
         function: the function of its family that launches it, alone or with others.
         products: the matrix products of one tile, each by its third size, besides block_q and
             block_kv: "d" is the head dimension of q and k, "dv" that of v.
         accumulators: the float32 accumulators of a program, each by its number of columns.
-        stationary: the field with the number of rows that a program keeps while it loops over the
-            others.
+        stationary: the field with the number of rows that a program keeps while it loops.
         deterministic: True for deterministic backwards only, False for the others only, None for
             both.
         optional: it runs only for problems that have a row.
@@ -280,11 +254,9 @@ FAMILY_KERNELS = {
 
 
 def find_kernel(name: str, config: type[KernelConfig] = KernelConfig) -> Kernel:
-    """Return the kernel of this name in the first family that has it; all do the same work.
+    """Return the first family's kernel of this name, with this class of configurations.
 
-    Args:
-        name: the kernel's.
-        config: a configuration class that the family's kernel must have.
+    All families' kernels of a name do the same work.
     """
     found = (kernels[name] for kernels in FAMILY_KERNELS.values() if name in kernels)
     return next(kernel for kernel in found if issubclass(kernel.config, config))

@@ -1,4 +1,4 @@
-"""Say which paged-cache problems `pallas_attn`'s Mosaic GPU kernels take, on SM80 and SM90."""
+"""Say which paged-cache problems `pallas_attn`'s Mosaic GPU kernels support, on SM80 and SM90."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.kernels import Spec
 
-# The most query rows per kv head for which these kernels were faster where timed.
+# These kernels are faster up to this many query rows per kv head.
 _ROWS_MAX = {
     ("sm90", "8 bits"): 16, ("sm90", "16 bits"): 8,
     ("sm80", "8 bits"): 16, ("sm80", "16 bits"): 64,

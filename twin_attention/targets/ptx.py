@@ -18,9 +18,9 @@ _SMALLEST_NORMAL, _INFINITY = "0f00800000", "0f7F800000"
 # Each converts one byte of both packed pairs in a register to a float16; see `Upcast`.
 
 # A float8_e4m3fn is a sign, 4 bits of exponent and 3 of mantissa. The low 7 bits, put where a
-# float16's exponent ends and its mantissa begins, are the number times 2^-8, subnormal numbers
-# included. A NaN, alone, carries into the next bit when one is added to its last: that bit makes
-# the float16 a NaN. {high} gives the byte in its half's high byte, where its sign is a float16's.
+# float16's exponent ends and its mantissa begins, are the number times 2^-8, subnormals included.
+# Only a NaN carries into the next bit when one is added to its last: that bit makes the float16 a
+# NaN. {high} gives the byte in its half's high byte, where its sign is a float16's.
 _FLOAT8 = """
 {shift};
 and.b32 x, x, 0x3F803F80;
@@ -59,13 +59,9 @@ class Upcast(NamedTuple):
 
     float16 holds every number of both 8-bit dtypes. Register $1 of the PTX holds two pairs, bytes
     b0 and b1 of the pair in its low half, b2 and b3 of the other. $0 becomes b0 and b2 as float16
-    by `low`, b1 and b3 by `high`. Tensor cores take operands in such pairs, so that what is loaded
-    for them needs no shuffle.
-
-    Attributes:
-        float8: the numbers are float8_e4m3fn; int8 otherwise.
-        low, high: PTX that converts the low and the high byte of each pair. None in an
-            interpreter, which runs no PTX.
+    by `low`, b1 and b3 by `high`. Tensor cores take operands in such pairs, so no shuffle is
+    needed. float8: the numbers are float8_e4m3fn; int8 otherwise. low and high are None in an
+    interpreter, which runs no PTX.
     """
 
     float8: bool
@@ -74,12 +70,7 @@ class Upcast(NamedTuple):
 
 
 def choose_upcast(cache_dtype: str, target: str | None) -> Upcast | None:
-    """Return how a kernel converts a cache to float16; None for a cache of 16 bits.
-
-    Args:
-        cache_dtype: of keys and values.
-        target: "sm80" or "sm90", or None for an interpreter.
-    """
+    """Return how a kernel converts a cache to float16; None for a cache of 16 bits."""
     if cache_dtype not in QUANTIZED_DTYPES:
         return None
     float8 = cache_dtype == "float8_e4m3fn"
@@ -99,9 +90,9 @@ def choose_upcast(cache_dtype: str, target: str | None) -> Upcast | None:
 def cap_scores(count: int, *, exact: bool, close: bool = False, exponential: bool = False) -> str:
     """Return PTX that turns a thread's products q·k, s, into ``b · tanh(a · s)``.
 
-    The operands are `count` results, and the same number of s, a and b; a and b are the same for
-    all. If all s of a warp are near 0, the tanh is a short polynomial of five instructions. If one
-    is not, a branch leads to another formula.
+    The operands are `count` results, and as many s, a and b; a and b are the same for all. If all s
+    of a warp are near 0, the tanh is a polynomial of five instructions; else a branch leads to
+    another formula.
 
     Args:
         exact: the other formula is the rational function of `tanh`; otherwise
@@ -141,9 +132,9 @@ def capped_exponentials(count: int) -> str:
     """Return PTX that turns a thread's products q·k, s, into exponentials, packed, and their sums.
 
     Exponentials are ``2 ** (b · tanh(a · s))``, a pair a result, as bfloat16. The operands are
-    `count` results, at most 32; the same number of sums, each of the result's row; and the same
-    number each of s that come first in a pair, of s that come second, of a and of b. a and b are
-    the same for all. Two rows take turns.
+    `count` results, at most 32; as many sums, each of the result's row; and as many each of the
+    first and the second s of a pair, of a and of b. a and b are the same for all. Two rows take
+    turns.
 
     Nothing delays the exponentials: they are computed as if all scores were near 0, and their sums
     show whether that was right (see `tanh.SUM_BITS`). If a warp's sums leave doubt, its largest
@@ -202,7 +193,7 @@ def exponentials_constraints(count: int) -> str:
 def any_of_warp(count: int) -> str:
     """Return PTX that says, from a thread's factors, whether one of the warp's is not 1.
 
-    The operands are `count` results, all 0 or all 1, and the same number of factors.
+    The operands are `count` results, all 0 or all 1, and as many factors.
     """
     lines = ["{ .reg .pred changes;", f"setp.neu.f32 changes, ${count}, {_float(1.0)};"]
     for i in range(1, count):
@@ -219,8 +210,8 @@ def any_of_warp_constraints(count: int) -> str:
 def rescale(count: int) -> str:
     """Return PTX that multiplies a thread's numbers, or branches past it.
 
-    The operands are `count` results, and the same number of numbers, factors and flags. The flags
-    come from `any_of_warp`; where they are 0 the results are the numbers.
+    The operands are `count` results, and as many numbers, factors and flags. The flags come from
+    `any_of_warp`; where they are 0 the results are the numbers.
     """
     lines = ["{ .reg .pred changes;", f"setp.ne.u32 changes, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]

@@ -14,11 +14,7 @@ CACHED_SUMS = 40 * 2**20
 def programs_of_sm(block: int, *sizes: int) -> int:
     """Estimate how many programs of a portable kernel fit on an SM at a time, 1 to 4.
 
-    Their accumulators take half of its registers.
-
-    Args:
-        block: rows of a program's tile.
-        sizes: columns of each of its accumulators.
+    Their accumulators, of `block` rows and `sizes` columns, take half of its registers.
     """
     sums = block * sum(map(padded_head_dim, sizes))
     return max(1, min(4, REGISTERS // 2 // sums))
@@ -30,22 +26,19 @@ def heads_together(
     """Return how many of the last heads are interleaved, their longest tiles first.
 
     Under a causal mask a head's last tile of queries, or its first tile of keys, takes longest.
-    With one head after the other, the last programs to start are a whole head's, and most SMs idle
-    while its long tiles end. So the tiles of the last heads are sorted as one list: twice as many
-    tiles as programs run at a time. The other heads follow each other, so that tiles of all lengths
-    run at a time, and few heads' keys and values are read at once.
+    With one head after the other, most SMs idle while the last head's long tiles end. So the tiles
+    of the last heads are sorted as one list: twice as many tiles as programs run at a time. The
+    other heads follow each other, so that few heads' keys and values are read at once.
 
     Packed sequences follow each other, each with tiles of any length, and all heads are
     interleaved: the grid ends with the shortest tiles of some sequence in all heads, and few of the
     sequences are read at a time.
 
     If programs add to sums of dq, all heads are interleaved if the last heads would be half of them
-    or more and their sums exceed the L2 cache. The last heads' tiles start when others end, each at
-    a different time, and need all these sums. Tiles that start together add to the same rows at
-    about the same time.
+    or more and their sums exceed the L2 cache. The last heads' tiles start at different times, and
+    need all these sums. Tiles that start together add to the same rows at about the same time.
 
     Args:
-        spec: the problem.
         num_tiles: tiles of queries of a head, or of keys of a kv head.
         programs: how many run at a time on all SMs.
         summed_heads: how many heads have tiles whose programs add to dq; None if they do not.

@@ -1,4 +1,4 @@
-"""Say which problems the explicit SM80 kernels of both sides take.
+"""Say which problems the explicit SM80 kernels of both sides support.
 
 They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and multiply with mma.sync.
 """
@@ -16,10 +16,7 @@ PROGRAMS_OF_SM = 2  # at a time, of most kernels
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
-    Args:
-        operation: the function to run, such as "flash_fwd".
-        spec: the problem.
-        target: "sm80", "sm90", or None in an interpreter.
+    target: "sm80", "sm90", or None in an interpreter.
     """
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
@@ -57,7 +54,7 @@ def unlisted(spec: AttentionSpec) -> str | None:
 
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why Gluon's kernels leave a problem that they cover to the portable ones, or None."""
+    """Return why Gluon's kernels leave a problem to the portable ones, or None."""
     if isinstance(spec, AttentionSpec) and spec.depths:
         return "a window of depths was not timed in its kernels"
     return None
@@ -73,8 +70,7 @@ def mosaic_leaves(spec: Spec) -> str | None:
 def column_pieces(size: int) -> tuple[int, ...]:
     """Return the widths of the column pieces in which a head's rows are stored.
 
-    A piece is a power of two and at least 16 wide. So a head dimension such as 96 takes a large and
-    a small piece, (64, 32); one piece would be a third too wide.
+    They are powers of two from 16 on: (64, 32) for 96, as one piece would be a third too wide.
     """
     whole = max(16, 1 << (size - 1).bit_length())
     half = whole // 2

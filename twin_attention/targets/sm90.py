@@ -1,4 +1,4 @@
-"""Say which problems the explicit SM90 kernels take, and which portable kernels use wgmma.
+"""Say which problems the explicit SM90 kernels support, and which portable kernels use wgmma.
 
 A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgmma.
 """
@@ -21,10 +21,7 @@ LEAST_ROWS = 128
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
-    Args:
-        operation: "flash_fwd", "flash_bwd" or "paged_attention", or the name of a part's function.
-        spec: the problem.
-        target: "sm80", "sm90", or None in an interpreter.
+    operation: "flash_fwd", "flash_bwd" or "paged_attention", or the name of a part's function.
     """
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)
@@ -79,8 +76,8 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
     Triton copies some tiles to wgmma through registers: tiles with unaligned rows, and TF32 tiles,
     which are rounded there. They share one buffer of shared memory. For two tiles of different
     widths, ptxas of CUDA 12.8, which Triton 3.6 ships, then computes the second tile's wgmma
-    descriptor from a wrong address: outputs are wrong, or an access is illegal. mma.sync has no
-    descriptors, and takes operands from registers. A TF32 forward is faster with it.
+    descriptor from a wrong address: outputs are wrong, or an access is illegal. mma.sync takes
+    operands from registers. A TF32 forward is faster with it.
     """
     if not isinstance(spec, AttentionSpec | PagedSpec):
         return True
@@ -164,8 +161,8 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
 def column_pieces(size: int) -> tuple[int, ...]:
     """Return the widths of the column pieces in which a head's tile is stored and multiplied.
 
-    A piece is a power of two and at least 16 wide. At most three pieces, with the
-    fewest columns: (64, 32, 16) for 112, (128, 64) for 192, and (256,) for 240.
+    At most three powers of two from 16 on, with the fewest columns: (64, 32, 16) for 112, (128, 64)
+    for 192, and (256,) for 240.
     """
     rest, pieces = -(-size // 16) * 16, []
     while rest:

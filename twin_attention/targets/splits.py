@@ -34,8 +34,8 @@ def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
 def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
     """Return the decode that a cascade runs over shared pages; None if it has nothing to gain.
 
-    Each of its sequences has the tokens of a tile of sequences, a power of two of them. There are
-    as many as there would be full tiles; which tiles there are is data on the device.
+    Each of its sequences has the tokens of a full tile, a power of two of sequences; which tiles
+    there are is data on the device.
     """
     bounded = spec.window_left is not None
     if not spec.cascade or bounded or not 2 <= spec.batch <= CASCADE_BATCH:
@@ -51,12 +51,11 @@ def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
 class CascadeTiles(NamedTuple):
     """Hold the numbers of a cascade's tiles of sequences.
 
-    Attributes:
-        num_states: splits of shared keys, a running softmax each.
-        members: sequences of a full tile.
-        block_kv: keys of a tile of shared keys.
-        block_keys: a prefix has a multiple of this many keys.
-        block_batch: a power of two, at least the batch.
+    num_states: splits of shared keys, a running softmax each.
+    members: sequences of a full tile.
+    block_kv: keys of a tile of shared keys.
+    block_keys: a prefix has a multiple of this many keys.
+    block_batch: a power of two, at least the batch.
     """
 
     num_states: int
@@ -69,14 +68,7 @@ class CascadeTiles(NamedTuple):
 def cascade_tiles(
     spec: DecodeSpec, tile: DecodeSpec, config: DecodeConfig, block_kv: int, num_sms: int
 ) -> CascadeTiles:
-    """Return the numbers of a cascade's tiles.
-
-    Args:
-        tile: the problem of a tile, from `cascade_tile`.
-        config: how its kernel is configured.
-        block_kv: keys per tile in the decode over the other keys.
-        num_sms: of the device.
-    """
+    """Return the numbers of a cascade's tiles; block_kv: of the decode over the other keys."""
     return CascadeTiles(
         num_states=choose_splits(tile, config, num_sms),
         members=tile.tokens // spec.tokens,
@@ -87,18 +79,15 @@ def cascade_tiles(
 
 
 def num_row_tiles(spec: PagedSpec, rows: int) -> int:
-    """Return an upper bound of the tiles of `rows` query rows that a kv head's sequences need.
-
-    The lengths are on the device.
-    """
+    """Return an upper bound of a kv head's tiles of query rows; lengths are on the device."""
     return spec.tokens * spec.group_size // rows + spec.batch + 1
 
 
 def skips_masks(spec: PagedSpec) -> bool:
     """Return True if tiles of keys that all rows of a program see get no mask.
 
-    That takes a second loop, which costs a program with few rows more than the masks do: it waits
-    for its keys, and each loop has to fill its pipeline first.
+    That takes a second loop, which costs a program with few rows more than the masks: it waits for
+    its keys, and each loop has to fill its pipeline first.
     """
     return decode_kernel(spec) == "paged_attention"
 
@@ -115,9 +104,8 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
     """Return how many programs per SM saturate memory bandwidth, or tensor cores.
 
     A program with a small head dimension has fewer bytes in flight, so more programs are needed.
-    With a larger head dimension and many query rows, one program is fastest: two hardly fit in
-    shared memory, and on an A100 they do not fit. With more than 64 rows, as for chunks, one
-    program takes all of an SM's registers.
+    With a larger one and many query rows, two hardly fit in shared memory. With more than 64 rows,
+    as for chunks, one program takes all of an SM's registers.
     """
     if isinstance(config, WarpDecodeConfig):
         return config.num_programs
@@ -136,9 +124,9 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
 def choose_splits(spec: DecodeSpec, config: DecodeConfig, num_sms: int) -> int:
     """Return the number of splits: what the caller asked for, or enough to give every SM work.
 
-    It depends only on shapes. Each split takes its share of a sequence's real length, so more
-    splits than a short sequence needs cost little. There are fewer if the capacity of the block
-    table would leave some splits without a tile.
+    It depends only on shapes. Each split takes its share of a sequence's real length, so a short
+    sequence's spare splits cost little. There are fewer if the capacity of the block table would
+    leave some splits without a tile.
     """
     if spec.num_splits is not None:
         return spec.num_splits

@@ -1,7 +1,4 @@
-"""Count the steps of the tiles that the explicit SM90 kernels work on.
-
-A step multiplies a tile of queries of one head with a tile of keys.
-"""
+"""Count the steps of explicit SM90 kernels: products of a tile of queries and one of keys."""
 
 from __future__ import annotations
 
@@ -49,8 +46,7 @@ def exchange_sides(spec: AttentionSpec) -> AttentionSpec:
 def keys_of_query(spec: AttentionSpec) -> float:
     """Return how many keys a query sees by its position, on average.
 
-    N packed sequences of T tokens count as one of 2T / (N + 1): the expected length of a random
-    token's sequence.
+    N packed sequences of T tokens count as one of 2T / (N + 1), as in `conditions`.
     """
     if isinstance(spec, VarlenSpec):
         share = 2 / (spec.num_sequences + 1)
@@ -71,15 +67,11 @@ def splits_group(
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 
     If so, they add up dk and dv. One program for all query heads writes dk and dv to memory once,
-    but with few kv heads most SMs would wait for those with the longest tiles. Programs with all
-    heads of a large group are at different heads at a time, and read queries from memory again and
-    again. The sums have no rows for packed sequences.
+    but with few kv heads most SMs would wait for the longest tiles. Programs with all heads of a
+    large group are at different heads at a time, and read queries from memory again and again. The
+    sums have no rows for packed sequences.
 
-    Args:
-        spec: the problem of a backward that sums dq.
-        block_q, block_kv: rows of a tile of q, and of k and v.
-        num_sms: SMs of the card.
-        most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
+    most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
     """
     if spec.is_packed or spec.group_size == 1:
         return False

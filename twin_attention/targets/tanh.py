@@ -1,8 +1,8 @@
 """Coefficients of tanh, as both sides' explicit kernels compute it.
 
-``tanh(x) = x · P(x²) / Q(x²)`` with x clamped to ±LIMIT, to a relative error of 5e-7. It is a fit
-of the relative error: unlike ``1 - 2 / (1 + exp(2x))`` it cancels nowhere, and a softcap far above
-the scores multiplies its error by no more than the scores.
+``tanh(x) = x · P(x²) / Q(x²)`` with x clamped to ±LIMIT, to a relative error of 5e-7. Unlike
+``1 - 2 / (1 + exp(2x))`` it cancels nowhere, and a softcap far above the scores multiplies its
+error by no more than the scores.
 """
 
 LIMIT = 7.6
@@ -27,6 +27,6 @@ CLOSE = (0.99999962, -0.33321973, 0.12841907)
 
 # x · NEAR(x²) rises everywhere, so the size of exponentials of b times it tells whether x is near
 # 0. Let `high` be their value at NEAR_LIMIT. If a sum is at most `high`, no x is beyond NEAR_LIMIT.
-# For x beyond -NEAR_LIMIT the exponentials come out too small, by at most 2^-14 of a sum of up to
-# 32 that is at least 2^SUM_BITS / high, if `high` is at least 2^HIGH_BITS.
+# Beyond -NEAR_LIMIT the exponentials are too small, by at most 2^-14 of a sum of up to 32 that is
+# at least 2^SUM_BITS / high, if `high` is at least 2^HIGH_BITS.
 SUM_BITS, HIGH_BITS = 9, 8

@@ -64,8 +64,7 @@ def use_target(target: str | None) -> Iterator[None]:
 def resolve_target(capability: tuple[int, int]) -> str:
     """Return the target to compile for on a device of this compute capability.
 
-    Raises:
-        NotImplementedError: a device older than Ampere, or Hopper code on an older card.
+    Raise NotImplementedError before Ampere, or for Hopper code on an older card.
     """
     if capability < (8, 0):
         got = f"{capability[0]}.{capability[1]}"

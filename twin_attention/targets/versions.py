@@ -9,11 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def newer_versions(tested: Mapping[str, tuple[int, int]]) -> str | None:
-    """Return which packages are newer than the newest tested versions, or None.
-
-    Args:
-        tested: the first two numbers of a version, by the package's name.
-    """
+    """Return which packages are newer than the tested versions, two numbers each, or None."""
     found = []
     for name, known in tested.items():
         newest = _version(name)
