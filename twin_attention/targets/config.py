@@ -69,7 +69,6 @@ class Row:
     config: KernelConfig
 
     def serves(self, spec: Spec) -> bool:
-        """Return True if the row is for this problem."""
         return all(_matches(column, value, spec) for column, value in self.key)
 
 

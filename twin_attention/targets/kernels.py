@@ -172,7 +172,6 @@ class Kernel:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the names of its configuration's fields."""
         return tuple(field.name for field in fields(cast(Any, self.config)))
 
 

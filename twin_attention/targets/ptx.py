@@ -124,7 +124,6 @@ def cap_scores(count: int, *, exact: bool, close: bool = False, exponential: boo
 
 
 def cap_constraints(count: int) -> str:
-    """Return the constraints of `cap_scores`."""
     return ",".join(["=&f"] * count + ["f"] * (3 * count))
 
 
@@ -186,7 +185,6 @@ def capped_exponentials(count: int) -> str:
 
 
 def exponentials_constraints(count: int) -> str:
-    """Return the constraints of `capped_exponentials`."""
     return ",".join(["=&r"] * count + ["=&f"] * count + ["f"] * (4 * count))
 
 
@@ -203,7 +201,6 @@ def any_of_warp(count: int) -> str:
 
 
 def any_of_warp_constraints(count: int) -> str:
-    """Return the constraints of `any_of_warp`."""
     return ",".join(["=r"] * count + ["f"] * count)
 
 
@@ -221,7 +218,6 @@ def rescale(count: int) -> str:
 
 
 def rescale_constraints(count: int) -> str:
-    """Return the constraints of `rescale`."""
     return ",".join(["=&f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
 

@@ -88,5 +88,4 @@ def is_uneven(spec: AttentionSpec) -> bool:
 
 
 def has_wide_rows(spec: AttentionSpec) -> bool:
-    """Return True for head dimensions above 64."""
     return max(spec.head_dim, spec.head_dim_v) > 64

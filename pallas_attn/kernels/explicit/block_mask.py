@@ -38,7 +38,6 @@ def kept_tiles(kept, visible, window, block):
     tile, count, width = kept.rows, kept.count, kept.tiles_ref.shape[3]
 
     def count_before(bound):
-        """Return how many tiles of the list are before `bound`."""
 
         def halve(_, range_):
             first, last = range_

@@ -50,7 +50,6 @@ def tile_transforms(size: int, block: int | None = None):
 
 
 def allocate_tile(dtype, count, rows, size, block=None):
-    """Return the type of `count` tiles in shared memory."""
     shape = (count, rows, padded_columns(size))
     return plgpu.SMEM(shape, dtype, transforms=tile_transforms(size, block))
 

@@ -106,8 +106,6 @@ class Queue(NamedTuple):
 
 
 class HandOver(NamedTuple):
-    """Hand over places in shared memory, one in each slot."""
-
     places: Any
     written: Any
     read: Any

@@ -64,7 +64,6 @@ def reciprocal(x, layout):
 
 
 def _map(function, x):
-    """Apply a function to each element of an array in registers."""
     i32 = ir.IntegerType.get_signless(32)
     registers = np.empty_like(x.registers)
     for index, register in np.ndenumerate(x.registers):

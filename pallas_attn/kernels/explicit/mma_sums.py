@@ -38,7 +38,6 @@ def add_to_sums(x, sums, batch, head, start, first_column=0):
 
 
 def read_sums(sums, batch, head, start, shape):
-    """Return what `add_to_sums` added up, of a shape of rows and columns."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *[SCALAR] * 3),

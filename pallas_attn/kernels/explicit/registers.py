@@ -97,7 +97,6 @@ def of_registers(like, registers):
 
 
 def scalar(register):
-    """Return the single number in a register."""
     if isinstance(register.type, ir.VectorType):
         return llvm.extractelement(register, mgpu.c(0, ir.IntegerType.get_signless(32)))
     return register
@@ -118,7 +117,6 @@ def make_pair(low, high):
 
 
 def iota(shape, axis, layout):
-    """Return the index along an axis, int32."""
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 

@@ -22,7 +22,6 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils, vector
 
 
 def load_vector(ref, layout):
-    """Load numbers of rows or columns from global memory."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 

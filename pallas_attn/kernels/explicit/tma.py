@@ -32,7 +32,6 @@ class Tiles(NamedTuple):
 
     @property
     def columns(self) -> tuple[slice, ...]:
-        """Return the columns of each piece that wgmma sees."""
         widths = [piece.shape[-1] for piece in self.multiplied]
         return tuple(slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths)))
 
@@ -51,7 +50,6 @@ class Tiles(NamedTuple):
             yield blocks.at[i, j], i * BLOCK, slice(j * BLOCK, (j + 1) * BLOCK)
 
     def tile(self, index) -> "Tiles":
-        """Return one of the tiles."""
         return Tiles(*(tuple(piece.at[index] for piece in pieces) for pieces in self))
 
     def rows(self, start: int, count: int) -> "Tiles":
@@ -86,7 +84,6 @@ def is_whole(size: int, *lengths: int) -> bool:
 
 
 def padded_columns(size: int) -> int:
-    """Return the columns of a tile that holds rows of `size` elements."""
     return sum(piece_widths(size, False))
 
 

@@ -27,12 +27,10 @@ def add_values(acc, p, v):
 
 
 def accumulator(rows, columns):
-    """Return the type of a float32 accumulator of wgmma."""
     return plgpu.ACC((rows, columns), jnp.float32)
 
 
 def zeros(rows, columns) -> Array:
-    """Return float32 zeros in the layout of an accumulator."""
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
 
 

@@ -130,7 +130,6 @@ def combine_kernel(
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
-    """Call `combine_kernel` on results over disjoint keys; return out and lse."""
     outs, lses = (x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in (outs, lses))
     return _launch(outs, lses, None, None, (), spec, backend)
 

@@ -19,7 +19,6 @@ from twin_attention.targets.sm90 import has_large_heads
 
 
 def _launch_dk_and_dv(inputs, spec, backend, _masks):
-    """Call the kernels of dk and of dv."""
     return launch_dk(inputs, spec, backend), launch_dv(inputs, spec, backend)
 
 

@@ -75,7 +75,6 @@ def visit(kernel, keys, masked, x, carry):
 
 
 def launch_dk(inputs, spec, backend):
-    """Call `flash_bwd_large_kernel`; return dk."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     rows = warpgroups, WGMMA_ROWS

@@ -49,8 +49,6 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 class Outputs(NamedTuple):
-    """Hold the references of the outputs."""
-
     dk: Any
     dv: Any
 
@@ -289,7 +287,6 @@ def store(kernel, keys, dk, dv):
 
 
 def launch_dkdv(inputs, spec, backend, mask):
-    """Call `flash_bwd_dkdv_kernel`; return dk and dv."""
     offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     name = "flash_bwd_dkdv"
     config = backend.configs(spec)[name]

@@ -71,8 +71,6 @@ class Memory(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Hold the references of the outputs."""
-
     lse2: Any
     delta: Any
     dq: Any
@@ -90,7 +88,6 @@ class Kernel(NamedTuple):
 
     @property
     def large(self) -> bool:
-        """Return True for large heads."""
         return self.memory.out_tiles is None
 
 
@@ -444,7 +441,6 @@ def dot_rows(a, b):
 
 
 def launch_dq(sources, spec, backend, mask):
-    """Call `flash_bwd_dq_kernel`; return dq, lse2 and delta."""
     offsets, is_packed = mask.offsets, mask.offsets.num_sequences is not None
     config = backend.configs(spec)["flash_bwd_dq"]
     stages = config.num_stages

@@ -59,7 +59,6 @@ def visit(kernel, keys, masked, x, carry):
 
 
 def launch_dv(inputs, spec, backend):
-    """Call `flash_bwd_large_kernel`; return dv."""
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1
     tiles, pieces = block_tiles(spec, k_tiles=(1, WGMMA_ROWS), dv_tiles=(1, WGMMA_ROWS))

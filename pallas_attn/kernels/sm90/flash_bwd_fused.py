@@ -137,7 +137,6 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, problem, members, head_dim, head_dim_v, q_stages, warpgroups, dk_sum_ref) -> "Plan":
-        """Return the plan for a problem."""
         size, size_v = value_columns(head_dim), value_columns(head_dim_v)
         small = is_small(head_dim, head_dim_v)
         capped = small and problem.rule.softcap is not None
@@ -531,7 +530,6 @@ def accumulator_of_dq(plan, w):
 
 
 def write_part(kernel, w, dq):
-    """Write a warpgroup's part of dq for the adding warp."""
     named_barrier("sync", NUMBERS.dq_free + w, ADDERS)
     write_dq(dq, kernel.memory.dq_tiles.at[w])
     named_barrier("arrive", NUMBERS.dq_written + w, ADDERS)
@@ -556,7 +554,6 @@ def is_small(head_dim, head_dim_v):
 
 
 def launch_fused(sources, spec, backend, mask):
-    """Call `flash_bwd_fused_kernel`; return dq, dk, dv, lse2 and delta."""
     name = "flash_bwd_fused"
     config, programs = backend.configs(spec)[name], num_sms(backend.target)
     if config.block_q != WGMMA_ROWS:

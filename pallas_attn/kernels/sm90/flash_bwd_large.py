@@ -77,7 +77,6 @@ class Rows(NamedTuple):
     empty: object
 
     def slot(self, step):
-        """Return the slot of a step's tile."""
         return step % self.tiles.multiplied[0].shape[0]
 
     def load(self, step, batch, head, start):

@@ -148,12 +148,10 @@ class Kernel(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        """Return the number of consumer warpgroups."""
         return self.memory.q_full.shape[0]
 
     @property
     def num_stages(self) -> int:
-        """Return how many tiles of keys shared memory holds."""
         return self.memory.k_full.shape[0]
 
 
@@ -293,13 +291,11 @@ class Turns(NamedTuple):
         pl.when(self.waits)(lambda: plgpu.barrier_wait(full))
 
     def end(self, in_turn=True):
-        """Give the turn to the next warpgroup."""
         if self.taken and in_turn:
             pass_turn(self.w, self.warpgroups)
 
 
 def consume(kernel, w):
-    """Compute the rows of consumer warpgroup w."""
     memory = kernel.memory
     taken = kernel.ping_pong and kernel.warpgroups > 1
     turns = Turns(w, kernel.warpgroups, taken, kernel.ping_pong < 2 or not taken or w == 0)

@@ -73,5 +73,4 @@ def own_tile(full: Any, turn: Any, w: int) -> Any:
 
 
 def last_tile(size: Any, block: int) -> Any:
-    """Return the first row of the last tile of an axis."""
     return maximum(cdiv(size, block) * block - block, 0)

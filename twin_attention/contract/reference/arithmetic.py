@@ -17,7 +17,6 @@ def product(xp: Any, a: Array, b: Array, spec: AttentionSpec) -> Array:
 
 
 def takes_tf32(xp: Any, x: Array, spec: AttentionSpec) -> bool:
-    """Return whether products round these operands to TF32."""
     return spec.precision == "tf32" and x.dtype == xp.float32
 
 

@@ -27,7 +27,6 @@ def dilated_forward(operands: FlashOperands, spec: DilatedSpec, dtype: Any) -> t
 def dilated_backward(
     dout: Array, dlse: Array | None, operands: FlashOperands, spec: DilatedSpec, dtype: Any
 ) -> FlashOperands[Array]:
-    """Compute the gradients of `dilated_forward`."""
     xp = array_namespace(operands.q)
     states = _dilated_states(xp, operands, spec, dtype)
     of_states = zip(*merge_backward(dout, dlse, *states, dtype), strict=True)

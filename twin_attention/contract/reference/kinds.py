@@ -27,10 +27,8 @@ _BACKWARD = {
 
 
 def forward_of(spec: AttentionSpec) -> Any:
-    """Return the forward of a problem's kind."""
     return _FORWARD.get(type(spec), attention_forward)
 
 
 def backward_of(spec: AttentionSpec) -> Any:
-    """Return the backward of a problem's kind."""
     return _BACKWARD.get(type(spec), attention_backward)

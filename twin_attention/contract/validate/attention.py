@@ -17,7 +17,6 @@ from twin_attention.contract.validate.operands import (
 
 
 def check_flash_attention(operands: FlashOperands[Operand], options: FlashOptions) -> AttentionSpec:
-    """Check the operands of `flash_attention` and describe the problem."""
     check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     check_sinks(operands)
     _check_segment_ids(operands)
@@ -31,7 +30,6 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
 def check_flash_attention_varlen(
     operands: VarlenOperands[Operand], options: FlashOptions
 ) -> VarlenSpec:
-    """Check the operands of `flash_attention_varlen` and describe the problem."""
     check_qkv(operands, ("[Tq, Hq, D]", "[Tkv, Hkv, D]", "[Tkv, Hkv, Dv]"))
     check_offset_operands(operands.cu_seqlens_q, operands.cu_seqlens_kv)
     for x in (operands.cu_seqlens_q, operands.cu_seqlens_kv):

@@ -28,7 +28,6 @@ from twin_attention.contract.validate.options import check_integer
 def check_block_sparse_attention(
     operands: BlockSparseOperands[Operand], options: FlashOptions
 ) -> BlockSparseSpec:
-    """Check the operands of `block_sparse_attention` and describe the problem."""
     check_qkv(operands, ("[B, Sq, Hq, D]", "[B, Skv, Hkv, D]", "[B, Skv, Hkv, Dv]"))
     q, k = operands.q, operands.k
     of_queries, of_keys = operands.kv_counts, operands.q_counts

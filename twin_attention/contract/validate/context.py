@@ -19,7 +19,6 @@ from twin_attention.contract.validate.options import check_choice, check_integer
 def check_context_plan(
     seq_len: Any, size: Any, layout: Any, cu_seqlens: Any, layouts: Sequence[str]
 ) -> tuple[int, int, str, tuple[int, ...] | None]:
-    """Check the arguments of `context_plan` and return them."""
     seq_len = check_integer("seq_len", seq_len, 0, WINDOW_UNLIMITED)
     size = check_integer("size", size, 1, WINDOW_UNLIMITED)
     if layout not in layouts:

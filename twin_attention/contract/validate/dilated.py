@@ -38,7 +38,6 @@ def check_dilations(segment_lengths: Any, dilation_rates: Any) -> tuple[Dilation
 def check_dilated_attention(
     operands: FlashOperands[Operand], dilations: tuple[Dilation, ...], options: FlashOptions
 ) -> DilatedSpec:
-    """Check the operands of `dilated_attention` and describe the problem."""
     check_qkv(operands, ("[B, S, Hq, D]", "[B, S, Hkv, D]", "[B, S, Hkv, Dv]"))
     q, k = operands.q, operands.k
     if k.shape[1] != q.shape[1]:

@@ -15,7 +15,6 @@ from twin_attention.contract.validate.operands import (
 
 
 def check_merge_states(outs: Operand, lses: Operand) -> MergeSpec:
-    """Check the arguments of `merge_states` and describe the problem."""
     if len(outs.shape) not in (4, 5):
         expected = "4 or 5 dimensions [N, B, H, Dv] or [N, B, S, H, Dv]"
         fail(ValueError, "outs", expected, f"shape {outs.shape}")

@@ -98,7 +98,6 @@ def check_float(x: Operand, dtypes: tuple[str, ...]) -> None:
 
 
 def check_dtype(x: Operand, dtype: str, whose: str = "") -> None:
-    """Check that a tensor has this dtype; `whose` says who has it too."""
     if x.dtype != dtype:
         fail(TypeError, x.name, f"{whose}dtype {dtype}", x.dtype)
 
@@ -116,7 +115,6 @@ def check_head_dim(x: Operand) -> None:
 
 
 def is_head_dim(size: int) -> bool:
-    """Return whether the kernels take a head dimension."""
     return size % HEAD_DIM_STEP == 0 and HEAD_DIM_MIN <= size <= HEAD_DIM_MAX
 
 

@@ -64,7 +64,6 @@ def check_decode_options(
     cascade: Any,
     return_lse: Any,
 ) -> DecodeOptions:
-    """Check the options of `paged_decode`."""
     _check_flag("return_lse", return_lse)
     left, _ = _resolve_window(window_size)
     number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
@@ -82,12 +81,10 @@ def check_decode_options(
 def check_paged_options(
     scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
 ) -> DecodeOptions:
-    """Check the options of `paged_attention`."""
     return check_decode_options(scale, window_size, softcap, num_splits, False, return_lse)
 
 
 def check_append_options(rotary_interleaved: Any) -> bool:
-    """Check the option of `append_kv` and return it."""
     return _check_flag("rotary_interleaved", rotary_interleaved)
 
 

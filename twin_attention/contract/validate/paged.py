@@ -28,7 +28,6 @@ from twin_attention.contract.validate.pool import check_pool, check_tables
 
 
 def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions) -> DecodeSpec:
-    """Check the operands of `paged_decode` and describe the problem."""
     q = operands.q
     if len(q.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D]"
@@ -41,7 +40,6 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
 
 
 def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptions) -> PagedSpec:
-    """Check the operands of `paged_attention` and describe the problem."""
     q, offsets = operands.q, operands.cu_seqlens_q
     if len(q.shape) != 3:
         fail(ValueError, q.name, "3 dimensions [Tq, Hq, D]", f"shape {q.shape}")
@@ -54,7 +52,6 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
 
 
 def check_append_kv(operands: AppendOperands[Operand], interleaved: bool) -> AppendSpec:
-    """Check the operands of `append_kv` and describe the problem."""
     k_new, v_new, offsets = operands.k_new, operands.v_new, operands.cu_seqlens_q
     if offsets is not None:
         if len(k_new.shape) != 3:

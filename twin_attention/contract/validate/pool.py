@@ -83,7 +83,6 @@ def check_page_ids(
 
 
 def check_pool(k_pages: Operand) -> None:
-    """Check the shape of a pool of keys."""
     if len(k_pages.shape) != 4:
         expected = "4 dimensions [P, page_size, Hkv, D]"
         fail(ValueError, "k_pages", expected, f"shape {k_pages.shape}")
