@@ -90,7 +90,7 @@ def append(
 def merge(
     outs: jax.Array, lses: jax.Array, spec: MergeSpec, backends: Backends
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute attention over the union of disjoint sets of keys; differentiable once, in reverse."""
+    """Merge results over disjoint sets of keys; differentiable once, in reverse."""
     states = once((outs, lses), "merge_states")
     return once(_merge(*states, spec, backends), "merge_states")
 
