@@ -14,7 +14,7 @@ SUITES = (
     "full",  # every feature, dtype and awkward size, a few hundred tokens long (contains small)
     "large",  # sizes that only a GPU takes, tensors past 2^31 elements among them
 )
-# The cases of "quick", a newcomer's first run: a minute and a half on two cores.
+# The cases of "quick", a newcomer's first run: a minute on two cores.
 QUICK = (
     "fp32-causal", "tf32-causal", "mqa-d128", "all-options", "row-max", "segments-shuffled",
     "tree-any", "bias", "bias-all-options", "deterministic", "strided", "no-keys",
