@@ -1,7 +1,7 @@
 """Block masks: as `torch_attn.kernels.library.block_mask`, with scalars.
 
-The producer and the consumers each walk the same list. A binary search finds the tiles that the
-window leaves: it needs no layout, and no warp waits for another.
+A binary search finds the tiles that the window leaves: it needs no layout, and producer and
+consumers search without waiting for each other.
 """
 
 from triton.experimental import gluon
@@ -22,12 +22,9 @@ def kept_tiles(
     window_right,
     BLOCK: gl.constexpr,
 ):
-    """Narrow the result of `visible_tiles` to the tiles of a list, as the library's `kept_tiles`.
+    """Narrow the result of `visible_tiles` to listed tiles, as the library's `kept_tiles`.
 
-    Args:
-        lists: the library's `Lists` of keys.
-        visible: begin, before, full and after.
-        BLOCK: keys of a kernel's tile, a divisor of the mask's.
+    lists: the library's `Lists` of keys. BLOCK: keys of a kernel's tile, a divisor of the mask's.
     """
     begin, before, full, after = visible
     TILE: gl.constexpr = lists.tile_other
@@ -68,14 +65,13 @@ def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _list(lists, batch, head, start_q):
-    """Return a tile's list and how many tiles it has."""
+    """Return a tile's list and its length."""
     tiles_ptr, count = find_list(lists, batch, head, start_q // lists.tile)
     return tiles_ptr, gl.maximum(count, 0)
 
 
 @gluon.jit
 def _count_before(tiles_ptr, count, tile):
-    """Return how many tiles of a list are before `tile`."""
     first = 0
     while first < count:
         middle = (first + count) // 2

@@ -1,4 +1,8 @@
-"""Results over some of the keys: float32 rows that are loaded to and stored from accumulators."""
+"""Results over some of the keys: float32 rows that accumulators are loaded from and stored to.
+
+`pointer` leads to the first of 64 rows in [S, heads, SIZE], contiguous; `exists` [64] says which
+rows there are.
+"""
 
 import triton
 from triton.experimental import gluon
@@ -10,12 +14,7 @@ from torch_attn.kernels.explicit.wgmma import product_layout
 
 @gluon.jit
 def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
-    """Load 64 rows of a head as an accumulator; 0 where a row is not to be read.
-
-    Args:
-        pointer: the first of the rows, in [S, heads, SIZE] float32, contiguous.
-        exists: [64], the rows to read.
-    """
+    """Load rows as an accumulator, 0 where a row does not exist."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (_load_piece(pointer, exists, heads, i, SIZE),)
@@ -24,7 +23,7 @@ def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def keep_rows(acc, kept):
-    """Return an accumulator with 0 in rows where `kept` is False, whatever they hold."""
+    """Set rows of an accumulator to 0 where `kept` is False, whatever they hold."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_keep_piece(acc[i], kept),)
@@ -39,7 +38,7 @@ def _keep_piece(x, kept):
 
 @gluon.jit
 def prefetch_carry(pointer, count, heads, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Start to fetch the first `count` of ROWS rows of a head to the L2 cache, without waiting."""
+    """Start to fetch the first `count` of ROWS rows of a head to the L2 cache."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     row = gl.minimum(gl.arange(0, ROWS, layout), count - 1)
     gl.inline_asm_elementwise(
@@ -55,7 +54,6 @@ def _prefetch_instruction(num_bytes):
 
 @gluon.jit
 def store_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
-    """Store rows where `load_carry` loads them."""
     for i in gl.static_range(num_pieces(SIZE)):
         pointers, mask = _place(pointer, exists, heads, i, SIZE)
         gl.store(pointers, acc[i], mask=mask)
@@ -63,7 +61,6 @@ def store_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
-    """Add to the rows that `load_carry` loads."""
     for i in gl.static_range(num_pieces(SIZE)):
         pointers, mask = _place(pointer, exists, heads, i, SIZE)
         gl.store(pointers, gl.load(pointers, mask=mask, other=0.0) + acc[i], mask=mask)
@@ -71,7 +68,7 @@ def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def head_rows(pointer, batch, num_rows, start, head, heads, SIZE: gl.constexpr):
-    """Return where the rows of a head from `start` on are, of [B, num_rows, heads, SIZE]."""
+    """Return the pointer to a head's rows from `start` on, in [B, num_rows, heads, SIZE]."""
     row = batch.to(gl.int64) * num_rows + start
     return pointer + (row * heads + head) * SIZE
 

@@ -1,8 +1,8 @@
 """Tiles in shared memory that cp.async fills.
 
-A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
-a separate buffer, `COUNT` tiles deep. The 16-byte units of a row are swizzled by the row's number,
-so that cp.async writes and ldmatrix reads eight rows without a bank conflict.
+A tile has rows of one head. Each piece of its columns (`column_pieces`, at most two) is a buffer of
+COUNT tiles. A row's 16-byte units are swizzled by its number, so that cp.async writes and ldmatrix
+reads eight rows without a bank conflict.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.layouts import Layout
 from twin_attention.targets import sm80
 
-# Triton 3.9 has other names than 3.6, and keeps the old name of the copy only to raise.
+# Names differ in Triton 3.9 and 3.6; 3.9 keeps the old name of the copy only to raise.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit = async_copy.commit_group
 wait = async_copy.wait_group
@@ -27,19 +27,16 @@ column_pieces = triton.constexpr_function(sm80.column_pieces)
 
 @triton.constexpr_function
 def num_pieces(size):
-    """Return the number of pieces that `size` columns are cut into."""
     return len(column_pieces(size))
 
 
 @triton.constexpr_function
 def piece_width(size, index):
-    """Return the columns of a piece."""
     return column_pieces(size)[index]
 
 
 @triton.constexpr_function
 def piece_start(size, index):
-    """Return the first column of a piece. There are at most two pieces."""
     return column_pieces(size)[0] * index
 
 
@@ -66,14 +63,14 @@ def parts_layout(width, num_warps):
 
 @triton.constexpr_function
 def shared_layout(width):
-    """Return the layout of a piece of 16-bit elements in shared memory."""
+    """Return the layout of a 16-bit piece in shared memory."""
     phases = min(8, width // 8)
     return gl.SwizzledSharedLayout(8, 8 // phases, phases, [1, 0])
 
 
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate COUNT tiles of ROWS rows of SIZE columns; return the buffers of the pieces."""
+    """Return the buffers of COUNT tiles, one for each piece."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
@@ -99,9 +96,9 @@ def fetch_tile(
 ):
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
-    Columns past SIZE become 0. MASK_ROWS: rows past `num_rows` become 0; otherwise all rows exist.
-    ASYNC: rows are aligned to 16 bytes; other rows pass through registers. ids_ptr: segments of the
-    rows, from row 0 on; with MASK_ROWS rows of padding, which may be NaN, become 0.
+    Columns past SIZE become 0. MASK_ROWS: so do rows past `num_rows` and, with `ids_ptr` (segments,
+    from row 0 on), rows of padding, which may be NaN; otherwise all rows exist. ASYNC: rows are
+    aligned to 16 bytes; others pass through registers.
     """
     if ids_ptr is not None:
         ids_ptr += start
@@ -126,7 +123,7 @@ def _fetch_piece(
     ASYNC: gl.constexpr,
     ids_ptr,
 ):
-    """Copy as many columns from FIRST on as fit in a buffer."""
+    """Copy the columns from FIRST on that fit in a buffer."""
     ROWS: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
@@ -160,11 +157,10 @@ def _row_pointers(
     LAYOUT: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
-    """Return the addresses of rows of WIDTH columns.
+    """Return the addresses of rows.
 
-    A thread's rows are at constant distances. The compiler sees this if the distances are added
-    last: the addresses are then one register plus constants. Otherwise it computes each in each
-    step.
+    The constant distances of a thread's rows are added last: the addresses are then one register
+    plus constants. Otherwise each step computes each of them.
     """
     PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())
     layout: gl.constexpr = parts_layout(WIDTH, gl.num_warps())
@@ -183,7 +179,7 @@ def _row_pointers(
 
 
 def copy_arguments(**layouts: Layout) -> dict[str, Any]:
-    """Return the arguments that describe the operands which `fetch_tile` copies."""
+    """Return the arguments that describe the operands of `fetch_tile`."""
     strides = strides_of(**layouts)
     aligned = all(layout.is_aligned for layout in layouts.values())
     return {"strides": strides, "ASYNC": aligned and strides.q.align.value % 8 == 0}

@@ -1,9 +1,8 @@
 """The gradient of a table of distances, in the register layout of accumulators.
 
-Most tiles are so far off that all of their pairs share the table's first entry or its last. Each
-thread sums these two entries by itself, over tiles too. The threads combine their sums when the
-head changes, and at a work item's end. In other tiles, pairs of the same distance are summed before
-they reach memory.
+In most tiles all pairs share the table's first entry or its last. Each thread sums these two over
+tiles; the threads combine their sums when the head changes and at a work item's end. In other
+tiles, pairs of the same distance are summed before they reach memory.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +14,8 @@ from torch_attn.kernels.explicit.terms import axis_layout, table_sides
 
 
 class EndSums(NamedTuple):
-    """Hold what is not yet added to the first and the last entry of a head's table.
-
-    Attributes:
-        first, last: [4, 8, 4] float32, what each thread of a warpgroup has.
+    """What each thread of a warpgroup must still add to a head's first and last entry: [4, 8, 4]
+    float32.
     """
 
     first: Any
@@ -27,7 +24,7 @@ class EndSums(NamedTuple):
 
 @gluon.jit
 def no_end_sums(terms):
-    """Return the `EndSums` before the first tile of a head; () without a table's gradient."""
+    """Return the `EndSums` before a head's first tile; () without a table's gradient."""
     found = ()
     if terms.drelative is not None:
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0])
@@ -54,7 +51,7 @@ def _add_of_warps(entry, parts):
 
 @gluon.jit
 def follow_head(ends, terms, head, before):
-    """Return the `EndSums` for a tile of `head`, where the last tile was of the head `before`."""
+    """Return the `EndSums` for a tile of `head` after a tile of the head `before`."""
     if terms.drelative is not None:
         first, last = ends
         if head != before:
@@ -66,17 +63,10 @@ def follow_head(ends, terms, head, before):
 
 @gluon.jit
 def add_relative_gradient(ends, terms, head, offset, ds, FAR: gl.constexpr):
-    """Add the gradient of a tile's scores to a table's, in any order.
+    """Add the gradient ds of a tile's scores to a table's, in any order; return the `EndSums`.
 
-    Args:
-        ends: `EndSums` of the head.
-        head: the query head.
-        offset: distance of the tile's first key from its first query.
-        ds: float32, of a warpgroup: 64 keys down, queries across.
-        FAR: as in `terms.add_terms`.
-
-    Returns:
-        The `EndSums` after the tile.
+    offset: distance of the tile's first key from its first query. ds: float32, of a warpgroup, 64
+    keys down, queries across. FAR: as in `terms.add_terms`.
     """
     QUERIES: gl.constexpr = ds.shape[1]
     is_before, is_behind = table_sides(terms, offset, ds.shape[0], QUERIES)
@@ -97,16 +87,13 @@ def add_relative_gradient(ends, terms, head, offset, ds, FAR: gl.constexpr):
 
 @gluon.jit
 def _add_band(middle, radius, offset, blocks, first_end, last_end):
-    """Add a tile within the table, of which a warp has 16 keys, with few additions to memory.
+    """Add a tile within the table, 16 keys a warp; return the sums of the ends.
 
-    Returns:
-        The sums of the ends, with the tile's share added.
-
-    A pair's distance is 8 · eights + key - 2 · quad - pair. Here key, quad and pair are an
-    element's place in its eight keys and eight queries, and eights is the number of eights between
-    them. First, elements of a thread with the same eights and pair are summed. Then rows of 8 are
-    rotated by the difference of a key and its distance, so that threads of a row share a distance,
-    and quads and pairs are summed.
+    A pair's distance is 8 · eights + key - 2 · quad - pair: key, quad and pair are an element's
+    place in its eight keys and eight queries, eights the number of eights between them. First,
+    elements of a thread with the same eights and pair are summed. Then rows of 8 are rotated by the
+    difference of a key and its distance, so that threads of a row share a distance, and quads and
+    pairs are summed. Memory gets few additions.
 
     middle: pointer to the sum of distance 0.
     """
@@ -158,8 +145,7 @@ def _exchange(a, b, BIT: gl.constexpr):
 def _add_distances(middle, radius, offset, sums, first_end, last_end):
     """Add sums of eight distances from `offset` on: 8 less for each quad, 16 more for each warp.
 
-    Distances clipped to an end are added to that end's sums: in memory all lanes would add to one
-    place.
+    Those clipped to an end join its sums: in memory all lanes would add to one place.
     """
     layout: gl.constexpr = sums.type.layout
     warp = gl.arange(0, 4, axis_layout(layout, 3, 0))[:, None, None]

@@ -1,8 +1,9 @@
-"""Keys that a query does not see because of their segment, end or depth, as in portable kernels.
+"""Keys that a query does not see because of their segment, end or depth.
 
-A score is hidden by comparing a value of its row with one of its column. The rows' values stay in
-registers. The columns' values are loaded only in steps that need a mask, before the scores are
-awaited, where registers are free.
+A value of a score's row is compared with one of its column. The rows' values stay in registers; the
+columns' are loaded only in steps that need a mask, before the scores are awaited, where registers
+are free. The rows of a work item stay, the others are visited. `mask` is a `library.mask.Mask` or
+an `items.Problem`; LAYOUT is that of the scores.
 """
 
 from typing import Any, NamedTuple
@@ -15,18 +16,15 @@ from torch_attn.kernels.library.segments import STAYS, VISITED
 
 
 class Marks(NamedTuple):
-    """Hold what decides, beside the window, which visited rows the rows of an item see.
-
-    Each field is 0 where a problem lacks it.
+    """What decides, with the window, which visited rows an item's rows see; 0 where there is none.
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.
-        own_ids, other_ids: pointers to the segments of the rows that stay and of the rows that are
-            visited, from row 0 on.
-        ends: where queries stay, pointer to the keys' ends, from key 0 on; where keys stay, their
-            ends, in query coordinates.
+        own_ids, other_ids: pointers to the segments of both, from row 0 on.
+        ends: pointer to the visited keys' ends, from key 0 on; if keys stay, their ends, in query
+            coordinates.
         depths: depths of the queries that stay, or the greatest depths that see the keys that stay.
-        other_depths: pointer to the depths of the rows that are visited, from row 0 on.
+        other_depths: pointer to the depths of the visited rows, from row 0 on.
     """
 
     ids: Any
@@ -39,12 +37,9 @@ class Marks(NamedTuple):
 
 @gluon.jit
 def mark_queries(mask, row_q, row_kv, rows, num_rows):
-    """Return the `Marks` of queries.
+    """Return the `Marks` of queries: `rows`, up to `num_rows`.
 
-    Args:
-        mask: has segments, a tree and depths: a `library.mask.Mask`, or an `items.Problem`.
-        row_q, row_kv: index of the ids and depths of query 0 and of key 0, and of the end of key 0.
-        rows: the queries' rows, up to `num_rows`.
+    row_q, row_kv: index of the ids and depths of query 0 and of key 0, and of the end of key 0.
     """
     # Triton 3.6 cannot return None.
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
@@ -61,13 +56,7 @@ def mark_queries(mask, row_q, row_kv, rows, num_rows):
 
 @gluon.jit
 def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
-    """Return the `Marks` of keys.
-
-    Args:
-        mask, row_q, row_kv: as in `mark_queries`.
-        rows: the keys' rows, up to `num_rows`.
-        diagonal: position of query 0 of the sequence, counted as ends are.
-    """
+    """Return the `Marks` of keys; diagonal: position of query 0, as ends count."""
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
         own_ids, other_ids = mask.segments.kv + row_kv, mask.segments.q + row_q
@@ -92,11 +81,9 @@ def _load_ids(ids_ptr, rows, num_rows):
 def load_keys(
     mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load the data by which `hide_keys` hides BLOCK keys from `start` on: segments, ends, reach.
+    """Load what `hide_keys` needs of BLOCK keys from `start` on: segments, ends, reach.
 
-    Args:
-        LAYOUT: of the scores. Queries are rows.
-        alike: all queries and keys are of one segment, so segments hide none.
+    alike: all queries and keys are of one segment, so segments hide none.
     """
     ids, ends, reach = 0, 0, 0
     if mask.segments is not None:
@@ -111,11 +98,8 @@ def load_keys(
 
 @gluon.jit
 def hide_keys(s, mask, marks, position, of_keys):
-    """Set the scores of keys that queries do not see to -inf.
-
-    Args:
-        position: of the queries, which are rows.
-        of_keys: what `load_keys` returns.
+    """Set scores of keys that queries do not see to -inf: queries are rows, `of_keys` of
+    `load_keys`.
     """
     ids, ends, reach, alike = of_keys
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
@@ -132,14 +116,7 @@ def hide_keys(s, mask, marks, position, of_keys):
 def load_queries(
     mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load the data by which `hide_queries` hides keys from BLOCK queries from `start` on.
-
-    That is the queries' segments and depths.
-
-    Args:
-        LAYOUT: of the scores. Keys are rows.
-        alike: as in `load_keys`.
-    """
+    """Load what `hide_queries` needs of BLOCK queries from `start` on: segments and depths."""
     ids, depths = 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT, alike)
@@ -150,10 +127,8 @@ def load_queries(
 
 @gluon.jit
 def hide_queries(s, mask, marks, start, of_queries):
-    """Set the scores of queries from `start` on that do not see keys to -inf.
-
-    Args:
-        of_queries: what `load_queries` returns. Keys are rows.
+    """Set scores of queries that do not see keys to -inf: keys are rows, `of_queries` of
+    `load_queries`.
     """
     ids, depths, alike = of_queries
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")

@@ -11,7 +11,7 @@ from torch_attn.kernels.library.tiles import tiles_between
 def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
     """Return which tiles of the other axis a tile of rows sees, as the library's.
 
-    Bounds never decrease, so the first and the last row determine this. No warp waits for another.
+    Bounds never decrease, so the first and the last row suffice, and no warp waits for another.
     """
     last = gl.minimum(start + BLOCK, num_rows) - 1
     begin, full_begin = gl.load(intervals.begins + start), gl.load(intervals.begins + last)
@@ -25,7 +25,7 @@ def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: 
 def load_windows(intervals, rows, num_rows):
     """Load what rows see, as windows: the first row of the other axis, and how many follow it.
 
-    The second number is negative where nothing is seen, and for rows past `num_rows`.
+    The second is negative where nothing is seen, and for rows past `num_rows`.
     """
     begins = gl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = gl.load(intervals.ends + rows, mask=rows < num_rows, other=0)

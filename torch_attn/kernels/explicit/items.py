@@ -21,28 +21,26 @@ from torch_attn.targets import num_sms
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets.steps import is_uneven
 
-# The cost of an item beside its steps, in steps; how many items of a program and heads to count.
+# The cost of an item besides its steps, in steps; how many items of a program and heads to count.
 ITEM_STEPS = 2
 ITEMS_COUNTED = 64
 HEADS_COUNTED = 24
 FEW_TILES = 8  # of a head
-# How many heads share the L2 cache at a time, at most, where programs take items from a counter.
+# At most this many heads share the L2 cache at a time, where items come from a counter.
 PACKED_HEADS = 8
 
 
 class Problem(NamedTuple):
-    """Describe the problem from which a kernel's work items follow.
+    """The problem from which a kernel's work items follow; absent parts are None.
 
     Attributes:
         size, size_other: rows of the axis whose tiles are work items, and of the other one.
         diagonal: key position of the first query.
-        heads_q: query heads.
         num_items: tiles of all heads, one work item each.
         together: how many heads' tiles follow each other by length, see `head_and_tile`.
-        offsets, offsets_other: where packed sequences begin on both axes; or None.
-        num_sequences: how many packed sequences there are; or None.
+        offsets, offsets_other: where packed sequences begin on both axes.
         segments, tree, depths: of the kernel's `library.mask.Mask`.
-        intervals: what each row sees of the other axis, the library's `RowIntervals`; or None.
+        intervals: the library's `RowIntervals`.
         elements_adjoin: in dense problems, the batch elements of a head follow each other.
     """
 
@@ -63,7 +61,7 @@ class Problem(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A work item's rows, which in packed sequences are counted from the first of all.
+    """A work item's rows; in packed sequences counted from the first of all.
 
     Attributes:
         start: the tile's first row.
@@ -77,24 +75,14 @@ class Rows(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The rows of the other axis that a work item may visit.
-
-    Attributes:
-        first: the sequence's first row, from which they are counted.
-        size: how many rows it has.
-    """
+    """The rows of the other axis that an item may visit: `size`, from the sequence's `first` on."""
 
     first: Any
     size: Any
 
 
 class Place(NamedTuple):
-    """Locate a work item of packed sequences.
-
-    Attributes:
-        head, tile: which head, and which of its tiles.
-        start, end, first_other, size_other, sequence: as in `locate_tile`.
-    """
+    """A work item of packed sequences: a head's tile, and its rows as in `locate_tile`."""
 
     head: Any
     tile: Any
@@ -106,7 +94,7 @@ class Place(NamedTuple):
 
 
 class ListedPlace(NamedTuple):
-    """Locate a work item whose tiles are listed.
+    """A work item whose tiles are listed.
 
     Attributes:
         head ... sequence: as in `Place`; for a dense batch only head, tile and start.
@@ -128,13 +116,13 @@ class ListedPlace(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Locate a work item's pairs of query and key, as the terms of scores count them.
+    """A work item's pairs of query and key, as the terms of scores count them.
 
     Attributes:
         element: of the batch, or the packed sequence.
         head: the query head, or the first of them.
         first: the first row that stays, counted from its sequence's first.
-        position: the position of that row on the axis of the rows that are visited.
+        position: that row's position on the axis of the visited rows.
     """
 
     element: Any
@@ -144,13 +132,7 @@ class Pairs(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Locate a work item whose rows have intervals.
-
-    Attributes:
-        head, tile: which head of all, and which of its tiles.
-        start: the tile's first row.
-        begin, before, full, after: tiles of the other axis, as in `visible_tiles`.
-    """
+    """A work item whose rows have intervals: a head's tile, and the tiles that it sees."""
 
     head: Any
     tile: Any
@@ -163,18 +145,17 @@ class Part(NamedTuple):
 
 @gluon.jit
 def work_item(turn):
-    """Return a program's work item of a turn; in every other turn programs go in reverse order."""
+    """Return a program's item of a turn; in every other turn programs go in reverse order."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn & 1 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
 def head_and_tile(item, num_items, together, num_tiles):
-    """Return the head of a work item, and which of the head's tiles it is, the longest being 0.
+    """Return an item's head, and which of the head's tiles it is, the longest being 0.
 
-    Items are in order of `together` heads at a time; among these, the longest tile of each head
-    comes first. So the items of a turn are about equally long, and a program that had a longer one
-    has a shorter one in the next turn. `heads_together` measures how well that works out.
+    Of `together` heads at a time, the longest tile of each head comes first. So the items of a turn
+    are about equally long, and a program with a longer one has a shorter one in the next turn.
     """
     first = item // (together * num_tiles) * together
     rest = item - first * num_tiles
@@ -196,26 +177,22 @@ def next_item(
     BLOCK_OTHER: gl.constexpr,
     PASSES_OVER: gl.constexpr = False,
 ):
-    """Take the producer's work item of a turn from a counter and hand it over to `own_item`.
+    """Take the producer's item of a turn from a counter, and hand it over; return what `own_item`
+    does.
 
-    Items come from a counter for packed sequences, for listed tiles, for rows with intervals, and
-    wherever a counter is given. A program whose items are short then takes more of them. Tiles
-    without rows are passed over.
+    Items come from a counter for packed sequences, listed tiles, rows with intervals, and wherever
+    a counter is given: a program whose items are short takes more. Tiles without rows are passed
+    over.
 
     Args:
-        turn: how many items the program has had.
-        shared: the result of `allocate_hand_over`, or () where programs take turns.
-        counter_ptr: how many items all programs have taken, or None. Lists have their own counter.
+        shared: of `allocate_hand_over`, or () where programs take turns.
+        counter_ptr: items taken by all programs, or None. Lists have their own counter.
         LAST_FIRST: the last tile is the longest.
-        row_ptrs: lse2, delta and, with terms, rest2, which are prepared for tiles that are passed
-            over; or ().
+        row_ptrs: lse2, delta and, with terms, rest2, to prepare for tiles that are passed over; or
+            ().
         sections: (), or the `Sections` in which packed tiles that are passed over count as added.
         heads: heads of a batch element, as items count them.
-        BLOCK_OTHER: rows of a tile of the other axis.
-        PASSES_OVER: pass over tiles whose rows see nothing in their intervals.
-
-    Returns:
-        What `own_item` returns in this turn.
+        PASSES_OVER: also pass over tiles whose rows see nothing in their intervals.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if problem.intervals is not None:
@@ -247,13 +224,10 @@ def next_item(
 
 @gluon.jit
 def own_item(turn, problem, shared, READER: gl.constexpr = None):
-    """Return a program's work item of a turn, and its place if `next_item` took it from a counter.
+    """Return a program's item of a turn, and its place if `next_item` took it from a counter.
 
-    READER: the caller among those that the producer hands items over to; None for the producer.
-
-    Returns:
-        (item, place): the second is a `Place`, a `ListedPlace` where tiles are listed, or a `Part`
-        where rows have intervals.
+    The place is a `Place`, a `ListedPlace` or a `Part`. READER numbers the caller among those that
+    get items from the producer, which passes None.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if len(shared) > 0:
@@ -282,19 +256,18 @@ def locate_pairs(problem, place, batch, head, start, position):
 
 @triton.constexpr_function
 def are_listed(segments, tree):
-    """Return whether tiles are listed, given a problem's fields or a mask's."""
     return segments is not None or tree is not None
 
 
 @triton.constexpr_function
 def are_counted(num_sequences, segments, tree):
-    """Return whether programs take items from a counter, given a problem's fields or a mask's."""
+    """Return whether programs take items from a counter."""
     return num_sequences is not None or segments is not None or tree is not None
 
 
 @gluon.jit
 def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return `steps.listed_tiles` for a work item from `own_item`."""
+    """Return `steps.listed_tiles` for an item from `own_item`."""
     middle = middle_of_list(
         problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
         problem.num_sequences, BLOCK, BLOCK_OTHER,
@@ -305,7 +278,7 @@ def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.co
 @gluon.jit
 def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    # There may be no item left: then the place is that of the last one.
+    # After the last item, the place is still that of the last one.
     num_tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -321,7 +294,7 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
 @gluon.jit
 def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(lists_of(problem.segments, problem.tree), 1, sem="relaxed")
-    # There may be no item left: then the place is that of the last one.
+    # After the last item, the place is still that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -332,7 +305,7 @@ def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return a place with the contents of its list, so that no other warp waits for the list.
+    """Add the contents of its list to a place, so that no other warp waits for the list.
 
     Where nothing is visible there is one masked tile, so that each consumer has one.
     """
@@ -355,7 +328,7 @@ def _take_part(
     LAST_FIRST: gl.constexpr,
 ):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    # There may be no item left: then the place is that of the last one.
+    # After the last item, the place is still that of the last one.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -382,10 +355,9 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 
 @gluon.jit
 def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr, SLOTS: gl.constexpr = 1):
-    """Allocate shared memory for items and their places, with mbarriers for written and for read.
+    """Allocate shared memory for items and places, and mbarriers: written, and read.
 
-    LISTED: the place is a `ListedPlace`.
-    SLOTS: how many items it holds. With two, the producer may take an item ahead.
+    LISTED: the place is a `ListedPlace`. SLOTS: with two, the producer may take an item ahead.
     """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if LISTED else 8], layout)
@@ -401,7 +373,7 @@ def _fields(COUNT: gl.constexpr):
 
 @gluon.jit
 def hand_over_item(shared, turn, item, place):
-    """Give the others an item and its place, once they have read what its slot had."""
+    """Give the readers an item and its place, once they have read what its slot had."""
     values, written, read = shared
     SLOTS: gl.constexpr = values.shape[0]
     READERS: gl.constexpr = read.shape[0] // SLOTS
@@ -418,7 +390,7 @@ def hand_over_item(shared, turn, item, place):
 
 @gluon.jit
 def _receive(shared, turn, READER: gl.constexpr):
-    """Return what `hand_over_item` gave in a turn: the item, and the numbers of its place."""
+    """Return the item of a turn, and the numbers of its place."""
     values, written, read = shared
     SLOTS: gl.constexpr = values.shape[0]
     READERS: gl.constexpr = read.shape[0] // SLOTS
@@ -442,12 +414,12 @@ def persistent(
     is_counted: bool = False,
     has_sections: bool = False,
 ) -> Prepared:
-    """Return the grid of a kernel whose programs take work items in turn, and its arguments.
+    """Return grid and arguments of a kernel whose programs take work items in turn.
 
     Args:
         steps: how many steps each tile of a head takes, the longest first.
-        heads: heads of all batch elements.
-        arguments: arguments that only this kernel has.
+        heads: of all batch elements.
+        arguments: those that only this kernel has.
         is_counted: programs take the items of a dense problem from a counter.
         has_sections: groups of heads are `Sections`, and many are better than few.
     """
@@ -489,15 +461,10 @@ def has_unknown_lengths(spec: AttentionSpec) -> bool:
 def item_counter(
     q: torch.Tensor, spec: AttentionSpec, has_uneven: bool = False, has_sections: bool = False
 ) -> torch.Tensor | None:
-    """Return the counter of a launch's work items, 0; None where programs take turns.
+    """Return the counter of a launch's items, [1] int32, 0; None where programs take turns.
 
-    Args:
-        has_uneven: the kernel also takes a counter for uneven tiles of a dense problem.
-        has_sections: the kernel always takes one, followed by the counts of `Sections`, of which
-            there are no more than heads.
-
-    Returns:
-        [1] int32, or with sections [2 + 3 · batch · heads].
+    has_uneven: the kernel also takes one for uneven tiles of a dense problem. has_sections: it
+    always takes one, followed by the counts of `Sections`: [2 + 3 · batch · heads].
     """
     is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
     if has_uneven and not (spec.segmented or spec.tree):
@@ -510,9 +477,9 @@ def item_counter(
 def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
     """Return how many heads' tiles to sort by length together, so that all programs end together.
 
-    This is the fewest heads within 1 % of the best balance, since what their tiles share is what
-    programs have in the L2 cache at a time. Heads of few tiles are bound by memory, as their keys
-    are read for few queries. They go in pairs, whose rows are adjacent, where that is within 3 %.
+    It is the fewest heads within 1 % of the best balance, since their tiles share the L2 cache.
+    Heads of few tiles are bound by memory, as few queries read their keys: they go in pairs, whose
+    rows are adjacent, where that is within 3 %.
     """
     if min(steps) == max(steps):
         return 1
@@ -530,11 +497,10 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles to sort by length together where items come from a counter.
+    """Return how many heads' tiles to sort together where items come from a counter.
 
-    This is the fewest heads, a power of two, within 2 % of the best balance, so that few heads'
-    rows are in the L2 cache at a time. A program that had a long tile of these takes a short one of
-    the next.
+    It is the fewest, a power of two, within 2 % of the best balance: few heads' rows are in the L2
+    cache at a time. A program that had a long tile takes a short one of the next heads.
     """
     counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, len(steps)))
     numbers = [x for x in (1, 2, 4, 8, 16, 32) if x <= counted]
@@ -553,7 +519,7 @@ def _balance_of_counter(steps: tuple[int, ...], heads: int, programs: int, toget
 
 
 def _balance(steps: tuple[int, ...], heads: int, programs: int, together: int) -> float:
-    """Return the average time of the programs, divided by the longest."""
+    """Return the programs' average time, divided by the longest."""
     num_tiles = len(steps)
     item = torch.arange(heads * num_tiles, device="cpu")
     turn, program = item // programs, item % programs

@@ -1,4 +1,8 @@
-"""Products of mma.sync, whose right operands are tiles of `cp_async`."""
+"""Products of mma.sync, whose right operands are tiles of `cp_async`.
+
+Accumulators are tuples of column pieces. b is a buffer of tiles; products take a chunk of it at a
+time.
+"""
 
 import triton
 from triton.experimental import gluon
@@ -14,13 +18,12 @@ CHUNK = gl.constexpr(16)
 
 @triton.constexpr_function
 def chunk(width):
-    """Return how many columns of a piece are multiplied at a time."""
     return min(width, CHUNK.value)
 
 
 @triton.constexpr_function
 def product_layout(num_warps, across=1):
-    """Return the layout of an accumulator of mma.sync: `across` warps along columns."""
+    """Return the layout of an accumulator: `across` warps along columns."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps // across, across], [16, 8])
 
 
@@ -46,10 +49,7 @@ def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def product_scores(a, b, slot, acc, SIZE: gl.constexpr):
-    """Return acc + a · bᵀ over SIZE columns, a chunk of columns at a time.
-
-    a is the result of `load_left`, or a buffer with one tile; b is a buffer of tiles.
-    """
+    """Return acc + a · bᵀ over SIZE columns; a is of `load_left`, or a buffer with one tile."""
     LAYOUT: gl.constexpr = acc.type.layout
     for i in gl.static_range(num_pieces(SIZE)):
         for j in gl.static_range(piece_width(SIZE, i) // chunk(piece_width(SIZE, i))):
@@ -62,7 +62,6 @@ def product_scores(a, b, slot, acc, SIZE: gl.constexpr):
 def _left_chunk(
     a, PIECE: gl.constexpr, INDEX: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Return a left operand from registers or shared memory."""
     if isinstance(a[0], gl.tensor):
         left = a[piece_start(SIZE, PIECE) // chunk(piece_width(SIZE, 0)) + INDEX]
     else:
@@ -72,7 +71,6 @@ def _left_chunk(
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return a zero accumulator, ROWS by SIZE, piece by piece."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (gl.zeros([ROWS, piece_width(SIZE, i)], gl.float32, LAYOUT),)
@@ -81,7 +79,6 @@ def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Multiply the rows of an accumulator."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (acc[i] * factor[:, None],)
@@ -90,7 +87,7 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def add_product(acc, a, b, slot):
-    """Return acc + a · b. a has the layout of an accumulator; b is a buffer of tiles."""
+    """Return acc + a · b; a has the layout of an accumulator."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_multiply_piece(acc[i], a, b[i].index(slot)),)
@@ -106,7 +103,7 @@ def _multiply_piece(acc, a, buffer):
 
 @gluon.jit
 def add_product_shared(acc, a, b, slot):
-    """Return acc + a · b, a chunk of rows of b at a time. a is a buffer; b is a buffer of tiles."""
+    """Return acc + a · b; a is a buffer."""
     for j in gl.static_range(a.shape[1] // chunk(a.shape[1])):
         acc = _multiply_chunk(acc, a, b, slot, j)
     return acc
@@ -127,7 +124,7 @@ def _multiply_chunk(acc, a, b, slot, INDEX: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, x, start, num_rows, stride, SIZE: gl.constexpr):
-    """Store an accumulator as rows, none past `num_rows`, and no column past SIZE."""
+    """Store rows up to `num_rows` and columns up to SIZE of an accumulator."""
     for i in gl.static_range(len(x)):
         _store_piece(base, x[i], start, num_rows, stride, piece_start(SIZE, i), SIZE)
 

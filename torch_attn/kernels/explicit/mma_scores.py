@@ -14,10 +14,7 @@ _Q = gl.constexpr(Q)
 
 @gluon.jit
 def visible_scores(s, position, key, end, rule, window_left, window_right, MASKED: gl.constexpr):
-    """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
-
-    Returns (s, dcap): the scores and the derivative of the cap, or 1.
-    """
+    """Return `library.scores.visible_scores` of products, and the derivative of the cap, or 1."""
     # As a tensor it would be a branch, of which Triton 3.6 has kept the side without the product.
     gl.static_assert(not isinstance(rule.scale_first, gl.tensor))
     if rule.scale_first:

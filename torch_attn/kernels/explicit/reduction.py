@@ -1,7 +1,7 @@
 """Add boxes of shared memory to global memory by TMA.
 
-Triton 3.9 has `tma.async_atomic_add`. The language of 3.6 has no function for the instruction, but
-its builder has one. No other module uses private parts of Triton.
+Triton 3.9 has `tma.async_atomic_add`; in 3.6 only the builder has the instruction. No other module
+uses private parts of Triton.
 """
 
 from triton.experimental.gluon.language.nvidia.hopper import tma

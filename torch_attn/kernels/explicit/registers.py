@@ -1,4 +1,4 @@
-"""Tiles in registers: how threads hold their rows and columns, and how they pack them."""
+"""Tiles in registers: how threads hold and pack their rows and columns."""
 
 import triton
 from triton.experimental import gluon
@@ -59,6 +59,6 @@ def split_columns(s):
 
 @gluon.jit
 def join_columns(a, b, like):
-    """Return the columns of a, then those of b, in the layout of a tensor `like`."""
+    """Return the columns of a, then those of b, in the layout of `like`."""
     x = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), like.shape)
     return gl.convert_layout(x, like.type.layout, assert_trivial=True)

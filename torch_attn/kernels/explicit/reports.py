@@ -1,7 +1,7 @@
 """Counts in device memory by which programs tell each other what they have done.
 
-Inside a program barriers do that. Between programs one reports, and another awaits the number of
-reports that it needs. Loads and TMA that follow then see what was written before these reports.
+One program reports; another awaits the number of reports that it needs. Loads and TMA that follow
+then see what was written before these reports.
 """
 
 from triton.experimental import gluon
@@ -16,7 +16,7 @@ REPORT = gl.constexpr(
     "{ .reg .pred first; .reg .u32 lane; cp.async.bulk.wait_group 0; fence.proxy.async.global; "
     + _COUNT.replace("{order}", "release")
 )
-# Loads that are complete need no release, which would take as long as a round trip to memory.
+# Complete loads need no release, which would take as long as a round trip to memory.
 REPORT_READ = gl.constexpr(
     "{ .reg .pred first; .reg .u32 lane; " + _COUNT.replace("{order}", "relaxed")
 )
@@ -28,7 +28,7 @@ AWAIT_REPORTS = gl.constexpr(
 
 @gluon.jit
 def report(count_ptr):
-    """Add 1 to a count, after all that the only warp of a partition has written."""
+    """Add 1 to a count, after all that a one-warp partition has written."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -36,7 +36,7 @@ def report(count_ptr):
 
 @gluon.jit
 def report_read(count_ptr):
-    """Add 1 to a count, after all loads of the only warp of a partition that it has waited for."""
+    """Add 1 to a count, after all loads that a one-warp partition has waited for."""
     gl.inline_asm_elementwise(
         REPORT_READ, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -44,7 +44,6 @@ def report_read(count_ptr):
 
 @gluon.jit
 def await_reports(count_ptr, count):
-    """Wait until there are `count` reports; what follows sees what was written before them."""
     gl.inline_asm_elementwise(
         AWAIT_REPORTS, "=r,l,r,~{memory}", [count_ptr, count], dtype=gl.int32, is_pure=False, pack=1
     )

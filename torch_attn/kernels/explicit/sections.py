@@ -1,6 +1,7 @@
 """Sections of heads: which sums are begun and converted at a time, and how programs know.
 
-Sums count as begun when they are 0 and the rows that belong to them are prepared.
+Sums are begun when they are 0 and their rows are prepared. Heads are counted as in work items: a
+GQA group whose query heads an item visits together is one.
 """
 
 from typing import Any, NamedTuple
@@ -15,29 +16,24 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 
 # Rows of a piece, all of one packed sequence.
 PIECE = ROW_PADDING
-# How many sections there are places for beside those that are begun and those being converted.
+# Places for sections besides those that are begun and those being converted.
 SPARE_PLACES = gl.constexpr(2)
 
 
 class Sections(NamedTuple):
-    """Describe the sections of a problem's heads, and the counts by which programs follow them.
-
-    Heads are counted as in work items: where an item visits all query heads of a GQA group, the
-    group counts as one.
+    """The sections of a problem's heads, and the counts by which programs follow them.
 
     Attributes:
         size: heads of a section, whose items are mixed; the last section may have fewer.
         count: how many sections there are.
-        ahead: how many sections are begun before the first one is converted.
-        places: for how many sections the sums have room. A section has the place of the one that
-            comes so many before it, once that one is converted.
+        ahead: how many are begun before the first one is converted.
+        places: for how many the sums have room. A section takes the place of the one that many
+            before it, once that one is converted.
         items: work items of a head.
         pieces: pieces of a query head's rows.
-        heads: all heads.
         taken_ptr: how many pieces programs have taken, to begin or to convert them.
-        begun_ptr: for each section, how many pieces are begun.
+        begun_ptr, converted_ptr: for each section, how many pieces are begun, and converted.
         added_ptr: for each section, how many items have been added.
-        converted_ptr: for each section, how many pieces are converted.
     """
 
     size: Any
@@ -55,24 +51,21 @@ class Sections(NamedTuple):
 
 @triton.constexpr_function
 def unfinished_sections(has_unknown_lengths):
-    """Return how many sections may be not fully added while programs take items of the next.
+    """Return how many sections may not be fully added while programs take items of the next.
 
-    This is one where the longest tiles come first. Otherwise a section may end with a tile that
-    takes longer than a section.
+    It is one where the longest tiles come first. Otherwise a section may end with a tile that takes
+    longer than a section.
     """
     return 7 if has_unknown_lengths else 1
 
 
 @gluon.jit
 def divide_heads(counter_ptr, problem, UNFINISHED: gl.constexpr, MEMBERS: gl.constexpr):
-    """Return the `Sections`.
+    """Return the `Sections`; their counts follow counter_ptr, the counter of the work items.
 
-    The sections that are begun ahead have two items for each program, in addition to UNFINISHED
-    sections that are not fully added yet. So no program waits for the last item of a section. Sums
-    have places for these, for as many sections as programs convert at a time, and for a few more.
-    So they need no more memory for more heads.
-
-    counter_ptr: the counter of the work items, which the other counts follow.
+    Sections begun ahead have two items for each program, besides UNFINISHED sections whose sums
+    are incomplete: so no program waits for a section's last item. Sums have places for these, for
+    as many sections as programs convert at a time, and a few more. More heads need no more memory.
     """
     items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
     pieces = count_sequence_tiles(problem.size_other, problem.num_sequences, PIECE)
@@ -93,12 +86,7 @@ def heads_with_sums(
 ) -> int:
     """Return for how many heads there are sums at a time, on the host as `divide_heads` does.
 
-    Args:
-        together: heads of a section, unless there are fewer.
-        heads: all heads, as work items count them.
-        items, pieces: of a head, as work items count heads.
-        programs: of the launch.
-        unfinished: of `unfinished_sections`.
+    together: heads of a section, unless there are fewer. items, pieces: of a head.
     """
     size = min(together, heads)
     ahead = triton.cdiv(2 * programs, size * items) + unfinished
@@ -108,19 +96,17 @@ def heads_with_sums(
 
 @gluon.jit
 def place_of_head(sections, index):
-    """Return where a head's sums are, as work items count heads."""
+    """Return where a head's sums are."""
     return index % (sections.size * sections.places)
 
 
 @gluon.jit
 def heads_of_section(sections, section):
-    """Return how many heads a section has."""
     return gl.minimum(sections.size, sections.heads - section * sections.size)
 
 
 @gluon.jit
 def section_of(sections, item):
-    """Return the section of a work item."""
     return item // (sections.size * sections.items)
 
 

@@ -1,6 +1,6 @@
 """Packed sequences: as `torch_attn.kernels.library.sequences`, with scalar searches.
 
-They need no layout, so Gluon kernels can call them, and no warp waits for another.
+They need no layout, and no warp waits for another.
 """
 
 import triton
@@ -19,7 +19,6 @@ def locate_tile(
     num_sequences,
     BLOCK: tl.constexpr,
 ):
-    """Find the sequence that owns a tile, as the library's `locate_tile`."""
     sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
     return rows_of_tile(
         cu_seqlens_ptr, cu_seqlens_other_ptr, sequence, tile, num_rows, num_rows_other,
@@ -31,7 +30,6 @@ def locate_tile(
 def locate_tokens(
     cu_seqlens_ptr, tile, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Find the sequence that owns a tile, as the library's `locate_tokens`."""
     owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
     return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
 

@@ -1,4 +1,8 @@
-"""The order in which a work item's steps visit its tiles."""
+"""The order in which a work item's steps visit its tiles: edge tiles first, then the full ones.
+
+`begin` .. `after` are of `library.tiles.visible_tiles` or `listed_tiles`. A group step counts over
+all heads of a GQA group: first the edge tiles of all heads, then the full ones.
+"""
 
 from typing import Any, NamedTuple
 
@@ -13,11 +17,11 @@ from torch_attn.kernels.tile_lists import ALIKE, HEADER, OTHERS_PADDED, PADDED, 
 
 
 class TileList(NamedTuple):
-    """Hold what a work item knows of its list before its first step.
+    """What a work item knows of its list before its first step.
 
     Attributes:
         middle: pointer to the list's middle.
-        first: the entry of the first step's tile; edge tiles go first.
+        first: the entry of the first step's tile.
         padding: PADDED and OTHERS_PADDED of the list's header.
     """
 
@@ -31,15 +35,14 @@ def listed_tiles(
     segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
     OTHER: gl.constexpr,
 ):  # fmt: skip
-    """Return the same as `library.tiles.visible_tiles`, for a tile of rows that has a list.
+    """Return what `visible_tiles` does for a tile that has a list; `begin` is a `TileList`.
 
-    `begin` is a `TileList`. Where nothing is visible, there is one masked tile that is not counted.
+    Where nothing is visible, there is one masked tile that is not counted.
 
     Args:
         segments, tree: of a `library.mask.Mask` of `tile_lists.listed_mask`; one may be None.
-        batch, tile: element of the batch, 0 for packed sequences, and which of its tiles.
+        batch: 0 for packed sequences.
         size, size_other: rows of both axes; for packed sequences, of all sequences.
-        num_sequences: number of packed sequences, or None.
         BLOCK, OTHER: rows of a tile, and of a tile of the other axis.
     """
     middle = middle_of_list(
@@ -76,12 +79,7 @@ def lists_of(segments, tree):
 def step_start(
     step, begin, before, full, after, BLOCK: gl.constexpr, EDGES_LAST: gl.constexpr = False
 ):
-    """Return the first row of a step's tile: edge tiles go first, then the full ones.
-
-    EDGES_LAST: the full ones go first. `begin` .. `after` are the result of
-    `library.tiles.visible_tiles` or `listed_tiles`.
-    `listed_tiles` returns.
-    """
+    """Return the first row of a step's tile. EDGES_LAST: full tiles go first."""
     if EDGES_LAST:
         edge = gl.where(step < before + full, step - full, step)
         tile = gl.where(step < full, step + before, edge)
@@ -100,7 +98,7 @@ def step_start(
 
 @gluon.jit
 def step_has_padding(step, begin, before):
-    """Return whether a step's tile, an edge tile of `listed_tiles`, has padding."""
+    """Return whether the tile of a step, an edge tile of `listed_tiles`, has padding."""
     others = begin.padding & OTHERS_PADDED != 0
     return gl.load(_entry(begin.middle, step, before), mask=others, other=0) & PADDED != 0
 
@@ -109,7 +107,7 @@ def step_has_padding(step, begin, before):
 def step_is_alike(step, begin, before, segments):
     """Return whether a step's tile and the item's rows have one segment, by the list.
 
-    False where there are no segments, and for steps after the edge tiles.
+    False without segments, and for steps after the edge tiles.
     """
     alike = False
     if segments is not None:
@@ -122,7 +120,7 @@ def step_is_alike(step, begin, before, segments):
 
 @gluon.jit
 def rows_have_padding(begin):
-    """Return whether an item's rows, which have a list, have padding."""
+    """Return whether a listed item's own rows have padding."""
     return begin.padding & PADDED != 0
 
 
@@ -134,7 +132,6 @@ def _entry(middle, tile, before):
 
 @triton.constexpr_function
 def is_list(begin):
-    """Return whether `begin` is what `listed_tiles` returned."""
     return isinstance(begin, tuple | tl.tuple)
 
 
@@ -146,24 +143,19 @@ def is_first(step):
 
 @gluon.jit
 def group_step(step, begin, before, full, after, BLOCK: gl.constexpr, GROUP_SIZE: gl.constexpr):
-    """Return the GQA group's head, and the first row of the tile, for a step over all its heads.
-
-    Edge tiles of all heads go first, then the full ones.
-    """
+    """Return the group's head, and the first row of the tile, of a group step."""
     member, index = _split_group_step(step, before + after, full, GROUP_SIZE)
     return member, step_start(index, begin, before, full, after, BLOCK)
 
 
 @gluon.jit
 def group_step_has_padding(step, begin, before, full, GROUP_SIZE: gl.constexpr):
-    """Return the same as `step_has_padding`, for a step over all heads of the group."""
     _member, index = _split_group_step(step, before, full, GROUP_SIZE)
     return step_has_padding(index, begin, before)
 
 
 @gluon.jit
 def group_step_is_alike(step, begin, before, full, segments, GROUP_SIZE: gl.constexpr):
-    """Return the same as `step_is_alike`, for a step over all heads of the group."""
     alike = False
     if segments is not None:
         _member, index = _split_group_step(step, before, full, GROUP_SIZE)

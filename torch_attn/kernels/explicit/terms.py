@@ -1,11 +1,12 @@
 """Terms of scores, and dropout, in the register layout of accumulators.
 
-They give the same numbers as `torch_attn.kernels.library.terms` and `library.dropout`. A thread has
-rows i and i + 8 of a tile, and the same two columns in every eight. What follows from these is
-computed once; from one eight to another it differs by constants in the code.
+They give the same numbers as `library.terms` and `library.dropout`. A thread has rows i and i + 8
+of a tile, and the same two columns in every eight: what follows from these is computed once, and
+differs from one eight to another by constants in the code.
 
-Each function takes scores with queries down and keys across, or, TRANSPOSED, keys down and queries
-across.
+Scores have queries down and keys across or, TRANSPOSED, keys down and queries across; LAYOUT is
+theirs. `terms` are `library.terms.Terms`, `own` the `HeadTerms`, and `offset` is the distance of
+the tile's first key from its first query. first_q and first_kv count from the sequence's first.
 """
 
 from typing import Any, NamedTuple
@@ -31,15 +32,14 @@ WIDEN = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
 
 
 class HeadTerms(NamedTuple):
-    """Hold the terms of a query head; 0 for what a problem lacks.
+    """The terms of a query head; 0 for what a problem lacks.
 
     Attributes:
         slope: of ALiBi.
         table: pointer to the table's entry for a distance of 0.
         first, last: the table's entries for distances of -R and less, and of R and more.
         bias: pointer to the value of query 0 and key 0.
-        element, head: as dropout counts them, uint32.
-        seed_low, seed_high: of dropout, as uint32.
+        element, head, seed_low, seed_high: of dropout, uint32.
     """
 
     slope: Any
@@ -54,12 +54,9 @@ class HeadTerms(NamedTuple):
 
 
 class TileTerms(NamedTuple):
-    """Hold what the terms of a tile need beside its scores; 0 for what a problem lacks.
+    """What a tile's terms need besides its scores; 0 for what a problem lacks.
 
-    Attributes:
-        offset: distance of the tile's first key from its first query.
-        bias: the result of `load_bias`.
-        kept: the result of `draw`.
+    bias: of `load_bias`. kept: of `draw`.
     """
 
     offset: Any
@@ -69,12 +66,8 @@ class TileTerms(NamedTuple):
 
 @gluon.jit
 def head_terms(terms, element, head):
-    """Return the `HeadTerms` of a head.
-
-    Args:
-        terms: `torch_attn.kernels.library.terms.Terms`.
-        element: of the batch, or the packed sequence, which may be that of padding.
-        head: the query head.
+    """Return the `HeadTerms` of a head; `element` of the batch, or packed sequence, even of
+    padding.
     """
     slope, table, first, last, bias = 0.0, 0, 0.0, 0.0, 0
     counted, counted_head, seed_low, seed_high = 0, 0, 0, 0
@@ -112,15 +105,7 @@ def prepare_tile(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Load and draw the `TileTerms` of a backward, before the scores are awaited.
-
-    Args:
-        own: `HeadTerms`.
-        first_q, first_kv: the tile's first query and key, counted from the sequence's first.
-        offset: distance of that key from that query.
-        seq_q, seq_kv: the number of queries and of keys.
-        LAYOUT: of the scores.
-    """
+    """Load and draw the `TileTerms` of a backward, before the scores are awaited."""
     bias, kept = tile_terms(
         terms, own, first_q, first_q, first_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT, TRANSPOSED
     )
@@ -129,16 +114,12 @@ def prepare_tile(
 
 @triton.constexpr_function
 def adds_terms(bias, relative, slopes):
-    """Return whether anything is added to scores, given the fields of terms."""
     return bias is not None or relative is not None or slopes is not None
 
 
 @gluon.jit
 def table_sides(terms, offset, KEYS: gl.constexpr, QUERIES: gl.constexpr):
-    """Return whether all pairs of a tile share a table's first entry, and whether all its last.
-
-    offset: distance of the tile's first key from its first query.
-    """
+    """Return whether all pairs of a tile share a table's first entry, and whether all its last."""
     return offset + KEYS <= 1 - terms.radius, offset - QUERIES + 1 >= terms.radius
 
 
@@ -150,13 +131,8 @@ def add_terms(
 
     Terms are added in the order of the library, so that sums are rounded as they are there.
 
-    Args:
-        s: the products.
-        own: `HeadTerms`.
-        rule: `twin_attention.contract.spec.ScoreRule`.
-        offset: distance of the tile's first key from its first query.
-        bias: the tile's, in any dtype, with 1 in place of any axis; not read without a bias.
-        FAR: one of `table_sides` is known to be true.
+    bias: in any dtype, with 1 in place of any axis; not read without a bias. FAR: one of
+    `table_sides` is known to be true.
     """
     SIGN: gl.constexpr = -1 if TRANSPOSED else 1
     KEYS: gl.constexpr = s.shape[0] if TRANSPOSED else s.shape[1]
@@ -224,11 +200,8 @@ def load_bias(
 ):
     """Load a tile of a bias for `add_terms`, with 1 in place of an axis that the bias lacks.
 
-    Missing queries and keys get the value of the last one.
-
-    Args:
-        LAYOUT: of the scores.
-        WHOLE: all keys exist, and the first is a multiple of 16, so that loads are wide.
+    Missing queries and keys get the value of the last one. WHOLE: all keys exist, and the first is
+    a multiple of 16, so that loads are wide.
     """
     bias = 0
     if terms.bias.entries is not None:
@@ -257,11 +230,7 @@ def load_bias(
 def store_bias(dbias, x, pairs, start_kv, seq_q, seq_kv):
     """Store a tile of the gradient of a bias that has all pairs, queries down.
 
-    Args:
-        dbias: the library's `Bias`.
-        pairs: `items.Pairs` of the tile's queries.
-        start_kv: its first key.
-        seq_q, seq_kv: the number of queries and of keys.
+    dbias: the library's `Bias`. pairs: `items.Pairs` of the tile's queries.
     """
     first = gl.cast(pairs.element, gl.int64) * dbias.batch
     first += gl.cast(pairs.head, gl.int64) * dbias.head
@@ -279,7 +248,6 @@ def store_bias(dbias, x, pairs, start_kv, seq_q, seq_kv):
 
 @gluon.jit
 def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Allocate COUNT tiles of a bias of pairs."""
     layout: gl.constexpr = box_layout(BLOCK_KV, boxes.dtype.primitive_bitwidth)
     return gl.allocate_shared_memory(boxes.dtype, [COUNT, 1, 1, BLOCK_Q, BLOCK_KV], layout)
 
@@ -333,12 +301,8 @@ def draw(
     """Draw which probabilities of a tile stay, as bits of words, for `drop`.
 
     A thread draws once for its eight pairs of a block; TRANSPOSED, for its four, as another warp
-    has the others. This needs no scores, so products may run meanwhile.
-
-    Args:
-        first_q, first_kv: the tile's first query and key, counted from the sequence's first;
-            multiples of 16 and of 32.
-        LAYOUT: of the scores.
+    has the others. This needs no scores, so products may run meanwhile. first_q and first_kv are
+    multiples of 16 and of 32.
     """
     kept = 0
     if terms.seed is not None:
@@ -376,13 +340,8 @@ def draw_words(
 ):
     """Draw four words for each block of a tile, for the pairs that a thread has.
 
-    Args:
-        element, head, seed_low, seed_high: as in `HeadTerms`.
-        first_q ...: as in `draw`.
-
-    Returns:
-        (words, row, column): words are [row blocks, 8, column blocks, 8], and row and column number
-        the blocks.
+    Returns (words, row, column): words are [row blocks, 8, column blocks, 8]; row and column number
+    the blocks.
     """
     ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
     COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
@@ -416,10 +375,8 @@ def tile_terms(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Return the results of `load_bias` and `draw` for a tile; 0 for a bias that TMA loads.
-
-    Args:
-        own_q: the tile's first query, counted from the sequence's first, as keys are.
+    """Return the `TileTerms` of a tile; no bias if TMA loads it. own_q: the first query, as
+    `first_q`.
     """
     bias = 0
     if terms.bias.boxes is None:
@@ -431,11 +388,8 @@ def tile_terms(
 
 @gluon.jit
 def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
-    """Set dropped elements to 0; the caller multiplies the rest by `terms.dropout.scale`.
-
-    Args:
-        p: probabilities, or their gradients.
-        kept: the result of `draw`.
+    """Set dropped elements of p or its gradient to 0; the caller multiplies by
+    `terms.dropout.scale`.
     """
     if terms.seed is not None:
         blocks = _blocks(p, TRANSPOSED)
@@ -469,7 +423,7 @@ def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def _blocks(x, TRANSPOSED: gl.constexpr):
-    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8], in blocks of 16 by 32.
+    """Return a tile as [row blocks, 2, 8, column blocks, eights, 8].
 
     Blocks have 16 queries and 32 keys. Where keys are rows, a row block is half of a block's keys.
     """
@@ -490,8 +444,8 @@ def axis_layout(layout, rank, axis):
 def compare_words(halves):
     """Return the PTX that sets a bit for each word, up to $4, whose lower half is at least $5.
 
-    The comparison uses the upper half: words are first shifted left by $6. With two halves the
-    upper ones are compared as well, and their bits follow.
+    It compares upper halves: words are first shifted left by $6. With two halves the upper ones are
+    compared as well, and their bits follow.
     """
     code = ["{ .reg .pred kept; .reg .b32 half; mov.b32 $0, 0;"]
     for i in range(4):
@@ -505,8 +459,7 @@ def compare_words(halves):
 def bias_boxes(bias: Bias, block_q: int, block_kv: int) -> TensorMap | None:
     """Return the descriptor of a bias of pairs if TMA can load its tiles; None for any other.
 
-    Args:
-        bias: with the layout and the strides of its entries.
+    bias: with the layout and the strides of its entries.
     """
     if bias.entries is None or 1 in bias.entries.shape[2:] or not bias.entries.is_aligned:
         return None

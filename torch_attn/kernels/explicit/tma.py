@@ -1,7 +1,7 @@
 """Tiles in shared memory that TMA fills and stores.
 
-A tile holds rows of one head. Its columns are cut into pieces (`column_pieces`), and each piece is
-a separate buffer, `COUNT` tiles deep, which one TMA instruction fills.
+A tile has rows of one head. Each piece of its columns (`column_pieces`) is a buffer of COUNT tiles,
+which one TMA instruction fills. Rows and columns that do not exist are loaded as 0, and not stored.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets import sm90
 
-# Triton 3.9 has other names than 3.6.
+# Names differ in Triton 3.9 and 3.6.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _descriptor = gl.shared_memory_descriptor
@@ -30,19 +30,16 @@ column_pieces = triton.constexpr_function(sm90.column_pieces)
 
 @triton.constexpr_function
 def num_pieces(size):
-    """Return the number of pieces that `size` columns are cut into."""
     return len(column_pieces(size))
 
 
 @triton.constexpr_function
 def piece_width(size, index):
-    """Return the columns of a piece."""
     return column_pieces(size)[index]
 
 
 @triton.constexpr_function
 def piece_start(size, index):
-    """Return the first column of a piece."""
     return sum(column_pieces(size)[:index])
 
 
@@ -60,7 +57,7 @@ def box_layout(width, bits=16, rank=4):
 
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate COUNT tiles of ROWS rows of SIZE columns; return the buffers of the pieces."""
+    """Return the buffers of COUNT tiles, one for each piece."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
@@ -81,10 +78,7 @@ def piece(buffer, slot):
 
 @gluon.jit
 def load_tile(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
-    """Load the rows from `row` on to a tile; `full` completes when they have arrived.
-
-    Rows and columns that do not exist become 0.
-    """
+    """Load the rows from `row` on to a tile; `full` completes when they have arrived."""
     mbarrier.expect(full, tile_bytes(tile[0].shape[3], SIZE))
     for i in gl.static_range(num_pieces(SIZE)):
         load_box(maps[i], [batch, head, row, piece_start(SIZE, i)], full, tile[i].index(slot))
@@ -92,21 +86,20 @@ def load_tile(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
 
 @gluon.jit
 def store_tile(maps, tile, slot, batch, head, row, SIZE: gl.constexpr):
-    """Start to store a tile; rows and columns that do not exist are left out."""
     for i in gl.static_range(num_pieces(SIZE)):
         store_box(maps[i], [batch, head, row, piece_start(SIZE, i)], tile[i].index(slot))
 
 
 @gluon.jit
 def write_rows(tile, slot, x):
-    """Write an accumulator to a tile in shared memory."""
+    """Write an accumulator to a tile."""
     for i in gl.static_range(len(x)):
         piece(tile[i], slot).store(x[i].to(tile[i].dtype))
 
 
 @gluon.jit
 def clear_rows(tile, slot, count, full, phase, BEFORE: gl.constexpr = False):
-    """Set the rows from `count` on of a tile to 0, or those before it, once `full` has completed.
+    """Set the rows from `count` on of a tile to 0, or those BEFORE it, once `full` has completed.
 
     They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
     another consumer reads meanwhile either becomes 0 or does not change.
@@ -135,11 +128,8 @@ def _clear_sixteen(rows, count, BEFORE: gl.constexpr):
 def clear_padding(tile, slot, ids_ptr, start, num_rows, has_padding, full, phase):
     """Set rows of padding in a tile, which may be NaN, to 0, as `clear_rows` does.
 
-    Args:
-        ids_ptr: segments of the rows, from row 0 on.
-        start: the tile's first row.
-        num_rows: how many rows have a segment. Rows after these are 0 already.
-        has_padding: the tile has padding.
+    ids_ptr: segments, from row 0 on. num_rows: rows that have a segment; those after are 0 already.
+    has_padding: the tile has padding.
     """
     if has_padding:
         mbarrier.wait(full, phase)
@@ -175,12 +165,8 @@ def store_result(
 ):
     """Start to store 64 rows of a result through a tile in shared memory that nobody reads.
 
-    Args:
-        maps: descriptors. For packed sequences there is a pointer before them, or alone. The rows
-            from `end` on belong to another sequence, and TMA would store all 64.
-        slot: of the tile.
-        first: the first row.
-        heads: of the result.
+    maps: descriptors. For packed sequences there is a pointer before them, or alone: the rows from
+    `end` on belong to another sequence, and TMA would store all 64.
     """
     write_rows(tile, slot, x)
     fence_async_shared()
@@ -222,13 +208,12 @@ def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
 def stored_maps_of(
     spec: AttentionSpec, layout: Layout, rows: int, by_rows: bool = False
 ) -> tuple[Any, ...]:
-    """Return the descriptors of a result, after its pointer if sequences are packed.
+    """Return the descriptors of a result, after its pointer if sequences are packed:
+    `store_result`.
 
-    See `store_result`. All parts except the last have only the pointer: see `carry`. Packed
-    sequences have only the pointer where there are several descriptors, as JAX passes two
-    addresses of a result at most.
-
-    by_rows: packed sequences have only the pointer in any case, which takes fewer registers.
+    There is only the pointer for all parts except the last (see `carry`), and for packed sequences
+    with several descriptors, as JAX passes at most two addresses of a result. by_rows: for all
+    packed sequences, which takes fewer registers.
     """
     if isinstance(spec, PartialSpec) and not spec.last:
         return (layout,)
@@ -253,7 +238,6 @@ def allocate_row(COUNT: gl.constexpr, SIZE: gl.constexpr):
 
 @triton.constexpr_function
 def row_layout():
-    """Return the layout of a row in shared memory."""
     return gl.NVMMASharedLayout(0, 32, 2)
 
 

@@ -1,4 +1,8 @@
-"""Products of wgmma, whose operands are tiles of `tma` or registers."""
+"""Products of wgmma, whose operands are tiles of `tma` or registers.
+
+Accumulators are tuples of column pieces. Products are only started. A wait leaves PENDING later
+ones running; it returns the accumulator, and operands that were read from registers until then.
+"""
 
 import triton
 from triton.experimental import gluon
@@ -23,7 +27,7 @@ def product_layout(width):
 
 @gluon.jit
 def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to compute a · bᵀ over SIZE columns."""
+    """Start a · bᵀ over SIZE columns."""
     ROWS: gl.constexpr = a[0].shape[3]
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
@@ -44,7 +48,7 @@ def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to compute a · bᵀ over SIZE columns. a is the result of `load_left`."""
+    """Start a · bᵀ over SIZE columns; a is of `load_left`."""
     COLUMNS: gl.constexpr = b[0].shape[3]
     s = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(num_pieces(SIZE)):
@@ -55,7 +59,6 @@ def left_scores(a, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def zeros(ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Return a zero accumulator, ROWS by SIZE, piece by piece."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (_zeros_piece(ROWS, piece_width(SIZE, i)),)
@@ -69,7 +72,7 @@ def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def add_product(acc, a, b, slot):
-    """Start to compute acc + a · b. a is in registers; b is a buffer of tiles."""
+    """Start acc + a · b. a is in registers; b is a buffer of tiles."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_add_piece(acc[i], a, b[i], slot),)
@@ -85,10 +88,7 @@ def _add_piece(acc, a, b, slot):
 
 @gluon.jit
 def wait_product(acc, a, PENDING: gl.constexpr = 0):
-    """Wait for products while PENDING later ones run; return acc and the left operand a.
-
-    a is in registers, which the products read until now.
-    """
+    """Wait; return acc and the left operand a in registers."""
     done = warpgroup_mma_wait(PENDING, deps=acc + (a,))
     sums = ()
     for i in gl.static_range(len(acc)):
@@ -98,7 +98,6 @@ def wait_product(acc, a, PENDING: gl.constexpr = 0):
 
 @gluon.jit
 def wait_sums(acc, PENDING: gl.constexpr):
-    """Wait for products while PENDING later ones run."""
     sums = ()
     if len(acc) == 1:
         sums = (warpgroup_mma_wait(PENDING, deps=acc),)
@@ -109,7 +108,7 @@ def wait_sums(acc, PENDING: gl.constexpr):
 
 @gluon.jit
 def wait_products(acc, a, b, PENDING: gl.constexpr):
-    """Wait for products while PENDING later ones run; return acc, a and b."""
+    """Wait; return acc, a and b."""
     done = warpgroup_mma_wait(PENDING, deps=acc + (a, b))
     sums = ()
     for i in gl.static_range(len(acc)):
@@ -119,7 +118,7 @@ def wait_products(acc, a, b, PENDING: gl.constexpr):
 
 @gluon.jit
 def add_shared(acc, a, b, slot):
-    """Start to compute acc + a · b. a is in shared memory; b is a buffer of tiles."""
+    """Start acc + a · b; both are in shared memory."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (warpgroup_mma(a, piece(b[i], slot), acc[i], is_async=True),)
@@ -128,7 +127,6 @@ def add_shared(acc, a, b, slot):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """Multiply the rows of an accumulator."""
     scaled = ()
     for i in gl.static_range(len(acc)):
         scaled = scaled + (_scale_piece(acc[i], factor),)

@@ -39,10 +39,7 @@ def scaled_scores(s, rule):
 
 @gluon.jit
 def scores_with_terms(s, terms, own, rule, offset, bias):
-    """Return products q·k as scores: scaled, with the terms added, and capped.
-
-    Other arguments: as in `terms.add_terms`.
-    """
+    """Return products q·k as scores: scaled, with the terms of `terms.add_terms`, and capped."""
     s = add_terms(s, terms, own, rule, offset, bias)
     if rule.softcap is not None:
         s = _cap(s, rule, 1.0 / rule.softcap, rule.softcap, True)
@@ -56,7 +53,7 @@ def visible_scores(
 ):  # fmt: skip
     """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
 
-    terms, own, tile: `library.terms.Terms`, and the `HeadTerms` and `TileTerms` of the scores.
+    terms, own, tile: `library.terms.Terms`, `HeadTerms` and `TileTerms`.
 
     Returns (s, scale, dcap): the scores, as parts of the cap if there is one; their factor in
     `exponents`; and the derivative of the cap, or 1.
@@ -85,8 +82,8 @@ def visible_scores(
 def exponents(s, scale, lse2, rest2, ADDED: gl.constexpr):
     """Return the exponents in base 2 of p, of the scores of `visible_scores`.
 
-    lse2, rest2: as in `library.softmax.probabilities`, broadcast as s.
-    ADDED: there are terms, and so rest2.
+    lse2, rest2: as in `library.softmax.probabilities`, broadcast as s. ADDED: there are terms, and
+    so rest2.
     """
     if ADDED:
         power = (s * scale - lse2) * LOG2E - rest2
@@ -108,10 +105,9 @@ def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr, ON_DEMAND: gl.conste
 
 @gluon.jit
 def bounded_update(s, l_i, rule, MASKED: gl.constexpr):
-    """Update the softmax where a cap bounds the exponentials, so that no maximum is subtracted.
+    """Return p, rounded and packed, and l_i where a cap bounds p, so that no maximum is subtracted.
 
     s: scores if MASKED, otherwise products q·k.
-    Returns p, rounded and packed, and l_i.
     """
     if MASKED:
         p = gl.exp2(s * rule.exp2_scale)
@@ -167,9 +163,9 @@ def _cap(s, rule, a, b, HAS_TERMS: gl.constexpr = False):
 def hide(s, position, start_kv, end, window_left, window_right):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
-    The window's end and the last key make one bound, a number for each row. A thread has two keys
-    in every eight, so it compares its rows' bounds with the same constants in each tile.
-    window_right may be a number for each row, as `position` is.
+    The window's end and the last key make one bound for each row. A thread has two keys in every
+    eight, and compares its rows' bounds with the same constants in each tile. window_right may be a
+    number for each row, as `position` is.
     """
     eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, eights.type.layout))

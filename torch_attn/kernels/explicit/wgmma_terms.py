@@ -1,7 +1,7 @@
 """Terms of the scores of wgmma, and dropout, in a forward, with the fewest instructions a score.
 
-What all scores in a thread's row share is added to its maximum and its exponents in place of each
-score. The functions below call it the shift, [rows, 4] like the sums of `softmax.add_columns`.
+What all scores in a thread's row share, the shift, is added to its maximum and exponents in place
+of each score: [rows, 4], like the sums of `softmax.add_columns`. Arguments are as in `terms`.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from torch_attn.kernels.explicit.terms import (
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.terms import STEEP
 
-# The largest entry of a table that is a shift: beside a larger one the backward would round scores.
+# The largest entry of a table that is a shift: with a larger one the backward would round scores.
 LARGEST_SHIFT = gl.constexpr(4096.0)
 # From here on the scores of a row that have weight are equal, apart from multiples of 16.
 HUGE = gl.constexpr(2.0**27)
@@ -26,9 +26,8 @@ HUGE = gl.constexpr(2.0**27)
 def _mask_words() -> str:
     """Return the PTX that makes masks of two halves from four words of one column and the next.
 
-    A half stays where it is at least the threshold, that is where the difference borrows nothing.
-    The top bit says so, and fills the mask. $16 has the threshold in both halves, and $17 its
-    negative.
+    A half stays where it is at least the threshold, so where the difference borrows nothing: the
+    top bit says so, and fills the mask. $16 has the threshold in both halves, and $17 its negative.
     """
     code = ["{ .reg .b32 less, first, next; .reg .pred never;"]
     for i in range(4):
@@ -50,19 +49,11 @@ _EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
 
 @gluon.jit
 def scores_to_add(s, terms, own, rule, offset, bias):
-    """Return numbers whose product with `unit`, plus `shift`, are scores with their terms.
+    """Return (s, shift, unit): s · unit + shift are the scores, with their terms, of products s.
 
     A tile whose pairs share an entry of the table, and ALiBi where no slope is steep, need a shift
-    only, and s stays products q·k. Numbers of a size that rounds a score are added to each score,
-    as the backward adds them, so that p is the same in both.
-
-    Args:
-        s: products q·k.
-        own, offset, bias: as in `terms.add_terms`.
-        rule: `twin_attention.contract.spec.ScoreRule`, whose exponent scales.
-
-    Returns:
-        (s, shift, unit): shift is [rows, 4], unit a number.
+    only, and s stays products. Terms large enough to round a score are added to each, as the
+    backward adds them, so that p is the same in both. `rule` has an exponent that scales.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     layout: gl.constexpr = quads.type.layout
@@ -85,7 +76,7 @@ def scores_to_add(s, terms, own, rule, offset, bias):
         s = gl.convert_layout(gl.reshape(quads, s.shape), s.type.layout, assert_trivial=True)
     else:
         # Distance from the thread's queries to a key in the middle, and from that key to the
-        # thread's keys. Both parts of a distance are rounded, so they should be small where it is.
+        # thread's keys. Both parts are rounded, so they should be small where the distance is.
         MIDDLE: gl.constexpr = s.shape[1] // 2
         row = gl.arange(0, s.shape[0], gl.SliceLayout(1, of_thread))[:, None]
         pair = gl.arange(0, 4, gl.SliceLayout(0, of_thread))[None, :]
@@ -116,7 +107,6 @@ def scores_to_add(s, terms, own, rule, offset, bias):
 
 @gluon.jit
 def no_shift(s):
-    """Return a shift of 0 for scores of a layout."""
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     of_thread: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, quads.type.layout))
     return gl.zeros([s.shape[0], 4], gl.float32, of_thread)
@@ -126,8 +116,7 @@ def no_shift(s):
 def _table_values(terms, own, offset, quads):
     """Return the table's values for the distances of a tile, as products in quads.
 
-    A thread's second row has the distances of its first row eight keys further on, so they are
-    loaded once.
+    A thread's second row has the distances of its first row eight keys further on: one load.
     """
     ROWS: gl.constexpr = quads.shape[0] // 16
     EIGHTS: gl.constexpr = quads.shape[1]
@@ -168,10 +157,8 @@ def _stack(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
 def added_softmax_update(s, shift, unit, m_i, l_i):
     """Update the running softmax of scores with terms: `library.softmax.online_softmax_update`.
 
-    m_i is the largest score. l_i is relative to a rounded
-    product with it, as `rounding_of_maximum` says.
-
-    s, shift, unit: as `scores_to_add` returns them, s -inf where a key is hidden.
+    m_i is the largest score; l_i is relative to a rounded product with it (`rounding_of_maximum`).
+    s, shift, unit: of `scores_to_add`, s -inf where a key is hidden.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
@@ -200,7 +187,7 @@ def added_softmax_update(s, shift, unit, m_i, l_i):
 def base_of(m):
     """Return the factor that takes scores of rows with these maxima to base 2.
 
-    Beside a maximum of HUGE, a score is equal or has p = 0, for every factor. With 1 the product is
+    With a maximum of HUGE, a score is equal or has p = 0, for every factor. With 1 the product is
     exact, while that with log2(e) would be rounded by as much as the exponents that p can have.
     """
     return gl.where(gl.abs(m) < HUGE, LOG2E, 1.0)
@@ -228,9 +215,6 @@ def draw_masks(
 
     The seed is loaded again for each tile, so that nothing is drawn before this place. Otherwise
     the compiler would draw between the products issued before, and the tensor cores would wait.
-
-    Args:
-        first_q, first_kv, LAYOUT: as in `terms.draw`.
     """
     kept = 0
     if terms.seed is not None:
@@ -260,7 +244,7 @@ def draw_masks(
 
 @gluon.jit
 def drop_packed(packed, kept):
-    """Set the dropped ones of probabilities packed by `registers.pack` to 0."""
+    """Set dropped probabilities, packed by `registers.pack`, to 0."""
     return packed & gl.convert_layout(kept, packed.type.layout, assert_trivial=True)
 
 
