@@ -1,12 +1,10 @@
 """Flash attention, backward, for SM90.
 
-The same formulas as `torch_attn.kernels.portable.flash_bwd`. This file spells out what the compiler
-decides there: one warp only loads, warpgroups only compute, and which products overlap which
-arithmetic. dq is computed in one of two ways. Its own kernel, which also prepares the rows, makes
-the same bits every time, with seven products in all. Or the kernel of dk and dv adds it up in
-float32, in any order, with five. Shah et al. 2024, FlashAttention-3, appendix B. For head sizes
-above 128 the accumulator of one gradient fills the registers. dq, dk and dv then each have a
-kernel, with eight products in all.
+The formulas of `torch_attn.kernels.portable.flash_bwd`; warps and overlap as in `flash_fwd`. dq has
+its own kernel, which also prepares the rows and makes the same bits every time, with seven products
+in all. Or the kernel of dk and dv adds it up in float32, in any order, with five. Shah et al. 2024,
+FlashAttention-3, appendix B. Above head size 128 one gradient's accumulator fills the registers:
+dq, dk and dv then each have a kernel, with eight products in all.
 """
 
 import torch
@@ -45,10 +43,10 @@ from twin_attention.targets.family import Backend
 from twin_attention.targets.sm90 import has_large_heads
 from twin_attention.targets.steps import keys_of_query
 
-# Four warps are one consumer; Triton adds the warps of the other partitions.
+# One consumer; Triton adds the other partitions' warps.
 NUM_WARPS = 4
 
-# The most columns of q and v that leave room for dq beside a tile of a bias in shared memory.
+# The most columns of q and v that leave shared memory for dq and a tile of a bias.
 COLUMNS_BESIDE_BIAS = 224
 # How much of the L2 cache the sums of the heads being computed may take.
 SECTION_BYTES = 24 * 2**20
@@ -56,14 +54,14 @@ SECTION_BYTES = 24 * 2**20
 HEAD_BYTES = 40 * 2**20
 # With this many keys, a query's products take longer than one warp takes to prepare its row.
 KEYS_BESIDE_ROWS = 1000
-# Fewer work items for each program end unevenly by sections of few heads, if lengths are unknown.
+# Fewer items a program end unevenly by sections of few heads, if lengths are unknown.
 ITEMS_OF_SECTIONS = 24
 
 
 def _own_passes(
     spec: AttentionSpec, backend: Backend, device: torch.device, members: int
 ) -> OwnPasses:
-    """Return which passes the kernel of dk and dv runs itself, beside its products."""
+    """Return which passes the kernel of dk and dv runs itself, besides its products."""
     columns = sum_columns(spec.head_dim)
     if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
         return OwnPasses()
@@ -113,6 +111,5 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Tensor]:
-    """Launch the kernels of the backward for the head size: see `make_flash_bwd`."""
     run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
     return run(dout, dlse, operands, out, lse, rest, spec, backend)

@@ -1,9 +1,9 @@
 """The gradient of a bias of pairs that heads or batch elements share, for SM90: sums of ds.
 
-The same formulas as `torch_attn.kernels.flash_bwd_bias`. For one tile of queries and one of keys a
-program adds up ds over all heads and batch elements that share its values, in order, in float32
-registers. The result is the same bits every time, rounded once, and only the gradient's own memory
-grows with the square of a length. The bias is loaded once for all of them.
+The formulas of `torch_attn.kernels.flash_bwd_bias`. A program adds up ds of a tile over all heads
+and batch elements that share its values, in order, in float32 registers: the same bits every time,
+rounded once. Only the gradient's own memory grows with the square of a length, and the bias is
+loaded once.
 """
 
 from dataclasses import replace
@@ -96,13 +96,12 @@ def flash_bwd_bias_kernel(
 
     A producer warp loads pairs of tiles with TMA for each head and batch element that share the
     tile: queries and keys, then dout and values. Two consumer warpgroups have 64 queries each.
-    Operands: q, k, v, dout, lse2, delta and terms as in `flash_bwd_dq_kernel`; terms.dbias is the
-    gradient. Work items are its tiles, over all keys, queries, heads and batch elements. Each adds
-    up `shared` tiles of ds, shared_heads heads of each batch element. Loop invariant: acc is Σ ds
-    over the heads so far. Accumulation: float32.
+    Operands as in `flash_bwd_dq_kernel`; terms.dbias is the gradient. Items are its tiles, over all
+    keys, queries, heads and batch elements; each adds up `shared` tiles, shared_heads heads of each
+    batch element. Loop invariant: acc is Σ ds over the heads so far. Accumulation: float32.
     """
     dtype: gl.constexpr = q[0].dtype
-    # Tiles of queries or dout, and beside them tiles of keys or values.
+    # Tiles of queries or dout, and with them tiles of keys or values.
     left_tile = allocate_tile(dtype, 2 * STAGES, 64, HEAD_DIM)
     right_tile = allocate_tile(dtype, STAGES, 128, HEAD_DIM)
     bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, 64, 128)
@@ -114,8 +113,7 @@ def flash_bwd_bias_kernel(
     tiles = (left_tile, right_tile, bias_tile)
     barriers = (full, bias_full, bias_read)
     numbers = (seq_q, seq_kv, diagonal, heads_q, shared_heads, shared, num_items)
-    # Constants are written in the calls: variables would turn them into tensors. The last partition
-    # loads.
+    # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
             (_add_pairs, (
@@ -136,7 +134,7 @@ def flash_bwd_bias_kernel(
 
 @gluon.jit
 def _locate_tile(item, numbers, window_left, window_right):
-    """Return element, head, first query and first key of a work item, and what it adds up.
+    """Return element, head, first query and first key of an item, and what it adds up.
 
     That is how many heads, 0 where the tile is not visible, and whether it needs a mask.
     """
@@ -169,7 +167,6 @@ def _load_pairs(
     GROUP_SIZE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Load all tiles that the consumers multiply, and the bias."""
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     _seq_q, _seq_kv, _diagonal, _heads_q, shared_heads, _shared, num_items = numbers
@@ -236,7 +233,7 @@ def _add_pairs(
     HEAD_DIM: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """Add up ds of 64 queries of each of a program's work items; store the sums."""
+    """Add up ds of 64 queries of each of a program's items; store the sums."""
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     lse2_ptr, delta_ptr = of_rows
@@ -295,7 +292,7 @@ def _add_pairs(
                     window_right, masked, terms, own, of_tile,
                 )  # fmt: skip
                 p = gl.exp2(exponents(s, scale, lse2[:, None], rest2[:, None], True)) * dcap
-                # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
+                # Passes at once: its branch keeps ptxas from hoisting the next wait.
                 mbarrier.wait(full.index(following), phase)
                 dp = warpgroup_mma_wait(0, deps=(dp,))
                 arrive(K_READ + following, READERS)
@@ -325,11 +322,9 @@ def pairs_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of a bias that pairs share, by name; nothing without one.
+    """Return the gradient of a bias that pairs share, by name; nothing without one.
 
-    Args:
-        operands, inputs, terms, mask, spec, backend: as in `bias_gradient`, which computes what
-            this kernel does not.
+    `bias_gradient`, with the same arguments, computes what this kernel does not.
     """
     bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
@@ -352,7 +347,6 @@ def _has_boxes(bias: Tensor) -> bool:
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_bias_kernel`."""
     spec = call.spec
     q, k, v, dout, *_ = call.layouts
     terms = terms_argument(call)["terms"]
@@ -369,7 +363,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "shared_heads": spec.heads_q // heads,
         "shared": spec.heads_q // heads * (spec.batch // batch),
         "num_items": items,
-        # Beside a float32 bias, shared memory has no room for more.
+        # A float32 bias leaves no room in shared memory for more.
         "STAGES": 2 if bias.entries.dtype.itemsize > 2 and spec.head_dim > 64 else 3,
         "EDGES": spec.window != Window(),
     }

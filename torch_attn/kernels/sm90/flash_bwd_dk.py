@@ -44,11 +44,9 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
-    """Compute dsᵀ of a tile of queries while dsᵀ·q of the previous one runs; return it and dk.
+    """Return packed dsᵀ of a tile of queries, and dk, to which dsᵀ·q of the previous tile is added.
 
-    Args:
-        index, step: the tile's, in the item, and counted over all items.
-        ds: packed dsᵀ of the previous tile.
+    index, step: the tile's, in the item, and over all items. ds: of the previous tile.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
@@ -59,8 +57,8 @@ def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.
         clear_queries(kernel, keys, do_tile, do_full, step - index, index)
     slot_q, slot = step % Q_STAGES, step % do_tile[0].shape[0]
     previous = (step - 1) % Q_STAGES
-    # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
-    # loop, and there are no registers for them.
+    # 0, unknown to the compiler: else it hoists the descriptors of k and v, for which there are no
+    # registers.
     fresh = step >> 30
     # dk += dsᵀ q for the previous tile, and sᵀ = scale · k qᵀ
     left = unpack(ds, q_tile[0].dtype, layout, "loop")
@@ -77,7 +75,7 @@ def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.
     power, dcap, of_tile = exponents_of_step(kernel, keys, s, step, index, MASKED)
     p = gl.exp2(power)
     p = p * dcap
-    # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
+    # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(do_full, step)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     return _pack_ds(kernel, p, dp, of_tile, slot), dk
@@ -96,7 +94,6 @@ def _pack_ds(kernel, p, dp, of_tile, slot):
 
 @gluon.jit
 def add_last(kernel, ds, dk, step):
-    """Return dk with the last dsᵀ·q."""
     q_tile = kernel.tiles.q
     previous = (step - 1) % q_tile[0].shape[0]
     left = unpack(ds, q_tile[0].dtype, product_layout(q_tile[0].shape[3]), "end")

@@ -49,7 +49,7 @@ BLOCK_Q = gl.constexpr(64)
 
 @triton.constexpr_function
 def kv_stages(head_dim, head_dim_v, adds_dq, loads_bias):
-    """Return for how many work items shared memory holds k and v.
+    """Return for how many items shared memory holds k and v.
 
     With two, an item's keys and values arrive while the previous item is computed.
     """
@@ -93,24 +93,23 @@ def flash_bwd_dkdv_kernel(
     BLOCK_Q queries (`consume_queries`). Operands, loop invariant and accumulation: as in the
     portable `flash_bwd_dkdv_kernel`.
 
-    sums.dq: None, or dq's float32 sums in the order of `write_dq`, to which the program adds ds·k;
-    with passes, of the heads that have a place at a time (`Sections`).
-    Both consumers then write dsᵀ to shared memory. Each multiplies some columns of ds·k over all
-    of the tile's keys and writes them to shared memory. A fourth partition of one warp adds them
-    to the sums.
+    sums.dq: None, or dq's float32 sums in the order of `write_dq`, with passes only of heads that
+    have a place (`Sections`). Consumers then write dsᵀ to shared memory. Each multiplies some
+    columns of ds·k over all of the tile's keys, and a fourth partition of one warp adds them to the
+    sums.
 
     sums.passes: what a fifth partition of one warp reads and writes (`run_passes`). Without its dq
     there is no such partition, and the sums are 0 at first. With its rows, lse2 and delta are
     results.
 
-    sums.dk, sums.dv: None, and a work item visits all query heads of a GQA group; or sums
-    [B, Hkv, rows] in the same order, and it visits one. Then programs share a tile of keys.
+    sums.dk, sums.dv: None, and an item visits all query heads of a GQA group; or sums
+    [B, Hkv, rows] in the same order, and it visits one: programs share a tile of keys.
 
     With intervals in the mask, dk and dv are float32, passed as pointers.
 
-    Packed sequences, as in `flash_fwd_kernel`: rows of lse2, delta and sums.dq as in the portable
-    kernel; programs then do not share tiles of keys. counter_ptr: as there, or None where programs
-    take turns; with passes the counts of `divide_heads` follow it.
+    Packed sequences, counter_ptr: as in `flash_fwd_kernel`, with rows of lse2, delta and sums.dq as
+    in the portable kernel; programs do not share tiles of keys. With passes the counts of
+    `divide_heads` follow the counter.
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
@@ -164,8 +163,8 @@ def flash_bwd_dkdv_kernel(
         counted: gl.constexpr = are_counted(num_sequences, mask.segments, mask.tree)
         unfinished: gl.constexpr = unfinished_sections(counted or mask.intervals is not None)
         sections = divide_heads(counter_ptr, problem, unfinished, MEMBERS)
-    # Constants are written in the calls: variables would turn them into tensors. The last
-    # partitions load, add dq, and do the passes.
+    # Variables would turn constants into tensors. The last partitions load, add dq, and do the
+    # passes.
     gl.warp_specialize(
         [
             (consume_queries, (
@@ -204,14 +203,13 @@ def flash_bwd_dkdv_kernel(
 
 
 def prepare_dkdv(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
     spec, config = call.spec, call.config
     assert (config.block_q, config.block_kv) == (BLOCK_Q.value, 128)
     q, k, v, dout, lse2, delta, dk, dv, sums, counter, *_ = call.layouts
     terms = terms_argument(call)["terms"]
     boxes, stored = (bias_boxes(x, config.block_q, 64) for x in (terms.bias, terms.dbias))
     if boxes is not None and terms.bias.entries.dtype.itemsize != 2:
-        # Shared memory has no room beside heads of 128.
+        # Shared memory has no room besides heads of 128.
         boxes = None
     adds = None if stored is None else tl.constexpr(terms.dbias.entries.shape[0] < spec.batch)
     # Only TMA stores the gradient: a pointer to it would be one more address of a result.
@@ -230,7 +228,7 @@ def prepare_dkdv(call: KernelCall) -> Prepared:
             if passes.out is not None:
                 passes = passes._replace(dout=map_rows(passes.dout), out=map_rows(passes.out))
         sums = sums._replace(dq=map_sums(sums.dq), passes=passes)
-    # Beside dq there are no registers for descriptors as well as pointers.
+    # With dq there are no registers for both descriptors and pointers.
     by_rows = sums.dq is not None and max(spec.head_dim, spec.head_dim_v) > 64
     arguments = {
         "q": maps_of(q, config.block_q),

@@ -36,10 +36,9 @@ def add_queries(
 ):
     """Add the tiles of dq that the consumers write to its sums.
 
-    sections: (), or the `Sections` that are begun and converted meanwhile. The producer awaits an
-        item's section before it loads what the item adds.
-    dbias: None, or the descriptor of a bias' gradient, whose tiles are ds as written.
-    ADDS_BIAS: batch elements share that bias, and each adds its ds to the gradient.
+    sections: (), or the `Sections` that are begun and converted meanwhile; the producer awaits an
+    item's section before it loads. dbias: None, or the descriptor of a bias' gradient, whose tiles
+    are ds as written. ADDS_BIAS: batch elements share that bias, and each adds its ds.
     """
     ds_buffer, dq_tiles = of_dq
     tiles_per_head = count_sequence_tiles(

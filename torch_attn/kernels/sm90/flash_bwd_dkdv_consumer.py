@@ -60,18 +60,16 @@ from torch_attn.kernels.sm90.queries import (
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
 
-# ptxas of Triton 3.9 spills 572 bytes a step in a backward that holds k and v in registers beside
-# capped scores and dq; that of 3.6 spills 20 in all.
+# ptxas of Triton 3.9 spills where k and v are in registers with capped scores and dq; that of 3.6
+# hardly does.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
 
 class Gradients(NamedTuple):
-    """Hold where a consumer stores gradients.
+    """Where a consumer stores gradients.
 
-    Attributes:
-        ds_buffer, dq_tiles: shared memory, of `allocate_ds` and `allocate_dq`.
-        dk, dv: what `stored_maps_of` returns.
-        dk_sum_ptr, dv_sum_ptr: the sums that programs share; or None.
+    ds_buffer, dq_tiles: of `allocate_ds` and `allocate_dq`. dk, dv: of `stored_maps_of`.
+    dk_sum_ptr, dv_sum_ptr: sums that programs share; or None.
     """
 
     ds_buffer: Any
@@ -83,11 +81,10 @@ class Gradients(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """A work item's visit to a tile of queries.
+    """An item's visit to a tile of queries.
 
     Attributes:
-        step: counted over all items.
-        last: the item's last step.
+        step, last: over all items, this step and the item's last.
         start: the tile's first query.
         member: which of the item's heads these queries are of.
         alike: the tile's queries and the keys are of one segment.
@@ -104,7 +101,7 @@ class Visit(NamedTuple):
 
 @gluon.jit
 def consume_queries(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dk and dv of each of a program's work items. Keys are rows.
+    """Compute 64 rows of dk and dv of each of a program's items. Keys are rows.
 
     The kernel's results are `Gradients`.
     """
@@ -174,13 +171,10 @@ def consume_queries(kernel, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _start_item(kernel, keys, tile, step, turn, CONSUMER: gl.constexpr):
-    """Wait for the keys, values and first queries of an item.
+    """Wait for an item's keys, values and first queries; return (held, s), () for either.
 
-    tile: the first of the two tiles of 64 keys in shared memory.
-
-    Returns:
-        (held, s): the rows of k and v as left operands, so that shared memory is read only for q
-        and dout; and k·qᵀ of the first tile. Or () for either.
+    held: rows of k and v as left operands, so that only q and dout are read from shared memory. s:
+    k·qᵀ of the first tile.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
     k_full, v_full, kv_read, q_full, do_full = kernel.barriers
@@ -195,8 +189,8 @@ def _start_item(kernel, keys, tile, step, turn, CONSUMER: gl.constexpr):
     clear_queries(kernel, keys, do_tile, do_full, step, 0)
     clear_queries(kernel, keys, q_tile, q_full, step, 1)
     stage, phase = turn % KV_STAGES, turn // KV_STAGES & 1
-    # Clear the other consumer's rows only where dq needs them: both then meet in each step. Without
-    # dq that consumer may already have stored dk and dv where its rows were.
+    # Clear the other consumer's rows only for dq, where both meet in each step. Without dq it may
+    # already have stored dk and dv there.
     if kernel.fused:
         clear_keys(kernel, keys, k_tile, tile + 1 - CONSUMER, k_full.index(stage), phase)
     clear_keys(kernel, keys, k_tile, tile + CONSUMER, k_full.index(stage), phase)
@@ -229,8 +223,8 @@ def _clear_next(kernel, keys, step, index):
 def is_small(head_dim, head_dim_v, capped_dq, has_table):
     """Return True if a consumer's registers can also hold its rows of k and v.
 
-    capped_dq: scores are capped and dq is added; has_table: a table has addresses, as has
-    its gradient.
+    capped_dq: scores are capped and dq is added; has_table: a table and its gradient take
+        addresses.
     """
     columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
     return columns <= 64 and not has_table and (HOLDS_CAPPED_KEYS or not capped_dq)
@@ -245,14 +239,11 @@ def _visit(
 
     Products are issued so that some overlap all arithmetic: dq and dk of the previous tile, and dp,
     with the exponentials; dv with ds; s of the next tile with the stores of ds. That s takes dp's
-    registers. In the pair of kernels, heads that are not small have no room for it: there s is
-    issued with dp. After the last tile, s is computed again and not used.
+    registers. In the pair of kernels, large heads have no room for it: there s is issued with dp.
+    After the last tile, s is computed again and not used.
 
-    Args:
-        held, s: of `_start_item`; s of this tile.
-        ds: of the previous tile; None for the first.
-        ends: `EndSums` of the previous tiles.
-        FAR: as in `terms.add_terms`.
+    held: of `_start_item`. s: of this tile. ds: of the previous tile; None for the first. FAR: as
+    in `terms.add_terms`.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = kernel.tiles
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
@@ -270,8 +261,8 @@ def _visit(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     slot, previous = step % do_tile[0].shape[0], (step - 1) % Q_STAGES
-    # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of k and v out of the
-    # loop, and there are no registers for them.
+    # 0, unknown to the compiler: else it hoists the descriptors of k and v, for which there are no
+    # registers.
     fresh = step >> 30
     tile += fresh
 
@@ -384,7 +375,6 @@ def _visit(
 
 @gluon.jit
 def _hand_over(kernel, dq, CONSUMER: gl.constexpr):
-    """Hand this consumer's part of a tile's dq to the warp that adds it."""
     stores: gl.constexpr = kernel.terms.dbias.boxes is not None
     hand_over(dq, kernel.results.dq_tiles[CONSUMER], stores, CONSUMER)
 

@@ -1,8 +1,8 @@
 """The warp that clears dq's sums, prepares rows, and converts sums to dq, beside products.
 
-A backward that adds dq in memory would need passes over all rows and sums before it and one after
-it, all bound by memory. Here one warp does them by heads, section by section, beside the products
-of other sections: only the first section and the last wait for memory.
+Passes over all rows and sums before and after a backward would be bound by memory. This warp does
+them section by section, beside the products of other sections: only the first and the last section
+wait for memory.
 """
 
 from typing import Any, NamedTuple
@@ -42,12 +42,8 @@ STAGES = gl.constexpr(3)
 
 
 class Staging(NamedTuple):
-    """Hold the shared memory of the warp.
-
-    Attributes:
-        sums, full: stages, each a box of sums, and the mbarriers at which they arrive.
-        dq: two boxes of dq.
-        delta: delta of a piece's rows.
+    """The warp's shared memory: stages of boxes of sums and their mbarriers; two boxes of dq; a
+    piece's delta.
     """
 
     sums: Any
@@ -81,14 +77,12 @@ def run_passes(
     """Begin pieces of rows and of dq's sums, and convert others to dq, one after the other.
 
     To begin a piece is to clear its sums, and to prepare its rows if `passes` has them. Programs
-    take pieces from a counter: first pieces of the first sections to begin, then of the next
-    section, then of the first section to be converted, once all of it is added, and so on. A piece
-    waits only for work that was taken before it, so any number of programs will do.
+    take pieces from a counter: of the first sections to begin, then of the next section, then of
+    the first section to be converted, once all of it is added, and so on. A piece waits only for
+    work that was taken before it, so any number of programs will do.
 
-    Args:
-        dq_sum: descriptor of the sums.
-        passes: `Passes` with descriptors. It includes dq's pointer if sequences are packed: the
-            last rows of one share a box with the next one's.
+    passes: `Passes` with descriptors. It includes dq's pointer if sequences are packed: the last
+    rows of one share a box with the next one's.
     """
     step = 0  # counted over all boxes that are staged
     pieces = sections.size * sections.pieces * MEMBERS
@@ -134,7 +128,7 @@ def _boxes_of_piece(head_dim):
 
 @gluon.jit
 def _clear(staging, dq_sum, first, HEAD_DIM: gl.constexpr):
-    """Start to set a piece's sums to 0, whose first box is given, from dq's shared memory."""
+    """Start to set a piece's sums to 0, from dq's shared memory; `first`: the first box."""
     BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     zeros = reinterpret(staging.dq, gl.float32, [LINES, LINE], box_of_sums_layout())
@@ -148,7 +142,7 @@ def _clear(staging, dq_sum, first, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _convert(staging, dq_sum, first, passes, piece, step, problem, scale, HEAD_DIM: gl.constexpr):
-    """Convert a piece's sums, whose first box is given, to dq; return how many boxes these are."""
+    """Convert a piece's sums to dq; return how many boxes these are."""
     BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     ACROSS: gl.constexpr = sum_columns(HEAD_DIM) // COLUMNS
     AHEAD: gl.constexpr = STAGES - 1
@@ -188,7 +182,6 @@ def _convert_box(staging, passes, piece, row, column, step, problem, scale, HEAD
 
 @gluon.jit
 def _load(staging, dq_sum, box, step):
-    """Start to load a box of sums."""
     slot = step % STAGES
     full = staging.full.index(slot)
     mbarrier.expect(full, 4 * LINES * LINE)
@@ -197,7 +190,7 @@ def _load(staging, dq_sum, box, step):
 
 @gluon.jit
 def _sixteen_rows(box, INDEX: gl.constexpr):
-    """Read 16 rows of a box of sums, which lie there as `sums.write_dq` orders them."""
+    """Read 16 rows of a box of sums, in the order of `sums.write_dq`."""
     lines = reinterpret(box, gl.float32, [2, 512], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     layout: gl.constexpr = gl.BlockedLayout([2, 4], [1, 32], [1, 1], [1, 0])
     x = gl.reshape(lines.slice(128 * INDEX, 128, dim=1).load(layout), [2, 8, 4, 2, 2])

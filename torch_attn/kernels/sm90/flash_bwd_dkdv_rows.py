@@ -1,7 +1,6 @@
-"""lse in base 2 and delta of a backward's rows, prepared beside the products that need them.
+"""lse in base 2 and delta of a backward's rows, as `kernels.preprocess`, prepared beside products.
 
-They are the same as `kernels.preprocess` stores before other kernels. One warp computes them, a
-piece of rows at a time, which TMA loads to shared memory.
+One warp computes a piece of rows at a time, which TMA loads to shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -25,10 +24,9 @@ BOX_SIZE = gl.constexpr(1024)
 
 
 class Piece(NamedTuple):
-    """Locate the rows of a piece.
+    """The rows of a piece.
 
     Attributes:
-        batch, head: where the piece is.
         index: of the piece, over all heads.
         first: its first row.
         end: the end of the head's rows, or of the sequence's.
@@ -89,16 +87,11 @@ def locate_piece(batch, head, index, pieces, problem):
 
 @gluon.jit
 def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
-    """Store lse2, delta and rest2 of a piece's rows.
+    """Store lse2, delta and rest2 of a piece's rows; return how many boxes of out and dout it
+    loads.
 
-    Args:
-        staging: one stage of its sums holds a box of out and one of dout here.
-        passes: `Passes` with rows.
-        step: counted over all boxes that are staged.
-        SIZE: columns of out.
-
-    Returns:
-        How many boxes of each were loaded.
+    staging: one stage of its sums holds a box of each here. step: over all boxes that are staged.
+    SIZE: columns of out.
     """
     WIDTH: gl.constexpr = _box_columns(SIZE)
     HEIGHT: gl.constexpr = _box_rows(WIDTH)
@@ -159,7 +152,7 @@ def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_lse2(statistics, piece, problem):
-    """Store lse2 of a piece's rows, and rest2 if there are terms, as `kernels.preprocess` does."""
+    """Store lse2 of a piece's rows, and rest2 if there are terms."""
     rows, exists, lse = _load_lse(statistics, piece, problem)
     lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
     place = piece.index.to(gl.int64) * PIECE + rows
@@ -210,6 +203,5 @@ def _rows_layout():
 
 
 def map_rows(layout: Layout) -> TensorMap:
-    """Return the descriptor of out or dout."""
     width = _box_columns(layout.shape[-1])
     return map_of(layout, _box_rows(width), width)

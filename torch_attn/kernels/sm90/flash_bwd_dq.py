@@ -32,10 +32,10 @@ from twin_attention.targets.steps import steps_of_queries
 
 @triton.constexpr_function
 def q_stages(head_dim, head_dim_v, is_packed):
-    """Return for how many work items shared memory holds q, dout and out.
+    """Return for how many items shared memory holds q, dout and out.
 
-    With two, an item's rows arrive while the previous item is computed. Packed sequences are slower
-    with two.
+    With two, an item's rows arrive while the previous item is computed; packed sequences are
+    slower.
     """
     columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
     return 2 if columns <= 128 and not is_packed else 1
@@ -73,14 +73,14 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes tiles of 128 rows of dq, one after the other.
 
-    Roles of the warps and descriptors: as in `flash_fwd_kernel`. A consumer issues ds·k of a tile
-    of keys with q·kᵀ of the next. During a tile's first q·kᵀ it computes lse2 and delta of its
-    rows, and stores them for the kernel of dk and dv. Operands: those of the portable
-    `flash_bwd_preprocess_kernel` and `flash_bwd_dq_kernel`; the statistics lse2 and delta are
-    outputs. Loop invariant and accumulation: as in the latter. Packed sequences and counter_ptr: as
-    in `flash_fwd_kernel`; for a tile without rows the producer prepares those of lse2 and delta.
+    Warps and descriptors as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of keys with
+    q·kᵀ of the next. During a tile's first q·kᵀ it computes lse2 and delta of its rows, and stores
+    them for the kernel of dk and dv. Operands: those of the portable `flash_bwd_preprocess_kernel`
+    and `flash_bwd_dq_kernel`; the statistics lse2 and delta are outputs. Loop invariant and
+    accumulation: as in the latter. Packed sequences, counter_ptr: as in `flash_fwd_kernel`; for a
+    tile without rows the producer prepares those of lse2 and delta.
 
-    With intervals in the mask dq is float32, passed as a pointer. It holds dq through other keys,
+    With intervals in the mask dq is float32, passed as a pointer: it holds dq through other keys,
     and the program adds to it. lse2 and delta are then inputs, and lse and out are None; a tile
     that sees no key is passed over.
 
@@ -117,8 +117,7 @@ def flash_bwd_dq_kernel(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
-    # Constants are written in the calls: variables would turn them into tensors. The last partition
-    # loads.
+    # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
             (consume_keys, (
@@ -145,7 +144,6 @@ def flash_bwd_dq_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_bwd_dq_kernel`."""
     check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert config.block_q == 128

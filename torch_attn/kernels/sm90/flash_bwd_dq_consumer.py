@@ -36,16 +36,10 @@ from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
 class Kernel(NamedTuple):
-    """Hold what a consumer needs for all of its work items, as `flash_bwd_dq_kernel` has it.
+    """What a consumer of `flash_bwd_dq_kernel` needs for all items; constants last, as in the
+    forward.
 
-    The constants come last, as in the forward's `Kernel`.
-
-    Attributes:
-        tiles, barriers, shared: shared memory.
-        out, out_strides, statistics, dq, problem, rule, terms, left, right: operands; the window's
-            sides.
-        lists: None, as no dq has a block mask.
-        block_q ... edges: constants.
+    lists is None, as no dq has a block mask.
     """
 
     tiles: Any
@@ -68,7 +62,7 @@ class Kernel(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Hold lse2, delta and rest2 of a consumer's rows; rest2 is 0 without terms."""
+    """lse2, delta and rest2 of a consumer's rows; rest2 is 0 without terms."""
 
     lse2: Any
     delta: Any
@@ -77,7 +71,7 @@ class Statistics(NamedTuple):
 
 @gluon.jit
 def consume_keys(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dq of each of a program's work items."""
+    """Compute 64 rows of dq of each of a program's items."""
     q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
     Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -147,11 +141,9 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
 
 @gluon.jit
 def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.constexpr):
-    """Compute ds of a tile of keys while ds·k of the previous one runs; return packed ds and dq.
+    """Return packed ds of a tile of keys, and dq, to which ds·k of the previous tile is added.
 
-    Args:
-        index, step: the tile's, in the item, and counted over all items.
-        ds: of the previous tile.
+    index, step: the tile's, in the item, and over all items. ds: of the previous tile.
     """
     q_tile, do_tile, out_tile, k_tile, v_tile = kernel.tiles
     _q_full, _do_full, _out_full, _q_read, k_full, v_full = kernel.barriers
@@ -161,8 +153,8 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
     slot, slot_v = step % NUM_STAGES, step % v_tile[0].shape[0]
     previous = (step - 1) % NUM_STAGES
     if len(out_tile) == 0:
-        # 0, but unknown to the compiler. Otherwise it would hoist the descriptors of q and dout out
-        # of the loop, and there are no registers for them.
+        # 0, unknown to the compiler: else it hoists the descriptors of q and dout, for which there
+        # are no registers.
         slot_q += step >> 30
     start = step_start(index, *queries.work.visits, BLOCK_KV)
     if MASKED:
@@ -188,7 +180,7 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
             kernel.problem, queries.marks, start, queries.work.keys.size, BLOCK_KV, layout
         )
     p = _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED)
-    # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
+    # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(v_full, step)
     return _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v), dq
 
@@ -258,7 +250,7 @@ def _load_lse(kernel, queries):
 
 @gluon.jit
 def _row_statistics(kernel, queries, place, lse, slot_q, phase):
-    """Return the `Statistics` of the rows, which are computed and stored or, for a part, loaded.
+    """Return the rows' `Statistics`: computed and stored or, for a part, loaded.
 
     delta is ``rowsum(dout ∘ out) - dlse``. lse2 is +inf where a row saw no key or does not exist.
     """
@@ -317,7 +309,6 @@ def _dot_out(kernel, queries, slot_q, phase):
 
 @gluon.jit
 def _terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
-    """Return the `TileTerms` of the tile of keys from `start` on."""
     work, pairs = queries.work, queries.pairs
     return prepare_tile(
         kernel.terms, queries.terms, pairs.first, start, start - pairs.position, work.rows.end,

@@ -27,7 +27,6 @@ def produce_keys(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Load all tiles that the consumers of dq multiply."""
     q_tile, do_tile, out_tile, k_tile, v_tile = tiles
     q_full, do_full, out_full, q_read, k_full, v_full = barriers
     q, dout, out = of_queries

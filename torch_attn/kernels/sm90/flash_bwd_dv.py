@@ -37,11 +37,10 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
-    """Compute pᵀ of a tile of queries while pᵀ·dout of the previous one runs; return it and dv.
+    """Return packed pᵀ of a tile of queries, and dv, to which pᵀ·dout of the previous tile is
+    added.
 
-    Args:
-        index, step: the tile's, in the item, and counted over all items.
-        packed: pᵀ of the previous tile.
+    index, step: the tile's, in the item, and over all items. packed: of the previous tile.
     """
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
     k_tile, q_tile, do_tile = kernel.tiles.k, kernel.tiles.q, kernel.tiles.dout
@@ -62,7 +61,7 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     # pᵀ = exp(sᵀ - lse)
     power, _dcap, of_tile = exponents_of_step(kernel, keys, s, step, index, MASKED)
     p = gl.exp2(power)
-    # This wait passes at once. Its branch keeps ptxas from hoisting the next wait.
+    # Passes at once: its branch keeps ptxas from hoisting the next wait.
     wait_for_step(do_full, step - 1)
     dv, left = wait_product(dv, left)
     arrive(DO_READ + previous, READERS)
@@ -71,7 +70,6 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
 
 @gluon.jit
 def add_last(kernel, packed, dv, step):
-    """Return dv with the last pᵀ·dout."""
     do_tile = kernel.tiles.dout
     previous = (step - 1) % do_tile[0].shape[0]
     wait_for_step(kernel.barriers.do_full, step - 1)

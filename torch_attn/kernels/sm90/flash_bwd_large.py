@@ -79,7 +79,7 @@ def flash_bwd_large_kernel(
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
     BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
     `flash_bwd_dkdv_kernel`. The gradient that is not computed is None, as the registers have room
-    for only one of the two. For dv, v and delta are None too.
+    for only one. For dv, v and delta are None too.
     """
     dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 64)
@@ -122,8 +122,7 @@ def flash_bwd_large_kernel(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
-    # Constants are written in the calls: variables would turn them into tensors. The last partition
-    # loads.
+    # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
             (consume_queries, (
@@ -150,7 +149,7 @@ def flash_bwd_large_kernel(
 
 @gluon.jit
 def consume_queries(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dk or dv of each of a program's work items. Keys are rows.
+    """Compute 64 rows of dk or dv of each of a program's items. Keys are rows.
 
     The kernel's results are the gradient's descriptors, and the tile from which it is stored.
     """
@@ -212,7 +211,6 @@ def consume_queries(kernel, CONSUMER: gl.constexpr):
 
 
 def prepare_dk(call: KernelCall) -> Prepared:
-    """Return grid and arguments of the kernel that computes dk."""
     _q, _k, v, _dout, _lse2, delta, dk, *_ = call.layouts
     return _prepare(call, {
         "v": maps_of(v, 64),
@@ -223,7 +221,6 @@ def prepare_dk(call: KernelCall) -> Prepared:
 
 
 def prepare_dv(call: KernelCall) -> Prepared:
-    """Return grid and arguments of the kernel that computes dv."""
     *_, dv, _counter, _terms, _mask = call.layouts
     without = dict.fromkeys(("v", "delta", "dk"))
     return _prepare(call, without | {"dv": stored_maps_of(call.spec, dv, 64)})

@@ -1,8 +1,8 @@
 """Flash attention, forward, for SM90.
 
-The same formula as `torch_attn.kernels.portable.flash_fwd`. This file spells out what the compiler
-decides there: one warp only loads, warpgroups only compute, what each waits for, and which products
-overlap which softmax. Shah et al. 2024, FlashAttention-3, algorithms 1 and 2.
+The formula of `torch_attn.kernels.portable.flash_fwd`. This file spells out what the compiler
+decides there: which warp loads, which compute, what each waits for, and which products overlap
+which softmax. Shah et al. 2024, FlashAttention-3, algorithms 1 and 2.
 """
 
 import torch
@@ -94,23 +94,21 @@ def flash_fwd_kernel(
 
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
     accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A carry and
-    lse are the result over other keys, to which these keys are added. The carry counts where lse is
-    finite. Where out is the carry's memory, and without sinks, a tile without keys is passed over.
-    With a wide acc (see `rescales_on_demand`), m_i is at most RESCALE_ABOVE below the row maximum
-    so far.
+    lse are the result over other keys, to which these are added where lse is finite. Where out is
+    the carry's memory, and without sinks, a tile without keys is passed over. With a wide acc
+    (`rescales_on_demand`), m_i is at most RESCALE_ABOVE below the row maximum so far.
 
-    A bias of pairs is loaded with the keys: a tile of it is part of their stage. The dropout mask
-    is drawn while the tile's products run.
+    A tile of a bias of pairs is part of the keys' stage. The dropout mask is drawn while the tile's
+    products run.
 
     Args:
         results: `Results`.
-        terms: `torch_attn.kernels.library.terms.Terms`.
-        num_items: tiles of queries of all heads, one work item each.
-        together: how many heads' tiles follow each other by length, see `head_and_tile`.
+        num_items: tiles of queries of all heads, one item each.
+        together: see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
         mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
-        counter_ptr: [1], zero at first. The producer takes items from it (see `next_item`) and
-            tells the consumers. None where programs take turns, and where tiles are listed.
+        counter_ptr: [1], zero at first, from which the producer takes items (`next_item`). None
+            where programs take turns, and where tiles are listed.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the previous item, for which
             shared memory has two tiles of queries.
     """
@@ -145,8 +143,7 @@ def flash_fwd_kernel(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
         num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
     )  # fmt: skip
-    # Constants are written in the calls: variables would turn them into tensors. The last partition
-    # loads.
+    # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
             (consume_keys, (
@@ -202,12 +199,11 @@ def launch_forward(
     tensors = (q, operands.k, operands.v, operands.sinks, results, counter)
     mask = listed_mask("flash_fwd", operands, spec, backend)
     tensors = (*tensors, terms_of(operands, spec), mask)
-    # Four warps are one consumer; Triton adds the warps of the other partitions.
+    # One consumer; Triton adds the other partitions' warps.
     launch("flash_fwd", flash_fwd_kernel, _prepare, tensors, spec, backend, num_warps=4)
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `flash_fwd_kernel`."""
     check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
@@ -250,7 +246,7 @@ def _prepare(call: KernelCall) -> Prepared:
 def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
     """Return True where programs take uneven tiles of a dense problem from a counter.
 
-    Handing over an item takes time, but little beside a long tile.
+    Handing over an item takes little time compared with a long tile.
     """
     config = backend.configs(spec)["flash_fwd"]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
@@ -274,7 +270,7 @@ def _room_for(
     size_of_bias: int = 0,
     out_in_q: bool = False,
 ) -> bool:
-    """Return True if shared memory has room for tiles of queries beside all others."""
+    """Return True if shared memory has room for these tiles of queries."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     keys = config.num_stages * config.block_kv
     rows = keys + tiles_q * config.block_q

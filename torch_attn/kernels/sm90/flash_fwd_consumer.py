@@ -53,15 +53,10 @@ from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
 class Kernel(NamedTuple):
-    """Hold what a consumer needs for all of its work items, as `flash_fwd_kernel` has it.
+    """What a consumer of `flash_fwd_kernel` needs for all items.
 
     A variable would turn the constants into tensors. They come last: otherwise Triton 3.6 loses
     those of the other tuples in loops.
-
-    Attributes:
-        tiles, barriers, shared: shared memory.
-        results, terms, problem, rule, left, right, sinks_ptr, lists: operands; the window's sides.
-        block_q ... ahead: constants.
     """
 
     tiles: Any
@@ -84,7 +79,7 @@ class Kernel(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Say how the running softmax is computed, in constants.
+    """How the running softmax is computed, in constants.
 
     Attributes:
         bounded: capped scores need no maximum in a dtype with the range of float32: m_i stays 0.
@@ -99,7 +94,6 @@ class Softmax(NamedTuple):
 
 @gluon.jit
 def consume_keys(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of each of a program's work items."""
     q_tile, k_tile, _v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, q_read, _k_full, _v_full = kernel.barriers
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -170,13 +164,9 @@ def _compute_ahead(kernel, exists, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _visit_keys(kernel, softmax, queries, ahead, q_slot, step, turn, CONSUMER: gl.constexpr):
-    """Visit an item's tiles of keys, of which only those at the edges are masked.
+    """Visit an item's tiles of keys; return (packed, m_i, l_i, acc, step).
 
-    ahead: q·kᵀ of the first tile, or ().
-
-    Returns:
-        (packed, m_i, l_i, acc, step): p of the last tile, which is not in acc, and the steps so
-        far.
+    ahead: q·kᵀ of the first tile, or (). packed: p of the last tile, which is not in acc.
     """
     _begin, before, full, after = queries.work.visits
     packed, m_i, l_i, acc = _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER)
@@ -239,14 +229,9 @@ def _visit(
     kernel, softmax, queries, index, step, q_slot, packed, m_i, l_i, acc, MASKED: gl.constexpr,
     CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Compute p of a tile of keys while p·v of the previous one runs.
+    """Compute p of a tile of keys while p·v of the previous one runs; return packed, m_i, l_i, acc.
 
-    Args:
-        index, step: the tile's, in the item, and counted over all items.
-        packed: p of the previous tile.
-
-    Returns:
-        (packed, m_i, l_i, acc)
+    index, step: the tile's, in the item, and over all items. packed: p of the previous tile.
     """
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, _q_read, k_full, v_full = kernel.barriers
@@ -318,9 +303,7 @@ def _finish_rows(
 ):  # fmt: skip
     """Add the last p·v, and store the rows; return q·kᵀ of the next item's first tile, or ().
 
-    If there is no next item, that product is not used.
-
-    item, q_slot, step, turn: of the next item.
+    item, q_slot, step, turn: of the next item. If there is none, that product is not used.
     """
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     q_full, _q_read, k_full, v_full = kernel.barriers
@@ -366,7 +349,6 @@ def _finish_rows(
 
 @gluon.jit
 def _first_key(kernel, queries, index, BLOCK_KV: gl.constexpr):
-    """Return the first key of a tile."""
     work = queries.work
     return kept_start(
         kernel.lists, work.batch, work.head, work.rows.start, index, work.visits, BLOCK_KV
@@ -386,10 +368,7 @@ def _load_keys(kernel, queries, index, start, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _terms_of_tile(kernel, queries, start_kv, WHOLE: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Return the `TileTerms` of a tile, without a bias that TMA loads.
-
-    WHOLE: as in `load_bias`.
-    """
+    """Return the `TileTerms` of a tile, without a bias that TMA loads. WHOLE: as in `load_bias`."""
     layout: gl.constexpr = product_layout(BLOCK_KV)
     rows, bias = queries.work.rows, 0
     if kernel.terms.bias.entries is not None and kernel.terms.bias.boxes is None:
@@ -405,7 +384,7 @@ def _terms_of_tile(kernel, queries, start_kv, WHOLE: gl.constexpr, BLOCK_KV: gl.
 
 @gluon.jit
 def _read_bias(kernel, of_tile, slot, CONSUMER: gl.constexpr):
-    """Return the bias of a tile, which TMA may have loaded beside the keys of a slot."""
+    """Return the bias of a tile, which TMA may have loaded with the keys of a slot."""
     bias = of_tile.bias
     if kernel.terms.bias.boxes is not None:
         tile = piece(kernel.tiles[4], slot).slice(64 * CONSUMER, 64, dim=0)
@@ -415,7 +394,7 @@ def _read_bias(kernel, of_tile, slot, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _report_read_keys(kernel, slot):
-    """Report that a tile of keys has been read, and the tile of a bias beside it."""
+    """Report that a tile of keys has been read, and with it the tile of a bias."""
     NUM_STAGES: gl.constexpr = kernel.tiles[1][0].shape[0]
     READERS: gl.constexpr = 128 * (kernel.block_q // 64) + 32
     if kernel.terms.bias.boxes is not None:
@@ -426,13 +405,7 @@ def _report_read_keys(kernel, slot):
 
 @gluon.jit
 def _scores(kernel, queries, s, offset, bias, of_keys, start, MASKED: gl.constexpr):
-    """Return what `scores_to_add` does for products q·k; without terms, scores if MASKED.
-
-    Args:
-        offset, bias: of the tile's `TileTerms`.
-        of_keys: what `load_keys` returns, if MASKED.
-        start: the first key.
-    """
+    """Return what `scores_to_add` does for products q·k; without terms, scores if MASKED."""
     ADDS: gl.constexpr = adds_terms(
         kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
     )
@@ -455,7 +428,6 @@ def _scores(kernel, queries, s, offset, bias, of_keys, start, MASKED: gl.constex
 
 @gluon.jit
 def _update(kernel, softmax, s, shift, unit, m_i, l_i, MASKED: gl.constexpr):
-    """Update the running softmax with the result of `_scores`."""
     if adds_terms(kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes):
         e, alpha, m_i, l_i = added_softmax_update(s, shift, unit, m_i, l_i)
     else:

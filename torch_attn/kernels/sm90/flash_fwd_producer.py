@@ -17,9 +17,9 @@ from torch_attn.kernels.sm90.work import locate_queries
 def _step_to_take(total):
     """Return the step after which the next item is taken, for an item of `total` tiles of keys.
 
-    The counter and the search for a sequence take longer than a step. So an item is taken while the
-    consumers still have loaded tiles to visit. A longer one is not taken much earlier, as another
-    program may be free sooner.
+    The counter and the search for a sequence take longer than a step: the consumers should still
+    have loaded tiles. In a longer item it is not much earlier, as another program may be free
+    first.
     """
     return gl.maximum(total - 2, 1)
 
@@ -45,7 +45,7 @@ def produce_keys(
 ):
     """Load all tiles that a program's consumers multiply; runs in one warp.
 
-    PASSES_OVER: a tile that sees no key in its intervals is not a work item.
+    PASSES_OVER: a tile that sees no key in its intervals is not an item.
     """
     q_tile, k_tile, v_tile, _out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers

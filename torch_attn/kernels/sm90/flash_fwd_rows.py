@@ -16,16 +16,14 @@ from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse
 
 
 class Results(NamedTuple):
-    """Hold what the kernel writes.
+    """What the kernel writes; absent results are None.
 
     Attributes:
-        out: in the kernel, what `stored_maps_of` returns.
-        lse: [B, Hq, Sq] float32, natural logarithm.
-        row_max: [B, Hq, Sq] float32, each row's largest score; or None.
-        carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`; or None.
-        place: from where a tile of out is stored, a constant: "staged", shared memory of its own;
-            "in q", that of the queries, where there is no more; or "part", registers, in float32 by
-            its pointer.
+        out: in the kernel, of `stored_maps_of`.
+        lse, row_max: [B, Hq, Sq] float32, natural logarithm, and the largest score.
+        carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`.
+        place: from where a tile of out is stored: "staged", shared memory of its own; "in q", that
+            of the queries; or "part", registers, in float32 by its pointer.
         rest: as lse, `rest_of_lse`; None without terms.
     """
 
@@ -85,9 +83,7 @@ def _load_part(kernel, queries, m_i, l_i):
 def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr):
     """Store a row's statistics; return the factor and the divisor of acc.
 
-    Args:
-        factor: a factor that the caller applies to acc in any case.
-        SINK_LAST: the maximum of acc excludes the sink.
+    factor: what the caller applies to acc in any case. SINK_LAST: the maximum excludes the sink.
     """
     work, rows = queries.work, queries.rows
     ADDED: gl.constexpr = kernel.results.rest is not None

@@ -1,9 +1,8 @@
 """Paged attention of long chunks of new tokens, for SM90.
 
-The same formula as `torch_attn.kernels.portable.paged_attention`, with the division of work of
-`torch_attn.kernels.sm90.flash_fwd`: one warp loads, with a TMA instruction for each page of a tile
-of keys, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
-PagedAttention (Kwon et al. 2023).
+The formula of `torch_attn.kernels.portable.paged_attention`, the division of work of `flash_fwd`,
+with a TMA instruction for each page of a tile of keys. Shah et al. 2024, FlashAttention-3, over the
+pages of PagedAttention (Kwon et al. 2023).
 """
 
 import torch
@@ -96,10 +95,9 @@ def paged_attention_kernel(
 ):
     """One program computes BLOCK_Q rows of one kv head of a sequence.
 
-    Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. The
-    warps divide the work as in `torch_attn.kernels.sm90.flash_fwd`: a producer, and two consumers
-    of 64 rows each, which take turns with PING_PONG. GROUP_SIZE is a power of two up to 64, and
-    PAGE_SIZE a power of two from 16 on.
+    Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. A
+    producer and two consumers of 64 rows each work as in `flash_fwd`, in turn with PING_PONG.
+    GROUP_SIZE is a power of two up to 64, and PAGE_SIZE one from 16 on.
 
     q, k and v are TMA descriptors, one for each column piece: of [Tq, Hq, D], and of
     [P, Hkv, page_size, D]. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
@@ -129,7 +127,7 @@ def paged_attention_kernel(
     tiles = (q_tile, k_tile, v_tile)
     barriers = (q_full, k_full, v_full)
     place = (head_kv, first_token, tokens, start_row, length)
-    # Constants, and what may be None, are written in the calls: variables would be tensors.
+    # Variables would turn constants, and what may be None, into tensors.
     gl.warp_specialize(
         [
             (_consume, (
@@ -158,9 +156,9 @@ def _visible_tiles(
 
     Returns:
         (begin, end, before, full, after, hidden): the first tile's first key, and the end of the
-        visible keys; `before`, `full` and `after` as in `tiles_at_edges`; and how many of the first
-        tile's keys no row's window reaches. Where nothing is visible there is one masked tile, so
-        that each consumer has one. A program that has no rows has no tiles.
+        visible keys; three numbers as in `tiles_at_edges`; and how many of the first tile's keys no
+        row's window reaches. Where nothing is visible there is one masked tile, so that each
+        consumer has one; a program without rows has no tiles.
     """
     _head_kv, _first_token, tokens, start_row, length = place
     first = start_row // GROUP_SIZE
@@ -191,7 +189,6 @@ def _produce(
     HEAD_DIM_V: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    """Load all tiles that a program's consumers multiply; runs in one warp."""
     q_tile, k_tile, v_tile = tiles
     q_full, k_full, v_full = barriers
     q, k, v = loads
@@ -262,7 +259,6 @@ def _consume(
     BLOCK_Q: gl.constexpr,
     PING_PONG: gl.constexpr,
 ):
-    """Compute 64 rows of a program."""
     q_tile, k_tile, v_tile = tiles
     q_full, k_full, v_full = barriers
     head_kv, first_token, tokens, start_row, length = place
@@ -384,22 +380,17 @@ def _store_piece(out_ptr, x, row, is_row, FIRST: gl.constexpr, SIZE: gl.constexp
 def paged_attention(
     operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Launch `paged_attention_kernel`.
-
-    Returns:
-        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous.
-    """
+    """Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous."""
     q = operands.q
     out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
     tensors = (*operands[: PagedOperands._fields.index("k_scale")], out, lse)
-    # Four warps are one consumer; Triton adds the warps of the other partitions.
+    # One consumer; Triton adds the other partitions' warps.
     launch("paged_attention", paged_attention_kernel, _prepare, tensors, spec, backend, num_warps=4)
     return out, lse
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return grid and arguments of `paged_attention_kernel`."""
     spec, config = call.spec, call.config
     assert isinstance(spec, PagedSpec)
     assert isinstance(config, SpecializedConfig)

@@ -1,7 +1,7 @@
 """Gradients through some of the keys: the backward kernels, adding dq to that through other keys.
 
-The same as `torch_attn.kernels.portable.partial_bwd`, in either of the two ways to dq that
-`torch_attn.kernels.sm90.flash_bwd` has. The carry's dq is the kernel's sums, if it has them.
+As `torch_attn.kernels.portable.partial_bwd`, in either of the two ways to dq of `flash_bwd`. The
+carry's dq is the kernel's sums, if it has them.
 """
 
 from torch import Tensor
@@ -32,10 +32,7 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
-    """Compute the gradients through the keys of the operands, as the portable `partial_bwd`.
-
-    `torch_attn.kernels.sm90.partial_dq` computes dq from the carry.
-    """
+    """Compute the gradients through the keys of the operands; `partial_dq` finishes dq."""
     q, k, v = operands[:3]
     has_sums = "flash_bwd_fused" in backend.configs(spec)
     if carry is None:

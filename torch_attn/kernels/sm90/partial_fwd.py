@@ -1,7 +1,4 @@
-"""Attention over some keys, added to a result over other keys: the forward kernel with a carry.
-
-The twin of `torch_attn.kernels.portable.partial_fwd`.
-"""
+"""Attention over some keys, added to a result over other keys: the forward kernel with a carry."""
 
 from torch import Tensor
 

@@ -59,12 +59,9 @@ from twin_attention.targets.steps import steps_of_keys
 
 
 class Queries(NamedTuple):
-    """The queries that a work item may visit.
+    """The queries that an item may visit: `size`, from the sequence's first on.
 
-    Attributes:
-        first: the sequence's first query; queries are counted from there.
-        size: how many queries it has.
-        first_row: the first row of lse2, delta and the sums.
+    first_row: the first row of lse2, delta and the sums.
     """
 
     first: Any
@@ -73,7 +70,7 @@ class Queries(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Hold a consumer's 64 rows of a work item, which are keys.
+    """A consumer's 64 rows of an item, which are keys.
 
     Attributes:
         batch, head: the batch element and the first query head.
@@ -84,8 +81,7 @@ class Keys(NamedTuple):
             sees each key.
         end: the first position without a key.
         left: with intervals, how many queries after the first one see each key.
-        marks: `Marks` of the rows, in query coordinates.
-        pairs: `Pairs` of the rows and of the first head.
+        marks, pairs: `Marks` of the rows, in query coordinates; `Pairs` of the first head.
     """
 
     batch: Any
@@ -102,17 +98,12 @@ class Keys(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Hold what a consumer needs for all of its work items, as its kernel has it.
-
-    The constants come last, as in the forward's `Kernel`.
+    """What a consumer needs for all of its items; constants last, as in the forward's `Kernel`.
 
     Attributes:
-        tiles, barriers, shared: `Tiles` and `Barriers`, and what `allocate_hand_over` returns.
         results: what the consumer stores, as its kernel describes it.
-        problem, rule, terms, left, right: operands; the window's sides.
         group_size, members: query heads of a kv head, and how many of them an item visits.
         fused: dq is added as well.
-        head_dim, head_dim_v, edges: as in the kernel.
     """
 
     tiles: Any
@@ -133,11 +124,7 @@ class Kernel(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles in shared memory, and rows, as `produce_queries` loads them.
-
-    The tile of a bias is () where TMA does not load it, v is () where nothing reads it, and so is
-    rest2 without terms.
-    """
+    """Tiles in shared memory, and rows, of `produce_queries`; () for those that are not loaded."""
 
     k: Any
     v: Any
@@ -170,12 +157,10 @@ def locate_keys(
     MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
 ):
-    """Return batch, first query head, keys, queries and tiles of queries of a work item.
+    """Return batch, first query head, keys, queries and tiles of queries of an item.
 
-    `place`: of `next_item`.
-
-    Query rows that pad the last tile count as existing here: their p is 0 without a mask. With
-    packed sequences they do not, as they belong to another sequence.
+    Query rows that pad the last tile count as existing: their p is 0 without a mask. In packed
+    sequences they belong to another sequence, and do not.
     """
     seq_kv, seq_q, diagonal = problem.size, problem.size_other, problem.diagonal
     num_tiles = gl.cdiv(seq_kv, 128)
@@ -218,10 +203,7 @@ def locate_keys(
 
 @gluon.jit
 def head_index(item, place, problem):
-    """Return which head of all a work item is of, as work items count them.
-
-    place: of `next_item`.
-    """
+    """Return an item's head, as items count them; place: of `next_item`."""
     index = place.head
     if problem.intervals is None and not are_counted(
         problem.num_sequences, problem.segments, problem.tree
@@ -233,7 +215,7 @@ def head_index(item, place, problem):
 
 @gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
-    """Return the batch element and the first query head of a head of work items."""
+    """Return the batch element and the first query head of a head of items."""
     heads = problem.heads_q // MEMBERS
     is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
     if problem.elements_adjoin and not is_counted and problem.intervals is None:
@@ -244,7 +226,6 @@ def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
-    """Return a consumer's `Keys` of an item."""
     problem = kernel.problem
     BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
     batch, head, rows, queries, visits = locate_keys(
@@ -304,10 +285,7 @@ def produce_queries(
     """Load all tiles that the consumers of dk and dv multiply, and the values of the queries' rows.
 
     Without a tile of v neither v nor delta is loaded. The single tile of a bias is loaded with
-    dout, and read early in a step.
-
-    sections: (), or the `Sections` whose rows must be begun.
-    loads: descriptors, and the library's `Bias`.
+    dout, and read early in a step. sections: (), or the `Sections` whose rows must be begun.
     """
     k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile, rest2_row = tiles
     k_full, v_full, kv_read, q_full, do_full = barriers
@@ -398,11 +376,8 @@ def produce_queries(
 def clear_queries(kernel, keys, tile, full, first, index):
     """Clear rows of another sequence or of padding in a tile of queries or dout: they may be NaN.
 
-    No product is in flight here; otherwise the compiler would wait for each product.
-
-    Args:
-        first: the item's first step.
-        index: the tile's index in the item; one past the last means the last.
+    No product is in flight here; otherwise the compiler would wait for each product. first: the
+    item's first step. index: the tile's in the item; one past the last means the last.
     """
     STAGES: gl.constexpr = tile[0].shape[0]
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
@@ -425,8 +400,6 @@ def clear_keys(kernel, keys, tile, slot, full, phase):
     """Clear rows of another sequence or of padding in 64 rows of keys or values.
 
     Keys that no query sees may be NaN as well; their gradient is 0.
-
-    slot: of the tile; an item's two tiles of 64 rows follow each other.
     """
     start = keys.rows.start + slot % 2 * 64
     if kernel.problem.segments is not None:
@@ -439,11 +412,9 @@ def clear_keys(kernel, keys, tile, slot, full, phase):
 
 @gluon.jit
 def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the `TileTerms` of a consumer's keys, with the bias if TMA loaded one.
+    """Return the `TileTerms` of a consumer's keys, with the bias if TMA loaded one; keys are rows.
 
     `hand_back_bias` may hand back the tile once a product has p, which needs all of it.
-
-    LAYOUT: of the scores, keys down.
     """
     if terms.bias.boxes is not None:
         bias = piece(tiles.bias, CONSUMER).permute((1, 0)).load(LAYOUT)
@@ -463,7 +434,7 @@ def hand_back_bias(terms):
 
 @gluon.jit
 def read_lse(tiles, slot, LAYOUT: gl.constexpr):
-    """Return lse2 and rest2 of the queries in a slot, for `exponents_of_keys`; 0 without terms."""
+    """Return lse2 and rest2 of the queries in a slot; rest2 is 0 without terms."""
     rest2 = 0
     if len(tiles.rest2) > 0:
         rest2 = read_row(tiles.rest2[0], slot, LAYOUT)[None, :]
@@ -472,7 +443,6 @@ def read_lse(tiles, slot, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def terms_of_tile(kernel, keys, own, start):
-    """Return the `TileTerms` of the tile of queries from `start` on, with the `HeadTerms` own."""
     BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
     return prepare_tile(
         kernel.terms, own, start, keys.pairs.first, keys.pairs.position - start,
@@ -487,12 +457,8 @@ def exponents_of_keys(
 ):  # fmt: skip
     """Return the exponents of pᵀ, and the derivative of the cap. Keys are rows.
 
-    Args:
-        lse: of `read_lse`.
-        start: the tile's first query.
-        of_queries: of `load_queries`.
-        own, of_tile: terms of the head and of the tile.
-        FAR: as in `terms.add_terms`.
+    lse: of `read_lse`. start: the first query. of_queries: of `load_queries`. own, of_tile: terms
+    of head and tile. FAR: as in `terms.add_terms`.
     """
     # dq needs finite ds of keys that do not exist; otherwise nothing reads it.
     end, left, right = None, kernel.left, kernel.right
@@ -539,13 +505,10 @@ def persistent_keys(
     is_counted: bool = False,
     has_sections: bool = False,
 ) -> Prepared:
-    """Return `persistent` for a kernel whose work items are tiles of keys.
+    """Return `persistent` for a kernel whose items are tiles of keys.
 
-    Args:
-        members: query heads that an item visits: all of a GQA group, or one.
-        arguments: arguments that only this kernel has.
-        ragged: hide keys that do not exist in every tile.
-        is_counted, has_sections: as in `persistent`.
+    members: query heads that an item visits: all of a GQA group, or one. ragged: hide keys that do
+    not exist in every tile. Others as in `persistent`.
     """
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)

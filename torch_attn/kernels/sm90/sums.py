@@ -1,4 +1,7 @@
-"""Float32 sums of gradients: their order in memory, what adds to them, and what reads them."""
+"""Float32 sums of gradients: their order in memory, what adds to them, and what reads them.
+
+One consumer computes a block of dq's columns.
+"""
 
 import math
 
@@ -29,7 +32,7 @@ BOX = gl.constexpr((4, 256))
 
 @triton.constexpr_function
 def dq_blocks(size):
-    """Return first column and width of each block of dq's columns, which one consumer computes."""
+    """Return first column and width of each block."""
     blocks, first = [], 0
     for width in column_pieces(size):
         for start in range(first, first + width, 64):
@@ -58,7 +61,6 @@ def block_piece(size, index):
 
 @triton.constexpr_function
 def block_start(size, index):
-    """Return the first column of a block."""
     return dq_blocks(size)[index][0]
 
 
@@ -70,7 +72,6 @@ def block_offset(size, index):
 
 @triton.constexpr_function
 def block_width(size, index):
-    """Return the columns of a block."""
     return dq_blocks(size)[index][1]
 
 
@@ -81,7 +82,7 @@ def _nth(values, index):
 
 @gluon.jit
 def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr):
-    """Allocate shared memory for ds of this and of the previous tile of queries, by halves of keys.
+    """Allocate shared memory for ds of this and the previous tile of queries, by halves of keys.
 
     STORED: queries down, as boxes that TMA stores; otherwise keys down.
     """
@@ -103,9 +104,8 @@ def tile_of_ds(ds_buffer, step, half):
 
 @gluon.jit
 def start_dq(ds_buffer, step, k_tile, first, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start to compute this consumer's part of ds·k, two products a block.
-
-    k_tile: the keys are its tiles `first` and `first + 1`.
+    """Start this consumer's part of ds·k, two products a block; k has tiles `first` and `first +
+    1`.
     """
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     dq = ()
@@ -144,7 +144,6 @@ def _allocate_boxes(COUNT: gl.constexpr):
 
 @triton.constexpr_function
 def box_of_sums_layout():
-    """Return the layout of a box of sums in shared memory."""
     return gl.NVMMASharedLayout(0, 32, 2)
 
 
@@ -152,8 +151,8 @@ def box_of_sums_layout():
 def write_dq(dq_tiles, dq):
     """Write this consumer's part of a tile's dq to shared memory.
 
-    The order is that of the sums in global memory: 64 rows are consecutive, block by block. Each
-    block has the order in which registers hold it: four values of a thread, then the threads.
+    The order is that of the sums in global memory: 64 rows are consecutive, block by block, each as
+    registers hold it: four values of a thread, then the threads.
     """
     flat_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for i in gl.static_range(len(dq)):
@@ -163,10 +162,7 @@ def write_dq(dq_tiles, dq):
 
 @gluon.jit
 def add_dq(dq_sum, dq_tiles, tile, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start to add a consumer's part to the sums of a tile of 64 rows.
-
-    Tiles are counted over all heads.
-    """
+    """Start to add a consumer's part to the sums of a tile of 64 rows, counted over all heads."""
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     first = tile * (64 * sum_columns(HEAD_DIM) // BOX[1])
     for i in gl.static_range(len(BLOCKS)):
@@ -205,7 +201,6 @@ def add_rows(sum_ptr, x, row, SIZE: gl.constexpr):
 
 @triton.constexpr_function
 def sum_columns(size):
-    """Return the columns of a gradient's sums."""
     return sum(column_pieces(size))
 
 
@@ -231,7 +226,7 @@ def flash_bwd_postprocess_kernel(
     """Scale and store 64 rows of a gradient of one head from the sums of `add_dq` or `add_rows`.
 
     dq [B, Sq, Hq, D] contiguous; for dk and dv the problem has the keys' rows and heads. Grid:
-    (query tiles, heads, batch) in one axis. For packed sequences: tiles of the sums, where each
+    (query tiles, heads, batch) in one axis; for packed sequences, tiles of the sums, where each
     sequence begins a tile of ROW_PADDING rows.
     """
     gl.static_assert(BLOCK_Q == 64)
@@ -273,7 +268,6 @@ def _store_block(
 
 @gluon.jit
 def _load_block(base, WIDTH: gl.constexpr):
-    """Load a block in the order of `write_dq`."""
     like = _order_as_registers(gl.zeros([64, WIDTH], gl.float32, product_layout(WIDTH)))
     flat = gl.load(base + gl.arange(0, 64 * WIDTH, like.type.layout))
     parts = gl.permute(gl.reshape(flat, [WIDTH // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])

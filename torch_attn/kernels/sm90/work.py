@@ -24,13 +24,10 @@ from torch_attn.kernels.library.tiles import visible_tiles
 
 
 class Work(NamedTuple):
-    """Locate a tile of queries of a head, and the tiles of keys that it visits.
+    """A tile of queries of a head, and the tiles of keys that it visits.
 
-    Attributes:
-        batch, head: the batch element and the query head.
-        rows, keys: `Rows` of the tile, and `Others`, the keys that it may visit.
-        visits: begin, before, full and after of `visible_tiles` or `kept_tiles`; where nothing is
-            visible there is one masked tile, so that each consumer has one.
+    visits: begin, before, full and after of `visible_tiles` or `kept_tiles`; where nothing is
+    visible there is one masked tile, so that each consumer has one.
     """
 
     batch: Any
@@ -41,15 +38,13 @@ class Work(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Hold a consumer's 64 rows of a work item.
+    """A consumer's 64 rows of an item.
 
     Attributes:
-        work: the item's `Work`.
         first, rows: the first row, and all.
         position, right: positions of the rows; with intervals the first key that each row sees,
             and how many follow it.
-        marks: `Marks` of the rows.
-        pairs, terms: `Pairs` of the rows, and the `HeadTerms` of their head.
+        marks, pairs, terms: `Marks` and `Pairs` of the rows, `HeadTerms` of their head.
     """
 
     work: Any
@@ -73,7 +68,6 @@ def locate_queries(
     BLOCK_Q: gl.constexpr,
     BLOCK_KV: gl.constexpr,
 ):
-    """Return the `Work` of an item; `place`: of `next_item`."""
     seq_q, seq_kv, diagonal = problem.size, problem.size_other, problem.diagonal
     first_kv = 0
     if problem.intervals is not None:
@@ -107,10 +101,6 @@ def locate_queries(
 
 @gluon.jit
 def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Return a consumer's `Queries` of an item.
-
-    kernel: has problem, terms, window, lists and block_q.
-    """
     work = locate_queries(
         item, place, kernel.problem, kernel.left, kernel.right, kernel.lists, kernel.block_q,
         BLOCK_KV,
@@ -133,10 +123,8 @@ def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.conste
 def clear_visited(tiles, full, step, problem, queries, index, start):
     """Clear rows of other sequences and of padding in visited tiles: they may be NaN.
 
-    Args:
-        tiles, full: tiles of keys or of values, and their mbarriers.
-        step, index: of the tiles, counted over all items, and in the item.
-        start: their first key.
+    tiles, full: of keys or of values, and their mbarriers. step, index: over all items, and in the
+    item. start: their first key.
     """
     has_padding = False
     if problem.segments is not None:
