@@ -1,7 +1,6 @@
-"""Barriers: mbarriers tell that a tile has arrived, named barriers that it has been read.
+"""mbarriers tell that a tile has arrived, named barriers that it has been read.
 
-At a named barrier a warpgroup arrives in one instruction; for an mbarrier Gluon first
-synchronizes it.
+At a named barrier a warpgroup arrives in one instruction; before an mbarrier Gluon synchronizes it.
 """
 
 from itertools import accumulate
@@ -11,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Its name in Triton 3.9, or in 3.6.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 NAMED_BARRIERS = 16  # of a program
@@ -25,15 +23,15 @@ def number_barriers(first: int, *counts: int) -> tuple[gl.constexpr, ...]:
     return tuple(map(gl.constexpr, starts))
 
 
-# Named barriers of all SM90 kernels, in ranges of one for each consumer or stage.
+# Named barriers of the SM90 kernels, one for each consumer or stage.
 # Where queries stay: a consumer has the turn; a tile of keys, and of values, has been read.
 MAX_STAGES = gl.constexpr(3)
 TURN, K_READ, V_READ = number_barriers(6, 3, MAX_STAGES.value, MAX_STAGES.value)
-# Where keys stay: a tile of queries, and of dout, has been read. Kernels of large heads, with
-# three stages of dout, use no others.
+# Where keys stay: a tile of queries, and of dout, has been read: all that kernels of large heads
+# use, with three stages of dout.
 MAX_Q_STAGES, MAX_DO_STAGES, MAX_LARGE_DO_STAGES = map(gl.constexpr, (3, 2, 3))
 Q_READ, DO_READ = number_barriers(5, MAX_Q_STAGES.value, MAX_LARGE_DO_STAGES.value)
-# Then: ds is written; each consumer's part of dq is written, and is free; the bias has been read.
+# Then: ds is written; a consumer's part of dq is written, and is free; the bias has been read.
 # Triton reserves the first for a fifth partition, which has one warp and never uses it.
 _, _, DS_WRITTEN, DQ_WRITTEN, DQ_FREE, BIAS_READ = number_barriers(
     5, MAX_Q_STAGES.value, MAX_DO_STAGES.value, 1, 2, 2, 1
@@ -57,7 +55,6 @@ def _named_barrier(index, INSTRUCTION: gl.constexpr, NUM_THREADS: gl.constexpr):
 
 @gluon.jit
 def arrive(index, NUM_THREADS: gl.constexpr):
-    """Arrive without waiting."""
     _named_barrier(index, "arrive", NUM_THREADS)
 
 
@@ -72,11 +69,10 @@ def _arrive_instructions(first, count, num_threads):
 
 @gluon.jit
 def arrive_at_slot(slot, FIRST: gl.constexpr, COUNT: gl.constexpr, NUM_THREADS: gl.constexpr):
-    """Arrive without waiting at the barrier of a slot; FIRST is that of the first of COUNT slots.
+    """Arrive at the barrier of a slot; FIRST is that of the first of COUNT slots.
 
-    Behind `fence_async_shared` a number must be a constant: a barrier reads one in a register late,
-    and ptxas 12.8 may overwrite it before (`tuning/static/barriers.py`). Elsewhere `arrive` takes
-    fewer instructions.
+    Behind `fence_async_shared` a number must be a constant: a barrier reads a register late, and
+    ptxas 12.8 may overwrite it before (`tuning/static/barriers.py`). `arrive` is shorter.
     """
     gl.inline_asm_elementwise(
         _arrive_instructions(FIRST, COUNT, NUM_THREADS), "=r,r,~{memory}", [slot],
@@ -101,14 +97,12 @@ def pass_turn(CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def wait_for_step(full, step):
-    """Wait until a step's tile is full; `full` has an mbarrier for each slot."""
     STAGES: gl.constexpr = full.shape[0]
     mbarrier.wait(full.index(step % STAGES), step // STAGES & 1)
 
 
 @gluon.jit
 def meet_in_warp():
-    """Wait for all threads of a one-warp partition."""
     gl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, $1;", "=r,r,~{memory}", [gl.program_id(0)],
         dtype=gl.int32, is_pure=False, pack=1,

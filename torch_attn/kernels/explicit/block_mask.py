@@ -1,7 +1,6 @@
-"""Block masks: as `torch_attn.kernels.library.block_mask`, with scalars.
+"""Block masks: as `torch_attn.kernels.library.block_mask`, with scalars and binary searches.
 
-A binary search finds the tiles that the window leaves: it needs no layout, and producer and
-consumers search without waiting for each other.
+They need no layout, and producer and consumers search without waiting for each other.
 """
 
 from triton.experimental import gluon
@@ -22,10 +21,7 @@ def kept_tiles(
     window_right,
     BLOCK: gl.constexpr,
 ):
-    """Narrow the result of `visible_tiles` to listed tiles, as the library's `kept_tiles`.
-
-    lists: the library's `Lists` of keys. BLOCK: keys of a kernel's tile, a divisor of the mask's.
-    """
+    """Narrow the result of `visible_tiles` to listed tiles; BLOCK divides the mask's."""
     begin, before, full, after = visible
     TILE: gl.constexpr = lists.tile_other
     tiles_ptr, count = _list(lists, batch, head, start_q)
@@ -65,7 +61,6 @@ def kept_start(lists, batch, head, start_q, step, visible, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _list(lists, batch, head, start_q):
-    """Return a tile's list and its length."""
     tiles_ptr, count = find_list(lists, batch, head, start_q // lists.tile)
     return tiles_ptr, gl.maximum(count, 0)
 

@@ -1,7 +1,6 @@
 """Results over some of the keys: float32 rows that accumulators are loaded from and stored to.
 
-`pointer` leads to the first of 64 rows in [S, heads, SIZE], contiguous; `exists` [64] says which
-rows there are.
+`pointer` is the first of 64 rows in [S, heads, SIZE]; `exists` [64] says which there are.
 """
 
 import triton
@@ -14,7 +13,7 @@ from torch_attn.kernels.explicit.wgmma import product_layout
 
 @gluon.jit
 def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
-    """Load rows as an accumulator, 0 where a row does not exist."""
+    """Load an accumulator, 0 where a row does not exist."""
     acc = ()
     for i in gl.static_range(num_pieces(SIZE)):
         acc = acc + (_load_piece(pointer, exists, heads, i, SIZE),)
@@ -38,7 +37,7 @@ def _keep_piece(x, kept):
 
 @gluon.jit
 def prefetch_carry(pointer, count, heads, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Start to fetch the first `count` of ROWS rows of a head to the L2 cache."""
+    """Start to fetch the first `count` of ROWS rows to the L2 cache."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     row = gl.minimum(gl.arange(0, ROWS, layout), count - 1)
     gl.inline_asm_elementwise(
@@ -81,7 +80,6 @@ def _load_piece(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr)
 
 @gluon.jit
 def _place(pointer, exists, heads, INDEX: gl.constexpr, SIZE: gl.constexpr):
-    """Return the addresses of a piece of the columns, and which of them exist."""
     WIDTH: gl.constexpr = piece_width(SIZE, INDEX)
     layout: gl.constexpr = product_layout(WIDTH)
     of_row: gl.constexpr = gl.SliceLayout(1, layout)

@@ -1,8 +1,7 @@
-"""Tiles in shared memory that cp.async fills.
+"""Tiles in shared memory that cp.async fills: each column piece is a buffer of COUNT tiles.
 
-A tile has rows of one head. Each piece of its columns (`column_pieces`, at most two) is a buffer of
-COUNT tiles. A row's 16-byte units are swizzled by its number, so that cp.async writes and ldmatrix
-reads eight rows without a bank conflict.
+A row's 16-byte units are swizzled by its number, so that cp.async writes and ldmatrix reads eight
+rows without a bank conflict.
 """
 
 from typing import Any
@@ -17,7 +16,7 @@ from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.layouts import Layout
 from twin_attention.targets import sm80
 
-# Names differ in Triton 3.9 and 3.6; 3.9 keeps the old name of the copy only to raise.
+# 3.9 renames these, and keeps the old name of the copy only to raise.
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 commit = async_copy.commit_group
 wait = async_copy.wait_group
@@ -42,7 +41,6 @@ def piece_start(size, index):
 
 @triton.constexpr_function
 def padded_size(size):
-    """Return the columns of all pieces together."""
     total = 0
     for width in column_pieces(size):
         total += width
@@ -63,14 +61,12 @@ def parts_layout(width, num_warps):
 
 @triton.constexpr_function
 def shared_layout(width):
-    """Return the layout of a 16-bit piece in shared memory."""
     phases = min(8, width // 8)
     return gl.SwizzledSharedLayout(8, 8 // phases, phases, [1, 0])
 
 
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Return the buffers of COUNT tiles, one for each piece."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
@@ -96,9 +92,9 @@ def fetch_tile(
 ):
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
-    Columns past SIZE become 0. MASK_ROWS: so do rows past `num_rows` and, with `ids_ptr` (segments,
-    from row 0 on), rows of padding, which may be NaN; otherwise all rows exist. ASYNC: rows are
-    aligned to 16 bytes; others pass through registers.
+    Columns past SIZE become 0. MASK_ROWS: so do rows past `num_rows` and, by segments `ids_ptr`,
+    padding, which may be NaN; otherwise all rows exist. ASYNC: rows are aligned to 16 bytes; others
+    pass through registers.
     """
     if ids_ptr is not None:
         ids_ptr += start
@@ -123,7 +119,6 @@ def _fetch_piece(
     ASYNC: gl.constexpr,
     ids_ptr,
 ):
-    """Copy the columns from FIRST on that fit in a buffer."""
     ROWS: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     layout: gl.constexpr = copy_layout(WIDTH, gl.num_warps())
@@ -159,8 +154,8 @@ def _row_pointers(
 ):
     """Return the addresses of rows.
 
-    The constant distances of a thread's rows are added last: the addresses are then one register
-    plus constants. Otherwise each step computes each of them.
+    A thread's rows are at constant distances, added last: one register plus constants. Otherwise
+    each step computes each address.
     """
     PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())
     layout: gl.constexpr = parts_layout(WIDTH, gl.num_warps())
@@ -179,7 +174,6 @@ def _row_pointers(
 
 
 def copy_arguments(**layouts: Layout) -> dict[str, Any]:
-    """Return the arguments that describe the operands of `fetch_tile`."""
     strides = strides_of(**layouts)
     aligned = all(layout.is_aligned for layout in layouts.values())
     return {"strides": strides, "ASYNC": aligned and strides.q.align.value % 8 == 0}

@@ -1,8 +1,8 @@
 """The gradient of a table of distances, in the register layout of accumulators.
 
-In most tiles all pairs share the table's first entry or its last. Each thread sums these two over
-tiles; the threads combine their sums when the head changes and at a work item's end. In other
-tiles, pairs of the same distance are summed before they reach memory.
+In most tiles all pairs share the table's first entry or its last: each thread sums these over
+tiles, until the head changes or the work item ends. In other tiles, pairs of the same distance are
+summed before they reach memory.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +14,7 @@ from torch_attn.kernels.explicit.terms import axis_layout, table_sides
 
 
 class EndSums(NamedTuple):
-    """What each thread of a warpgroup must still add to a head's first and last entry: [4, 8, 4]
-    float32.
-    """
+    """Each thread's sums for a head's first and last entry: [4, 8, 4] float32."""
 
     first: Any
     last: Any
@@ -24,7 +22,6 @@ class EndSums(NamedTuple):
 
 @gluon.jit
 def no_end_sums(terms):
-    """Return the `EndSums` before a head's first tile; () without a table's gradient."""
     found = ()
     if terms.drelative is not None:
         layout: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 8, 4], [4, 1, 1], [2, 1, 0])
@@ -51,7 +48,7 @@ def _add_of_warps(entry, parts):
 
 @gluon.jit
 def follow_head(ends, terms, head, before):
-    """Return the `EndSums` for a tile of `head` after a tile of the head `before`."""
+    """Return the `EndSums` for a tile of `head` after one of the head `before`."""
     if terms.drelative is not None:
         first, last = ends
         if head != before:
@@ -63,10 +60,10 @@ def follow_head(ends, terms, head, before):
 
 @gluon.jit
 def add_relative_gradient(ends, terms, head, offset, ds, FAR: gl.constexpr):
-    """Add the gradient ds of a tile's scores to a table's, in any order; return the `EndSums`.
+    """Add the gradient of a tile's scores to a table's, in any order; return the `EndSums`.
 
-    offset: distance of the tile's first key from its first query. ds: float32, of a warpgroup, 64
-    keys down, queries across. FAR: as in `terms.add_terms`.
+    offset: from the first query to the first key. ds: 64 keys down, queries across. FAR: as in
+    `terms.add_terms`.
     """
     QUERIES: gl.constexpr = ds.shape[1]
     is_before, is_behind = table_sides(terms, offset, ds.shape[0], QUERIES)
@@ -93,9 +90,7 @@ def _add_band(middle, radius, offset, blocks, first_end, last_end):
     place in its eight keys and eight queries, eights the number of eights between them. First,
     elements of a thread with the same eights and pair are summed. Then rows of 8 are rotated by the
     difference of a key and its distance, so that threads of a row share a distance, and quads and
-    pairs are summed. Memory gets few additions.
-
-    middle: pointer to the sum of distance 0.
+    pairs are summed. middle: pointer to the sum of distance 0.
     """
     EIGHTS: gl.constexpr = blocks.shape[3]
     first, second = gl.split(gl.permute(blocks, (0, 2, 3, 4, 5, 1)))
@@ -163,7 +158,6 @@ def _add_distances(middle, radius, offset, sums, first_end, last_end):
 
 @gluon.jit
 def _split_eights(x):
-    """Return [4, 8, eights, 4, 2] as a tensor [4, 8, 4, 2] for each eight."""
     if x.shape[2] == 1:
         found = (gl.reshape(x, [4, 8, 4, 2]),)
     else:

@@ -1,9 +1,7 @@
 """Keys that a query does not see because of their segment, end or depth.
 
-A value of a score's row is compared with one of its column. The rows' values stay in registers; the
-columns' are loaded only in steps that need a mask, before the scores are awaited, where registers
-are free. The rows of a work item stay, the others are visited. `mask` is a `library.mask.Mask` or
-an `items.Problem`; LAYOUT is that of the scores.
+The values of the work item's rows stay in registers; those of visited rows are loaded only in steps
+that need a mask, before the scores are awaited, where registers are free.
 """
 
 from typing import Any, NamedTuple
@@ -16,15 +14,12 @@ from torch_attn.kernels.library.segments import STAYS, VISITED
 
 
 class Marks(NamedTuple):
-    """What decides, with the window, which visited rows an item's rows see; 0 where there is none.
+    """What hides visited rows besides the window; 0 where there is none.
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.
-        own_ids, other_ids: pointers to the segments of both, from row 0 on.
-        ends: pointer to the visited keys' ends, from key 0 on; if keys stay, their ends, in query
-            coordinates.
-        depths: depths of the queries that stay, or the greatest depths that see the keys that stay.
-        other_depths: pointer to the depths of the visited rows, from row 0 on.
+        ends: pointer to visited keys' ends; or the ends of keys that stay, in query coordinates.
+        depths: depths of queries that stay, or the greatest that see keys that stay.
     """
 
     ids: Any
@@ -37,9 +32,8 @@ class Marks(NamedTuple):
 
 @gluon.jit
 def mark_queries(mask, row_q, row_kv, rows, num_rows):
-    """Return the `Marks` of queries: `rows`, up to `num_rows`.
-
-    row_q, row_kv: index of the ids and depths of query 0 and of key 0, and of the end of key 0.
+    """Return the `Marks` of queries; row_q, row_kv: index of query 0 and key 0 in ids, depths and
+    ends.
     """
     # Triton 3.6 cannot return None.
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
@@ -56,7 +50,7 @@ def mark_queries(mask, row_q, row_kv, rows, num_rows):
 
 @gluon.jit
 def mark_keys(mask, row_q, row_kv, rows, num_rows, diagonal):
-    """Return the `Marks` of keys; diagonal: position of query 0, as ends count."""
+    """Return the `Marks` of keys; diagonal: position of query 0."""
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
         own_ids, other_ids = mask.segments.kv + row_kv, mask.segments.q + row_q
@@ -81,10 +75,7 @@ def _load_ids(ids_ptr, rows, num_rows):
 def load_keys(
     mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what `hide_keys` needs of BLOCK keys from `start` on: segments, ends, reach.
-
-    alike: all queries and keys are of one segment, so segments hide none.
-    """
+    """Load what `hide_keys` needs of BLOCK keys from `start` on; alike: segments hide none."""
     ids, ends, reach = 0, 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_keys, BLOCK, LAYOUT, alike)
@@ -98,9 +89,7 @@ def load_keys(
 
 @gluon.jit
 def hide_keys(s, mask, marks, position, of_keys):
-    """Set scores of keys that queries do not see to -inf: queries are rows, `of_keys` of
-    `load_keys`.
-    """
+    """Set hidden scores to -inf; queries are rows."""
     ids, ends, reach, alike = of_keys
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:
@@ -116,7 +105,7 @@ def hide_keys(s, mask, marks, position, of_keys):
 def load_queries(
     mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what `hide_queries` needs of BLOCK queries from `start` on: segments and depths."""
+    """Load what `hide_queries` needs of BLOCK queries from `start` on."""
     ids, depths = 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT, alike)
@@ -127,9 +116,7 @@ def load_queries(
 
 @gluon.jit
 def hide_queries(s, mask, marks, start, of_queries):
-    """Set scores of queries that do not see keys to -inf: keys are rows, `of_queries` of
-    `load_queries`.
-    """
+    """Set hidden scores to -inf; keys are rows."""
     ids, depths, alike = of_queries
     if mask.segments is not None:  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if not alike:

@@ -9,7 +9,7 @@ from torch_attn.kernels.library.tiles import tiles_between
 
 @gluon.jit
 def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return which tiles of the other axis a tile of rows sees, as the library's.
+    """Return which tiles of the other axis a tile of rows sees.
 
     Bounds never decrease, so the first and the last row suffice, and no warp waits for another.
     """
@@ -23,7 +23,7 @@ def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: 
 
 @gluon.jit
 def load_windows(intervals, rows, num_rows):
-    """Load what rows see, as windows: the first row of the other axis, and how many follow it.
+    """Return the first row of the other axis that rows see, and how many follow it.
 
     The second is negative where nothing is seen, and for rows past `num_rows`.
     """

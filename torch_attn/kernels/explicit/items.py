@@ -36,11 +36,8 @@ class Problem(NamedTuple):
     Attributes:
         size, size_other: rows of the axis whose tiles are work items, and of the other one.
         diagonal: key position of the first query.
-        num_items: tiles of all heads, one work item each.
         together: how many heads' tiles follow each other by length, see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes.
-        segments, tree, depths: of the kernel's `library.mask.Mask`.
-        intervals: the library's `RowIntervals`.
         elements_adjoin: in dense problems, the batch elements of a head follow each other.
     """
 
@@ -61,10 +58,9 @@ class Problem(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A work item's rows; in packed sequences counted from the first of all.
+    """A work item's rows; packed sequences count them from the first of all.
 
     Attributes:
-        start: the tile's first row.
         end: the end of the head's or the sequence's rows.
         diagonal: key position of the first query.
     """
@@ -82,7 +78,7 @@ class Others(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A work item of packed sequences: a head's tile, and its rows as in `locate_tile`."""
+    """A work item of packed sequences."""
 
     head: Any
     tile: Any
@@ -94,10 +90,9 @@ class Place(NamedTuple):
 
 
 class ListedPlace(NamedTuple):
-    """A work item whose tiles are listed.
+    """A work item whose tiles are listed, in a dense batch without end ... sequence.
 
     Attributes:
-        head ... sequence: as in `Place`; for a dense batch only head, tile and start.
         before, full: how many tiles need a mask, and how many need none.
         first, padding: as in `steps.TileList`.
     """
@@ -132,7 +127,7 @@ class Pairs(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A work item whose rows have intervals: a head's tile, and the tiles that it sees."""
+    """A work item whose rows have intervals."""
 
     head: Any
     tile: Any
@@ -154,8 +149,8 @@ def work_item(turn):
 def head_and_tile(item, num_items, together, num_tiles):
     """Return an item's head, and which of the head's tiles it is, the longest being 0.
 
-    Of `together` heads at a time, the longest tile of each head comes first. So the items of a turn
-    are about equally long, and a program with a longer one has a shorter one in the next turn.
+    Of `together` heads at a time, the longest tiles come first. The items of a turn are about
+    equally long, and a program with a longer one has a shorter one in the next turn.
     """
     first = item // (together * num_tiles) * together
     rest = item - first * num_tiles
@@ -177,19 +172,15 @@ def next_item(
     BLOCK_OTHER: gl.constexpr,
     PASSES_OVER: gl.constexpr = False,
 ):
-    """Take the producer's item of a turn from a counter, and hand it over; return what `own_item`
-    does.
+    """Take the producer's item of a turn and hand it over; return what `own_item` does.
 
-    Items come from a counter for packed sequences, listed tiles, rows with intervals, and wherever
-    a counter is given: a program whose items are short takes more. Tiles without rows are passed
-    over.
+    From a counter, a program whose items are short takes more. Tiles without rows are passed over.
 
     Args:
         shared: of `allocate_hand_over`, or () where programs take turns.
         counter_ptr: items taken by all programs, or None. Lists have their own counter.
         LAST_FIRST: the last tile is the longest.
-        row_ptrs: lse2, delta and, with terms, rest2, to prepare for tiles that are passed over; or
-            ().
+        row_ptrs: (), or lse2, delta and rest2, which tiles that are passed over get as well.
         sections: (), or the `Sections` in which packed tiles that are passed over count as added.
         heads: heads of a batch element, as items count them.
         PASSES_OVER: also pass over tiles whose rows see nothing in their intervals.
@@ -224,10 +215,9 @@ def next_item(
 
 @gluon.jit
 def own_item(turn, problem, shared, READER: gl.constexpr = None):
-    """Return a program's item of a turn, and its place if `next_item` took it from a counter.
+    """Return an item of a turn, and the `Place`, `ListedPlace` or `Part` of one from a counter.
 
-    The place is a `Place`, a `ListedPlace` or a `Part`. READER numbers the caller among those that
-    get items from the producer, which passes None.
+    READER: the caller among those that get items from the producer, which passes None.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
     if len(shared) > 0:
@@ -243,7 +233,6 @@ def own_item(turn, problem, shared, READER: gl.constexpr = None):
 
 @gluon.jit
 def locate_pairs(problem, place, batch, head, start, position):
-    """Return the `Pairs` of an item's rows from `start` on."""
     element = batch
     if problem.num_sequences is not None:
         element = place.sequence
@@ -261,13 +250,11 @@ def are_listed(segments, tree):
 
 @triton.constexpr_function
 def are_counted(num_sequences, segments, tree):
-    """Return whether programs take items from a counter."""
     return num_sequences is not None or segments is not None or tree is not None
 
 
 @gluon.jit
 def tiles_of_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return `steps.listed_tiles` for an item from `own_item`."""
     middle = middle_of_list(
         problem.segments, problem.tree, batch, place.tile, problem.size, problem.size_other,
         problem.num_sequences, BLOCK, BLOCK_OTHER,
@@ -294,7 +281,7 @@ def _take_item(counter_ptr, problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constex
 @gluon.jit
 def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
     item = gl.atomic_add(lists_of(problem.segments, problem.tree), 1, sem="relaxed")
-    # After the last item, the place is still that of the last one.
+    # As in `_take_item`.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -328,7 +315,7 @@ def _take_part(
     LAST_FIRST: gl.constexpr,
 ):
     item = gl.atomic_add(counter_ptr, 1, sem="relaxed")
-    # After the last item, the place is still that of the last one.
+    # As in `_take_item`.
     num_tiles = gl.cdiv(problem.size, BLOCK)
     existing = gl.minimum(item, problem.num_items - 1)
     head, tile = head_and_tile(existing, problem.num_items, problem.together, num_tiles)
@@ -357,7 +344,7 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr, SLOTS: gl.constexpr = 1):
     """Allocate shared memory for items and places, and mbarriers: written, and read.
 
-    LISTED: the place is a `ListedPlace`. SLOTS: with two, the producer may take an item ahead.
+    SLOTS: with two, the producer may take an item ahead.
     """
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     values = gl.allocate_shared_memory(gl.int32, [SLOTS, 16 if LISTED else 8], layout)
@@ -373,7 +360,7 @@ def _fields(COUNT: gl.constexpr):
 
 @gluon.jit
 def hand_over_item(shared, turn, item, place):
-    """Give the readers an item and its place, once they have read what its slot had."""
+    """Give the readers an item, once they have read what its slot had."""
     values, written, read = shared
     SLOTS: gl.constexpr = values.shape[0]
     READERS: gl.constexpr = read.shape[0] // SLOTS
@@ -390,7 +377,6 @@ def hand_over_item(shared, turn, item, place):
 
 @gluon.jit
 def _receive(shared, turn, READER: gl.constexpr):
-    """Return the item of a turn, and the numbers of its place."""
     values, written, read = shared
     SLOTS: gl.constexpr = values.shape[0]
     READERS: gl.constexpr = read.shape[0] // SLOTS
@@ -420,7 +406,7 @@ def persistent(
         steps: how many steps each tile of a head takes, the longest first.
         heads: of all batch elements.
         arguments: those that only this kernel has.
-        is_counted: programs take the items of a dense problem from a counter.
+        is_counted: a dense problem's items come from a counter.
         has_sections: groups of heads are `Sections`, and many are better than few.
     """
     items = len(steps) * heads
@@ -454,17 +440,16 @@ def heads_at_a_time(
 
 
 def has_unknown_lengths(spec: AttentionSpec) -> bool:
-    """Return whether data on the device say how long tiles take."""
     return isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
 
 
 def item_counter(
     q: torch.Tensor, spec: AttentionSpec, has_uneven: bool = False, has_sections: bool = False
 ) -> torch.Tensor | None:
-    """Return the counter of a launch's items, [1] int32, 0; None where programs take turns.
+    """Return a zero counter of items, [1] int32; None where programs take turns.
 
-    has_uneven: the kernel also takes one for uneven tiles of a dense problem. has_sections: it
-    always takes one, followed by the counts of `Sections`: [2 + 3 · batch · heads].
+    has_uneven: uneven tiles of a dense problem need one. has_sections: so does any problem, with
+    the counts of `Sections` behind it: [2 + 3 · batch · heads].
     """
     is_counted = has_sections or isinstance(spec, VarlenSpec | PartialSpec)
     if has_uneven and not (spec.segmented or spec.tree):
@@ -478,8 +463,8 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
     """Return how many heads' tiles to sort by length together, so that all programs end together.
 
     It is the fewest heads within 1 % of the best balance, since their tiles share the L2 cache.
-    Heads of few tiles are bound by memory, as few queries read their keys: they go in pairs, whose
-    rows are adjacent, where that is within 3 %.
+    Heads of few tiles are bound by memory: they go in pairs, whose rows are adjacent, where that is
+    within 3 %.
     """
     if min(steps) == max(steps):
         return 1
@@ -499,8 +484,8 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
 def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
     """Return how many heads' tiles to sort together where items come from a counter.
 
-    It is the fewest, a power of two, within 2 % of the best balance: few heads' rows are in the L2
-    cache at a time. A program that had a long tile takes a short one of the next heads.
+    It is the fewest, a power of two, within 2 % of the best balance, since their rows share the L2
+    cache. A program that had a long tile takes a short one of the next heads.
     """
     counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, len(steps)))
     numbers = [x for x in (1, 2, 4, 8, 16, 32) if x <= counted]

@@ -1,8 +1,4 @@
-"""Products of mma.sync, whose right operands are tiles of `cp_async`.
-
-Accumulators are tuples of column pieces. b is a buffer of tiles; products take a chunk of it at a
-time.
-"""
+"""Products of mma.sync, a chunk of columns at a time; accumulators are tuples of column pieces."""
 
 import triton
 from triton.experimental import gluon
@@ -12,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from torch_attn.kernels.explicit.cp_async import num_pieces, piece_start, piece_width
 from torch_attn.kernels.explicit.registers import copy_layout
 
-# Columns of an operand that a thread holds at a time: more would take the sums' registers.
+# Columns of an operand in registers: more would take the sums'.
 CHUNK = gl.constexpr(16)
 
 
@@ -23,13 +19,11 @@ def chunk(width):
 
 @triton.constexpr_function
 def product_layout(num_warps, across=1):
-    """Return the layout of an accumulator: `across` warps along columns."""
     return gl.NVMMADistributedLayout([2, 0], [num_warps // across, across], [16, 8])
 
 
 @gluon.jit
 def load_left(tile, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the first tile of a buffer as left operands, chunk by chunk."""
     chunks = ()
     for i in gl.static_range(num_pieces(SIZE)):
         for j in gl.static_range(piece_width(SIZE, i) // chunk(piece_width(SIZE, i))):
@@ -39,7 +33,7 @@ def load_left(tile, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load some columns of a buffer as the left operand (0), or transposed as the right (1)."""
+    """Load columns of a buffer as the left operand (0), or transposed as the right (1)."""
     STEP: gl.constexpr = chunk(buffer.shape[1])
     part = buffer.slice(INDEX * STEP, STEP, 1)
     if OPERAND == 1:
@@ -87,7 +81,7 @@ def scale_rows(acc, factor):
 
 @gluon.jit
 def add_product(acc, a, b, slot):
-    """Return acc + a · b; a has the layout of an accumulator."""
+    """Return acc + a · b; a is in an accumulator's registers."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_multiply_piece(acc[i], a, b[i].index(slot)),)
@@ -124,7 +118,6 @@ def _multiply_chunk(acc, a, b, slot, INDEX: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, x, start, num_rows, stride, SIZE: gl.constexpr):
-    """Store rows up to `num_rows` and columns up to SIZE of an accumulator."""
     for i in gl.static_range(len(x)):
         _store_piece(base, x[i], start, num_rows, stride, piece_start(SIZE, i), SIZE)
 

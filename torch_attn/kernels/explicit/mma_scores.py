@@ -31,7 +31,7 @@ def visible_scores(s, position, key, end, rule, window_left, window_right, MASKE
 
 @gluon.jit
 def tanh(x):
-    """Compute tanh as a rational function: `twin_attention.targets.tanh`."""
+    """Return the rational function of `twin_attention.targets.tanh`."""
     x = tl.clamp(x, -_LIMIT, _LIMIT, tl.PropagateNan.ALL)
     x2 = x * x
     return x * _polynomial(_P, x2) * _reciprocal(_polynomial(_Q, x2))

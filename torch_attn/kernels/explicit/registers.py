@@ -13,7 +13,6 @@ def copy_layout(width, num_warps):
 
 @gluon.jit
 def scale_all(x, factor):
-    """Multiply an accumulator by a scalar."""
     scaled = ()
     for i in gl.static_range(len(x)):
         scaled = scaled + (x[i] * factor,)
@@ -31,7 +30,6 @@ def pack(x, DTYPE: gl.constexpr):
 
 @triton.constexpr_function
 def pack_instruction(dtype):
-    """Return the PTX that rounds two numbers and packs them."""
     return f"cvt.rn.{'bf16x2' if dtype == gl.bfloat16 else 'f16x2'}.f32 $0, $1, $2;"
 
 
@@ -39,8 +37,8 @@ def pack_instruction(dtype):
 def unpack(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, PLACE: gl.constexpr):
     """Return packed words as a left operand of products with accumulators of a layout.
 
-    PLACE, a comment in PTX, differs for each use. Otherwise LLVM would merge equal uses into one
-    before the loop, which then carries unpacked elements.
+    PLACE, a comment in PTX, differs for each use: LLVM would merge equal uses before the loop,
+    which then carries unpacked elements.
     """
     low, high = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2; // " + PLACE, "=h,=h,r", [words],
@@ -53,7 +51,6 @@ def unpack(words, DTYPE: gl.constexpr, LAYOUT: gl.constexpr, PLACE: gl.constexpr
 
 @gluon.jit
 def split_columns(s):
-    """Return the first half of the columns, and the second."""
     return gl.split(gl.permute(gl.reshape(s, [s.shape[0], 2, s.shape[1] // 2]), (0, 2, 1)))
 
 

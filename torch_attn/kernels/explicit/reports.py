@@ -1,7 +1,6 @@
 """Counts in device memory by which programs tell each other what they have done.
 
-One program reports; another awaits the number of reports that it needs. Loads and TMA that follow
-then see what was written before these reports.
+Loads and TMA behind a wait see what was written before the reports.
 """
 
 from triton.experimental import gluon
@@ -28,7 +27,7 @@ AWAIT_REPORTS = gl.constexpr(
 
 @gluon.jit
 def report(count_ptr):
-    """Add 1 to a count, after all that a one-warp partition has written."""
+    """Add 1 after all that a one-warp partition has written."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -36,7 +35,7 @@ def report(count_ptr):
 
 @gluon.jit
 def report_read(count_ptr):
-    """Add 1 to a count, after all loads that a one-warp partition has waited for."""
+    """Add 1 after all loads that a one-warp partition has waited for."""
     gl.inline_asm_elementwise(
         REPORT_READ, "=r,l,~{memory}", [count_ptr], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,7 +1,7 @@
 """Sections of heads: which sums are begun and converted at a time, and how programs know.
 
-Sums are begun when they are 0 and their rows are prepared. Heads are counted as in work items: a
-GQA group whose query heads an item visits together is one.
+Sums are begun when they are 0 and their rows are prepared. A GQA group that an item visits together
+counts as one head.
 """
 
 from typing import Any, NamedTuple
@@ -27,13 +27,12 @@ class Sections(NamedTuple):
         size: heads of a section, whose items are mixed; the last section may have fewer.
         count: how many sections there are.
         ahead: how many are begun before the first one is converted.
-        places: for how many the sums have room. A section takes the place of the one that many
-            before it, once that one is converted.
+        places: for how many the sums have room; a converted one's place is used again.
         items: work items of a head.
         pieces: pieces of a query head's rows.
-        taken_ptr: how many pieces programs have taken, to begin or to convert them.
-        begun_ptr, converted_ptr: for each section, how many pieces are begun, and converted.
-        added_ptr: for each section, how many items have been added.
+        taken_ptr: pieces that programs have taken, to begin or to convert them.
+        begun_ptr, converted_ptr: each section's pieces that are begun, and converted.
+        added_ptr: each section's items that have been added.
     """
 
     size: Any
@@ -53,19 +52,18 @@ class Sections(NamedTuple):
 def unfinished_sections(has_unknown_lengths):
     """Return how many sections may not be fully added while programs take items of the next.
 
-    It is one where the longest tiles come first. Otherwise a section may end with a tile that takes
-    longer than a section.
+    It is one where the longest tiles come first; else a section's last tile may outlast the next.
     """
     return 7 if has_unknown_lengths else 1
 
 
 @gluon.jit
 def divide_heads(counter_ptr, problem, UNFINISHED: gl.constexpr, MEMBERS: gl.constexpr):
-    """Return the `Sections`; their counts follow counter_ptr, the counter of the work items.
+    """Return the `Sections`; their counts follow the work items' counter.
 
-    Sections begun ahead have two items for each program, besides UNFINISHED sections whose sums
-    are incomplete: so no program waits for a section's last item. Sums have places for these, for
-    as many sections as programs convert at a time, and a few more. More heads need no more memory.
+    So many are begun ahead that each program has two items besides those of UNFINISHED sections: no
+    program waits for a section's last item. There are places for these, for as many sections as
+    programs convert at a time, and a few more; more heads need no more memory.
     """
     items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
     pieces = count_sequence_tiles(problem.size_other, problem.num_sequences, PIECE)
@@ -96,7 +94,6 @@ def heads_with_sums(
 
 @gluon.jit
 def place_of_head(sections, index):
-    """Return where a head's sums are."""
     return index % (sections.size * sections.places)
 
 
@@ -127,5 +124,4 @@ def await_place(sections, section, MEMBERS: gl.constexpr):
 
 @gluon.jit
 def report_added(sections, item):
-    """Report that all of a work item has been added."""
     report(sections.added_ptr + section_of(sections, item))

@@ -38,7 +38,7 @@ def locate_tokens(
 def find_sequence(
     cu_seqlens_ptr, tile, num_sequences, BLOCK: tl.constexpr, ROWS: tl.constexpr = None
 ):
-    """Return the last sequence whose tiles do not begin after `tile`, 0 .. N, by a binary search.
+    """Return the last sequence whose tiles do not begin after `tile`, 0 .. N.
 
     With ROWS, tiles are those after the sequences' first ones, as in `locate_tokens`.
     """

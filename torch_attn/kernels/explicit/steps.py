@@ -1,7 +1,7 @@
 """The order in which a work item's steps visit its tiles: edge tiles first, then the full ones.
 
-`begin` .. `after` are of `library.tiles.visible_tiles` or `listed_tiles`. A group step counts over
-all heads of a GQA group: first the edge tiles of all heads, then the full ones.
+`begin` .. `after` are of `visible_tiles` or `listed_tiles`. A group step counts over all heads of a
+GQA group: the edge tiles of all heads, then the full ones.
 """
 
 from typing import Any, NamedTuple
@@ -39,11 +39,8 @@ def listed_tiles(
 
     Where nothing is visible, there is one masked tile that is not counted.
 
-    Args:
-        segments, tree: of a `library.mask.Mask` of `tile_lists.listed_mask`; one may be None.
-        batch: 0 for packed sequences.
-        size, size_other: rows of both axes; for packed sequences, of all sequences.
-        BLOCK, OTHER: rows of a tile, and of a tile of the other axis.
+    segments, tree: of `tile_lists.listed_mask`; one may be None. batch: 0 for packed sequences.
+    size, size_other: rows of both axes, of all packed sequences.
     """
     middle = middle_of_list(
         segments, tree, batch, tile, size, size_other, num_sequences, BLOCK, OTHER
@@ -58,7 +55,6 @@ def middle_of_list(
     segments, tree, batch, tile, size, size_other, num_sequences, BLOCK: gl.constexpr,
     OTHER: gl.constexpr,
 ):  # fmt: skip
-    """Return the pointer to the middle of a list; arguments as in `listed_tiles`."""
     most = gl.maximum(gl.cdiv(size_other, OTHER), 1)
     index = batch * count_sequence_tiles(size, num_sequences, BLOCK) + tile
     offset = index.to(gl.int64) * (2 * most + HEADER) + (1 + most)
@@ -67,7 +63,7 @@ def middle_of_list(
 
 @gluon.jit
 def lists_of(segments, tree):
-    """Return the lists among a mask's fields: a counter of work items, followed by the lists."""
+    """Return a counter of work items, followed by the lists."""
     if segments is not None:
         lists_ptr = segments.ranges
     else:
@@ -98,7 +94,7 @@ def step_start(
 
 @gluon.jit
 def step_has_padding(step, begin, before):
-    """Return whether the tile of a step, an edge tile of `listed_tiles`, has padding."""
+    """Return whether the edge tile of a step, of `listed_tiles`, has padding."""
     others = begin.padding & OTHERS_PADDED != 0
     return gl.load(_entry(begin.middle, step, before), mask=others, other=0) & PADDED != 0
 
@@ -137,13 +133,13 @@ def is_list(begin):
 
 @triton.constexpr_function
 def is_first(step):
-    """Return whether a step is known to be the first of an item."""
+    """Return whether a step is known to be the first."""
     return isinstance(step, int) and step == 0
 
 
 @gluon.jit
 def group_step(step, begin, before, full, after, BLOCK: gl.constexpr, GROUP_SIZE: gl.constexpr):
-    """Return the group's head, and the first row of the tile, of a group step."""
+    """Return the head in its group, and the first row of the tile."""
     member, index = _split_group_step(step, before + after, full, GROUP_SIZE)
     return member, step_start(index, begin, before, full, after, BLOCK)
 

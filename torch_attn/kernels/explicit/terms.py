@@ -2,11 +2,10 @@
 
 They give the same numbers as `library.terms` and `library.dropout`. A thread has rows i and i + 8
 of a tile, and the same two columns in every eight: what follows from these is computed once, and
-differs from one eight to another by constants in the code.
+differs from one eight to another by constants.
 
-Scores have queries down and keys across or, TRANSPOSED, keys down and queries across; LAYOUT is
-theirs. `terms` are `library.terms.Terms`, `own` the `HeadTerms`, and `offset` is the distance of
-the tile's first key from its first query. first_q and first_kv count from the sequence's first.
+Scores, of LAYOUT, have queries down or, TRANSPOSED, keys. `own` is a `HeadTerms`; `offset` is the
+distance of the tile's first key from its first query; first_q and first_kv count in the sequence.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +34,6 @@ class HeadTerms(NamedTuple):
     """The terms of a query head; 0 for what a problem lacks.
 
     Attributes:
-        slope: of ALiBi.
         table: pointer to the table's entry for a distance of 0.
         first, last: the table's entries for distances of -R and less, and of R and more.
         bias: pointer to the value of query 0 and key 0.
@@ -54,10 +52,7 @@ class HeadTerms(NamedTuple):
 
 
 class TileTerms(NamedTuple):
-    """What a tile's terms need besides its scores; 0 for what a problem lacks.
-
-    bias: of `load_bias`. kept: of `draw`.
-    """
+    """What a tile's terms need, 0 without them: offset; results of `load_bias` and `draw`."""
 
     offset: Any
     bias: Any
@@ -66,9 +61,7 @@ class TileTerms(NamedTuple):
 
 @gluon.jit
 def head_terms(terms, element, head):
-    """Return the `HeadTerms` of a head; `element` of the batch, or packed sequence, even of
-    padding.
-    """
+    """Return the `HeadTerms`; element: of the batch, or the packed sequence, even of padding."""
     slope, table, first, last, bias = 0.0, 0, 0.0, 0.0, 0
     counted, counted_head, seed_low, seed_high = 0, 0, 0, 0
     if terms.slopes is not None:
@@ -105,7 +98,7 @@ def prepare_tile(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Load and draw the `TileTerms` of a backward, before the scores are awaited."""
+    """Return the `TileTerms` of a backward, before the scores are awaited."""
     bias, kept = tile_terms(
         terms, own, first_q, first_q, first_kv, seq_q, seq_kv, BLOCK_Q, BLOCK_KV, LAYOUT, TRANSPOSED
     )
@@ -127,12 +120,10 @@ def table_sides(terms, offset, KEYS: gl.constexpr, QUERIES: gl.constexpr):
 def add_terms(
     s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False
 ):
-    """Return products q·k, scaled, with the terms added: scores before the softcap.
+    """Return products q·k, scaled, with the terms added in the library's order: the softcap's
+    input.
 
-    Terms are added in the order of the library, so that sums are rounded as they are there.
-
-    bias: in any dtype, with 1 in place of any axis; not read without a bias. FAR: one of
-    `table_sides` is known to be true.
+    bias: in any dtype, with 1 in place of any axis. FAR: one of `table_sides` is known to be true.
     """
     SIGN: gl.constexpr = -1 if TRANSPOSED else 1
     KEYS: gl.constexpr = s.shape[0] if TRANSPOSED else s.shape[1]
@@ -142,8 +133,7 @@ def add_terms(
     eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
     eight, near = _distances(eights, offset, SIGN)
     if terms.slopes is not None:
-        # On one side all distances have one sign, so the penalty is linear: only a tile on both
-        # sides needs more.
+        # On one side the penalty is linear: only a tile on both sides needs more.
         slope = own.slope
         if not terms.falling:
             slope = gl.where(offset >= QUERIES, -slope, slope)
@@ -200,8 +190,8 @@ def load_bias(
 ):
     """Load a tile of a bias for `add_terms`, with 1 in place of an axis that the bias lacks.
 
-    Missing queries and keys get the value of the last one. WHOLE: all keys exist, and the first is
-    a multiple of 16, so that loads are wide.
+    Missing queries and keys get the last one's value. WHOLE: all keys exist, and the first is a
+    multiple of 16, so that loads are wide.
     """
     bias = 0
     if terms.bias.entries is not None:
@@ -228,10 +218,7 @@ def load_bias(
 
 @gluon.jit
 def store_bias(dbias, x, pairs, start_kv, seq_q, seq_kv):
-    """Store a tile of the gradient of a bias that has all pairs, queries down.
-
-    dbias: the library's `Bias`. pairs: `items.Pairs` of the tile's queries.
-    """
+    """Store a tile of the gradient of a bias that has all pairs, queries down."""
     first = gl.cast(pairs.element, gl.int64) * dbias.batch
     first += gl.cast(pairs.head, gl.int64) * dbias.head
     query = pairs.first + gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
@@ -254,7 +241,6 @@ def allocate_bias_boxes(boxes, COUNT: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK
 
 @triton.constexpr_function
 def bias_box_bytes(boxes, rows, columns):
-    """Return the bytes of a tile of a bias that a descriptor loads; 0 without a descriptor."""
     return 0 if boxes is None else boxes.dtype.primitive_bitwidth // 8 * rows * columns
 
 
@@ -268,7 +254,7 @@ def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
 
 @gluon.jit
 def read_bias_box(tile, LAYOUT: gl.constexpr):
-    """Read what `load_bias_box` loaded, for `add_terms`; the caller may then hand the place back.
+    """Read what `load_bias_box` loaded; the caller may then hand the place back.
 
     An arrival at a named barrier does not wait for loads, and TMA writes there next.
     """
@@ -279,7 +265,6 @@ def read_bias_box(tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def widen(bias):
-    """Return a tile of a bias in float32."""
     if bias.dtype == gl.bfloat16 and bias.shape[1] > 1:
         bias = gl.inline_asm_elementwise(
             WIDEN, "=f,=f,r", [bias], dtype=gl.float32, is_pure=True, pack=2
@@ -301,8 +286,7 @@ def draw(
     """Draw which probabilities of a tile stay, as bits of words, for `drop`.
 
     A thread draws once for its eight pairs of a block; TRANSPOSED, for its four, as another warp
-    has the others. This needs no scores, so products may run meanwhile. first_q and first_kv are
-    multiples of 16 and of 32.
+    has the others. Products may run meanwhile. first_q and first_kv are multiples of 16 and 32.
     """
     kept = 0
     if terms.seed is not None:
@@ -340,8 +324,7 @@ def draw_words(
 ):
     """Draw four words for each block of a tile, for the pairs that a thread has.
 
-    Returns (words, row, column): words are [row blocks, 8, column blocks, 8]; row and column number
-    the blocks.
+    Returns (words, row, column): [row blocks, 8, column blocks, 8], and the blocks' numbers.
     """
     ROWS: gl.constexpr = BLOCK_KV if TRANSPOSED else BLOCK_Q
     COLUMNS: gl.constexpr = BLOCK_Q if TRANSPOSED else BLOCK_KV
@@ -375,9 +358,7 @@ def tile_terms(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Return the `TileTerms` of a tile; no bias if TMA loads it. own_q: the first query, as
-    `first_q`.
-    """
+    """Return the `TileTerms` of a tile, without a bias that TMA loads; own_q: as `first_q`."""
     bias = 0
     if terms.bias.boxes is None:
         bias = load_bias(
@@ -388,9 +369,7 @@ def tile_terms(
 
 @gluon.jit
 def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
-    """Set dropped elements of p or its gradient to 0; the caller multiplies by
-    `terms.dropout.scale`.
-    """
+    """Set dropped elements of p or its gradient to 0, without scaling the others."""
     if terms.seed is not None:
         blocks = _blocks(p, TRANSPOSED)
         layout: gl.constexpr = blocks.type.layout
@@ -415,7 +394,7 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
-    """Multiply gradients of probabilities by the dropout weights of a `TileTerms`."""
+    """Multiply gradients of probabilities by the dropout weights."""
     if terms.seed is not None:
         p = drop(p, terms, tile.kept, TRANSPOSED) * terms.dropout.scale
     return p
@@ -425,7 +404,7 @@ def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
 def _blocks(x, TRANSPOSED: gl.constexpr):
     """Return a tile as [row blocks, 2, 8, column blocks, eights, 8].
 
-    Blocks have 16 queries and 32 keys. Where keys are rows, a row block is half of a block's keys.
+    Blocks have 16 queries and 32 keys; where keys are rows, a row block is half of a block's keys.
     """
     WIDTH: gl.constexpr = 16 if TRANSPOSED else 32
     return gl.reshape(x, [x.shape[0] // 16, 2, 8, x.shape[1] // WIDTH, WIDTH // 8, 8])
@@ -433,7 +412,6 @@ def _blocks(x, TRANSPOSED: gl.constexpr):
 
 @triton.constexpr_function
 def axis_layout(layout, rank, axis):
-    """Return the layout of one axis of a tensor."""
     for i in reversed(range(rank)):
         if i != axis:
             layout = gl.SliceLayout(i, layout)
@@ -444,7 +422,7 @@ def axis_layout(layout, rank, axis):
 def compare_words(halves):
     """Return the PTX that sets a bit for each word, up to $4, whose lower half is at least $5.
 
-    It compares upper halves: words are first shifted left by $6. With two halves the upper ones are
+    It compares upper halves of words shifted left by $6. With two halves the upper ones are
     compared as well, and their bits follow.
     """
     code = ["{ .reg .pred kept; .reg .b32 half; mov.b32 $0, 0;"]
@@ -457,10 +435,7 @@ def compare_words(halves):
 
 
 def bias_boxes(bias: Bias, block_q: int, block_kv: int) -> TensorMap | None:
-    """Return the descriptor of a bias of pairs if TMA can load its tiles; None for any other.
-
-    bias: with the layout and the strides of its entries.
-    """
+    """Return the descriptor of a bias of pairs if TMA can load its tiles; else None."""
     if bias.entries is None or 1 in bias.entries.shape[2:] or not bias.entries.is_aligned:
         return None
     shape, itemsize = bias.entries.shape, bias.entries.dtype.itemsize

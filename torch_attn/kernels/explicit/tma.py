@@ -1,7 +1,6 @@
-"""Tiles in shared memory that TMA fills and stores.
+"""Tiles in shared memory that TMA fills and stores: each column piece is a buffer of COUNT tiles.
 
-A tile has rows of one head. Each piece of its columns (`column_pieces`) is a buffer of COUNT tiles,
-which one TMA instruction fills. Rows and columns that do not exist are loaded as 0, and not stored.
+Rows and columns that do not exist are loaded as 0, and not stored.
 """
 
 import math
@@ -19,7 +18,7 @@ from torch_attn.tensor_maps import TensorMap
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.targets import sm90
 
-# Names differ in Triton 3.9 and 3.6.
+# 3.9 renames these.
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_box = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _descriptor = gl.shared_memory_descriptor
@@ -45,19 +44,17 @@ def piece_start(size, index):
 
 @triton.constexpr_function
 def tile_bytes(rows, size):
-    """Return the bytes of a tile of 16-bit elements."""
     return 2 * rows * sum(column_pieces(size))
 
 
 @triton.constexpr_function
 def box_layout(width, bits=16, rank=4):
-    """Return the layout of a piece in shared memory, which TMA and wgmma share."""
+    """Return the layout of a piece, which TMA and wgmma share."""
     return gl.NVMMASharedLayout(min(128, width * bits // 8), bits, rank)
 
 
 @gluon.jit
 def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Return the buffers of COUNT tiles, one for each piece."""
     tile = ()
     for i in gl.static_range(num_pieces(SIZE)):
         tile = tile + (
@@ -72,7 +69,6 @@ def allocate_tile(DTYPE: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, 
 
 @gluon.jit
 def piece(buffer, slot):
-    """Return a piece of a tile as a matrix."""
     return buffer.index(slot).reshape([buffer.shape[3], buffer.shape[4]])
 
 
@@ -92,7 +88,6 @@ def store_tile(maps, tile, slot, batch, head, row, SIZE: gl.constexpr):
 
 @gluon.jit
 def write_rows(tile, slot, x):
-    """Write an accumulator to a tile."""
     for i in gl.static_range(len(x)):
         piece(tile[i], slot).store(x[i].to(tile[i].dtype))
 
@@ -126,11 +121,7 @@ def _clear_sixteen(rows, count, BEFORE: gl.constexpr):
 
 @gluon.jit
 def clear_padding(tile, slot, ids_ptr, start, num_rows, has_padding, full, phase):
-    """Set rows of padding in a tile, which may be NaN, to 0, as `clear_rows` does.
-
-    ids_ptr: segments, from row 0 on. num_rows: rows that have a segment; those after are 0 already.
-    has_padding: the tile has padding.
-    """
+    """Set padding in a tile to 0, as `clear_rows` does; rows past `num_rows` are 0 already."""
     if has_padding:
         mbarrier.wait(full, phase)
         for i in gl.static_range(len(tile)):
@@ -165,8 +156,8 @@ def store_result(
 ):
     """Start to store 64 rows of a result through a tile in shared memory that nobody reads.
 
-    maps: descriptors. For packed sequences there is a pointer before them, or alone: the rows from
-    `end` on belong to another sequence, and TMA would store all 64.
+    maps: descriptors; for packed sequences behind a pointer, or only that: TMA would store all 64,
+    and rows from `end` on belong to another sequence.
     """
     write_rows(tile, slot, x)
     fence_async_shared()
@@ -198,7 +189,7 @@ def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
 
 
 def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
-    """Return the descriptor of an operand's boxes of `rows` by `width`."""
+    """Return the descriptor of an operand's boxes."""
     shape, strides = layout.shape, layout.strides
     if len(shape) == 3:  # packed sequences are a batch of one
         shape, strides = (1, *shape), (0, *strides)
@@ -208,8 +199,7 @@ def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
 def stored_maps_of(
     spec: AttentionSpec, layout: Layout, rows: int, by_rows: bool = False
 ) -> tuple[Any, ...]:
-    """Return the descriptors of a result, after its pointer if sequences are packed:
-    `store_result`.
+    """Return the `maps` of `store_result`.
 
     There is only the pointer for all parts except the last (see `carry`), and for packed sequences
     with several descriptors, as JAX passes at most two addresses of a result. by_rows: for all
@@ -232,7 +222,7 @@ def load_pieces(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
 
 @gluon.jit
 def allocate_row(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate COUNT rows of SIZE float32 values, each of which one TMA instruction fills."""
+    """Allocate rows of float32 values, each of which one TMA instruction fills."""
     return gl.allocate_shared_memory(gl.float32, [COUNT, 1, SIZE], row_layout())
 
 
@@ -243,14 +233,13 @@ def row_layout():
 
 @gluon.jit
 def read_row(row, slot, LAYOUT: gl.constexpr):
-    """Read a row as one value for each column of a tensor with this layout."""
+    """Read a row as one value for each column of LAYOUT."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x = reinterpret(row.index(slot), gl.float32, [row.shape[2]], flat)
     return x.load(gl.SliceLayout(0, LAYOUT))
 
 
 def rows_map(layout: Layout | None, size: int) -> TensorMap | None:
-    """Return what `row_map` does, or None without an operand."""
     return None if layout is None else row_map(layout, size)
 
 

@@ -21,7 +21,6 @@ _ANY_OF_WARP_CONSTRAINTS = gl.constexpr(ptx.any_of_warp_constraints(2))
 
 @triton.constexpr_function
 def product_layout(width):
-    """Return the layout of a warpgroup's accumulator, 64 rows of `width` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
@@ -39,7 +38,7 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load a tile to registers, as the left operand of products with accumulators of a layout."""
+    """Load a tile as the left operand of products with accumulators of a layout."""
     left = ()
     for i in gl.static_range(num_pieces(SIZE)):
         left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
@@ -72,7 +71,7 @@ def _zeros_piece(ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def add_product(acc, a, b, slot):
-    """Start acc + a · b. a is in registers; b is a buffer of tiles."""
+    """Start acc + a · b; a is in registers."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_add_piece(acc[i], a, b[i], slot),)
@@ -88,7 +87,6 @@ def _add_piece(acc, a, b, slot):
 
 @gluon.jit
 def wait_product(acc, a, PENDING: gl.constexpr = 0):
-    """Wait; return acc and the left operand a in registers."""
     done = warpgroup_mma_wait(PENDING, deps=acc + (a,))
     sums = ()
     for i in gl.static_range(len(acc)):
@@ -108,7 +106,6 @@ def wait_sums(acc, PENDING: gl.constexpr):
 
 @gluon.jit
 def wait_products(acc, a, b, PENDING: gl.constexpr):
-    """Wait; return acc, a and b."""
     done = warpgroup_mma_wait(PENDING, deps=acc + (a, b))
     sums = ()
     for i in gl.static_range(len(acc)):
@@ -118,7 +115,7 @@ def wait_products(acc, a, b, PENDING: gl.constexpr):
 
 @gluon.jit
 def add_shared(acc, a, b, slot):
-    """Start acc + a · b; both are in shared memory."""
+    """Start acc + a · b; a is in shared memory."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (warpgroup_mma(a, piece(b[i], slot), acc[i], is_async=True),)
@@ -141,9 +138,8 @@ def _scale_piece(x, factor):
 
 @gluon.jit
 def rescale(acc, alpha, ON_DEMAND: gl.constexpr):
-    """Multiply the 64 rows of an accumulator by alpha.
-
-    ON_DEMAND: a warp skips this if alpha is 1 in all of its rows.
+    """Multiply an accumulator by alpha; ON_DEMAND: a warp skips this if alpha is 1 in all of its
+    rows.
     """
     scaled = ()
     if ON_DEMAND:

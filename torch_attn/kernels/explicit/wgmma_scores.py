@@ -39,7 +39,7 @@ def scaled_scores(s, rule):
 
 @gluon.jit
 def scores_with_terms(s, terms, own, rule, offset, bias):
-    """Return products q·k as scores: scaled, with the terms of `terms.add_terms`, and capped."""
+    """Return products q·k scaled, with the terms of `terms.add_terms`, and capped."""
     s = add_terms(s, terms, own, rule, offset, bias)
     if rule.softcap is not None:
         s = _cap(s, rule, 1.0 / rule.softcap, rule.softcap, True)
@@ -52,8 +52,6 @@ def visible_scores(
     TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False,
 ):  # fmt: skip
     """Turn products q·k into the input of the softmax: `library.scores.visible_scores`.
-
-    terms, own, tile: `library.terms.Terms`, `HeadTerms` and `TileTerms`.
 
     Returns (s, scale, dcap): the scores, as parts of the cap if there is one; their factor in
     `exponents`; and the derivative of the cap, or 1.
@@ -82,8 +80,7 @@ def visible_scores(
 def exponents(s, scale, lse2, rest2, ADDED: gl.constexpr):
     """Return the exponents in base 2 of p, of the scores of `visible_scores`.
 
-    lse2, rest2: as in `library.softmax.probabilities`, broadcast as s. ADDED: there are terms, and
-    so rest2.
+    lse2, rest2: as in `library.softmax.probabilities`; rest2 only if terms are ADDED.
     """
     if ADDED:
         power = (s * scale - lse2) * LOG2E - rest2
@@ -94,10 +91,7 @@ def exponents(s, scale, lse2, rest2, ADDED: gl.constexpr):
 
 @gluon.jit
 def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr, ON_DEMAND: gl.constexpr = False):
-    """Update the running softmax: `softmax.online_softmax_update`.
-
-    s: scores if MASKED, otherwise products q·k.
-    """
+    """Update the running softmax with scores if MASKED, otherwise with products q·k."""
     if not MASKED:
         s = scaled_scores(s, rule)
     return online_softmax_update(s, m_i, l_i, rule.exp2_scale, MASKED, ON_DEMAND)
@@ -105,10 +99,7 @@ def softmax_update(s, m_i, l_i, rule, MASKED: gl.constexpr, ON_DEMAND: gl.conste
 
 @gluon.jit
 def bounded_update(s, l_i, rule, MASKED: gl.constexpr):
-    """Return p, rounded and packed, and l_i where a cap bounds p, so that no maximum is subtracted.
-
-    s: scores if MASKED, otherwise products q·k.
-    """
+    """Return packed p and l_i where a cap bounds p, so that no maximum is subtracted."""
     if MASKED:
         p = gl.exp2(s * rule.exp2_scale)
         sums = add_columns(p)
@@ -130,8 +121,8 @@ def bounded_update(s, l_i, rule, MASKED: gl.constexpr):
 def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype: gl.constexpr):
     """Return the factor of out in a row that sees one key, 1 in other rows.
 
-    Without a maximum, p of that key is not 1, and p·v uses its rounded value. With the factor, out
-    is exactly v, and the row's ds is 0. l_i: row sums, which for such a row are p itself.
+    Without a maximum, p of that key, which is its l_i, is not 1, and p·v uses its rounded value.
+    With the factor, out is exactly v, and the row's ds is 0.
     """
     first, last = position * 0, position * 0 + (seq_kv - 1)
     if window_left is not None:
@@ -164,8 +155,8 @@ def hide(s, position, start_kv, end, window_left, window_right):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
     The window's end and the last key make one bound for each row. A thread has two keys in every
-    eight, and compares its rows' bounds with the same constants in each tile. window_right may be a
-    number for each row, as `position` is.
+    eight, and compares its bounds with the same constants in each tile. window_right may be a
+    number for each row.
     """
     eights = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 8])
     of_row: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, eights.type.layout))
@@ -185,7 +176,7 @@ def hide(s, position, start_kv, end, window_left, window_right):
 
 @gluon.jit
 def _of_rows(x, LAYOUT: gl.constexpr):
-    """Return a single number as it is, and one for each row as a column with this layout."""
+    """Return a number as it is, and one for each row as a column of LAYOUT."""
     if isinstance(x, gl.tensor):  # noqa: SIM102 (Triton evaluates both sides of an "and")
         if len(x.shape) > 0:
             x = gl.convert_layout(x, LAYOUT, assert_trivial=True)[:, None, None]

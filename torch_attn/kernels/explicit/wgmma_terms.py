@@ -1,7 +1,7 @@
 """Terms of the scores of wgmma, and dropout, in a forward, with the fewest instructions a score.
 
-What all scores in a thread's row share, the shift, is added to its maximum and exponents in place
-of each score: [rows, 4], like the sums of `softmax.add_columns`. Arguments are as in `terms`.
+What the scores in a thread's row share, the shift [rows, 4], is added to its maximum and exponents
+in place of each score. Arguments are as in `terms`.
 """
 
 from triton.experimental import gluon
@@ -26,8 +26,8 @@ HUGE = gl.constexpr(2.0**27)
 def _mask_words() -> str:
     """Return the PTX that makes masks of two halves from four words of one column and the next.
 
-    A half stays where it is at least the threshold, so where the difference borrows nothing: the
-    top bit says so, and fills the mask. $16 has the threshold in both halves, and $17 its negative.
+    A half stays where it is at least the threshold: the difference borrows nothing, its top bit
+    says so, and fills the mask. $16 has the threshold in both halves, and $17 its negative.
     """
     code = ["{ .reg .b32 less, first, next; .reg .pred never;"]
     for i in range(4):
@@ -51,9 +51,9 @@ _EIGHT_WORDS = gl.constexpr((gl.int32,) * 8)
 def scores_to_add(s, terms, own, rule, offset, bias):
     """Return (s, shift, unit): s · unit + shift are the scores, with their terms, of products s.
 
-    A tile whose pairs share an entry of the table, and ALiBi where no slope is steep, need a shift
-    only, and s stays products. Terms large enough to round a score are added to each, as the
-    backward adds them, so that p is the same in both. `rule` has an exponent that scales.
+    Where pairs share an entry of the table, and with ALiBi if no slope is steep, s stays products.
+    Terms large enough to round a score are added to each, as the backward adds them, so that p is
+    the same in both.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     layout: gl.constexpr = quads.type.layout
@@ -155,10 +155,9 @@ def _stack(values, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def added_softmax_update(s, shift, unit, m_i, l_i):
-    """Update the running softmax of scores with terms: `library.softmax.online_softmax_update`.
+    """Update the running softmax with the result of `scores_to_add`, s -inf where a key is hidden.
 
     m_i is the largest score; l_i is relative to a rounded product with it (`rounding_of_maximum`).
-    s, shift, unit: of `scores_to_add`, s -inf where a key is hidden.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     rows: gl.constexpr = gl.SliceLayout(1, l_i.type.layout)
@@ -188,7 +187,7 @@ def base_of(m):
     """Return the factor that takes scores of rows with these maxima to base 2.
 
     With a maximum of HUGE, a score is equal or has p = 0, for every factor. With 1 the product is
-    exact, while that with log2(e) would be rounded by as much as the exponents that p can have.
+    exact, while log2(e) would round it by as much as the exponents that p can have.
     """
     return gl.where(gl.abs(m) < HUGE, LOG2E, 1.0)
 
@@ -213,8 +212,8 @@ def draw_masks(
 ):
     """Draw which probabilities of a tile stay: a bit each, for `drop_packed`.
 
-    The seed is loaded again for each tile, so that nothing is drawn before this place. Otherwise
-    the compiler would draw between the products issued before, and the tensor cores would wait.
+    The seed is loaded for each tile. Otherwise the compiler would draw earlier, between products
+    issued before, and the tensor cores would wait.
     """
     kept = 0
     if terms.seed is not None:
@@ -244,11 +243,9 @@ def draw_masks(
 
 @gluon.jit
 def drop_packed(packed, kept):
-    """Set dropped probabilities, packed by `registers.pack`, to 0."""
     return packed & gl.convert_layout(kept, packed.type.layout, assert_trivial=True)
 
 
 @gluon.jit
 def _pairs(words):
-    """Return the words of even columns, and of odd ones."""
     return gl.split(gl.reshape(words, [words.shape[0], 8, words.shape[2], 4, 2]))
