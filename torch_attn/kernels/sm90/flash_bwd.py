@@ -1,10 +1,9 @@
-"""Flash attention, backward, for SM90.
+"""Flash attention, backward, for SM90: the formulas of `torch_attn.kernels.portable.flash_bwd`.
 
-The formulas of `torch_attn.kernels.portable.flash_bwd`; warps and overlap as in `flash_fwd`. dq has
-its own kernel, which also prepares the rows and makes the same bits every time, with seven products
-in all. Or the kernel of dk and dv adds it up in float32, in any order, with five. Shah et al. 2024,
-FlashAttention-3, appendix B. Above head size 128 one gradient's accumulator fills the registers:
-dq, dk and dv then each have a kernel, with eight products in all.
+dq has its own kernel, which also prepares the rows and makes the same bits every time, with seven
+products in all. Or the kernel of dk and dv adds it up in float32, in any order, with five. Above
+head size 128 one gradient's accumulator fills the registers: dq, dk and dv each have a kernel, with
+eight. Shah et al. 2024, FlashAttention-3, appendix B.
 """
 
 import torch
@@ -61,7 +60,7 @@ ITEMS_OF_SECTIONS = 24
 def _own_passes(
     spec: AttentionSpec, backend: Backend, device: torch.device, members: int
 ) -> OwnPasses:
-    """Return which passes the kernel of dk and dv runs itself, besides its products."""
+    """Return which passes the kernel of dk and dv runs itself."""
     columns = sum_columns(spec.head_dim)
     if "bias" in spec.terms and columns + sum_columns(spec.head_dim_v) > COLUMNS_BESIDE_BIAS:
         return OwnPasses()

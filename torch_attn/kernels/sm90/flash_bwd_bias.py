@@ -1,9 +1,8 @@
 """The gradient of a bias of pairs that heads or batch elements share, for SM90: sums of ds.
 
 The formulas of `torch_attn.kernels.flash_bwd_bias`. A program adds up ds of a tile over all heads
-and batch elements that share its values, in order, in float32 registers: the same bits every time,
-rounded once. Only the gradient's own memory grows with the square of a length, and the bias is
-loaded once.
+and batch elements in order, in float32 registers: the same bits every time, rounded once. Only the
+gradient's own memory grows with the square of a length.
 """
 
 from dataclasses import replace
@@ -94,11 +93,11 @@ def flash_bwd_bias_kernel(
 ):
     """One program computes tiles of 128 queries by 128 keys of the gradient, one after the other.
 
-    A producer warp loads pairs of tiles with TMA for each head and batch element that share the
-    tile: queries and keys, then dout and values. Two consumer warpgroups have 64 queries each.
-    Operands as in `flash_bwd_dq_kernel`; terms.dbias is the gradient. Items are its tiles, over all
-    keys, queries, heads and batch elements; each adds up `shared` tiles, shared_heads heads of each
-    batch element. Loop invariant: acc is Σ ds over the heads so far. Accumulation: float32.
+    A producer warp loads queries and keys, then dout and values, for each head and batch element
+    that share the tile. Two consumer warpgroups have 64 queries each. Operands as in
+    `flash_bwd_dq_kernel`; terms.dbias is the gradient. An item, one of its tiles, adds up `shared`
+    tiles, shared_heads heads of each batch element. Loop invariant: acc is Σ ds over the heads so
+    far. Accumulation: float32.
     """
     dtype: gl.constexpr = q[0].dtype
     # Tiles of queries or dout, and with them tiles of keys or values.
@@ -134,9 +133,9 @@ def flash_bwd_bias_kernel(
 
 @gluon.jit
 def _locate_tile(item, numbers, window_left, window_right):
-    """Return element, head, first query and first key of an item, and what it adds up.
+    """Return element, head, first query, first key, how many heads to add, and whether to mask.
 
-    That is how many heads, 0 where the tile is not visible, and whether it needs a mask.
+    There are 0 heads where the tile is not visible.
     """
     seq_q, seq_kv, diagonal, heads_q, shared_heads, shared, _num_items = numbers
     tiles_kv = gl.cdiv(seq_kv, 128)
@@ -233,7 +232,6 @@ def _add_pairs(
     HEAD_DIM: gl.constexpr,
     EDGES: gl.constexpr,
 ):
-    """Add up ds of 64 queries of each of a program's items; store the sums."""
     left_tile, right_tile, bias_tile = tiles
     full, bias_full, bias_read = barriers
     lse2_ptr, delta_ptr = of_rows
@@ -322,9 +320,8 @@ def pairs_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Return the gradient of a bias that pairs share, by name; nothing without one.
-
-    `bias_gradient`, with the same arguments, computes what this kernel does not.
+    """Return the gradient of a bias that pairs share, by name; nothing if `bias_gradient` computes
+    it.
     """
     bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
@@ -341,7 +338,6 @@ def pairs_gradient(
 
 
 def _has_boxes(bias: Tensor) -> bool:
-    """Return True for a bias of pairs whose tiles TMA can load."""
     (layout,) = layouts_of((Bias(bias),))
     return bias_boxes(with_strides(layout), 64, 128) is not None
 

@@ -46,7 +46,7 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
 def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
     """Return packed dsᵀ of a tile of queries, and dk, to which dsᵀ·q of the previous tile is added.
 
-    index, step: the tile's, in the item, and over all items. ds: of the previous tile.
+    index, step: the tile's, in the item, and over all items.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, _delta_row, _bias_tile, _rest2_row = kernel.tiles
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
@@ -57,8 +57,7 @@ def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.
         clear_queries(kernel, keys, do_tile, do_full, step - index, index)
     slot_q, slot = step % Q_STAGES, step % do_tile[0].shape[0]
     previous = (step - 1) % Q_STAGES
-    # 0, unknown to the compiler: else it hoists the descriptors of k and v, for which there are no
-    # registers.
+    # 0, unknown to the compiler: else it hoists the descriptors of k and v, beyond the registers.
     fresh = step >> 30
     # dk += dsᵀ q for the previous tile, and sᵀ = scale · k qᵀ
     left = unpack(ds, q_tile[0].dtype, layout, "loop")

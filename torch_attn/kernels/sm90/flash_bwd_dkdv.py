@@ -43,16 +43,12 @@ from torch_attn.kernels.sm90.sums import allocate_dq, allocate_ds, map_sums
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import VarlenSpec
 
-# Queries of a tile.
 BLOCK_Q = gl.constexpr(64)
 
 
 @triton.constexpr_function
 def kv_stages(head_dim, head_dim_v, adds_dq, loads_bias):
-    """Return for how many items shared memory holds k and v.
-
-    With two, an item's keys and values arrive while the previous item is computed.
-    """
+    """Return for how many items shared memory holds k and v; with two, the next arrive early."""
     columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
     return 2 if columns <= (128 if adds_dq or loads_bias else 256) else 1
 
@@ -94,22 +90,19 @@ def flash_bwd_dkdv_kernel(
     portable `flash_bwd_dkdv_kernel`.
 
     sums.dq: None, or dq's float32 sums in the order of `write_dq`, with passes only of heads that
-    have a place (`Sections`). Consumers then write dsᵀ to shared memory. Each multiplies some
-    columns of ds·k over all of the tile's keys, and a fourth partition of one warp adds them to the
-    sums.
+    have a place (`Sections`). Consumers write dsᵀ to shared memory, and each multiplies some
+    columns of ds·k over all keys of the tile. A fourth partition of one warp adds them.
 
     sums.passes: what a fifth partition of one warp reads and writes (`run_passes`). Without its dq
     there is no such partition, and the sums are 0 at first. With its rows, lse2 and delta are
     results.
 
     sums.dk, sums.dv: None, and an item visits all query heads of a GQA group; or sums
-    [B, Hkv, rows] in the same order, and it visits one: programs share a tile of keys.
+    [B, Hkv, rows] in the same order, and it visits one: programs share a tile of keys, except in
+    packed sequences.
 
-    With intervals in the mask, dk and dv are float32, passed as pointers.
-
-    Packed sequences, counter_ptr: as in `flash_fwd_kernel`, with rows of lse2, delta and sums.dq as
-    in the portable kernel; programs do not share tiles of keys. With passes the counts of
-    `divide_heads` follow the counter.
+    With intervals in the mask, dk and dv are float32, passed as pointers. counter_ptr: as in
+    `flash_fwd_kernel`; with passes the counts of `divide_heads` follow it.
     """
     dtype: gl.constexpr = q[0].dtype
     MEMBERS: gl.constexpr = GROUP_SIZE if sums.dk is None else 1
@@ -163,8 +156,7 @@ def flash_bwd_dkdv_kernel(
         counted: gl.constexpr = are_counted(num_sequences, mask.segments, mask.tree)
         unfinished: gl.constexpr = unfinished_sections(counted or mask.intervals is not None)
         sections = divide_heads(counter_ptr, problem, unfinished, MEMBERS)
-    # Variables would turn constants into tensors. The last partitions load, add dq, and do the
-    # passes.
+    # Variables would turn constants into tensors. The last partitions load, add dq, do the passes.
     gl.warp_specialize(
         [
             (consume_queries, (

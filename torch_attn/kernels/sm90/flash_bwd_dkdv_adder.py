@@ -15,7 +15,7 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.kernels.sm90.queries import head_index, locate_keys
 from torch_attn.kernels.sm90.sums import add_dq, write_dq
 
-# Threads that meet at DQ_WRITTEN and DQ_FREE: a consumer's and those of the warp that adds.
+# A consumer's threads and those of the warp that adds.
 ADDERS = gl.constexpr(128 + 32)
 
 
@@ -36,9 +36,9 @@ def add_queries(
 ):
     """Add the tiles of dq that the consumers write to its sums.
 
-    sections: (), or the `Sections` that are begun and converted meanwhile; the producer awaits an
-    item's section before it loads. dbias: None, or the descriptor of a bias' gradient, whose tiles
-    are ds as written. ADDS_BIAS: batch elements share that bias, and each adds its ds.
+    sections: (), or `Sections`; the producer awaits an item's section before it loads. dbias: None,
+    or the descriptor of a bias' gradient, whose tiles are ds as written. ADDS_BIAS: batch elements
+    share that bias, and each adds its ds.
     """
     ds_buffer, dq_tiles = of_dq
     tiles_per_head = count_sequence_tiles(
@@ -89,8 +89,8 @@ def add_queries(
 def hand_over(dq, dq_tiles, STORES: gl.constexpr, CONSUMER: gl.constexpr):
     """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it.
 
-    That warp has the fence: here it would wait until the stores are done. If that warp STORES ds,
-    it has read the previous tile's ds, which this consumer overwrites next.
+    That warp has the fence: here it would wait until the stores are done. If it STORES ds, it has
+    read the previous tile's ds, which this consumer overwrites next.
     """
     if len(dq) > 0 or STORES:
         wait_for_all(DQ_FREE + CONSUMER, ADDERS)

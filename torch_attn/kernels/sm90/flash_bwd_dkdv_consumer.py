@@ -60,17 +60,12 @@ from torch_attn.kernels.sm90.queries import (
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
 
-# ptxas of Triton 3.9 spills where k and v are in registers with capped scores and dq; that of 3.6
-# hardly does.
+# Holding k and v in registers with capped scores and dq spills in ptxas of Triton 3.9, not of 3.6.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
 
 class Gradients(NamedTuple):
-    """Where a consumer stores gradients.
-
-    ds_buffer, dq_tiles: of `allocate_ds` and `allocate_dq`. dk, dv: of `stored_maps_of`.
-    dk_sum_ptr, dv_sum_ptr: sums that programs share; or None.
-    """
+    """Where a consumer stores gradients, and the sums that programs share, or None."""
 
     ds_buffer: Any
     dq_tiles: Any
@@ -101,14 +96,11 @@ class Visit(NamedTuple):
 
 @gluon.jit
 def consume_queries(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dk and dv of each of a program's items. Keys are rows.
-
-    The kernel's results are `Gradients`.
-    """
+    """Compute 64 rows of dk and dv of each item; `kernel.results` are `Gradients`."""
     BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
     KV_STAGES: gl.constexpr = kernel.tiles.k[0].shape[0] // 2
-    # Tiles that are far off in a table have their own code: ptxas spills in code that they share
-    # with others. Small heads leave enough registers.
+    # Tiles far off in a table have their own code: ptxas spills in code that they share with
+    # others. Small heads leave enough registers.
     LARGE: gl.constexpr = not is_small(kernel.head_dim, kernel.head_dim_v, False, False)
     SPLITS: gl.constexpr = LARGE and kernel.fused and kernel.terms.relative is not None
     step = 0  # counted over all items
@@ -221,11 +213,7 @@ def _clear_next(kernel, keys, step, index):
 
 @triton.constexpr_function
 def is_small(head_dim, head_dim_v, capped_dq, has_table):
-    """Return True if a consumer's registers can also hold its rows of k and v.
-
-    capped_dq: scores are capped and dq is added; has_table: a table and its gradient take
-        addresses.
-    """
+    """Return True if a consumer's registers can also hold its rows of k and v."""
     columns = max(sum(column_pieces(head_dim)), sum(column_pieces(head_dim_v)))
     return columns <= 64 and not has_table and (HOLDS_CAPPED_KEYS or not capped_dq)
 
@@ -237,13 +225,13 @@ def _visit(
 ):  # fmt: skip
     """Visit a tile of queries; return s of the next tile, dk, dv, packed ds, and `EndSums`.
 
-    Products are issued so that some overlap all arithmetic: dq and dk of the previous tile, and dp,
-    with the exponentials; dv with ds; s of the next tile with the stores of ds. That s takes dp's
-    registers. In the pair of kernels, large heads have no room for it: there s is issued with dp.
-    After the last tile, s is computed again and not used.
+    Products overlap all arithmetic: dq and dk of the previous tile, and dp, with the exponentials;
+    dv with ds; s of the next tile with the stores of ds. That s takes dp's registers. In the pair
+    of kernels, large heads have no room for it: there s is issued with dp. After the last tile, s
+    is computed again and not used.
 
-    held: of `_start_item`. s: of this tile. ds: of the previous tile; None for the first. FAR: as
-    in `terms.add_terms`.
+    held: of `_start_item`. s: of this tile. ds: of the previous one, or None. FAR: as in
+    `terms.add_terms`.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = kernel.tiles
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
@@ -261,8 +249,7 @@ def _visit(
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(BLOCK_Q)
     slot, previous = step % do_tile[0].shape[0], (step - 1) % Q_STAGES
-    # 0, unknown to the compiler: else it hoists the descriptors of k and v, for which there are no
-    # registers.
+    # 0, unknown to the compiler: else it hoists the descriptors of k and v, beyond the registers.
     fresh = step >> 30
     tile += fresh
 
@@ -350,7 +337,6 @@ def _visit(
         )
     ds = pack(exact, dtype)
     if AHEAD:
-        # s of the next tile.
         following = gl.minimum(step + 1, last)
         slot_q = following % Q_STAGES
         wait_for_step(q_full, following)
@@ -429,7 +415,6 @@ def _finish_item(kernel, keys, tile, step, dk, dv, ds, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _store(kernel, keys, head_kv, maps, tile, slot, x, SIZE: gl.constexpr):
-    """Start to store 64 rows of dk or dv, through a tile in shared memory that nobody reads."""
     heads_kv, end = kernel.problem.heads_q // kernel.group_size, keys.rows.end
     if kernel.problem.intervals is not None:
         exists = keys.first + gl.arange(0, 64, keys.position.type.layout) < end

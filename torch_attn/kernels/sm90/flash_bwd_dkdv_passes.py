@@ -1,8 +1,7 @@
 """The warp that clears dq's sums, prepares rows, and converts sums to dq, beside products.
 
-Passes over all rows and sums before and after a backward would be bound by memory. This warp does
-them section by section, beside the products of other sections: only the first and the last section
-wait for memory.
+Passes before and after a backward would be bound by memory. This warp does them by sections, beside
+the products of others: only the first and the last section wait for memory.
 """
 
 from typing import Any, NamedTuple
@@ -42,9 +41,7 @@ STAGES = gl.constexpr(3)
 
 
 class Staging(NamedTuple):
-    """The warp's shared memory: stages of boxes of sums and their mbarriers; two boxes of dq; a
-    piece's delta.
-    """
+    """Shared memory: stages of boxes of sums, two boxes of dq, and a piece's delta."""
 
     sums: Any
     full: Any
@@ -54,7 +51,6 @@ class Staging(NamedTuple):
 
 @gluon.jit
 def allocate_staging(DTYPE: gl.constexpr):
-    """Allocate the `Staging`."""
     sums = gl.allocate_shared_memory(gl.float32, [STAGES, LINES, LINE], box_of_sums_layout())
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     delta = gl.allocate_shared_memory(gl.float32, [PIECE], flat)
@@ -81,15 +77,14 @@ def run_passes(
     the first section to be converted, once all of it is added, and so on. A piece waits only for
     work that was taken before it, so any number of programs will do.
 
-    passes: `Passes` with descriptors. It includes dq's pointer if sequences are packed: the last
-    rows of one share a box with the next one's.
+    `passes` includes dq's pointer if sequences are packed: the last rows of one share a box with
+    the next one's.
     """
     step = 0  # counted over all boxes that are staged
     pieces = sections.size * sections.pieces * MEMBERS
     total = (sections.ahead + 2 * sections.count) * pieces
     taken = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
     while taken < total:
-        # The next piece is known when this one is done.
         following = gl.atomic_add(sections.taken_ptr, 1, sem="relaxed")
         turn, part = taken // pieces - sections.ahead, taken % pieces
         converts = (turn >= 0) & (turn % 2 != 0)
@@ -122,7 +117,6 @@ def run_passes(
 
 @triton.constexpr_function
 def _boxes_of_piece(head_dim):
-    """Return how many boxes of sums a piece has."""
     return PIECE.value // ROWS.value * (sum_columns(head_dim) // COLUMNS.value)
 
 
@@ -190,7 +184,7 @@ def _load(staging, dq_sum, box, step):
 
 @gluon.jit
 def _sixteen_rows(box, INDEX: gl.constexpr):
-    """Read 16 rows of a box of sums, in the order of `sums.write_dq`."""
+    """Read 16 rows of a box, in the order of `sums.write_dq`."""
     lines = reinterpret(box, gl.float32, [2, 512], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     layout: gl.constexpr = gl.BlockedLayout([2, 4], [1, 32], [1, 1], [1, 0])
     x = gl.reshape(lines.slice(128 * INDEX, 128, dim=1).load(layout), [2, 8, 4, 2, 2])
@@ -209,5 +203,4 @@ def _store_rows(x, dq_ptr, piece, first, first_column, is_whole, problem, HEAD_D
 
 
 def map_converted(layout: Layout) -> TensorMap:
-    """Return the descriptor of dq."""
     return map_of(layout, ROWS.value, COLUMNS.value)

@@ -1,6 +1,6 @@
-"""lse in base 2 and delta of a backward's rows, as `kernels.preprocess`, prepared beside products.
+"""The rows' statistics of `kernels.preprocess`, prepared by one warp beside products.
 
-One warp computes a piece of rows at a time, which TMA loads to shared memory.
+TMA loads a piece of rows at a time to shared memory.
 """
 
 from typing import Any, NamedTuple
@@ -24,11 +24,9 @@ BOX_SIZE = gl.constexpr(1024)
 
 
 class Piece(NamedTuple):
-    """The rows of a piece.
+    """The rows of a piece, numbered over all heads.
 
     Attributes:
-        index: of the piece, over all heads.
-        first: its first row.
         end: the end of the head's rows, or of the sequence's.
         end_of_queries: the same, but the padding behind packed sequences has no queries.
     """
@@ -53,13 +51,11 @@ def _box_rows(width):
 
 @triton.constexpr_function
 def _boxes(width):
-    """Return how many boxes a stage has room for."""
     return 2 * BOX_SIZE.value // (_box_rows(width) * width)
 
 
 @triton.constexpr_function
 def _box_layout(height):
-    """Return the layout of a box's rows in registers, with eight columns a thread."""
     return gl.BlockedLayout([1, 8], [height, 32 // height], [1, 1], [1, 0])
 
 
@@ -71,7 +67,6 @@ def _swizzled_layout(width):
 
 @gluon.jit
 def locate_piece(batch, head, index, pieces, problem):
-    """Return the `Piece` of a head, of which there are `pieces`."""
     gl.static_assert(PIECE == ROW_PADDING)
     first, end, end_of_queries = index * PIECE, problem.size_other, problem.size_other
     if problem.num_sequences is not None:
@@ -87,11 +82,9 @@ def locate_piece(batch, head, index, pieces, problem):
 
 @gluon.jit
 def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
-    """Store lse2, delta and rest2 of a piece's rows; return how many boxes of out and dout it
-    loads.
+    """Store lse2, delta and rest2 of a piece; return how many boxes of out and dout it loads.
 
-    staging: one stage of its sums holds a box of each here. step: over all boxes that are staged.
-    SIZE: columns of out.
+    One stage of staging's sums holds a box of each. step: over all boxes that are staged.
     """
     WIDTH: gl.constexpr = _box_columns(SIZE)
     HEIGHT: gl.constexpr = _box_rows(WIDTH)
@@ -118,7 +111,6 @@ def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
 
 @gluon.jit
 def _load_rows(staging, passes, piece, row, column, step, WIDTH: gl.constexpr):
-    """Start to load a box of out and one of dout, with 0 for what does not exist."""
     slot = step % staging.sums.shape[0]
     full = staging.full.index(slot)
     mbarrier.expect(full, 2 * 2 * _box_rows(WIDTH) * WIDTH)
@@ -152,7 +144,6 @@ def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_lse2(statistics, piece, problem):
-    """Store lse2 of a piece's rows, and rest2 if there are terms."""
     rows, exists, lse = _load_lse(statistics, piece, problem)
     lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
     place = piece.index.to(gl.int64) * PIECE + rows
@@ -166,7 +157,7 @@ def _store_lse2(statistics, piece, problem):
 
 @gluon.jit
 def _store_delta(staging, statistics, piece, problem):
-    """Store ``rowsum(dout ∘ out) - dlse`` of a piece's rows; 0 where a row does not exist.
+    """Store ``rowsum(dout ∘ out) - dlse``, 0 where a row does not exist.
 
     In padding dout counts as 0; in a row that saw no key dlse does.
     """
@@ -192,7 +183,6 @@ def _load_lse(statistics, piece, problem):
 
 @gluon.jit
 def _first_row(piece, problem):
-    """Return a piece's first row of lse, over all heads."""
     head = (piece.batch * problem.heads_q + piece.head).to(gl.int64)
     return head * problem.size_other + piece.first
 

@@ -32,10 +32,10 @@ from twin_attention.targets.steps import steps_of_queries
 
 @triton.constexpr_function
 def q_stages(head_dim, head_dim_v, is_packed):
-    """Return for how many items shared memory holds q, dout and out.
+    """Return for how many items shared memory holds q, dout and out; with two, the next ones come
+    early.
 
-    With two, an item's rows arrive while the previous item is computed; packed sequences are
-    slower.
+    Packed sequences are slower with two.
     """
     columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
     return 2 if columns <= 128 and not is_packed else 1
@@ -73,16 +73,14 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes tiles of 128 rows of dq, one after the other.
 
-    Warps and descriptors as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of keys with
-    q·kᵀ of the next. During a tile's first q·kᵀ it computes lse2 and delta of its rows, and stores
-    them for the kernel of dk and dv. Operands: those of the portable `flash_bwd_preprocess_kernel`
-    and `flash_bwd_dq_kernel`; the statistics lse2 and delta are outputs. Loop invariant and
-    accumulation: as in the latter. Packed sequences, counter_ptr: as in `flash_fwd_kernel`; for a
-    tile without rows the producer prepares those of lse2 and delta.
+    Warps, descriptors and counter_ptr as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of
+    keys with q·kᵀ of the next. During a tile's first q·kᵀ it computes lse2 and delta of its rows,
+    and stores them for the kernel of dk and dv; the producer does so for a tile without rows.
+    Operands, loop invariant and accumulation: as in the portable `flash_bwd_preprocess_kernel` and
+    `flash_bwd_dq_kernel`; the statistics lse2 and delta are outputs.
 
-    With intervals in the mask dq is float32, passed as a pointer: it holds dq through other keys,
-    and the program adds to it. lse2 and delta are then inputs, and lse and out are None; a tile
-    that sees no key is passed over.
+    With intervals in the mask dq is float32, passed as a pointer, and the program adds to it. lse2
+    and delta are then inputs, and lse and out are None; a tile that sees no key is passed over.
 
     out, out_strides: its descriptors and None. Where shared memory has no room for its rows, nor
         for more than NUM_STAGES - 1 tiles of v: its pointer and `Strides`.

@@ -36,11 +36,7 @@ from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
 class Kernel(NamedTuple):
-    """What a consumer of `flash_bwd_dq_kernel` needs for all items; constants last, as in the
-    forward.
-
-    lists is None, as no dq has a block mask.
-    """
+    """What a consumer needs for all items, constants last as in the forward; no dq has lists."""
 
     tiles: Any
     barriers: Any
@@ -62,7 +58,7 @@ class Kernel(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """lse2, delta and rest2 of a consumer's rows; rest2 is 0 without terms."""
+    """Of a consumer's rows; rest2 is 0 without terms."""
 
     lse2: Any
     delta: Any
@@ -71,7 +67,6 @@ class Statistics(NamedTuple):
 
 @gluon.jit
 def consume_keys(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dq of each of a program's items."""
     q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
     Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -103,10 +98,7 @@ def consume_keys(kernel, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _visit_first(kernel, queries, place, slot_q, step, turn):
-    """Return the rows' `Statistics` and packed ds of the first tile of keys.
-
-    There is no ds·k to overlap with its exponentials. Its q·kᵀ overlaps the statistics.
-    """
+    """Return the rows' `Statistics`, which q·kᵀ overlaps, and packed ds of the first tile."""
     q_tile, do_tile, _out_tile, k_tile, v_tile = kernel.tiles
     q_full, do_full, _out_full, q_read, k_full, v_full = kernel.barriers
     Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
@@ -124,7 +116,6 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
     _clear_own(q_tile, q_full, kernel.problem, queries, place, slot_q, phase)
     _clear_own(do_tile, do_full, kernel.problem, queries, place, slot_q, phase)
     if Q_STAGES > 1:
-        # Once the previous item's dq is out, its place is free.
         tma.store_wait(0)
         mbarrier.arrive(q_read.index(slot_q ^ 2), count=1, pred=turn > 0)
     s = product_scores(q_tile, slot_q, k_tile, step % k_tile[0].shape[0], kernel.head_dim, layout)
@@ -143,7 +134,7 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
 def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.constexpr):
     """Return packed ds of a tile of keys, and dq, to which ds·k of the previous tile is added.
 
-    index, step: the tile's, in the item, and over all items. ds: of the previous tile.
+    index, step: the tile's, in the item, and over all items.
     """
     q_tile, do_tile, out_tile, k_tile, v_tile = kernel.tiles
     _q_full, _do_full, _out_full, _q_read, k_full, v_full = kernel.barriers
@@ -153,8 +144,8 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
     slot, slot_v = step % NUM_STAGES, step % v_tile[0].shape[0]
     previous = (step - 1) % NUM_STAGES
     if len(out_tile) == 0:
-        # 0, unknown to the compiler: else it hoists the descriptors of q and dout, for which there
-        # are no registers.
+        # 0, unknown to the compiler: else it hoists the descriptors of q and dout, beyond the
+        # registers.
         slot_q += step >> 30
     start = step_start(index, *queries.work.visits, BLOCK_KV)
     if MASKED:
@@ -231,7 +222,6 @@ def _clear_own(tile, full, problem, queries, place, slot, phase):
 
 @gluon.jit
 def _first_of_head(kernel, queries):
-    """Return where the rows of the head begin in lse."""
     work = queries.work
     return (work.batch * kernel.problem.heads_q + work.head).to(gl.int64) * kernel.problem.size
 
@@ -250,7 +240,7 @@ def _load_lse(kernel, queries):
 
 @gluon.jit
 def _row_statistics(kernel, queries, place, lse, slot_q, phase):
-    """Return the rows' `Statistics`: computed and stored or, for a part, loaded.
+    """Compute and store the rows' `Statistics` or, for a part, load them.
 
     delta is ``rowsum(dout ∘ out) - dlse``. lse2 is +inf where a row saw no key or does not exist.
     """
@@ -318,7 +308,7 @@ def _terms_of_tile(kernel, queries, start, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASKED: gl.constexpr):
-    """Return p ∘ dcap, the factor of dp - delta in ds. Queries are rows."""
+    """Return p ∘ dcap, the factor of dp - delta in ds."""
     ADDS: gl.constexpr = adds_terms(
         kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
     )
@@ -352,7 +342,6 @@ def _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v):
 
 @gluon.jit
 def _dot_rows(a, b, slot, LAYOUT: gl.constexpr):
-    """Return the product of each row of a tile with that of another tile."""
     dot = gl.zeros([64], gl.float32, LAYOUT)
     for i in gl.static_range(len(a)):
         dot += _dot_pieces(piece(a[i], slot), piece(b[i], slot), LAYOUT)

@@ -37,10 +37,9 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
-    """Return packed pᵀ of a tile of queries, and dv, to which pᵀ·dout of the previous tile is
-    added.
+    """Return packed pᵀ of a tile of queries, and dv, to which pᵀ·dout of the previous one is added.
 
-    index, step: the tile's, in the item, and over all items. packed: of the previous tile.
+    index, step: the tile's, in the item, and over all items.
     """
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
     k_tile, q_tile, do_tile = kernel.tiles.k, kernel.tiles.q, kernel.tiles.dout

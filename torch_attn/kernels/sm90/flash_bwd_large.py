@@ -78,8 +78,7 @@ def flash_bwd_large_kernel(
 
     A producer warp loads with TMA; two consumer warpgroups have 64 keys each and visit the tiles of
     BLOCK_Q = 64 queries. Operands, loop invariant and accumulation: as in the portable
-    `flash_bwd_dkdv_kernel`. The gradient that is not computed is None, as the registers have room
-    for only one. For dv, v and delta are None too.
+    `flash_bwd_dkdv_kernel`. The gradient that is not computed is None; for dv, so are v and delta.
     """
     dtype: gl.constexpr = q[0].dtype
     gl.static_assert(BLOCK_Q == 64)
@@ -149,9 +148,9 @@ def flash_bwd_large_kernel(
 
 @gluon.jit
 def consume_queries(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dk or dv of each of a program's items. Keys are rows.
+    """Compute 64 rows of dk or dv of each item. Keys are rows.
 
-    The kernel's results are the gradient's descriptors, and the tile from which it is stored.
+    `kernel.results` are the gradient's descriptors, and the tile from which it is stored.
     """
     IS_DK: gl.constexpr = len(kernel.tiles.v) > 0
     SIZE: gl.constexpr = kernel.head_dim if IS_DK else kernel.head_dim_v

@@ -1,8 +1,8 @@
-"""Flash attention, forward, for SM90.
+"""Flash attention, forward, for SM90: the formula of `torch_attn.kernels.portable.flash_fwd`.
 
-The formula of `torch_attn.kernels.portable.flash_fwd`. This file spells out what the compiler
-decides there: which warp loads, which compute, what each waits for, and which products overlap
-which softmax. Shah et al. 2024, FlashAttention-3, algorithms 1 and 2.
+This file spells out what the compiler decides there: which warp loads, which compute, what each
+waits for, and which products overlap which softmax. Shah et al. 2024, FlashAttention-3, algorithms
+1 and 2.
 """
 
 import torch
@@ -48,8 +48,8 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 # Up to this head size the first product of the next item is issued ahead; above, that is slower.
 AHEAD_HEAD_DIM = 96
-# From this many steps in its longest tile on, a dense problem takes uneven tiles from a counter; by
-# the largest head dimension.
+# By the largest head dimension: from this many steps in its longest tile on, a dense problem takes
+# uneven tiles from a counter.
 COUNTED_STEPS = {128: 64, 256: 32}
 
 
@@ -98,11 +98,7 @@ def flash_fwd_kernel(
     the carry's memory, and without sinks, a tile without keys is passed over. With a wide acc
     (`rescales_on_demand`), m_i is at most RESCALE_ABOVE below the row maximum so far.
 
-    A tile of a bias of pairs is part of the keys' stage. The dropout mask is drawn while the tile's
-    products run.
-
     Args:
-        results: `Results`.
         num_items: tiles of queries of all heads, one item each.
         together: see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
@@ -170,12 +166,10 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """Launch `flash_fwd_kernel`.
+    """Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, both contiguous.
 
-    Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; then, as lse, `rest_of_lse` if
-        there are terms, and each row's largest score if the problem asks for it. All are
-        contiguous, without B for packed sequences.
+    As lse follow `rest_of_lse` if there are terms, and each row's largest score if the problem asks
+    for it. Packed sequences have no B.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
@@ -193,7 +187,6 @@ def launch_forward(
     spec: AttentionSpec,
     backend: Backend,
 ) -> None:
-    """Launch `flash_fwd_kernel` on given outputs."""
     q = operands.q
     counter = item_counter(q, spec, _is_counted(spec, backend, q.device))
     tensors = (q, operands.k, operands.v, operands.sinks, results, counter)
@@ -244,9 +237,8 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
-    """Return True where programs take uneven tiles of a dense problem from a counter.
-
-    Handing over an item takes little time compared with a long tile.
+    """Return True if a dense problem takes uneven tiles from a counter: handing over takes little
+    time.
     """
     config = backend.configs(spec)["flash_fwd"]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
@@ -270,7 +262,6 @@ def _room_for(
     size_of_bias: int = 0,
     out_in_q: bool = False,
 ) -> bool:
-    """Return True if shared memory has room for these tiles of queries."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     keys = config.num_stages * config.block_kv
     rows = keys + tiles_q * config.block_q
@@ -286,7 +277,6 @@ def _columns_agree(spec: AttentionSpec) -> bool:
 
 
 def _place_of_out(spec: AttentionSpec, config: SpecializedConfig, size_of_bias: int) -> str:
-    """Return the place of `Results`."""
     if isinstance(spec, PartialSpec) and not spec.last:
         return "part"
     staged = not _columns_agree(spec) or _room_for(spec, config, 1, size_of_bias)

@@ -53,7 +53,7 @@ from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
 class Kernel(NamedTuple):
-    """What a consumer of `flash_fwd_kernel` needs for all items.
+    """What a consumer needs for all items.
 
     A variable would turn the constants into tensors. They come last: otherwise Triton 3.6 loses
     those of the other tuples in loops.
@@ -231,7 +231,7 @@ def _visit(
 ):  # fmt: skip
     """Compute p of a tile of keys while p·v of the previous one runs; return packed, m_i, l_i, acc.
 
-    index, step: the tile's, in the item, and over all items. packed: p of the previous tile.
+    index, step: the tile's, in the item, and over all items.
     """
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, _q_read, k_full, v_full = kernel.barriers
@@ -274,8 +274,8 @@ def _visit(
         of_keys = _load_keys(kernel, queries, index, start, BLOCK_KV)
     s, shift, unit = _scores(kernel, queries, s, of_tile.offset, bias, of_keys, start, MASKED)
     if softmax.bounded:
-        # Without a maximum each half is computed by itself; the second takes the registers of the p
-        # that was multiplied.
+        # Each half is computed by itself; the second takes the registers of the p that was
+        # multiplied.
         left, right = split_columns(s)
         left, l_i = bounded_update(left, l_i, kernel.rule, MASKED)
         acc, p = wait_product(acc, p)
@@ -357,7 +357,6 @@ def _first_key(kernel, queries, index, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _load_keys(kernel, queries, index, start, BLOCK_KV: gl.constexpr):
-    """Return what `hide_keys` needs of an edge tile from key `start` on."""
     begin, before, _full, _after = queries.work.visits
     alike = step_is_alike(index, begin, before, kernel.problem.segments)
     return load_keys(
@@ -394,7 +393,6 @@ def _read_bias(kernel, of_tile, slot, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _report_read_keys(kernel, slot):
-    """Report that a tile of keys has been read, and with it the tile of a bias."""
     NUM_STAGES: gl.constexpr = kernel.tiles[1][0].shape[0]
     READERS: gl.constexpr = 128 * (kernel.block_q // 64) + 32
     if kernel.terms.bias.boxes is not None:

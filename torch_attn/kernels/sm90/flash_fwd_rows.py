@@ -24,7 +24,7 @@ class Results(NamedTuple):
         carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`.
         place: from where a tile of out is stored: "staged", shared memory of its own; "in q", that
             of the queries; or "part", registers, in float32 by its pointer.
-        rest: as lse, `rest_of_lse`; None without terms.
+        rest: as lse, `rest_of_lse`.
     """
 
     out: Any
@@ -37,9 +37,9 @@ class Results(NamedTuple):
 
 @gluon.jit
 def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
-    """Return m_i, l_i and acc of rows before their first tile of keys, and which rows have a carry.
+    """Return m_i, l_i and acc before the first tile of keys, and which rows start from a carry.
 
-    A row with a carry starts from it. Without carries the last result is 0.
+    Without carries the last is 0.
     """
     layout: gl.constexpr = product_layout(BLOCK_KV)
     start = 0.0 if softmax.bounded else float("-inf")
@@ -61,7 +61,7 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _load_part(kernel, queries, m_i, l_i):
-    """Start rows from a result over other keys; return m_i, l_i, acc and which rows have one."""
+    """Return m_i, l_i, acc of rows with a result over other keys, and which rows have one."""
     work, heads, results = queries.work, kernel.problem.heads_q, kernel.results
     end, rows = work.rows.end, queries.rows
     carried = results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows
@@ -112,7 +112,6 @@ def store_statistics(kernel, queries, m_i, l_i, factor, SINK_LAST: gl.constexpr)
 
 @gluon.jit
 def store_out(kernel, queries, acc, CONSUMER: gl.constexpr):
-    """Store a consumer's rows, or start to store them."""
     work, heads = queries.work, kernel.problem.heads_q
     end = work.rows.end
     if kernel.results.place == "part":

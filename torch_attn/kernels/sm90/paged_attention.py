@@ -1,8 +1,8 @@
 """Paged attention of long chunks of new tokens, for SM90.
 
-The formula of `torch_attn.kernels.portable.paged_attention`, the division of work of `flash_fwd`,
-with a TMA instruction for each page of a tile of keys. Shah et al. 2024, FlashAttention-3, over the
-pages of PagedAttention (Kwon et al. 2023).
+The formula of `torch_attn.kernels.portable.paged_attention`, the roles of `flash_fwd`, with a TMA
+instruction for each page of a tile of keys. Shah et al. 2024, FlashAttention-3, over the pages of
+PagedAttention (Kwon et al. 2023).
 """
 
 import torch
@@ -96,13 +96,14 @@ def paged_attention_kernel(
     """One program computes BLOCK_Q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. A
-    producer and two consumers of 64 rows each work as in `flash_fwd`, in turn with PING_PONG.
-    GROUP_SIZE is a power of two up to 64, and PAGE_SIZE one from 16 on.
+    producer and two consumers of 64 rows work as in `flash_fwd_kernel`, in turn with PING_PONG; so
+    do loop invariant and accumulation. GROUP_SIZE is a power of two up to 64, and PAGE_SIZE one
+    from 16 on.
 
     q, k and v are TMA descriptors, one for each column piece: of [Tq, Hq, D], and of
     [P, Hkv, page_size, D]. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
     tiles of `locate_tokens`) in one axis, kv heads fastest and the last tiles first, as they see
-    most keys. Loop invariant and accumulation: as in `flash_fwd_kernel`.
+    most keys.
     """
     gl.static_assert(BLOCK_Q == 128)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
@@ -155,8 +156,8 @@ def _visible_tiles(
     """Return the tiles of keys that a program's rows see.
 
     Returns:
-        (begin, end, before, full, after, hidden): the first tile's first key, and the end of the
-        visible keys; three numbers as in `tiles_at_edges`; and how many of the first tile's keys no
+        (begin, end, before, full, after, hidden): the first tile's first key, the end of the
+        visible keys, three numbers of `tiles_at_edges`, and how many of the first tile's keys no
         row's window reaches. Where nothing is visible there is one masked tile, so that each
         consumer has one; a program without rows has no tiles.
     """
@@ -360,7 +361,7 @@ def _consume(
 
 @gluon.jit
 def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
-    """Store the rows of SIZE columns that exist, from the registers where they were computed."""
+    """Store the rows of SIZE columns that exist."""
     for i in gl.static_range(num_pieces(SIZE)):
         _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
 

@@ -1,4 +1,4 @@
-"""Gradients through some of the keys: the backward kernels, adding dq to that through other keys.
+"""Gradients through some of the keys: the backward kernels, adding to dq through other keys.
 
 As `torch_attn.kernels.portable.partial_bwd`, in either of the two ways to dq of `flash_bwd`. The
 carry's dq is the kernel's sums, if it has them.
@@ -32,7 +32,6 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
-    """Compute the gradients through the keys of the operands; `partial_dq` finishes dq."""
     q, k, v = operands[:3]
     has_sums = "flash_bwd_fused" in backend.configs(spec)
     if carry is None:

@@ -13,7 +13,7 @@ from twin_attention.targets.family import Backend
 def partial_dq(
     like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
 ) -> Tensor:
-    """Return dq from the carry, as the portable `partial_dq`, or from the kernel's sums."""
+    """Return dq as the portable `partial_dq` does, or from the kernel's sums."""
     if "flash_bwd_fused" not in backend.configs(spec):
         return carry.dq.to(like.dtype)
     dq = like.new_empty(like.shape)

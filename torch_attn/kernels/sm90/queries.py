@@ -59,10 +59,7 @@ from twin_attention.targets.steps import steps_of_keys
 
 
 class Queries(NamedTuple):
-    """The queries that an item may visit: `size`, from the sequence's first on.
-
-    first_row: the first row of lse2, delta and the sums.
-    """
+    """The queries that an item may visit; first_row: of lse2, delta and the sums."""
 
     first: Any
     size: Any
@@ -73,10 +70,7 @@ class Keys(NamedTuple):
     """A consumer's 64 rows of an item, which are keys.
 
     Attributes:
-        batch, head: the batch element and the first query head.
-        rows, queries, visits: the tile's `Rows`, the `Queries` that it may visit, and begin,
-            before, full and after of its tiles of queries.
-        first: the first row.
+        visits: begin, before, full and after of the tile's tiles of queries.
         position: positions of the rows, in query coordinates; with intervals the first query that
             sees each key.
         end: the first position without a key.
@@ -98,7 +92,7 @@ class Keys(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a consumer needs for all of its items; constants last, as in the forward's `Kernel`.
+    """What a consumer needs for all items, constants last as in the forward.
 
     Attributes:
         results: what the consumer stores, as its kernel describes it.
@@ -124,7 +118,7 @@ class Kernel(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles in shared memory, and rows, of `produce_queries`; () for those that are not loaded."""
+    """Tiles in shared memory, and rows; () for those that are not loaded."""
 
     k: Any
     v: Any
@@ -137,8 +131,6 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Mbarriers: a tile is full, or the keys and values have been read."""
-
     k_full: Any
     v_full: Any
     kv_read: Any
@@ -203,7 +195,7 @@ def locate_keys(
 
 @gluon.jit
 def head_index(item, place, problem):
-    """Return an item's head, as items count them; place: of `next_item`."""
+    """Return an item's head of all, as items count them."""
     index = place.head
     if problem.intervals is None and not are_counted(
         problem.num_sequences, problem.segments, problem.tree
@@ -215,7 +207,7 @@ def head_index(item, place, problem):
 
 @gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
-    """Return the batch element and the first query head of a head of items."""
+    """Return the batch element and the first query head."""
     heads = problem.heads_q // MEMBERS
     is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
     if problem.elements_adjoin and not is_counted and problem.intervals is None:
@@ -250,7 +242,6 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _mark_rows(problem, place, batch, rows, position):
-    """Return the `Marks` of keys, in query coordinates."""
     first = 0
     if problem.num_sequences is not None and problem.tree is not None:
         first, _size = rows_of_sequence(
@@ -282,7 +273,7 @@ def produce_queries(
     HEAD_DIM: gl.constexpr,
     HEAD_DIM_V: gl.constexpr,
 ):
-    """Load all tiles that the consumers of dk and dv multiply, and the values of the queries' rows.
+    """Load all that the consumers of dk and dv multiply, and the values of the queries' rows.
 
     Without a tile of v neither v nor delta is loaded. The single tile of a bias is loaded with
     dout, and read early in a step. sections: (), or the `Sections` whose rows must be begun.
@@ -434,7 +425,6 @@ def hand_back_bias(terms):
 
 @gluon.jit
 def read_lse(tiles, slot, LAYOUT: gl.constexpr):
-    """Return lse2 and rest2 of the queries in a slot; rest2 is 0 without terms."""
     rest2 = 0
     if len(tiles.rest2) > 0:
         rest2 = read_row(tiles.rest2[0], slot, LAYOUT)[None, :]
@@ -455,11 +445,7 @@ def exponents_of_keys(
     kernel, keys, s, lse, start, of_queries, own, of_tile, MASKED: gl.constexpr,
     FAR: gl.constexpr = False,
 ):  # fmt: skip
-    """Return the exponents of pᵀ, and the derivative of the cap. Keys are rows.
-
-    lse: of `read_lse`. start: the first query. of_queries: of `load_queries`. own, of_tile: terms
-    of head and tile. FAR: as in `terms.add_terms`.
-    """
+    """Return the exponents of pᵀ, and the derivative of the cap; lse: of `read_lse`."""
     # dq needs finite ds of keys that do not exist; otherwise nothing reads it.
     end, left, right = None, kernel.left, kernel.right
     if kernel.problem.intervals is not None:
@@ -508,7 +494,7 @@ def persistent_keys(
     """Return `persistent` for a kernel whose items are tiles of keys.
 
     members: query heads that an item visits: all of a GQA group, or one. ragged: hide keys that do
-    not exist in every tile. Others as in `persistent`.
+    not exist in every tile.
     """
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)

@@ -43,14 +43,12 @@ def dq_blocks(size):
 
 @triton.constexpr_function
 def consumer_blocks(size, consumer):
-    """Return which of `dq_blocks` a consumer computes: the first consumer, only the first."""
     every = tuple(range(len(dq_blocks(size))))
     return every[:1] if consumer == 0 else every[1:]
 
 
 @triton.constexpr_function
 def block_piece(size, index):
-    """Return the column piece that a block is in."""
     start, first = dq_blocks(size)[index][0], 0
     for i, width in enumerate(column_pieces(size)):
         if start < first + width:
@@ -82,7 +80,7 @@ def _nth(values, index):
 
 @gluon.jit
 def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr):
-    """Allocate shared memory for ds of this and the previous tile of queries, by halves of keys.
+    """Allocate ds of this and the previous tile of queries, by halves of keys.
 
     STORED: queries down, as boxes that TMA stores; otherwise keys down.
     """
@@ -95,7 +93,6 @@ def allocate_ds(DTYPE: gl.constexpr, BLOCK_Q: gl.constexpr, STORED: gl.constexpr
 
 @gluon.jit
 def tile_of_ds(ds_buffer, step, half):
-    """Return the place of a step's ds for one half of the keys, keys down."""
     tile = ds_buffer.index(step % 2 * 2 + half)
     if len(ds_buffer.shape) == 5:
         tile = tile.reshape([ds_buffer.shape[3], ds_buffer.shape[4]]).permute((1, 0))
@@ -104,9 +101,7 @@ def tile_of_ds(ds_buffer, step, half):
 
 @gluon.jit
 def start_dq(ds_buffer, step, k_tile, first, CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Start this consumer's part of ds·k, two products a block; k has tiles `first` and `first +
-    1`.
-    """
+    """Start this consumer's part of ds·k, two products a block, for two tiles of k."""
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     dq = ()
     for i in gl.static_range(len(BLOCKS)):
@@ -129,7 +124,7 @@ def _start_block(ds_buffer, step, k_tile, first, BLOCK: gl.constexpr, HEAD_DIM: 
 
 @gluon.jit
 def allocate_dq(CONSUMER: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Allocate shared memory for this consumer's part of a tile's dq, as boxes of each block."""
+    """Allocate this consumer's part of a tile's dq, as boxes of each block."""
     BLOCKS: gl.constexpr = consumer_blocks(HEAD_DIM, CONSUMER)
     tiles = ()
     for i in gl.static_range(len(BLOCKS)):
@@ -149,10 +144,10 @@ def box_of_sums_layout():
 
 @gluon.jit
 def write_dq(dq_tiles, dq):
-    """Write this consumer's part of a tile's dq to shared memory.
+    """Write this consumer's part of a tile's dq to shared memory, in the order of the sums.
 
-    The order is that of the sums in global memory: 64 rows are consecutive, block by block, each as
-    registers hold it: four values of a thread, then the threads.
+    64 rows are consecutive, block by block, each as registers hold it: four values of a thread,
+    then the threads.
     """
     flat_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for i in gl.static_range(len(dq)):
@@ -206,7 +201,7 @@ def sum_columns(size):
 
 @gluon.jit
 def _order_as_registers(x):
-    """Flatten 64 rows of a product to one axis: column blocks, threads, then a thread's values."""
+    """Flatten 64 rows of a product: column blocks, threads, then a thread's values."""
     parts = gl.reshape(x, [4, 2, 8, x.shape[1] // 8, 4, 2])
     return gl.reshape(gl.permute(parts, [3, 0, 2, 4, 1, 5]), [64 * x.shape[1]])
 

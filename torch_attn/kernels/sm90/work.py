@@ -44,7 +44,6 @@ class Queries(NamedTuple):
         first, rows: the first row, and all.
         position, right: positions of the rows; with intervals the first key that each row sees,
             and how many follow it.
-        marks, pairs, terms: `Marks` and `Pairs` of the rows, `HeadTerms` of their head.
     """
 
     work: Any
@@ -123,8 +122,7 @@ def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.conste
 def clear_visited(tiles, full, step, problem, queries, index, start):
     """Clear rows of other sequences and of padding in visited tiles: they may be NaN.
 
-    tiles, full: of keys or of values, and their mbarriers. step, index: over all items, and in the
-    item. start: their first key.
+    step, index: over all items, and in the item. start: the tile's first key.
     """
     has_padding = False
     if problem.segments is not None:
