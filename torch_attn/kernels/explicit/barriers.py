@@ -27,8 +27,8 @@ def number_barriers(first: int, *counts: int) -> tuple[gl.constexpr, ...]:
 # Where queries stay: a consumer has the turn; a tile of keys, and of values, has been read.
 MAX_STAGES = gl.constexpr(3)
 TURN, K_READ, V_READ = number_barriers(6, 3, MAX_STAGES.value, MAX_STAGES.value)
-# Where keys stay: a tile of queries, and of dout, has been read: all that kernels of large heads
-# use, with three stages of dout.
+# Where keys stay: a tile of queries, and of dout, has been read. Large heads, with three stages
+# of dout, use no others.
 MAX_Q_STAGES, MAX_DO_STAGES, MAX_LARGE_DO_STAGES = map(gl.constexpr, (3, 2, 3))
 Q_READ, DO_READ = number_barriers(5, MAX_Q_STAGES.value, MAX_LARGE_DO_STAGES.value)
 # Then: ds is written; a consumer's part of dq is written, and is free; the bias has been read.
@@ -36,7 +36,7 @@ Q_READ, DO_READ = number_barriers(5, MAX_Q_STAGES.value, MAX_LARGE_DO_STAGES.val
 _, _, DS_WRITTEN, DQ_WRITTEN, DQ_FREE, BIAS_READ = number_barriers(
     5, MAX_Q_STAGES.value, MAX_DO_STAGES.value, 1, 2, 2, 1
 )
-# Threads that meet at a barrier of a backward: both consumers and the producer.
+# Both consumers of a backward and the producer.
 READERS = gl.constexpr(2 * 128 + 32)
 
 
@@ -72,7 +72,8 @@ def arrive_at_slot(slot, FIRST: gl.constexpr, COUNT: gl.constexpr, NUM_THREADS: 
     """Arrive at the barrier of a slot; FIRST is that of the first of COUNT slots.
 
     Behind `fence_async_shared` a number must be a constant: a barrier reads a register late, and
-    ptxas 12.8 may overwrite it before (`tuning/static/barriers.py`). `arrive` is shorter.
+    ptxas 12.8 may overwrite it before (`tuning/static/barriers.py`). Elsewhere `arrive` takes fewer
+    instructions.
     """
     gl.inline_asm_elementwise(
         _arrive_instructions(FIRST, COUNT, NUM_THREADS), "=r,r,~{memory}", [slot],

@@ -1,6 +1,6 @@
 """Block masks: as `torch_attn.kernels.library.block_mask`, with scalars and binary searches.
 
-They need no layout, and producer and consumers search without waiting for each other.
+They need no layout, and no warp waits for another.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Results over some of the keys: float32 rows that accumulators are loaded from and stored to.
+"""Results over some of the keys, float32, as accumulators.
 
 `pointer` is the first of 64 rows in [S, heads, SIZE]; `exists` [64] says which there are.
 """
@@ -22,7 +22,7 @@ def load_carry(pointer, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def keep_rows(acc, kept):
-    """Set rows of an accumulator to 0 where `kept` is False, whatever they hold."""
+    """Set rows to 0 where `kept` is False, whatever they hold."""
     result = ()
     for i in gl.static_range(len(acc)):
         result = result + (_keep_piece(acc[i], kept),)
@@ -37,7 +37,6 @@ def _keep_piece(x, kept):
 
 @gluon.jit
 def prefetch_carry(pointer, count, heads, ROWS: gl.constexpr, SIZE: gl.constexpr):
-    """Start to fetch the first `count` of ROWS rows to the L2 cache."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     row = gl.minimum(gl.arange(0, ROWS, layout), count - 1)
     gl.inline_asm_elementwise(
@@ -67,7 +66,7 @@ def add_carry(pointer, acc, exists, heads, SIZE: gl.constexpr):
 
 @gluon.jit
 def head_rows(pointer, batch, num_rows, start, head, heads, SIZE: gl.constexpr):
-    """Return the pointer to a head's rows from `start` on, in [B, num_rows, heads, SIZE]."""
+    """Return the pointer to rows in [B, num_rows, heads, SIZE]."""
     row = batch.to(gl.int64) * num_rows + start
     return pointer + (row * heads + head) * SIZE
 

@@ -93,8 +93,7 @@ def fetch_tile(
     """Copy rows of a [num_rows, SIZE] matrix, from `start` on, to a tile; the caller commits.
 
     Columns past SIZE become 0. MASK_ROWS: so do rows past `num_rows` and, by segments `ids_ptr`,
-    padding, which may be NaN; otherwise all rows exist. ASYNC: rows are aligned to 16 bytes; others
-    pass through registers.
+    padding, which may be NaN. ASYNC: rows are aligned to 16 bytes; others pass through registers.
     """
     if ids_ptr is not None:
         ids_ptr += start
@@ -152,9 +151,7 @@ def _row_pointers(
     LAYOUT: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
-    """Return the addresses of rows.
-
-    A thread's rows are at constant distances, added last: one register plus constants. Otherwise
+    """A thread's rows are at constant distances, added last: one register plus constants. Otherwise
     each step computes each address.
     """
     PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())

@@ -1,8 +1,7 @@
 """The gradient of a table of distances, in the register layout of accumulators.
 
-In most tiles all pairs share the table's first entry or its last: each thread sums these over
-tiles, until the head changes or the work item ends. In other tiles, pairs of the same distance are
-summed before they reach memory.
+In most tiles all pairs share the table's first or last entry: each thread sums these over tiles of
+a head. In others, pairs of the same distance are summed before they reach memory.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ def no_end_sums(terms):
 
 @gluon.jit
 def add_end_sums(ends, terms, head):
-    """Add `EndSums` to their entries, each warp its own, so that warps need not meet."""
+    """Add `EndSums`, each warp to entries of its own, so that warps need not meet."""
     if terms.drelative is not None:
         row = terms.drelative + gl.cast(head, gl.int64) * (2 * terms.radius + 1)
         _add_of_warps(row, ends.first)
@@ -48,7 +47,7 @@ def _add_of_warps(entry, parts):
 
 @gluon.jit
 def follow_head(ends, terms, head, before):
-    """Return the `EndSums` for a tile of `head` after one of the head `before`."""
+    """Return the `EndSums` for a tile of `head` after one of `before`."""
     if terms.drelative is not None:
         first, last = ends
         if head != before:

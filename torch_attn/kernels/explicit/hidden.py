@@ -1,7 +1,7 @@
 """Keys that a query does not see because of their segment, end or depth.
 
-The values of the work item's rows stay in registers; those of visited rows are loaded only in steps
-that need a mask, before the scores are awaited, where registers are free.
+The values of the item's rows stay in registers; those of visited rows are loaded only in steps that
+need a mask, before the scores are awaited, where registers are free.
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ class Marks(NamedTuple):
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.
-        ends: pointer to visited keys' ends; or the ends of keys that stay, in query coordinates.
-        depths: depths of queries that stay, or the greatest that see keys that stay.
+        ends: pointer to visited keys' ends; or ends of keys that stay, in query coordinates.
+        depths: of queries that stay, or the greatest that see keys that stay.
     """
 
     ids: Any
@@ -32,9 +32,7 @@ class Marks(NamedTuple):
 
 @gluon.jit
 def mark_queries(mask, row_q, row_kv, rows, num_rows):
-    """Return the `Marks` of queries; row_q, row_kv: index of query 0 and key 0 in ids, depths and
-    ends.
-    """
+    """row_q, row_kv: index of query 0 and key 0 in ids, depths and ends."""
     # Triton 3.6 cannot return None.
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
@@ -75,7 +73,7 @@ def _load_ids(ids_ptr, rows, num_rows):
 def load_keys(
     mask, marks, start, num_keys, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what `hide_keys` needs of BLOCK keys from `start` on; alike: segments hide none."""
+    """Load what `hide_keys` needs of keys from `start` on; alike: segments hide none."""
     ids, ends, reach = 0, 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_keys, BLOCK, LAYOUT, alike)

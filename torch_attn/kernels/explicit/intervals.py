@@ -9,9 +9,8 @@ from torch_attn.kernels.library.tiles import tiles_between
 
 @gluon.jit
 def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Return which tiles of the other axis a tile of rows sees.
-
-    Bounds never decrease, so the first and the last row suffice, and no warp waits for another.
+    """As the library's. Bounds never decrease: the first and the last row suffice, and no warp
+    waits.
     """
     last = gl.minimum(start + BLOCK, num_rows) - 1
     begin, full_begin = gl.load(intervals.begins + start), gl.load(intervals.begins + last)
@@ -25,7 +24,7 @@ def tiles_of_rows(intervals, start, num_rows, BLOCK: gl.constexpr, BLOCK_OTHER: 
 def load_windows(intervals, rows, num_rows):
     """Return the first row of the other axis that rows see, and how many follow it.
 
-    The second is negative where nothing is seen, and for rows past `num_rows`.
+    That is negative where nothing is seen, and for rows past `num_rows`.
     """
     begins = gl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = gl.load(intervals.ends + rows, mask=rows < num_rows, other=0)

@@ -34,9 +34,9 @@ class Problem(NamedTuple):
     """The problem from which a kernel's work items follow; absent parts are None.
 
     Attributes:
-        size, size_other: rows of the axis whose tiles are work items, and of the other one.
+        size, size_other: rows of the axis whose tiles are items, and of the other one.
         diagonal: key position of the first query.
-        together: how many heads' tiles follow each other by length, see `head_and_tile`.
+        together: see `head_and_tile`.
         offsets, offsets_other: where packed sequences begin on both axes.
         elements_adjoin: in dense problems, the batch elements of a head follow each other.
     """
@@ -58,11 +58,10 @@ class Problem(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A work item's rows; packed sequences count them from the first of all.
+    """A work item's rows, to the end of the head or sequence; packed sequences count from the
+    first.
 
-    Attributes:
-        end: the end of the head's or the sequence's rows.
-        diagonal: key position of the first query.
+    diagonal: key position of the first query.
     """
 
     start: Any
@@ -71,7 +70,7 @@ class Rows(NamedTuple):
 
 
 class Others(NamedTuple):
-    """The rows of the other axis that an item may visit: `size`, from the sequence's `first` on."""
+    """The rows that an item may visit: `size`, from the sequence's `first` on."""
 
     first: Any
     size: Any
@@ -90,11 +89,10 @@ class Place(NamedTuple):
 
 
 class ListedPlace(NamedTuple):
-    """A work item whose tiles are listed, in a dense batch without end ... sequence.
+    """A work item whose tiles are listed; in a dense batch end ... sequence are 0.
 
-    Attributes:
-        before, full: how many tiles need a mask, and how many need none.
-        first, padding: as in `steps.TileList`.
+    before, full: how many tiles need a mask, and how many need none. first, padding: as in
+    `steps.TileList`.
     """
 
     head: Any
@@ -117,7 +115,7 @@ class Pairs(NamedTuple):
         element: of the batch, or the packed sequence.
         head: the query head, or the first of them.
         first: the first row that stays, counted from its sequence's first.
-        position: that row's position on the axis of the visited rows.
+        position: that row's position on the other axis.
     """
 
     element: Any
@@ -140,14 +138,14 @@ class Part(NamedTuple):
 
 @gluon.jit
 def work_item(turn):
-    """Return a program's item of a turn; in every other turn programs go in reverse order."""
+    """Return a program's item; in every other turn programs go in reverse order."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     return turn * programs + gl.where(turn & 1 == 0, program, programs - 1 - program)
 
 
 @gluon.jit
 def head_and_tile(item, num_items, together, num_tiles):
-    """Return an item's head, and which of the head's tiles it is, the longest being 0.
+    """Return an item's head, and which of its tiles the item is, the longest being 0.
 
     Of `together` heads at a time, the longest tiles come first. The items of a turn are about
     equally long, and a program with a longer one has a shorter one in the next turn.
@@ -180,9 +178,8 @@ def next_item(
         shared: of `allocate_hand_over`, or () where programs take turns.
         counter_ptr: items taken by all programs, or None. Lists have their own counter.
         LAST_FIRST: the last tile is the longest.
-        row_ptrs: (), or lse2, delta and rest2, which tiles that are passed over get as well.
+        row_ptrs: (), or lse2, delta and rest2, prepared for tiles that are passed over too.
         sections: (), or the `Sections` in which packed tiles that are passed over count as added.
-        heads: heads of a batch element, as items count them.
         PASSES_OVER: also pass over tiles whose rows see nothing in their intervals.
     """
     item, place = work_item(turn), Place(0, 0, 0, 0, 0, 0, 0)
@@ -215,7 +212,7 @@ def next_item(
 
 @gluon.jit
 def own_item(turn, problem, shared, READER: gl.constexpr = None):
-    """Return an item of a turn, and the `Place`, `ListedPlace` or `Part` of one from a counter.
+    """Return an item, and the `Place`, `ListedPlace` or `Part` of one from a counter.
 
     READER: the caller among those that get items from the producer, which passes None.
     """
@@ -292,7 +289,7 @@ def _take_listed(problem, BLOCK: gl.constexpr, LAST_FIRST: gl.constexpr):
 
 @gluon.jit
 def _with_list(problem, place, batch, BLOCK: gl.constexpr, BLOCK_OTHER: gl.constexpr):
-    """Add the contents of its list to a place, so that no other warp waits for the list.
+    """Add its list to a place, so that no other warp waits for it.
 
     Where nothing is visible there is one masked tile, so that each consumer has one.
     """
@@ -330,7 +327,7 @@ def _take_part(
 
 @gluon.jit
 def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
-    """Store statistics for a tile of ROW_PADDING missing rows, so that p and ds are 0."""
+    """Store statistics of ROW_PADDING missing rows, so that p and ds are 0."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     tiles = count_sequence_tiles(problem.size, problem.num_sequences, BLOCK)
     first = (place.head.to(gl.int64) * tiles + place.tile) * BLOCK
@@ -342,7 +339,7 @@ def _prepare_rows(row_ptrs, place, problem, BLOCK: gl.constexpr):
 
 @gluon.jit
 def allocate_hand_over(READERS: gl.constexpr, LISTED: gl.constexpr, SLOTS: gl.constexpr = 1):
-    """Allocate shared memory for items and places, and mbarriers: written, and read.
+    """Allocate shared memory and two mbarriers: written, and read.
 
     SLOTS: with two, the producer may take an item ahead.
     """
@@ -403,7 +400,7 @@ def persistent(
     """Return grid and arguments of a kernel whose programs take work items in turn.
 
     Args:
-        steps: how many steps each tile of a head takes, the longest first.
+        steps: how many each tile of a head takes, the longest first.
         heads: of all batch elements.
         arguments: those that only this kernel has.
         is_counted: a dense problem's items come from a counter.
@@ -424,7 +421,7 @@ def heads_at_a_time(
     is_counted: bool,
     has_sections: bool,
 ) -> int:
-    """Return how many heads' tiles follow each other by length; arguments as in `persistent`.
+    """Return `together` of `head_and_tile`; arguments as in `persistent`.
 
     Where the lengths are data on the device, tiles are not sorted.
     """
@@ -460,11 +457,10 @@ def item_counter(
 
 @lru_cache(maxsize=1024)
 def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles to sort by length together, so that all programs end together.
+    """Return how many heads' tiles to sort by length, so that all programs end together.
 
-    It is the fewest heads within 1 % of the best balance, since their tiles share the L2 cache.
-    Heads of few tiles are bound by memory: they go in pairs, whose rows are adjacent, where that is
-    within 3 %.
+    It is the fewest within 1 % of the best balance, since their tiles share the L2 cache. Heads of
+    few tiles are bound by memory: they go in pairs, whose rows are adjacent, if that is within 3 %.
     """
     if min(steps) == max(steps):
         return 1
@@ -482,7 +478,7 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 @lru_cache(maxsize=1024)
 def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
-    """Return how many heads' tiles to sort together where items come from a counter.
+    """Return how many heads' tiles to sort where items come from a counter.
 
     It is the fewest, a power of two, within 2 % of the best balance, since their rows share the L2
     cache. A program that had a long tile takes a short one of the next heads.
@@ -494,7 +490,7 @@ def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
 
 
 def _balance_of_counter(steps: tuple[int, ...], heads: int, programs: int, together: int) -> float:
-    """Return `_balance` where the program that is free first takes the next item."""
+    """Return `_balance` where a free program takes the next item."""
     ends = [0] * programs
     for first in range(0, heads, together):
         for cost in steps:

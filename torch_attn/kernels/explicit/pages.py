@@ -11,7 +11,8 @@ from torch_attn.kernels.explicit.tma import load_box, num_pieces, piece_start, t
 def find_pages(table_ptr, start, end, num_pages, PAGE_SIZE: gl.constexpr, BLOCK: gl.constexpr):
     """Return the pages of keys start .. start + BLOCK of a sequence.
 
-    Past `end` they are `num_pages`, none. An id out of range, the caller's mistake, becomes valid.
+    From `end` on they are `num_pages`, none. An id out of range, the caller's mistake, becomes
+    valid.
     """
     ROWS: gl.constexpr = PAGE_SIZE if PAGE_SIZE < BLOCK else BLOCK
     pages = ()
@@ -27,7 +28,7 @@ def find_pages(table_ptr, start, end, num_pages, PAGE_SIZE: gl.constexpr, BLOCK:
 def load_pages(
     maps, tile, slot, pages, start, head, full, PAGE_SIZE: gl.constexpr, SIZE: gl.constexpr
 ):
-    """Load the keys from `start` on to a tile, 0 without a page; `full` completes."""
+    """Load keys from `start` on, 0 without a page; `full` completes."""
     BLOCK: gl.constexpr = tile[0].shape[3]
     ROWS: gl.constexpr = BLOCK // len(pages)
     mbarrier.expect(full, tile_bytes(BLOCK, SIZE))

@@ -16,7 +16,7 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 
 # Rows of a piece, all of one packed sequence.
 PIECE = ROW_PADDING
-# Places for sections besides those that are begun and those being converted.
+# Places besides those of sections that are begun or being converted.
 SPARE_PLACES = gl.constexpr(2)
 
 
@@ -25,14 +25,11 @@ class Sections(NamedTuple):
 
     Attributes:
         size: heads of a section, whose items are mixed; the last section may have fewer.
-        count: how many sections there are.
         ahead: how many are begun before the first one is converted.
         places: for how many the sums have room; a converted one's place is used again.
-        items: work items of a head.
-        pieces: pieces of a query head's rows.
+        items, pieces: of a head, and of a query head's rows.
         taken_ptr: pieces that programs have taken, to begin or to convert them.
-        begun_ptr, converted_ptr: each section's pieces that are begun, and converted.
-        added_ptr: each section's items that have been added.
+        begun_ptr, converted_ptr, added_ptr: each section's pieces, and items that were added.
     """
 
     size: Any
@@ -62,8 +59,8 @@ def divide_heads(counter_ptr, problem, UNFINISHED: gl.constexpr, MEMBERS: gl.con
     """Return the `Sections`; their counts follow the work items' counter.
 
     So many are begun ahead that each program has two items besides those of UNFINISHED sections: no
-    program waits for a section's last item. There are places for these, for as many sections as
-    programs convert at a time, and a few more; more heads need no more memory.
+    program waits for a section's last item. There are places for these, for as many as programs
+    convert at a time, and for a few more; more heads need no more memory.
     """
     items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
     pieces = count_sequence_tiles(problem.size_other, problem.num_sequences, PIECE)
@@ -84,7 +81,7 @@ def heads_with_sums(
 ) -> int:
     """Return for how many heads there are sums at a time, on the host as `divide_heads` does.
 
-    together: heads of a section, unless there are fewer. items, pieces: of a head.
+    together: heads of a section, unless there are fewer.
     """
     size = min(together, heads)
     ahead = triton.cdiv(2 * programs, size * items) + unfinished

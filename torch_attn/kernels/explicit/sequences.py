@@ -40,7 +40,7 @@ def find_sequence(
 ):
     """Return the last sequence whose tiles do not begin after `tile`, 0 .. N.
 
-    With ROWS, tiles are those after the sequences' first ones, as in `locate_tokens`.
+    ROWS: tiles after the sequences' first ones count, as in `locate_tokens`.
     """
     first = 0
     count = num_sequences + 1

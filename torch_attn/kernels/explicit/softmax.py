@@ -28,8 +28,8 @@ def online_softmax_update(
 ):
     """Update the running softmax: `library.softmax.online_softmax_update`.
 
-    l_i is [rows, 4], of `add_columns`; a row's lanes are added at the end. ON_DEMAND: m_i grows
-    only where a score passes it by RESCALE_ABOVE, so most factors are 1.
+    l_i is [rows, 4], of `add_columns`. ON_DEMAND: m_i grows only where a score passes it by
+    RESCALE_ABOVE, so most factors are 1.
     """
     m_new = gl.maximum(m_i, gl.max(s, 1) * exp2_scale)
     if ON_DEMAND:

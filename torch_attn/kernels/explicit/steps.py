@@ -19,10 +19,7 @@ from torch_attn.kernels.tile_lists import ALIKE, HEADER, OTHERS_PADDED, PADDED, 
 class TileList(NamedTuple):
     """What a work item knows of its list before its first step.
 
-    Attributes:
-        middle: pointer to the list's middle.
-        first: the entry of the first step's tile.
-        padding: PADDED and OTHERS_PADDED of the list's header.
+    first: the entry of the first step's tile. padding: PADDED and OTHERS_PADDED of the header.
     """
 
     middle: Any
@@ -37,10 +34,8 @@ def listed_tiles(
 ):  # fmt: skip
     """Return what `visible_tiles` does for a tile that has a list; `begin` is a `TileList`.
 
-    Where nothing is visible, there is one masked tile that is not counted.
-
-    segments, tree: of `tile_lists.listed_mask`; one may be None. batch: 0 for packed sequences.
-    size, size_other: rows of both axes, of all packed sequences.
+    Where nothing is visible, there is one masked tile that is not counted. segments, tree: of
+    `tile_lists.listed_mask`; one may be None. batch: 0 for packed sequences.
     """
     middle = middle_of_list(
         segments, tree, batch, tile, size, size_other, num_sequences, BLOCK, OTHER
@@ -103,7 +98,7 @@ def step_has_padding(step, begin, before):
 def step_is_alike(step, begin, before, segments):
     """Return whether a step's tile and the item's rows have one segment, by the list.
 
-    False without segments, and for steps after the edge tiles.
+    False after the edge tiles.
     """
     alike = False
     if segments is not None:
@@ -122,7 +117,7 @@ def rows_have_padding(begin):
 
 @gluon.jit
 def _entry(middle, tile, before):
-    """Return where a list has a tile; edge tiles are numbered before the full ones."""
+    """Return where a list has a tile; edge tiles are numbered first."""
     return middle + gl.where(tile < before, -1 - tile, HEADER + tile - before)
 
 

@@ -1,11 +1,11 @@
 """Terms of scores, and dropout, in the register layout of accumulators.
 
-They give the same numbers as `library.terms` and `library.dropout`. A thread has rows i and i + 8
-of a tile, and the same two columns in every eight: what follows from these is computed once, and
-differs from one eight to another by constants.
+They give the numbers of `library.terms` and `library.dropout`. A thread has rows i and i + 8 of a
+tile, and the same two columns in every eight: what follows from these is computed once, and differs
+from one eight to another by constants.
 
-Scores, of LAYOUT, have queries down or, TRANSPOSED, keys. `own` is a `HeadTerms`; `offset` is the
-distance of the tile's first key from its first query; first_q and first_kv count in the sequence.
+Scores, of LAYOUT, have queries down or, TRANSPOSED, keys. `own` is a `HeadTerms`; `offset` is from
+a tile's first query to its first key; first_q and first_kv count in the sequence.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class HeadTerms(NamedTuple):
 
     Attributes:
         table: pointer to the table's entry for a distance of 0.
-        first, last: the table's entries for distances of -R and less, and of R and more.
+        first, last: the entries for distances of -R and less, and of R and more.
         bias: pointer to the value of query 0 and key 0.
         element, head, seed_low, seed_high: of dropout, uint32.
     """
@@ -112,7 +112,7 @@ def adds_terms(bias, relative, slopes):
 
 @gluon.jit
 def table_sides(terms, offset, KEYS: gl.constexpr, QUERIES: gl.constexpr):
-    """Return whether all pairs of a tile share a table's first entry, and whether all its last."""
+    """Return whether all pairs share a table's first entry, and whether all its last."""
     return offset + KEYS <= 1 - terms.radius, offset - QUERIES + 1 >= terms.radius
 
 
@@ -120,8 +120,7 @@ def table_sides(terms, offset, KEYS: gl.constexpr, QUERIES: gl.constexpr):
 def add_terms(
     s, terms, own, rule, offset, bias, TRANSPOSED: gl.constexpr = False, FAR: gl.constexpr = False
 ):
-    """Return products q·k, scaled, with the terms added in the library's order: the softcap's
-    input.
+    """Return scaled products q·k with the terms added, in the library's order.
 
     bias: in any dtype, with 1 in place of any axis. FAR: one of `table_sides` is known to be true.
     """
@@ -146,7 +145,7 @@ def add_terms(
     else:
         eights = eights * rule.scale
     if terms.relative is not None:
-        # Most tiles are so far off that all of their distances share an entry.
+        # Most tiles are so far off that all distances share an entry.
         is_before, is_behind = table_sides(terms, offset, KEYS, QUERIES)
         if FAR:
             eights += gl.where(is_before, own.first, own.last)
@@ -190,8 +189,8 @@ def load_bias(
 ):
     """Load a tile of a bias for `add_terms`, with 1 in place of an axis that the bias lacks.
 
-    Missing queries and keys get the last one's value. WHOLE: all keys exist, and the first is a
-    multiple of 16, so that loads are wide.
+    Missing rows get the last one's value. WHOLE: all keys exist, and the first is a multiple of 16,
+    so that loads are wide.
     """
     bias = 0
     if terms.bias.entries is not None:
@@ -246,7 +245,7 @@ def bias_box_bytes(boxes, rows, columns):
 
 @gluon.jit
 def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
-    """Load a tile of a bias of pairs; `full` expects its bytes already."""
+    """`full` expects the bytes already."""
     # An axis of 1 has a stride of 0.
     batch, head = gl.where(bias.batch == 0, 0, batch), gl.where(bias.head == 0, 0, head)
     load_box(bias.boxes, [batch, head, start_q, start_kv], full, buffer.index(slot))
@@ -286,7 +285,7 @@ def draw(
     """Draw which probabilities of a tile stay, as bits of words, for `drop`.
 
     A thread draws once for its eight pairs of a block; TRANSPOSED, for its four, as another warp
-    has the others. Products may run meanwhile. first_q and first_kv are multiples of 16 and 32.
+    has the others. first_q and first_kv are multiples of 16 and 32.
     """
     kept = 0
     if terms.seed is not None:
@@ -358,7 +357,7 @@ def tile_terms(
     LAYOUT: gl.constexpr,
     TRANSPOSED: gl.constexpr = False,
 ):
-    """Return the `TileTerms` of a tile, without a bias that TMA loads; own_q: as `first_q`."""
+    """Return the `TileTerms`, without a bias that TMA loads; own_q: as `first_q`."""
     bias = 0
     if terms.bias.boxes is None:
         bias = load_bias(

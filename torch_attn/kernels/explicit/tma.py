@@ -74,7 +74,6 @@ def piece(buffer, slot):
 
 @gluon.jit
 def load_tile(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
-    """Load the rows from `row` on to a tile; `full` completes when they have arrived."""
     mbarrier.expect(full, tile_bytes(tile[0].shape[3], SIZE))
     for i in gl.static_range(num_pieces(SIZE)):
         load_box(maps[i], [batch, head, row, piece_start(SIZE, i)], full, tile[i].index(slot))
@@ -97,7 +96,7 @@ def clear_rows(tile, slot, count, full, phase, BEFORE: gl.constexpr = False):
     """Set the rows from `count` on of a tile to 0, or those BEFORE it, once `full` has completed.
 
     They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
-    another consumer reads meanwhile either becomes 0 or does not change.
+    another one reads meanwhile becomes 0 or does not change.
     """
     if count > 0 if BEFORE else count < tile[0].shape[3]:
         mbarrier.wait(full, phase)
@@ -184,7 +183,7 @@ def _store_rows(out_ptr, rows, head, first, end, heads, INDEX: gl.constexpr, SIZ
 
 
 def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
-    """Return the descriptors of an operand, one for each column piece of its tiles of `rows`."""
+    """Return the descriptors of an operand's tiles, one for each column piece."""
     return tuple(map_of(layout, rows, width) for width in sm90.column_pieces(layout.shape[-1]))
 
 
@@ -215,7 +214,7 @@ def stored_maps_of(
 
 @gluon.jit
 def load_pieces(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
-    """Load the rows from `row` on to a tile; `full` expects their bytes already."""
+    """As `load_tile`; `full` expects the bytes already."""
     for i in gl.static_range(num_pieces(SIZE)):
         load_box(maps[i], [batch, head, row, piece_start(SIZE, i)], full, tile[i].index(slot))
 

@@ -38,7 +38,7 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load a tile as the left operand of products with accumulators of a layout."""
+    """Load a tile as the left operand of products."""
     left = ()
     for i in gl.static_range(num_pieces(SIZE)):
         left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
@@ -138,9 +138,7 @@ def _scale_piece(x, factor):
 
 @gluon.jit
 def rescale(acc, alpha, ON_DEMAND: gl.constexpr):
-    """Multiply an accumulator by alpha; ON_DEMAND: a warp skips this if alpha is 1 in all of its
-    rows.
-    """
+    """Multiply an accumulator; ON_DEMAND: a warp skips this if alpha is 1 in all of its rows."""
     scaled = ()
     if ON_DEMAND:
         changes = gl.inline_asm_elementwise(

@@ -80,7 +80,7 @@ def visible_scores(
 def exponents(s, scale, lse2, rest2, ADDED: gl.constexpr):
     """Return the exponents in base 2 of p, of the scores of `visible_scores`.
 
-    lse2, rest2: as in `library.softmax.probabilities`; rest2 only if terms are ADDED.
+    lse2, rest2: as in `library.softmax.probabilities`; rest2 if terms are ADDED.
     """
     if ADDED:
         power = (s * scale - lse2) * LOG2E - rest2

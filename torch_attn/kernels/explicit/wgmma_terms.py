@@ -1,7 +1,7 @@
 """Terms of the scores of wgmma, and dropout, in a forward, with the fewest instructions a score.
 
 What the scores in a thread's row share, the shift [rows, 4], is added to its maximum and exponents
-in place of each score. Arguments are as in `terms`.
+in place of each score.
 """
 
 from triton.experimental import gluon
@@ -212,8 +212,8 @@ def draw_masks(
 ):
     """Draw which probabilities of a tile stay: a bit each, for `drop_packed`.
 
-    The seed is loaded for each tile. Otherwise the compiler would draw earlier, between products
-    issued before, and the tensor cores would wait.
+    The seed is loaded for each tile: else the compiler draws between products issued before, and
+    the tensor cores wait.
     """
     kept = 0
     if terms.seed is not None:
