@@ -93,14 +93,12 @@ def flash_bwd_bias_kernel(
 ):
     """One program computes tiles of 128 queries by 128 keys of the gradient, one after the other.
 
-    A producer warp loads queries and keys, then dout and values, for each head and batch element
-    that share the tile. Two consumer warpgroups have 64 queries each. Operands as in
-    `flash_bwd_dq_kernel`; terms.dbias is the gradient. An item, one of its tiles, adds up `shared`
-    tiles, shared_heads heads of each batch element. Loop invariant: acc is Σ ds over the heads so
-    far. Accumulation: float32.
+    A producer warp loads queries and keys, then dout and values, of each head and batch element
+    that share the tile; two consumers have 64 queries each. Operands as in `flash_bwd_dq_kernel`;
+    terms.dbias is the gradient. An item adds up `shared` tiles, shared_heads heads of each batch
+    element. Loop invariant: acc is Σ ds over the heads so far. Accumulation: float32.
     """
     dtype: gl.constexpr = q[0].dtype
-    # Tiles of queries or dout, and with them tiles of keys or values.
     left_tile = allocate_tile(dtype, 2 * STAGES, 64, HEAD_DIM)
     right_tile = allocate_tile(dtype, STAGES, 128, HEAD_DIM)
     bias_tile = allocate_bias_boxes(terms.bias.boxes, 2, 64, 128)
@@ -320,9 +318,7 @@ def pairs_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Return the gradient of a bias that pairs share, by name; nothing if `bias_gradient` computes
-    it.
-    """
+    """Return the gradient by name; nothing where `bias_gradient` computes it."""
     bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
         return {}

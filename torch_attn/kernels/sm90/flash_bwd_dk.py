@@ -44,7 +44,8 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
-    """Return packed dsᵀ of a tile of queries, and dk, to which dsᵀ·q of the previous tile is added.
+    """Compute packed dsᵀ of a tile of queries while dsᵀ·q of the previous one runs; return it and
+    dk.
 
     index, step: the tile's, in the item, and over all items.
     """
@@ -82,7 +83,7 @@ def visit(kernel, keys, index, step, ds, dk, MASKED: gl.constexpr, CONSUMER: gl.
 
 @gluon.jit
 def _pack_ds(kernel, p, dp, of_tile, slot):
-    """Return packed ``dsᵀ = pᵀ ∘ (dpᵀ - delta)``, where p includes the derivative of the cap."""
+    """Return packed ``dsᵀ = pᵀ ∘ (dpᵀ - delta)``; p includes the derivative of the cap."""
     layout: gl.constexpr = product_layout(kernel.tiles.q[0].shape[3])
     delta = read_row(kernel.tiles.delta, slot, layout)
     dp = drop_scaled(dp, kernel.terms, of_tile, True)

@@ -91,11 +91,10 @@ def flash_bwd_dkdv_kernel(
 
     sums.dq: None, or dq's float32 sums in the order of `write_dq`, with passes only of heads that
     have a place (`Sections`). Consumers write dsᵀ to shared memory, and each multiplies some
-    columns of ds·k over all keys of the tile. A fourth partition of one warp adds them.
+    columns of ds·k over the tile's keys. A fourth partition of one warp adds them.
 
     sums.passes: what a fifth partition of one warp reads and writes (`run_passes`). Without its dq
-    there is no such partition, and the sums are 0 at first. With its rows, lse2 and delta are
-    results.
+    there is none, and the sums are 0 at first. With its rows, lse2 and delta are results.
 
     sums.dk, sums.dv: None, and an item visits all query heads of a GQA group; or sums
     [B, Hkv, rows] in the same order, and it visits one: programs share a tile of keys, except in
@@ -110,7 +109,7 @@ def flash_bwd_dkdv_kernel(
     gl.static_assert(NUM_STAGES <= MAX_DO_STAGES)
     gl.static_assert(NUM_STAGES + 1 <= MAX_Q_STAGES)
     if num_sequences is not None:
-        # The next tile of queries is awaited, to be cleared, before the previous one is released.
+        # The next tile of queries is awaited, to be cleared, before this one is released.
         gl.static_assert(NUM_STAGES == 2)
     KV_STAGES: gl.constexpr = kv_stages(
         HEAD_DIM, HEAD_DIM_V, sums.dq is not None, terms.bias.boxes is not None
@@ -156,7 +155,7 @@ def flash_bwd_dkdv_kernel(
         counted: gl.constexpr = are_counted(num_sequences, mask.segments, mask.tree)
         unfinished: gl.constexpr = unfinished_sections(counted or mask.intervals is not None)
         sections = divide_heads(counter_ptr, problem, unfinished, MEMBERS)
-    # Variables would turn constants into tensors. The last partitions load, add dq, do the passes.
+    # As in `flash_fwd_kernel`. The last partitions load, add dq, do the passes.
     gl.warp_specialize(
         [
             (consume_queries, (

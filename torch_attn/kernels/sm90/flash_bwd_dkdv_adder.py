@@ -36,9 +36,9 @@ def add_queries(
 ):
     """Add the tiles of dq that the consumers write to its sums.
 
-    sections: (), or `Sections`; the producer awaits an item's section before it loads. dbias: None,
-    or the descriptor of a bias' gradient, whose tiles are ds as written. ADDS_BIAS: batch elements
-    share that bias, and each adds its ds.
+    sections: (), or `Sections`; the producer awaits an item's section. dbias: None, or the
+    descriptor of a bias' gradient, whose tiles are ds as written. ADDS_BIAS: batch elements share
+    that bias, and each adds its ds.
     """
     ds_buffer, dq_tiles = of_dq
     tiles_per_head = count_sequence_tiles(
@@ -87,7 +87,7 @@ def add_queries(
 
 @gluon.jit
 def hand_over(dq, dq_tiles, STORES: gl.constexpr, CONSUMER: gl.constexpr):
-    """Write this consumer's part of a tile's dq, if it has one, for the warp that adds it.
+    """Write this consumer's part of dq, if it has one, for the warp that adds it.
 
     That warp has the fence: here it would wait until the stores are done. If it STORES ds, it has
     read the previous tile's ds, which this consumer overwrites next.

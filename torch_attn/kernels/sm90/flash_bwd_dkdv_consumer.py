@@ -60,7 +60,8 @@ from torch_attn.kernels.sm90.queries import (
 )
 from torch_attn.kernels.sm90.sums import add_rows, start_dq, tile_of_ds
 
-# Holding k and v in registers with capped scores and dq spills in ptxas of Triton 3.9, not of 3.6.
+# Holding k and v in registers with capped scores and dq spills in ptxas of Triton 3.9, hardly in
+# that of 3.6.
 HOLDS_CAPPED_KEYS = not hasattr(tma, "async_load")
 
 
@@ -83,7 +84,7 @@ class Visit(NamedTuple):
         start: the tile's first query.
         member: which of the item's heads these queries are of.
         alike: the tile's queries and the keys are of one segment.
-        tile: the first of the two tiles of 64 keys in shared memory.
+        tile: the first of the keys' two tiles.
     """
 
     step: Any
@@ -230,8 +231,7 @@ def _visit(
     of kernels, large heads have no room for it: there s is issued with dp. After the last tile, s
     is computed again and not used.
 
-    held: of `_start_item`. s: of this tile. ds: of the previous one, or None. FAR: as in
-    `terms.add_terms`.
+    held, s: of `_start_item`, of this tile. ds: of the previous one, or None.
     """
     k_tile, v_tile, q_tile, do_tile, _lse2_row, delta_row, _bias_tile, _rest2_row = kernel.tiles
     _k_full, _v_full, _kv_read, q_full, do_full = kernel.barriers
@@ -367,7 +367,6 @@ def _hand_over(kernel, dq, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _finish_item(kernel, keys, tile, step, dk, dv, ds, CONSUMER: gl.constexpr):
-    """Add the last dq and dk of an item; store dk and dv, or add them to sums."""
     q_tile, k_tile = kernel.tiles.q, kernel.tiles.k
     KV_STAGES: gl.constexpr = k_tile[0].shape[0] // 2
     SHARES: gl.constexpr = kernel.results.dk_sum_ptr is not None

@@ -36,7 +36,7 @@ from torch_attn.tensor_maps import TensorMap
 ROWS = gl.constexpr(64)
 COLUMNS = gl.constexpr(16)
 LINES, LINE = map(gl.constexpr, BOX.value)
-# Boxes of sums in shared memory: one is converted while the others are loaded.
+# In shared memory: one is converted while the others are loaded.
 STAGES = gl.constexpr(3)
 
 
@@ -74,8 +74,8 @@ def run_passes(
 
     To begin a piece is to clear its sums, and to prepare its rows if `passes` has them. Programs
     take pieces from a counter: of the first sections to begin, then of the next section, then of
-    the first section to be converted, once all of it is added, and so on. A piece waits only for
-    work that was taken before it, so any number of programs will do.
+    the first section to be converted, once it is added, and so on. A piece waits only for work that
+    was taken before it, so any number of programs will do.
 
     `passes` includes dq's pointer if sequences are packed: the last rows of one share a box with
     the next one's.
@@ -122,7 +122,7 @@ def _boxes_of_piece(head_dim):
 
 @gluon.jit
 def _clear(staging, dq_sum, first, HEAD_DIM: gl.constexpr):
-    """Start to set a piece's sums to 0, from dq's shared memory; `first`: the first box."""
+    """Start to set sums to 0 from dq's shared memory; `first`: the piece's first box."""
     BOXES: gl.constexpr = _boxes_of_piece(HEAD_DIM)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     zeros = reinterpret(staging.dq, gl.float32, [LINES, LINE], box_of_sums_layout())
@@ -152,7 +152,6 @@ def _convert(staging, dq_sum, first, passes, piece, step, problem, scale, HEAD_D
 
 @gluon.jit
 def _convert_box(staging, passes, piece, row, column, step, problem, scale, HEAD_DIM: gl.constexpr):
-    """Scale, round and store a box of a piece, from a given first row and column."""
     IS_PACKED: gl.constexpr = passes.dq_rows is not None
     slot = step % STAGES
     box, rounded = staging.sums.index(slot), staging.dq.index(step & 1)
@@ -193,7 +192,7 @@ def _sixteen_rows(box, INDEX: gl.constexpr):
 
 @gluon.jit
 def _store_rows(x, dq_ptr, piece, first, first_column, is_whole, problem, HEAD_DIM: gl.constexpr):
-    """Store the rows that exist of 16 rows of packed sequences, unless TMA stores the whole box."""
+    """Store those of 16 rows of packed sequences that exist, unless TMA stores the whole box."""
     if not is_whole:
         row = first + gl.arange(0, 16, gl.SliceLayout(1, x.type.layout))
         column = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, x.type.layout))

@@ -24,11 +24,9 @@ BOX_SIZE = gl.constexpr(1024)
 
 
 class Piece(NamedTuple):
-    """The rows of a piece, numbered over all heads.
+    """The rows of a piece, numbered over all heads, to the end of the head or sequence.
 
-    Attributes:
-        end: the end of the head's rows, or of the sequence's.
-        end_of_queries: the same, but the padding behind packed sequences has no queries.
+    end_of_queries: the same, but the padding behind packed sequences has no queries.
     """
 
     batch: Any
@@ -84,7 +82,7 @@ def locate_piece(batch, head, index, pieces, problem):
 def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
     """Store lse2, delta and rest2 of a piece; return how many boxes of out and dout it loads.
 
-    One stage of staging's sums holds a box of each. step: over all boxes that are staged.
+    One stage of staging's sums holds a box of each. step: over all boxes.
     """
     WIDTH: gl.constexpr = _box_columns(SIZE)
     HEIGHT: gl.constexpr = _box_rows(WIDTH)
@@ -122,7 +120,7 @@ def _load_rows(staging, passes, piece, row, column, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
-    """Add to delta the sums of ``dout ∘ out`` over the columns of a step's boxes."""
+    """Add the sums of ``dout ∘ out`` over the columns of a step's boxes."""
     STAGES: gl.constexpr = staging.sums.shape[0]
     HEIGHT: gl.constexpr = _box_rows(WIDTH)
     COLUMNS: gl.constexpr = 8 * (32 // HEIGHT)  # a thread has eight at a time
@@ -174,7 +172,7 @@ def _store_delta(staging, statistics, piece, problem):
 
 @gluon.jit
 def _load_lse(statistics, piece, problem):
-    """Return a piece's rows from 0 on, which of them exist, and their lse; +inf for the others."""
+    """Return rows from 0 on, which of them exist, and their lse; +inf for the others."""
     rows = gl.arange(0, PIECE, _rows_layout())
     exists = rows < piece.end - piece.first
     lse = gl.load(statistics.lse + _first_row(piece, problem) + rows, exists, other=float("inf"))

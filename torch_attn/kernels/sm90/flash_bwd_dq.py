@@ -32,10 +32,9 @@ from twin_attention.targets.steps import steps_of_queries
 
 @triton.constexpr_function
 def q_stages(head_dim, head_dim_v, is_packed):
-    """Return for how many items shared memory holds q, dout and out; with two, the next ones come
-    early.
+    """Return for how many items shared memory holds q, dout and out.
 
-    Packed sequences are slower with two.
+    With two, the next rows arrive early; packed sequences are slower.
     """
     columns = sum(column_pieces(head_dim)) + sum(column_pieces(head_dim_v))
     return 2 if columns <= 128 and not is_packed else 1
@@ -74,10 +73,10 @@ def flash_bwd_dq_kernel(
     """One program computes tiles of 128 rows of dq, one after the other.
 
     Warps, descriptors and counter_ptr as in `flash_fwd_kernel`. A consumer issues ds·k of a tile of
-    keys with q·kᵀ of the next. During a tile's first q·kᵀ it computes lse2 and delta of its rows,
-    and stores them for the kernel of dk and dv; the producer does so for a tile without rows.
-    Operands, loop invariant and accumulation: as in the portable `flash_bwd_preprocess_kernel` and
-    `flash_bwd_dq_kernel`; the statistics lse2 and delta are outputs.
+    keys with q·kᵀ of the next. During the first q·kᵀ it computes lse2 and delta of its rows, and
+    stores them for the kernel of dk and dv; the producer does so for a tile without rows. Operands,
+    loop invariant and accumulation: as in the portable `flash_bwd_preprocess_kernel` and
+    `flash_bwd_dq_kernel`; lse2 and delta are outputs.
 
     With intervals in the mask dq is float32, passed as a pointer, and the program adds to it. lse2
     and delta are then inputs, and lse and out are None; a tile that sees no key is passed over.
@@ -86,7 +85,7 @@ def flash_bwd_dq_kernel(
         for more than NUM_STAGES - 1 tiles of v: its pointer and `Strides`.
     """
     dtype: gl.constexpr = q[0].dtype
-    # The next tile of keys is awaited before the previous one is released.
+    # The next tile of keys is awaited before this one is released.
     gl.static_assert(NUM_STAGES >= 2)
     gl.static_assert(NUM_STAGES <= MAX_STAGES)
     Q_STAGES: gl.constexpr = q_stages(HEAD_DIM, HEAD_DIM_V, num_sequences is not None)

@@ -132,7 +132,7 @@ def _visit_first(kernel, queries, place, slot_q, step, turn):
 
 @gluon.jit
 def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.constexpr):
-    """Return packed ds of a tile of keys, and dq, to which ds·k of the previous tile is added.
+    """Compute packed ds of a tile of keys while ds·k of the previous one runs; return it and dq.
 
     index, step: the tile's, in the item, and over all items.
     """
@@ -178,7 +178,6 @@ def _visit(kernel, queries, statistics, slot_q, index, step, ds, dq, MASKED: gl.
 
 @gluon.jit
 def _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER: gl.constexpr):
-    """Add the last ds·k; store dq where q was, or add it to dq through other keys."""
     q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
     _q_full, _do_full, _out_full, q_read, _k_full, _v_full = kernel.barriers
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -207,7 +206,7 @@ def _finish_rows(kernel, queries, slot_q, step, ds, dq, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _clear_own(tile, full, problem, queries, place, slot, phase):
-    """Clear rows of another sequence or of padding in a tile of q or dout: they may be NaN."""
+    """Clear rows of another sequence or of padding in a tile of q or dout."""
     if problem.segments is not None:
         padded = rows_have_padding(queries.work.visits[0])
         clear_padding(
@@ -281,7 +280,7 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
 
 @gluon.jit
 def _dot_out(kernel, queries, slot_q, phase):
-    """Return ``rowsum(dout ∘ out)``; out is in shared memory if it has room for it."""
+    """Return ``rowsum(dout ∘ out)``; out is in shared memory if it has room."""
     _q_tile, do_tile, out_tile, k_tile, _v_tile = kernel.tiles
     of_row: gl.constexpr = gl.SliceLayout(1, product_layout(k_tile[0].shape[3]))
     if len(out_tile) > 0:
@@ -330,7 +329,7 @@ def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASK
 
 @gluon.jit
 def _finish_ds(kernel, queries, statistics, p, dp, start, of_tile, slot_v):
-    """Wait for dp, and return packed ``ds = p ∘ (dp - delta)``; p: of `_probabilities`."""
+    """Wait for dp, and return packed ``ds = p ∘ (dp - delta)``."""
     dp = warpgroup_mma_wait(0, deps=(dp,))
     arrive(V_READ + slot_v, READERS)
     ds = p * (drop_scaled(dp, kernel.terms, of_tile) - statistics.delta[:, None])
@@ -366,7 +365,7 @@ def _dot_loaded(
     SIZE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Return the product of each row of a tile with that of a matrix in memory, from `start` on."""
+    """Return the product of each row of a tile with that of a matrix in memory."""
     dot = gl.zeros([64], gl.float32, LAYOUT)
     for i in gl.static_range(len(tile)):
         dot += _dot_loaded_piece(

@@ -37,7 +37,8 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER: gl.constexpr):
-    """Return packed pᵀ of a tile of queries, and dv, to which pᵀ·dout of the previous one is added.
+    """Compute packed pᵀ of a tile of queries while pᵀ·dout of the previous one runs; return it and
+    dv.
 
     index, step: the tile's, in the item, and over all items.
     """
@@ -46,7 +47,7 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     dtype: gl.constexpr = q_tile[0].dtype
     layout: gl.constexpr = product_layout(q_tile[0].shape[3])
     if MASKED:
-        # dout's next tile may take the place of this one: it does not arrive before.
+        # dout's next tile may take this one's place: it does not arrive before.
         clear_queries(kernel, keys, q_tile, q_full, step - index, index)
         clear_queries(kernel, keys, do_tile, do_full, step - index, index - 1)
     slot, previous = step % q_tile[0].shape[0], (step - 1) % do_tile[0].shape[0]

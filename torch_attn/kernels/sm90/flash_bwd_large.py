@@ -148,7 +148,7 @@ def flash_bwd_large_kernel(
 
 @gluon.jit
 def consume_queries(kernel, CONSUMER: gl.constexpr):
-    """Compute 64 rows of dk or dv of each item. Keys are rows.
+    """Compute 64 rows of dk or dv of each item.
 
     `kernel.results` are the gradient's descriptors, and the tile from which it is stored.
     """

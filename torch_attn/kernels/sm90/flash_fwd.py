@@ -92,17 +92,17 @@ def flash_fwd_kernel(
     the softmax of one overlaps the products of another; at 2, only the first waits for tiles of
     keys and values in the main loop.
 
-    q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Loop invariant,
-    accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A carry and
-    lse are the result over other keys, to which these are added where lse is finite. Where out is
-    the carry's memory, and without sinks, a tile without keys is passed over. With a wide acc
-    (`rescales_on_demand`), m_i is at most RESCALE_ABOVE below the row maximum so far.
+    q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Mask, loop
+    invariant, accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A
+    carry and lse are the result over other keys, to which these are added where lse is finite.
+    Where out is the carry's memory, and without sinks, a tile without keys is passed over. With a
+    wide acc (`rescales_on_demand`), m_i is at most RESCALE_ABOVE below the row maximum so far.
+    Packed tensors are a batch of one, and out is a pointer.
 
     Args:
         num_items: tiles of queries of all heads, one item each.
         together: see `head_and_tile`.
         EDGES: some tile of keys needs a mask.
-        mask: as in the portable kernel. Packed tensors are a batch of one, and out is a pointer.
         counter_ptr: [1], zero at first, from which the producer takes items (`next_item`). None
             where programs take turns, and where tiles are listed.
         AHEAD: the first q·kᵀ of an item is issued with the last p·v of the previous item, for which
@@ -237,9 +237,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _is_counted(spec: AttentionSpec, backend: Backend, device: torch.device) -> bool:
-    """Return True if a dense problem takes uneven tiles from a counter: handing over takes little
-    time.
-    """
+    """Return True if tiles of a dense problem are so long and uneven that a counter pays."""
     config = backend.configs(spec)["flash_fwd"]
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     items = len(steps) * spec.heads_q * spec.batch
@@ -271,7 +269,7 @@ def _room_for(
 
 
 def _columns_agree(spec: AttentionSpec) -> bool:
-    """Return True if a tile of the output may lie where one of the queries was."""
+    """Return True if out's tile may lie where the queries were."""
     columns, columns_v = (sum(sm90.column_pieces(d)) for d in (spec.head_dim, spec.head_dim_v))
     return columns == columns_v
 

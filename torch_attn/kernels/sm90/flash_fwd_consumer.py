@@ -186,7 +186,7 @@ def _visit_keys(kernel, softmax, queries, ahead, q_slot, step, turn, CONSUMER: g
 
 @gluon.jit
 def _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER: gl.constexpr):
-    """Compute p of the first tile of keys; return it packed, m_i, l_i and acc."""
+    """Compute p of the first tile of keys; return packed, m_i, l_i and acc."""
     q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     q_full, _q_read, k_full, v_full = kernel.barriers
     NUM_STAGES: gl.constexpr = k_tile[0].shape[0]
@@ -274,8 +274,7 @@ def _visit(
         of_keys = _load_keys(kernel, queries, index, start, BLOCK_KV)
     s, shift, unit = _scores(kernel, queries, s, of_tile.offset, bias, of_keys, start, MASKED)
     if softmax.bounded:
-        # Each half is computed by itself; the second takes the registers of the p that was
-        # multiplied.
+        # Each half by itself; the second takes the registers of the p that was multiplied.
         left, right = split_columns(s)
         left, l_i = bounded_update(left, l_i, kernel.rule, MASKED)
         acc, p = wait_product(acc, p)
@@ -367,7 +366,7 @@ def _load_keys(kernel, queries, index, start, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _terms_of_tile(kernel, queries, start_kv, WHOLE: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """Return the `TileTerms` of a tile, without a bias that TMA loads. WHOLE: as in `load_bias`."""
+    """WHOLE: as in `load_bias`."""
     layout: gl.constexpr = product_layout(BLOCK_KV)
     rows, bias = queries.work.rows, 0
     if kernel.terms.bias.entries is not None and kernel.terms.bias.boxes is None:
@@ -383,7 +382,7 @@ def _terms_of_tile(kernel, queries, start_kv, WHOLE: gl.constexpr, BLOCK_KV: gl.
 
 @gluon.jit
 def _read_bias(kernel, of_tile, slot, CONSUMER: gl.constexpr):
-    """Return the bias of a tile, which TMA may have loaded with the keys of a slot."""
+    """Return the bias of a tile, which TMA may have loaded with the keys."""
     bias = of_tile.bias
     if kernel.terms.bias.boxes is not None:
         tile = piece(kernel.tiles[4], slot).slice(64 * CONSUMER, 64, dim=0)

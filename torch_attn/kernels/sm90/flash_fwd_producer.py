@@ -17,8 +17,8 @@ from torch_attn.kernels.sm90.work import locate_queries
 def _step_to_take(total):
     """Return the step after which the next item is taken, for an item of `total` tiles of keys.
 
-    The counter and the search for a sequence take longer than a step: the consumers should still
-    have loaded tiles. It is not much earlier in a long item: another program may be free first.
+    Taking one takes longer than a step: the consumers should still have loaded tiles. It is not
+    much earlier in a long item: another program may be free first.
     """
     return gl.maximum(total - 2, 1)
 
@@ -42,7 +42,7 @@ def produce_keys(
     HEAD_DIM_V: gl.constexpr,
     PASSES_OVER: gl.constexpr,
 ):
-    """PASSES_OVER: a tile that sees no key in its intervals is not an item. Runs in one warp."""
+    """Load tiles in one warp; PASSES_OVER: one that sees no key in its intervals is not an item."""
     q_tile, k_tile, v_tile, _out_tile, bias_tile = tiles
     q_full, q_read, k_full, v_full = barriers
     q, k, v = loads

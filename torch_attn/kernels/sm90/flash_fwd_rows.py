@@ -19,7 +19,6 @@ class Results(NamedTuple):
     """What the kernel writes; absent results are None.
 
     Attributes:
-        out: in the kernel, of `stored_maps_of`.
         lse, row_max: [B, Hq, Sq] float32, natural logarithm, and the largest score.
         carry: [B, Sq, Hq, Dv] float32, the result over other keys, with its lse in `lse`.
         place: from where a tile of out is stored: "staged", shared memory of its own; "in q", that
@@ -61,7 +60,7 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _load_part(kernel, queries, m_i, l_i):
-    """Return m_i, l_i, acc of rows with a result over other keys, and which rows have one."""
+    """As `start_rows`, from a carry."""
     work, heads, results = queries.work, kernel.problem.heads_q, kernel.results
     end, rows = work.rows.end, queries.rows
     carried = results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows

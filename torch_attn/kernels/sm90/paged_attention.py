@@ -96,9 +96,8 @@ def paged_attention_kernel(
     """One program computes BLOCK_Q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. A
-    producer and two consumers of 64 rows work as in `flash_fwd_kernel`, in turn with PING_PONG; so
-    do loop invariant and accumulation. GROUP_SIZE is a power of two up to 64, and PAGE_SIZE one
-    from 16 on.
+    producer and two consumers work as in `flash_fwd_kernel`, in turn with PING_PONG; so do loop
+    invariant and accumulation. GROUP_SIZE is a power of two up to 64, PAGE_SIZE one from 16 on.
 
     q, k and v are TMA descriptors, one for each column piece: of [Tq, Hq, D], and of
     [P, Hkv, page_size, D]. out [Tq, Hq, Dv] and lse [Hq, Tq] are contiguous. Grid: (kv heads, row
@@ -153,13 +152,12 @@ def paged_attention_kernel(
 def _visible_tiles(
     place, window_left, GROUP_SIZE: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_KV: gl.constexpr
 ):
-    """Return the tiles of keys that a program's rows see.
+    """Return the tiles of keys that a program's rows see: (begin, end, before, full, after,
+    hidden).
 
-    Returns:
-        (begin, end, before, full, after, hidden): the first tile's first key, the end of the
-        visible keys, three numbers of `tiles_at_edges`, and how many of the first tile's keys no
-        row's window reaches. Where nothing is visible there is one masked tile, so that each
-        consumer has one; a program without rows has no tiles.
+    begin, end: the first tile's first key, and the end of the visible keys. hidden: how many of the
+    first tile's keys no row's window reaches. Where nothing is visible there is one masked tile, so
+    that each consumer has one; a program without rows has no tiles.
     """
     _head_kv, _first_token, tokens, start_row, length = place
     first = start_row // GROUP_SIZE
@@ -419,7 +417,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _query_maps(layout: Layout, group_size: int) -> tuple[TensorMap, ...]:
-    """Return the descriptors of q: boxes of 64 rows, which are tokens of a GQA group."""
+    """Return descriptors of boxes of 64 rows, which are tokens of a GQA group."""
     return tuple(
         TensorMap.of_boxes(
             layout.operand, layout.shape, layout.strides, (64 // group_size, group_size, width),

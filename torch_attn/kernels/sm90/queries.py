@@ -71,11 +71,10 @@ class Keys(NamedTuple):
 
     Attributes:
         visits: begin, before, full and after of the tile's tiles of queries.
-        position: positions of the rows, in query coordinates; with intervals the first query that
-            sees each key.
+        position: of the rows, in query coordinates; with intervals the first query that sees each
+            key, and `left`, how many follow it.
         end: the first position without a key.
-        left: with intervals, how many queries after the first one see each key.
-        marks, pairs: `Marks` of the rows, in query coordinates; `Pairs` of the first head.
+        marks, pairs: `Marks` in query coordinates; `Pairs` of the first head.
     """
 
     batch: Any
@@ -94,10 +93,8 @@ class Keys(NamedTuple):
 class Kernel(NamedTuple):
     """What a consumer needs for all items, constants last as in the forward.
 
-    Attributes:
-        results: what the consumer stores, as its kernel describes it.
-        group_size, members: query heads of a kv head, and how many of them an item visits.
-        fused: dq is added as well.
+    results: what the consumer stores. members: query heads of a kv head that an item visits. fused:
+    dq is added as well.
     """
 
     tiles: Any
@@ -365,10 +362,10 @@ def produce_queries(
 
 @gluon.jit
 def clear_queries(kernel, keys, tile, full, first, index):
-    """Clear rows of another sequence or of padding in a tile of queries or dout: they may be NaN.
+    """Clear rows of another sequence or of padding in a tile of queries or dout.
 
-    No product is in flight here; otherwise the compiler would wait for each product. first: the
-    item's first step. index: the tile's in the item; one past the last means the last.
+    No product is in flight here; otherwise the compiler would wait for each. first: the item's
+    first step. index: the tile's in the item; one past the last means the last.
     """
     STAGES: gl.constexpr = tile[0].shape[0]
     BLOCK_Q: gl.constexpr = tile[0].shape[3]
@@ -403,7 +400,7 @@ def clear_keys(kernel, keys, tile, slot, full, phase):
 
 @gluon.jit
 def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the `TileTerms` of a consumer's keys, with the bias if TMA loaded one; keys are rows.
+    """Return the `TileTerms`, with the bias if TMA loaded one; keys are rows.
 
     `hand_back_bias` may hand back the tile once a product has p, which needs all of it.
     """
@@ -415,10 +412,7 @@ def with_bias(of_tile, terms, tiles, CONSUMER: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def hand_back_bias(terms):
-    """Report that the tile of a bias is read, if TMA loads it.
-
-    An arrival does not wait for loads, and TMA writes there next, so it follows a use of the loads.
-    """
+    """Report that the tile of a bias is read, after a use of the loads: see `read_bias_box`."""
     if terms.bias.boxes is not None:
         arrive(BIAS_READ, READERS)
 
@@ -465,7 +459,7 @@ def exponents_of_keys(
 
 @gluon.jit
 def exponents_of_step(kernel, keys, s, step, index, MASKED: gl.constexpr):
-    """Return what `exponents_of_keys` does for a step in a kernel of dk or dv, and `TileTerms`.
+    """Return `exponents_of_keys` and `TileTerms` for a step in a kernel of dk or dv.
 
     Without values no other product reads the queries, and they are reported as read.
     """
@@ -493,8 +487,8 @@ def persistent_keys(
 ) -> Prepared:
     """Return `persistent` for a kernel whose items are tiles of keys.
 
-    members: query heads that an item visits: all of a GQA group, or one. ragged: hide keys that do
-    not exist in every tile.
+    members: query heads that an item visits: all of a GQA group, or one. ragged: hide missing keys
+    in every tile.
     """
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)

@@ -186,7 +186,7 @@ def map_sums(layout: Layout) -> TensorMap:
 
 @gluon.jit
 def add_rows(sum_ptr, x, row, SIZE: gl.constexpr):
-    """Add 64 rows of column pieces, from `row` on, to float32 sums in the order of `write_dq`."""
+    """Add 64 rows, from `row` on, to float32 sums in the order of `write_dq`."""
     base = sum_ptr + row * sum_columns(SIZE)
     for i in gl.static_range(len(x)):
         flat = _order_as_registers(x[i])

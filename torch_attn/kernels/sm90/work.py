@@ -40,10 +40,8 @@ class Work(NamedTuple):
 class Queries(NamedTuple):
     """A consumer's 64 rows of an item.
 
-    Attributes:
-        first, rows: the first row, and all.
-        position, right: positions of the rows; with intervals the first key that each row sees,
-            and how many follow it.
+    position, right: of the rows; with intervals the first key that each row sees, and how many
+    follow it.
     """
 
     work: Any
@@ -120,7 +118,7 @@ def own_queries(kernel, item, place, CONSUMER: gl.constexpr, BLOCK_KV: gl.conste
 
 @gluon.jit
 def clear_visited(tiles, full, step, problem, queries, index, start):
-    """Clear rows of other sequences and of padding in visited tiles: they may be NaN.
+    """Clear rows of other sequences and of padding in visited tiles.
 
     step, index: over all items, and in the item. start: the tile's first key.
     """
