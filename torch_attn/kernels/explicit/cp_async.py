@@ -151,8 +151,9 @@ def _row_pointers(
     LAYOUT: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
-    """A thread's rows are at constant distances, added last: one register plus constants. Otherwise
-    each step computes each address.
+    """Return addresses, adding the constant distances of a thread's rows last.
+
+    They are then one register plus constants. Otherwise each step computes each of them.
     """
     PART: gl.constexpr = copied_rows(ROWS, WIDTH, gl.num_warps())
     layout: gl.constexpr = parts_layout(WIDTH, gl.num_warps())

@@ -32,7 +32,7 @@ class Marks(NamedTuple):
 
 @gluon.jit
 def mark_queries(mask, row_q, row_kv, rows, num_rows):
-    """row_q, row_kv: index of query 0 and key 0 in ids, depths and ends."""
+    """Return the `Marks` of queries; row_q, row_kv: where ids, depths and ends begin."""
     # Triton 3.6 cannot return None.
     ids, own_ids, other_ids, ends, depths, other_depths = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:
@@ -103,7 +103,7 @@ def hide_keys(s, mask, marks, position, of_keys):
 def load_queries(
     mask, marks, start, num_queries, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, alike=False
 ):  # fmt: skip
-    """Load what `hide_queries` needs of BLOCK queries from `start` on."""
+    """Load what `hide_queries` needs."""
     ids, depths = 0, 0
     if mask.segments is not None:
         ids = _load_other_ids(marks, start, num_queries, BLOCK, LAYOUT, alike)

@@ -106,7 +106,6 @@ def section_of(sections, item):
 
 @gluon.jit
 def await_begun(sections, section, MEMBERS: gl.constexpr):
-    """Wait until all pieces of a section are begun."""
     pieces = heads_of_section(sections, section) * MEMBERS * sections.pieces
     await_reports(sections.begun_ptr + section, pieces)
 

@@ -111,7 +111,6 @@ def step_is_alike(step, begin, before, segments):
 
 @gluon.jit
 def rows_have_padding(begin):
-    """Return whether a listed item's own rows have padding."""
     return begin.padding & PADDED != 0
 
 

@@ -245,7 +245,7 @@ def bias_box_bytes(boxes, rows, columns):
 
 @gluon.jit
 def load_bias_box(bias, buffer, slot, batch, head, start_q, start_kv, full):
-    """`full` expects the bytes already."""
+    """Load a tile; `full` expects its bytes already."""
     # An axis of 1 has a stride of 0.
     batch, head = gl.where(bias.batch == 0, 0, batch), gl.where(bias.head == 0, 0, head)
     load_box(bias.boxes, [batch, head, start_q, start_kv], full, buffer.index(slot))
@@ -393,7 +393,6 @@ def drop(p, terms, kept, TRANSPOSED: gl.constexpr = False):
 
 @gluon.jit
 def drop_scaled(p, terms, tile, TRANSPOSED: gl.constexpr = False):
-    """Multiply gradients of probabilities by the dropout weights."""
     if terms.seed is not None:
         p = drop(p, terms, tile.kept, TRANSPOSED) * terms.dropout.scale
     return p

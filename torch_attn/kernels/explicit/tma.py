@@ -188,7 +188,6 @@ def maps_of(layout: Layout, rows: int) -> tuple[TensorMap, ...]:
 
 
 def map_of(layout: Layout, rows: int, width: int) -> TensorMap:
-    """Return the descriptor of an operand's boxes."""
     shape, strides = layout.shape, layout.strides
     if len(shape) == 3:  # packed sequences are a batch of one
         shape, strides = (1, *shape), (0, *strides)
@@ -221,7 +220,6 @@ def load_pieces(maps, tile, slot, batch, head, row, full, SIZE: gl.constexpr):
 
 @gluon.jit
 def allocate_row(COUNT: gl.constexpr, SIZE: gl.constexpr):
-    """Allocate rows of float32 values, each of which one TMA instruction fills."""
     return gl.allocate_shared_memory(gl.float32, [COUNT, 1, SIZE], row_layout())
 
 

@@ -38,7 +38,6 @@ def product_scores(a, a_slot, b, b_slot, SIZE: gl.constexpr, LAYOUT: gl.constexp
 
 @gluon.jit
 def load_left(tile, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load a tile as the left operand of products."""
     left = ()
     for i in gl.static_range(num_pieces(SIZE)):
         left = left + (piece(tile[i], slot).load(gl.DotOperandLayout(0, LAYOUT, 2)),)
