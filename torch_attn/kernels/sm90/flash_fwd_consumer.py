@@ -366,7 +366,7 @@ def _load_keys(kernel, queries, index, start, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _terms_of_tile(kernel, queries, start_kv, WHOLE: gl.constexpr, BLOCK_KV: gl.constexpr):
-    """WHOLE: as in `load_bias`."""
+    """Return the tile's `TileTerms`; WHOLE: as in `load_bias`."""
     layout: gl.constexpr = product_layout(BLOCK_KV)
     rows, bias = queries.work.rows, 0
     if kernel.terms.bias.entries is not None and kernel.terms.bias.boxes is None:

@@ -60,7 +60,7 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
 
 @gluon.jit
 def _load_part(kernel, queries, m_i, l_i):
-    """As `start_rows`, from a carry."""
+    """Return what `start_rows` does with a carry."""
     work, heads, results = queries.work, kernel.problem.heads_q, kernel.results
     end, rows = work.rows.end, queries.rows
     carried = results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows

@@ -359,7 +359,6 @@ def _consume(
 
 @gluon.jit
 def _store_rows(out_ptr, x, row, is_row, SIZE: gl.constexpr):
-    """Store the rows of SIZE columns that exist."""
     for i in gl.static_range(num_pieces(SIZE)):
         _store_piece(out_ptr, x[i], row, is_row, piece_start(SIZE, i), SIZE)
 

@@ -17,7 +17,6 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Add the keys of the operands to a result in place."""
     out, lse = result_memory(operands.q, carry, lse, spec)
     launch_forward(operands, Results(out, lse, None, carry), spec, backend)
     return out, lse

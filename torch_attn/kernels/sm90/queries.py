@@ -204,7 +204,6 @@ def head_index(item, place, problem):
 
 @gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
-    """Return the batch element and the first query head."""
     heads = problem.heads_q // MEMBERS
     is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
     if problem.elements_adjoin and not is_counted and problem.intervals is None:

@@ -32,7 +32,6 @@ BOX = gl.constexpr((4, 256))
 
 @triton.constexpr_function
 def dq_blocks(size):
-    """Return first column and width of each block."""
     blocks, first = [], 0
     for width in column_pieces(size):
         for start in range(first, first + width, 64):
