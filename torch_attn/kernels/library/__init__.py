@@ -1,5 +1,4 @@
-"""Building blocks of the kernels of every family: tiles, scores, softmax, sequences, masks, pages.
+"""Building blocks of the kernels of every family; there are no kernels here.
 
-This package has no kernels. Every family imports it; it imports no family, and nothing from
-`torch_attn.kernels.explicit`.
+Every family imports this package; it imports no family, and not `explicit`.
 """

@@ -1,12 +1,11 @@
 """Block masks: the tiles that a list keeps, out of those visible to some rows.
 
-`twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
-other axis that it keeps, in increasing order. Tiles that the window hides are at the two ends of a
-list, and tiles that it shows in full are adjacent. So a program walks a part of its list like dense
-rows: the concatenated rows of the kept tiles replace the other axis. It visits one tile at a time,
-with or without a mask.
+A list (`twin_attention.contract.block_mask.BlockMask`) has the tiles of the other axis that it
+keeps, in increasing order. Tiles that the window hides are at its two ends, and tiles visible in
+full are adjacent. So a program walks a part of its list like dense rows: the listed tiles' rows,
+concatenated, replace the other axis.
 
-Lists are unchecked data. Counts are clamped to the lists, and tiles to the tensors.
+Lists are unchecked data: counts are clamped to the lists, tiles to the tensors.
 """
 
 from typing import Any, NamedTuple
@@ -18,22 +17,21 @@ from torch import Tensor
 from twin_attention.contract.operands import AttentionOperands, BlockSparseOperands
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
-# Tiles of a list that one step of the search reads.
+# Tiles of a list that a search reads at once.
 LIST_SCAN_WIDTH = tl.constexpr(256)
 # A tile after all others.
 NO_TILE = tl.constexpr(2**31 - 1)
 
 
 class Lists(NamedTuple):
-    """Hold the lists of a block mask: of keys for each tile of queries, or the other way round.
+    """The lists of a block mask, of keys for each tile of queries, or the other way round.
 
     Attributes:
-        counts: how many tiles each list has, int32, contiguous.
-        tiles: the lists, `width` tiles each, int32, contiguous.
+        counts: tiles of each list, int32.
+        tiles: the lists, `width` tiles each, int32.
         batch_stride, head_stride: lists per sequence and per head, 0 if all share theirs.
-        width: the most tiles that a list may have.
         tile, tile_other: rows of a tile that has a list, and of a tile in a list.
-        of_group: how many lists the query heads of a kv head have: one each, or one for all.
+        of_group: lists that the query heads of a kv head have: one each, or one for all.
     """
 
     counts: Any
@@ -48,7 +46,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def find_list(lists, batch, head, tile):
-    """Return a tile's list and how many tiles it has, at most the lists' width."""
+    """Return a tile's list and how many tiles it has."""
     of_batch = tl.cast(batch, tl.int64) * lists.batch_stride
     index = of_batch + tl.cast(head, tl.int64) * lists.head_stride + tile
     list_ptr = lists.tiles + index * lists.width
@@ -59,15 +57,8 @@ def find_list(lists, batch, head, tile):
 def kept_tiles(lists, rows, head, begin, before, full, after, BLOCK: tl.constexpr):
     """Narrow the result of `visible_tiles` to the tiles that a head's list keeps.
 
-    Args:
-        lists: `Lists`, or None.
-        rows: the `Rows` whose list it is.
-        head: the query head.
-        begin, before, full, after: as `visible_tiles` returns them.
-        BLOCK: rows of a kernel's tile of the other axis, a divisor of `lists.tile_other`.
-
-    Returns the list, 0 without lists; and (begin, before, full, after) again, of the concatenated
-    rows of the listed tiles, which `kept_row` finds.
+    BLOCK divides `lists.tile_other`. Return the list, 0 without lists; and (begin, before, full,
+    after) of the listed tiles' concatenated rows, which `kept_row` finds.
     """
     list_ptr = 0
     if lists is not None:
@@ -82,13 +73,13 @@ def kept_tiles(lists, rows, head, begin, before, full, after, BLOCK: tl.constexp
 def _count_kept(
     list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Return what `kept_tiles` does, for the first `count` tiles of TILE rows of a list."""
-    # Find the visible tiles of the mask; tiles from `whole` to `whole_end` are visible in full.
+    """Do `kept_tiles` for the first `count` tiles of TILE rows of a list."""
+    # Find the visible tiles; those from `whole` to `whole_end` are visible in full.
     first = begin // TILE
     whole = tl.cdiv(begin + before * BLOCK, TILE)
     whole_end = tl.maximum((begin + (before + full) * BLOCK) // TILE, whole)
     end = tl.cdiv(begin + (before + full + after) * BLOCK, TILE)
-    # Count the listed tiles before each of these bounds.
+    # Count the listed tiles before each bound.
     n_first = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
     n_whole = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
     n_whole_end = tl.zeros([LIST_SCAN_WIDTH], tl.int32)
@@ -115,7 +106,7 @@ def _count_kept(
 def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr):
     """Return the row of the other axis that is `row` of the listed tiles' concatenated rows.
 
-    It is within the axis and, without `MASKED`, in a tile that lies fully within the axis.
+    Without `MASKED`, its tile lies fully within the axis.
     """
     num_tiles = size_other // TILE
     if MASKED:
@@ -125,21 +116,21 @@ def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr
 
 
 def lists_of_keys(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of the keys that queries keep; the numbers are added later."""
+    """Return the lists of keys that queries keep, without numbers."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.kv_counts.contiguous(), operands.kv_tiles.contiguous())
 
 
 def lists_of_queries(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of the queries that keep keys; the numbers are added later."""
+    """Return the lists of queries that keep keys, without numbers."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.q_counts.contiguous(), operands.q_tiles.contiguous())
 
 
 def with_numbers(lists: Lists | None, spec: AttentionSpec, of_keys: bool) -> Lists | None:
-    """Return lists of keys or of queries with their numbers; `lists` has the operands' layouts."""
+    """Return lists of keys or of queries with their numbers."""
     if lists is None:
         return None
     assert isinstance(spec, BlockSparseSpec)

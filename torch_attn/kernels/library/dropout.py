@@ -1,7 +1,4 @@
-"""Dropout: the weights that multiply probabilities, from a counter-based generator.
-
-`twin_attention.contract.dropout` defines the bits of each pair of query and key.
-"""
+"""Dropout: the weights that multiply probabilities (`twin_attention.contract.dropout`)."""
 
 import triton
 import triton.language as tl
@@ -17,13 +14,8 @@ WEYL = tl.constexpr(dropout.WEYL)
 def kept_pairs(terms, rows, others, OF_KEYS: tl.constexpr = False, ANY_START: tl.constexpr = False):
     """Return a tile's dropout weights, [BLOCK, BLOCK_OTHER] float32; 1 without dropout.
 
-    If one thread has all eight pairs of a block, they are drawn once: the compiler sees that they
-    come from the same numbers.
-
-    Args:
-        terms, rows, others: `Terms`, `Rows` and the `Visited` tile. Both tiles start at multiples
-            of their sizes, counted from the sequence's first row, except others with ANY_START.
-        OF_KEYS: the rows are keys.
+    Tiles start at multiples of their sizes, counted from the sequence's first row; with ANY_START,
+    the others need not. If one thread has all eight pairs of a block, they are drawn once.
     """
     weights = 1.0
     if terms.seed is not None:
@@ -55,7 +47,7 @@ def kept_pairs(terms, rows, others, OF_KEYS: tl.constexpr = False, ANY_START: tl
         lower = tl.where(key // 8 % 2 == 0, w0, w1)
         upper = tl.where(key // 8 % 2 == 0, w2, w3)
         bits = tl.where(query // 8 % 2 == 0, lower, upper)
-        # Only the upper half matters to the comparison below.
+        # Only the upper half matters below.
         bits = tl.where(key // 16 % 2 == 0, bits << 16, bits)
         threshold = tl.cast(terms.dropout.threshold, tl.uint32) << 16
         weights = tl.where(bits >= threshold, terms.dropout.scale, 0.0)
@@ -64,7 +56,7 @@ def kept_pairs(terms, rows, others, OF_KEYS: tl.constexpr = False, ANY_START: tl
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Return the words of Philox 4x32 (Salmon et al. 2011) for counters and a key, all uint32."""
+    """Return the words of Philox 4x32 (Salmon et al. 2011), all uint32."""
     for _ in tl.static_range(ROUNDS):
         high0, low0 = _product(c0, MULTIPLIERS[0])
         high1, low1 = _product(c2, MULTIPLIERS[1])
@@ -76,6 +68,6 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _product(x, multiplier: tl.constexpr):
-    """Return the upper and the lower 32 bits of a product: one instruction gives both."""
+    """Return the upper and the lower 32 bits of a product, which one instruction gives."""
     product = x.to(tl.uint64) * multiplier
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)

@@ -1,7 +1,7 @@
 """Intervals: each row of one part of a sequence sees an interval of another part's rows.
 
-The bounds are data on the device. They never decrease from one row to the next, so a program finds
-the tiles to visit from the bounds of its first and last rows.
+The bounds are data on the device, and never decrease from one row to the next. So the bounds of a
+tile's first and last rows say which tiles it visits.
 """
 
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ from torch import Tensor
 from torch_attn.kernels.library.tiles import tiles_between
 from twin_attention.contract.operands import AttentionOperands, PartialOperands
 
-# Where the interval of a nonexistent row begins.
+# Begin of a nonexistent row's interval.
 LARGEST_ROW = tl.constexpr(2**31 - 1)
 
 
 class RowIntervals(NamedTuple):
-    """Hold the bounds of what each resident row sees of the other axis, [S] int32, contiguous."""
+    """What each resident row sees of the other axis, [S] int32."""
 
     begins: Any
     ends: Any
@@ -26,7 +26,7 @@ class RowIntervals(NamedTuple):
 
 @triton.jit
 def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
-    """Load the bounds of rows start .. start + BLOCK; rows past `num_rows` see nothing."""
+    """Load the bounds of rows from `start` on; nonexistent rows see nothing."""
     rows = start + tl.arange(0, BLOCK)
     begins = tl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = tl.load(intervals.ends + rows, mask=rows < num_rows, other=0)
@@ -35,7 +35,7 @@ def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
-    """Return which tiles of the other axis some rows see, as `visible_tiles` does."""
+    """Return which tiles some rows see, as `visible_tiles` does."""
     begins, ends = rows.begins, rows.ends
     exists = begins < LARGEST_ROW
     begin, end = tl.min(begins, 0), tl.max(ends, 0)
@@ -48,20 +48,20 @@ def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
 
 @triton.jit
 def in_interval(rows, others):
-    """Return which rows of a visited tile each own row sees, [BLOCK, BLOCK_OTHER]."""
+    """Return which visited rows each own row sees, [BLOCK, BLOCK_OTHER]."""
     other = others.rows[None, :]
     return (other >= rows.begins[:, None]) & (other < rows.ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
-    """Return each query's interval of keys; None if a window says what it sees."""
+    """Return each query's interval of keys, or None."""
     if not isinstance(operands, PartialOperands):
         return None
     return RowIntervals(operands.key_begins, operands.key_ends)
 
 
 def intervals_of_queries(operands: AttentionOperands[Tensor]) -> RowIntervals | None:
-    """Return each key's interval of queries; None if a window says what sees it."""
+    """Return each key's interval of queries, or None."""
     if not isinstance(operands, PartialOperands):
         return None
     return RowIntervals(operands.query_begins, operands.query_ends)

@@ -1,7 +1,4 @@
-"""Masks other than the window: packed sequences, segments, trees, intervals, block masks.
-
-Each is a named tuple of operands and numbers, or None; a kernel takes all of them in one tuple.
-"""
+"""Masks other than the window: each is a named tuple of operands and numbers, or None."""
 
 from typing import Any, NamedTuple
 
@@ -32,18 +29,10 @@ from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
-    """Tell a kernel which keys a query sees; None for a mask that the problem lacks.
+    """Which keys a query sees; None for a mask that the problem lacks.
 
-    The lists come first: in loops, Triton 3.6 loses the constants of a nested tuple unless a
-    constant of the outer tuple, such as None, follows.
-
-    Attributes:
-        lists: the tiles that a block mask keeps.
-        offsets: offsets of packed sequences, both None for a dense batch.
-        segments: ids, and ranges of the visited tokens' ids.
-        tree: ends of keys.
-        depths: what a window counts instead of positions.
-        intervals: what the resident rows see, instead of a window.
+    `lists` come first: in loops, Triton 3.6 loses the constants of a nested tuple unless a constant
+    of the outer tuple, such as None, follows.
     """
 
     lists: Lists | None
@@ -69,6 +58,6 @@ def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) ->
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
-    """Return the mask of keys or of queries, the kernel's last operand, with its lists' numbers."""
+    """Return the mask, a kernel's last operand, with its lists' numbers."""
     mask = call.layouts[-1]
     return {"mask": mask._replace(lists=with_numbers(mask.lists, call.spec, of_keys))}

@@ -1,13 +1,13 @@
 """Prefixes: which sequences of a batch begin with the same pages, and how many they share.
 
 Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all of
-its sequences begin with, before any new token.
+them begin with, before any new token.
 """
 
 import triton
 import triton.language as tl
 
-# Pages that a program compares at a time.
+# Pages that a program compares at once.
 _BLOCK_PAGES = tl.constexpr(128)
 _NO_PAGE = tl.constexpr(2147483647)
 
@@ -16,12 +16,8 @@ _NO_PAGE = tl.constexpr(2147483647)
 def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexpr):
     """Find which of the sequences first .. first + members are the first of a tile.
 
-    Args:
-        tiles: `twin_attention.targets.splits.CascadeTiles`, as in the functions below.
-
-    Returns:
-        The sequences; which of them are the first of a tile of several; and which are alone in a
-        tile. Each is [members].
+    Return, each [members]: the sequences; which are the first of a tile of several; and which are
+    alone in a tile.
     """
     own = first + tl.arange(0, tiles.members)
     other = tl.arange(0, tiles.block_batch)
@@ -40,7 +36,7 @@ def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexp
 def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constexpr):
     """Return the sequences of the tile that `leader` begins, and how many keys they share.
 
-    The sequences are [members], with -1 after the last one.
+    The sequences are [members], -1 after the last one.
     """
     other = tl.arange(0, tiles.block_batch)
     page, pages = _begin(cache, other, batch_size, max_pages, TOKENS)
@@ -51,7 +47,7 @@ def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constex
     member = tl.max(tl.where(is_placed, other[None, :], -1), 1)
     common = tl.min(tl.min(tl.where(is_placed, pages[None, :], max_pages), 1), 0)
 
-    # Find the first page that not all of them share.
+    # Find the first page that not all share.
     is_member = member >= 0
     rows = cache.tables + member.to(tl.int64)[:, None] * cache.table_stride
     differs = tl.full([tiles.members, _BLOCK_PAGES], _NO_PAGE, tl.int32)
@@ -68,10 +64,10 @@ def find_members(cache, tiles, leader, batch_size, max_pages, TOKENS: tl.constex
 
 @triton.jit
 def _begin(cache, sequence, batch_size, max_pages, TOKENS: tl.constexpr):
-    """Return the first pages of sequences, and how many pages all their new tokens see in full."""
+    """Return sequences' first pages, and how many pages all their new tokens see in full."""
     exists = sequence < batch_size
     length = tl.load(cache.lens + sequence, mask=exists, other=0)
-    # Loaded without waiting for the length, which says whether it counts.
+    # Loaded without waiting for the length.
     table = sequence.to(tl.int64) * cache.table_stride
     page = tl.load(cache.tables + table, mask=exists, other=0)
     length = tl.minimum(tl.maximum(length, 0), max_pages * cache.page_size)

@@ -1,9 +1,8 @@
 """8-bit caches: int8, and float8_e4m3fn as its bits (uint8).
 
-A decode reads an 8-bit cache as packed pairs: each int16 holds two columns. Upcast to float16, the
-even and the odd columns form two tiles; q and the output are split the same way. The decode's
-helpers here take and return such tiles as a tuple, which has one tile for a 16-bit cache. UPCAST is
-a `twin_attention.targets.ptx.Upcast`, or None for a 16-bit cache.
+A decode reads packed pairs: each int16 holds two columns. Upcast to float16, the even and the odd
+columns form two tiles; q and the output are split likewise. So tiles are tuples, of one tile for a
+16-bit cache. UPCAST is a `twin_attention.targets.ptx.Upcast`, None for a 16-bit cache.
 """
 
 import torch
@@ -17,9 +16,9 @@ from torch_attn.operands import strides_in_memory
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
-# 1.5 * 2^23 + 2: adding it rounds away the fraction. If the last byte of its bits were 0, the
-# compiler would take an int8 from the last byte of the float sum, but ptxas 12.8 and 12.9 convert
-# the sum instead.
+# 1.5 * 2^23 + 2: adding it rounds away the fraction. The 2 is for the compiler: if the last byte of
+# the bits were 0, it would take an int8 from the float sum, but ptxas 12.8 and 12.9 convert the
+# sum.
 ROUND_TO_INTEGER = tl.constexpr(12582914.0)
 ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400002)
 UPCAST_CONSTRAINTS = tl.constexpr(ptx.UPCAST_CONSTRAINTS)
@@ -35,16 +34,16 @@ def as_packed(pages: Tensor) -> Tensor:
 
 
 def as_bits(pages: Tensor) -> Tensor:
-    """Return a view of a float8 pool as its bits, uint8; Triton has no float8 on SM80."""
+    """Return a view of a float8 pool as uint8; Triton has no float8 on SM80."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def swizzled_alike(block_dv: int, block_d: int) -> int:
     """Return the padded columns of a packed tile of v that let wgmma read it as it reads k's.
 
-    Tiles of k and v use the same shared memory in turn. If their rows need different swizzles (up
-    to 64 columns of float16, 128 bytes), then ptxas 12.8, which Triton 3.6 uses, takes v's address
-    from a register that was never written. Can go with Triton 3.6.
+    Tiles of k and v share their memory in turn. If their rows need different swizzles (up to 64
+    columns of float16, 128 bytes), ptxas 12.8 of Triton 3.6 takes v's address from a register that
+    was never written. Can go with Triton 3.6.
     """
     return max(block_dv, min(block_d, 64))
 
@@ -77,7 +76,7 @@ def load_q(
 
 @triton.jit
 def unpack(x, UPCAST: tl.constexpr):
-    """Return loaded keys or values as tiles, not yet multiplied by the cache's scale."""
+    """Return loaded keys or values as tiles, without the cache's scale."""
     if UPCAST is None:
         tiles = (x,)
     elif UPCAST.low is None:
@@ -115,7 +114,7 @@ def add_pv(acc, p, v):
 
 @triton.jit
 def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store rows of the output, whose tiles are split as `load_q` splits q."""
+    """Store rows of the output, split as `load_q` splits q."""
     for half in tl.static_range(len(out)):
         store_rows_at(base, out[half], index, strides, is_row, SIZE, BLOCK_SIZE, half, len(out))
 
@@ -138,7 +137,7 @@ def add_stored(
 def upcast_bytes(x, FLOAT8: tl.constexpr):
     """Return int8, or the bits of a float8_e4m3fn, as float16.
 
-    A float8's bits below the sign, shifted to their place in a float16, give the number times 2^-8.
+    A float8's bits, shifted to their place in a float16, give the number times 2^-8.
     """
     if FLOAT8:
         magnitude = x.to(tl.int16) & 0x7F
@@ -150,11 +149,10 @@ def upcast_bytes(x, FLOAT8: tl.constexpr):
 
 @triton.jit
 def to_float16(x, y):
-    """Return two tiles of the same rows as float16, and the factor that each row was divided by.
+    """Return two tiles of the same rows as float16, and the factor that divided each row.
 
-    A row of bfloat16 may exceed float16's range, so it is divided by the power of two that brings
-    its largest element to 2^13 .. 2^14. That is exact except for elements below 2^-31 of the
-    largest.
+    A bfloat16 row may exceed float16's range, so a power of two brings its largest element to
+    2^13 .. 2^14. That is exact except below 2^-31 of the largest.
     """
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if x.dtype == tl.bfloat16:
@@ -170,7 +168,7 @@ def to_float16(x, y):
 
 @triton.jit
 def round_to_integer(x):
-    """Round float32 below 2^22 to int32, to nearest, ties to even."""
+    """Round float32 below 2^22 to int32, ties to even."""
     return (x + ROUND_TO_INTEGER).to(tl.int32, bitcast=True) - ROUND_TO_INTEGER_BITS
 
 
@@ -189,7 +187,7 @@ def quantize(x, scale, dtype: tl.constexpr):
         sign = (x < 0).to(tl.int32) << 7
         magnitude = tl.minimum(tl.abs(x), FLOAT8_MAX)
         bits = magnitude.to(tl.int32, bitcast=True)
-        # A normal number: round off 20 of 23 bits, then change the exponent's bias from 127 to 7.
+        # Normal: round off 20 of 23 bits, then change the exponent's bias from 127 to 7.
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
         # Below 2^-6: round to a multiple of 2^-9.
         tiny = round_to_integer(magnitude * 512.0)

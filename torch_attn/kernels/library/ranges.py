@@ -5,16 +5,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of a block; a block has one range of ids, or of ends.
+# Tokens with one range of ids, or of ends.
 BLOCK_TOKENS = tl.constexpr(64)
-# Blocks, or tiles, that one step of a search reads: 32768 tokens in the case of blocks.
+# Blocks, or tiles, that a search reads at once.
 SCAN_WIDTH = tl.constexpr(512)
-# Greater than all values: where the range of a block without a value begins.
+# Where the range of a block without a value begins.
 LARGEST = tl.constexpr(2**31 - 1)
 
 
 def in_blocks(x: Tensor, padding: int) -> Tensor:
-    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS], with the last block filled by `padding`."""
+    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS]; `padding` fills the last block."""
     batch, size = x.shape
     blocks = triton.cdiv(size, BLOCK_TOKENS.value)
     x = torch.constant_pad_nd(x, [0, blocks * BLOCK_TOKENS.value - size], padding)

@@ -1,7 +1,7 @@
-"""Rotary embedding: rotate pairs of a head's dimensions by the angles of the token's position.
+"""Rotary embedding (RoFormer, Su et al. 2021): rotate pairs of dimensions by the position's angles.
 
-RoFormer (Su et al. 2021). Pair i is dimensions i and i + R / 2 (GPT-NeoX), or 2i and 2i + 1
-(GPT-J, interleaved), so that each side of all pairs is a tile of evenly spaced columns.
+Pair i is dimensions i and i + R / 2 (GPT-NeoX), or 2i and 2i + 1 (GPT-J, interleaved), so each side
+of all pairs is a tile of evenly spaced columns.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +11,7 @@ import triton.language as tl
 
 
 class Rotation(NamedTuple):
-    """Hold the angles of positions.
-
-    Attributes:
-        cos, sin: [positions, PAIRS].
-        cos_stride, sin_stride: strides of their rows, set in a kernel's argument.
-    """
+    """Cosine and sine of positions' angles, [positions, PAIRS]."""
 
     cos: Any
     sin: Any
@@ -26,10 +21,7 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def load_rotation(rotation, position, num_positions, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load cosine and sine of each pair's angle at a position, [1, BLOCK] each, float32.
-
-    They are NaN if there is no such position.
-    """
+    """Load a position's cosine and sine, [1, BLOCK] float32; NaN if there is no such position."""
     pair = tl.arange(0, BLOCK)[None, :]
     exists = (pair < PAIRS) & (position >= 0) & (position < num_positions)
     row = position.to(tl.int64)
@@ -46,7 +38,7 @@ def rotate(x, y, cos, sin):
 
 
 def rotation_argument(rotation: Rotation | None) -> Rotation | None:
-    """Return the angles as a kernel takes them, from their layouts."""
+    """Return the angles with their strides."""
     if rotation is None:
         return None
     return rotation._replace(cos_stride=rotation.cos.strides[0], sin_stride=rotation.sin.strides[0])

@@ -14,9 +14,9 @@ from twin_attention.targets.schedule import heads_together
 def longest_first(num_tiles, together):
     """Return the head and the tile of a program, for heads whose later tiles take longer.
 
-    A GPU starts programs in order, each when another ends. One head follows another, each with its
-    last tile first. The last `together` heads are interleaved: the last tiles of all of them come
-    first, so that the grid ends with the shortest tiles; see `heads_together`.
+    A GPU starts programs in order. One head follows another, each with its last tile first. The
+    last `together` heads are interleaved, so that the grid ends with the shortest tiles
+    (`heads_together`).
     """
     place = tl.num_programs(0) - 1 - tl.program_id(0)  # counted from the end
     together = tl.minimum(together, tl.num_programs(0) // num_tiles)
@@ -29,9 +29,6 @@ def longest_first(num_tiles, together):
 def order_argument(
     call: KernelCall, num_tiles: int, programs_of_sm: int, summed_heads: int | None = None
 ) -> dict[str, Any]:
-    """Return `together` for `longest_first`, from the number of programs that an SM holds.
-
-    summed_heads: as `heads_together` takes it.
-    """
+    """Return `together` for `longest_first`, from the programs that an SM holds."""
     programs = programs_of_sm * num_sms(call.device, call.target)
     return {"together": heads_together(call.spec, num_tiles, programs, summed_heads)}

@@ -12,8 +12,8 @@ def attention_scores(
 ):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
-    `more`, the product of further columns, is added to the product. `added` is added after the
-    scale, which is then not left to the exponent.
+    `more` is the product of further columns. `added` terms follow the scale, which is then not left
+    to the exponent.
     """
     s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
@@ -30,9 +30,9 @@ def attention_scores(
 def add_product(acc, a, b, PRECISION: tl.constexpr):
     """Compute acc + a · b, accumulated in float32.
 
-    In IEEE float32 the product is first summed by itself, so that a sum over a long sequence is
-    rounded at acc's magnitude once per tile instead of once per row. Its negative is subtracted,
-    because Triton turns an addition back into a product that starts from acc.
+    In IEEE float32 each product is summed by itself: a long sum is rounded at acc's magnitude once
+    per tile, not once per row. Its negative is subtracted, because Triton turns an addition back
+    into a product that starts from acc.
     """
     if a.dtype == tl.float32 and PRECISION == "ieee":
         acc = acc - tl.dot(-a, b, input_precision=PRECISION)
@@ -43,7 +43,7 @@ def add_product(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def round_operand(x, PRECISION: tl.constexpr):
-    """Round an operand of a product for TF32: tensor cores cut its mantissa to 10 bits.
+    """Round an operand for TF32: tensor cores cut its mantissa to 10 bits.
 
     Adding half of the last kept bit rounds to nearest, ties away from 0, as ``cvt.rna.tf32`` does.
     Infinities and NaN are unchanged.
@@ -56,7 +56,7 @@ def round_operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_multiplied(x, PRECISION: tl.constexpr):
-    """Return an operand of a product as tensor cores take it: see `round_operand`."""
+    """Return a float32 operand as tensor cores take it."""
     x = round_operand(x, PRECISION)
     if x.dtype == tl.float32 and PRECISION == "tf32":
         x = (x.to(tl.int32, bitcast=True) & -(1 << 13)).to(tl.float32, bitcast=True)
@@ -82,10 +82,10 @@ def tanh(x):
 
 @triton.jit
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Set to -inf the scores of keys that a query at `position` does not see.
+    """Set to -inf the scores of keys that a query at `position` does not see, and of keys from
+    `end` on.
 
-    The same holds for keys from `end` on, which do not exist; None means that all keys exist, or
-    that their rows are not stored. Positions and keys may be counted from any one origin.
+    Positions and keys have any one origin. `end` is None if all keys exist, or are not stored.
     """
     if end is not None:
         s = tl.where(key < end, s, float("-inf"))

@@ -1,9 +1,9 @@
 """Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
 
-Ids come in any order. For every BLOCK_TOKENS tokens the host computes the range of their ids. A
-program visits the tiles of the other axis from the first to the last block whose range overlaps
-that of its own tokens. All of these tiles are masked by their ids. Tiles before the first block
-with padding are loaded without a mask, so that their loads do not wait for ids.
+Ids come in any order. The host computes their range for every BLOCK_TOKENS tokens. A program visits
+the tiles of the other axis from the first to the last block whose range overlaps its own, and masks
+all of them by ids. Tiles before the first block with padding are loaded without a mask, so these
+loads do not wait for ids.
 
 Padding has negative ids and may hold NaN, so it is loaded as 0.
 """
@@ -17,17 +17,15 @@ from torch import Tensor
 from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
-# Ids of padding among the resident tokens and among the visited tokens: they never match.
+# Ids of padding among resident and among visited tokens, which never match.
 STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
 
 
 class Segments(NamedTuple):
-    """Hold segment ids, contiguous int32.
+    """Segment ids q [B, Sq] and kv [B, Skv], int32.
 
-    Attributes:
-        q, kv: ids of the queries [B, Sq] and of the keys [B, Skv].
-        ranges: `segment_ranges` of the visited tokens; for the explicit kernels, the lists of
-            `kernels.tile_lists`.
+    `ranges`: `segment_ranges` of the visited tokens; in the explicit kernels, the lists of
+    `kernels.tile_lists`.
     """
 
     q: Any
@@ -37,10 +35,7 @@ class Segments(NamedTuple):
 
 @triton.jit
 def segments_of_batch(segments, batch, size, size_other, OF_KEYS: tl.constexpr):
-    """Return a batch element's own ids, those of the other axis, and the ranges of the latter.
-
-    OF_KEYS: the own axis is that of keys.
-    """
+    """Return a batch element's own ids, those of the other axis, and the ranges of the latter."""
     if OF_KEYS:
         own, other = segments.kv + batch * size, segments.q + batch * size_other
     else:
@@ -53,12 +48,9 @@ def load_segments(
     ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):  # fmt: skip
-    """Load the ids of rows start .. start + BLOCK; `PADDING` for padding and nonexistent rows.
+    """Load ids of rows from `start` on, and which are not padding; `PADDING` where there are none.
 
     ANY_START: start may be negative.
-
-    Returns:
-        (ids, exists): [BLOCK] each. exists: a row is not padding.
     """
     rows = start + tl.arange(0, BLOCK)
     in_axis = rows < num_rows
@@ -71,11 +63,9 @@ def load_segments(
 
 @triton.jit
 def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow the result of `visible_tiles` to the tiles that may hold tokens of the rows' segments.
+    """Narrow the result of `visible_tiles` to tiles that may hold tokens of the rows' segments.
 
-    Returns (begin, before, full, after) again, except that every tile needs its scores masked. The
-    full ones need no mask for their loads: their rows exist, and none is padding. BLOCK: rows of a
-    tile of the other axis.
+    Every tile needs its scores masked; the full ones need no mask for their loads.
     """
     ids, ranges_ptr = rows.ids, rows.ranges
     least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
@@ -107,15 +97,10 @@ def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
 
 
 def segment_ranges(ids: Tensor) -> Tensor:
-    """Compute the range of ids for every BLOCK_TOKENS tokens.
+    """Return the ranges of ids [B, S] for every BLOCK_TOKENS tokens, [B, 3, blocks] int32.
 
-    Args:
-        ids: [B, S] int32.
-
-    Returns:
-        [B, 3, blocks] int32: the least id that is not negative, LARGEST if there is none; the
-        greatest; and the least of all, which is negative in a block with padding. The last block is
-        filled by padding.
+    They are the least id that is not negative, or LARGEST; the greatest; and the least of all,
+    negative in a block with padding. Padding fills the last block.
     """
     ids = in_blocks(ids, VISITED.value)
     batch, blocks, _ = ids.shape
@@ -127,7 +112,7 @@ def segment_ranges(ids: Tensor) -> Tensor:
 
 
 def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
-    """Return the ids of queries and of keys, None without them; the ranges are added later."""
+    """Return the ids of queries and of keys, without ranges, or None."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return None
     assert operands.kv_segment_ids is not None

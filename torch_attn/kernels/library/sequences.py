@@ -1,12 +1,11 @@
 """Packed sequences: which sequence a tile belongs to, and where its rows are.
 
-Rows of N sequences lie one after the other; sequence n begins at ``cu_seqlens[n]``. A tile never
-holds two sequences, so each gives the same bits as alone. The host does not know the lengths, so
-sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, which are at least as many as it
+A tile never holds two sequences, so each gives the same bits as alone. The host does not know the
+lengths, so sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, at least as many as it
 needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
 
-Offsets are unchecked data. Any values are clamped to the tensors, and the search always ends. The
-first offset counts as 0, so that no row comes before all sequences.
+Offsets are unchecked data, clamped to the tensors; the search always ends. The first offset counts
+as 0, so no row comes before all sequences.
 """
 
 from typing import Any, NamedTuple
@@ -18,16 +17,12 @@ from torch_attn.kernels.library.tiles import ROW_PADDING
 from twin_attention.contract.operands import AttentionOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 
-# Offsets that one step of the search reads: one step finds one of 127 sequences.
+# Offsets that a search reads at once.
 SEARCH_WIDTH = tl.constexpr(128)
 
 
 class Offsets(NamedTuple):
-    """Hold the offsets of packed sequences, [num_sequences + 1] int32; None for a dense batch.
-
-    Attributes:
-        q, kv: offsets of the queries and of the keys.
-    """
+    """Offsets of queries and of keys, [num_sequences + 1] int32; None for a dense batch."""
 
     q: Any = None
     kv: Any = None
@@ -55,18 +50,10 @@ def locate_tile(
 ):
     """Find the sequence that owns a tile.
 
-    Args:
-        cu_seqlens_ptr, cu_seqlens_other_ptr: [N + 1] offsets of the tile's axis and of the other.
-        tile: number among all sequences' tiles.
-        num_rows, num_rows_other: lengths of the axes.
-        num_sequences: N.
-        BLOCK: rows of a tile.
-
-    Returns:
-        (sequence, first, start, end, first_other, size_other): the sequence's first row, the tile's
-        first row and the end of the sequence's rows, all within the axis; the sequence's first row
-        on the other axis, and how many it has there. A tile after the last one of its sequence
-        belongs to an empty sequence: start and end are first, and size_other is 0.
+    Return (sequence, first, start, end, first_other, size_other): the sequence's first row, the
+    tile's first row and the end of the sequence's rows, all within the axis; the sequence's first
+    row on the other axis, and how many it has there. A tile after its sequence's last one belongs
+    to an empty sequence: start and end are first, and size_other is 0.
     """
     sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
     return rows_of_tile(
@@ -86,7 +73,7 @@ def rows_of_tile(
     num_sequences,
     BLOCK: tl.constexpr,
 ):
-    """Return what `locate_tile` does, for a tile that `sequence` owns."""
+    """Do what `locate_tile` does, for a tile that `sequence` owns."""
     first, size = rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, num_rows)
     first_other, size_other = rows_of_sequence(
         cu_seqlens_other_ptr, sequence, num_rows_other, num_sequences, 0
@@ -107,20 +94,11 @@ def locate_tokens(
 
     The first tiles of all sequences come before the others, so that in a batch of single tokens the
     first programs have all the work. Among the others, sequence n owns the tiles from
-    ``cu_seqlens[n] * ROWS // BLOCK`` on, which are again at least as many as it needs.
+    ``cu_seqlens[n] * ROWS // BLOCK`` on.
 
-    Args:
-        cu_seqlens_ptr: [N + 1] offsets, in tokens.
-        tile: number among all sequences' tiles.
-        num_tokens: tokens of the axis.
-        num_sequences: N.
-        ROWS: rows of a token.
-        BLOCK: rows of a tile.
-
-    Returns:
-        (sequence, first, tokens, start): the sequence's first token and how many it has, within the
-        axis; the tile's first row, counted from the sequence's first. A tile after the last one of
-        its sequence starts after the sequence's last row.
+    Return (sequence, first, tokens, start): the sequence's first token and how many it has; the
+    tile's first row, counted from the sequence's first. A tile after its sequence's last one starts
+    after the sequence's last row.
     """
     owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
     return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
@@ -130,7 +108,7 @@ def locate_tokens(
 def tokens_of_tile(
     cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return what `locate_tokens` does; `owner` owns the tile unless it is a sequence's first."""
+    """Do what `locate_tokens` does; `owner` owns the tile unless it is a sequence's first."""
     is_first = tile <= num_sequences
     sequence = tl.where(is_first, tile, owner)
     first, tokens = rows_of_sequence(
@@ -143,7 +121,7 @@ def tokens_of_tile(
 
 @triton.jit
 def first_tile(first, sequence, BLOCK: tl.constexpr):
-    """Return the first tile that a sequence owns, from its first row."""
+    """Return a sequence's first tile, from its first row."""
     return first // BLOCK + sequence
 
 
@@ -151,10 +129,7 @@ def first_tile(first, sequence, BLOCK: tl.constexpr):
 def padded_row(head, num_rows, num_sequences, first, sequence):
     """Return where a sequence of a head begins in lse2 and delta, as the backward pads them.
 
-    Args:
-        head: number among the heads of all batch elements, int64.
-        num_rows, num_sequences: queries of all sequences, and how many these are; None if dense.
-        first, sequence: the sequence's first query, and its number.
+    `head` counts the heads of all batch elements, int64. `num_sequences` is None if dense.
     """
     row = head * count_sequence_tiles(num_rows, num_sequences, ROW_PADDING) * ROW_PADDING
     if num_sequences is not None:
@@ -168,7 +143,7 @@ def find_sequence(
 ):
     """Return the last sequence whose tiles begin at or before `tile`, 0 .. N.
 
-    With ROWS, tiles are the ones after the sequences' first tiles, as in `locate_tokens`.
+    With ROWS, `tile` counts the tiles after the sequences' first ones, as in `locate_tokens`.
     """
     first = 0
     count = num_sequences + 1
@@ -191,7 +166,7 @@ def find_sequence(
 
 @triton.jit
 def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_padding):
-    """Return the first row of a sequence and how many rows it has, within an axis of `num_rows`."""
+    """Return a sequence's first row and how many it has, within an axis of `num_rows`."""
     first = tl.load(cu_seqlens_ptr + sequence, mask=sequence > 0, other=0)
     end = tl.load(
         cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=end_of_padding

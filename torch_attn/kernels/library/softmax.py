@@ -1,11 +1,9 @@
-"""The running softmax.
+"""The running softmax, in base 2: ``exp(x) = exp2(x * log2(e))`` is one hardware instruction.
 
-Scores are kept in base 2: ``exp(x) = exp2(x * log2(e))``, so that one hardware instruction gives p.
-`exp2_scale` converts a score to base 2 and includes the scale where it can
-(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction. Where
-terms are added, a score may be any float32 number, such as -1e9 for a key that is to be hidden. The
-rounding of such a product would be the exponent, so the maximum stays a score, and is subtracted
-first.
+`exp2_scale` takes a score to base 2, and includes the scale where it can
+(`twin_attention.contract.spec.ScoreRule`). Where terms are ADDED, a score may be any float32
+number, such as -1e9 for a hidden key. The rounding of such a product would be the exponent, so the
+maximum stays a score, and is subtracted first.
 """
 
 import triton
@@ -23,8 +21,7 @@ def online_softmax_update(s, m_i, l_i, exp2_scale, ADDED: tl.constexpr = False):
     l_i is the sum of ``exp2(s * exp2_scale - m_i)``, or ``exp2((s - m_i) * exp2_scale)``, and the
     caller's acc the product of that with v. A row without a key so far keeps m_i = -inf, l_i = 0.
 
-    Returns (p, alpha, m_i, l_i): p of this tile, the factor that rescales acc to the new maximum,
-    and the new m_i and l_i.
+    Return (p, alpha, m_i, l_i): alpha rescales acc to the new maximum.
     """
     if ADDED:
         m_new = tl.maximum(m_i, tl.max(s, 1))
@@ -42,7 +39,7 @@ def online_softmax_update(s, m_i, l_i, exp2_scale, ADDED: tl.constexpr = False):
 
 @triton.jit
 def row_statistics(m_i, l_i, ADDED: tl.constexpr = False):
-    """Return the divisor of a row's acc, and its log-sum-exp (natural log), from a softmax.
+    """Return the divisor of a row's acc, and its log-sum-exp (natural log).
 
     A row without a key has lse -inf, and its acc of 0 is divided by 1.
     """
@@ -55,8 +52,8 @@ def row_statistics(m_i, l_i, ADDED: tl.constexpr = False):
 def rest_of_lse(lse, m_i, l_safe):
     """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key.
 
-    Next to a maximum of -1e9 the whole logarithm is lost, and without it p of the backward would be
-    1 for each of n equal scores, in place of 1 / n (Knuth 1997, the error of a sum).
+    Next to a maximum of -1e9 the whole logarithm is lost; without it p of the backward would be 1
+    for each of n equal scores, in place of 1 / n (Knuth 1997, the error of a sum).
     """
     log_l = tl.log(l_safe)
     kept = lse - m_i
@@ -66,9 +63,9 @@ def rest_of_lse(lse, m_i, l_safe):
 
 @triton.jit
 def load_lse(lse2_ptr, terms, first, rows):
-    """Load lse2 and rest2 of rows from `first` on, without a mask, as they are padded.
+    """Load lse2 and rest2 of padded rows from `first` on.
 
-    lse2 is lse in base 2, and rest2 is 0. Where terms are added, lse2 is lse itself, and rest2 the
+    lse2 is lse in base 2, and rest2 is 0. With added terms, lse2 is lse itself, and rest2 the
     `rest_of_lse` in base 2.
     """
     rest2 = 0
@@ -79,10 +76,7 @@ def load_lse(lse2_ptr, terms, first, rows):
 
 @triton.jit
 def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = False):
-    """Compute p = exp(s - lse) of a tile with queries down, or keys down with OF_KEYS.
-
-    lse2, rest2: of `load_lse`. An lse in base e is subtracted first.
-    """
+    """Compute p = exp(s - lse) of a tile with queries down, or keys down with OF_KEYS."""
     lse2 = lse2[None, :] if OF_KEYS else lse2[:, None]
     if terms.rest2 is None:
         exponent = s * exp2_scale - lse2
@@ -96,10 +90,7 @@ def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = Fal
 def add_sink(sink, m_i, l_i, ADDED: tl.constexpr = False):
     """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
 
-    ADDED: m_i is a natural logarithm, as in `online_softmax_update`.
-
-    Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
-    l_i.
+    Return (alpha, m_i, l_i), as `online_softmax_update` does.
     """
     scale: tl.constexpr = LOG2E if ADDED else 1.0
     sink = sink if ADDED else sink * LOG2E

@@ -16,9 +16,9 @@ from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
-# The most batch elements whose gradients of a bias are added in its 16 bits, from 0 on. The sum of
-# two is rounded once, and their order does not matter. With three, a partial sum would be rounded:
-# where a large one and its negative cancel, the error was 8 times the budget.
+# The most batch elements whose gradients of a bias are added in its 16 bits. The sum of two is
+# rounded once. Of three, a partial sum would be rounded, which is too coarse where large ones
+# cancel.
 MOST_SHARING = 2
 # Slopes above the first are rounded, and all are at most the second.
 STEEP = tl.constexpr(16.0)
@@ -26,15 +26,15 @@ STEEPEST = tl.constexpr(2.0**100)
 
 
 class Bias(NamedTuple):
-    """Hold a bias of query-key pairs, or its gradient; entries is None if there is none.
+    """A bias of query-key pairs, or its gradient; entries is None if there is none.
 
     Attributes:
         entries: [B, Hq, Sq, Skv], or 1 in place of any.
         batch, head, row: strides in elements, 0 for an axis of 1.
-        align: a divisor of the strides, which tells the compiler how wide a load may be.
-        of_rows, of_keys: whether it has more than one row, and more than one key.
-        boxes: TMA descriptor of the entries, if a kernel loads its tiles by TMA.
-        adds: whether batch elements share the gradient, and a kernel adds each one's part.
+        align: a divisor of the strides: how wide a load may be.
+        of_rows, of_keys: it has more than one row, more than one key.
+        boxes: TMA descriptor of the entries, if a kernel loads tiles by TMA.
+        adds: batch elements share the gradient, and a kernel adds each one's part.
     """
 
     entries: Any = None
@@ -49,23 +49,21 @@ class Bias(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Hold the operands that are added to scores, and dropout's; None for what a problem lacks.
+    """What is added to scores, and dropout's operands; None for what a problem lacks.
 
     Kernels compare single attributes: Triton 3.6 cannot compare a tuple that holds None.
 
     Attributes:
-        relative: [Hq, 2R + 1], contiguous.
-        slopes: [Hq] or [B, Hq] float32, contiguous; for packed sequences [Hq] or [N, Hq].
-        seed: seed of dropout, [2] int32 or uint32.
-        bias: a `Bias`.
-        dbias: its gradient, if a kernel that computes ds stores it.
+        relative: [Hq, 2R + 1].
+        slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
+        seed: [2] int32 or uint32.
+        dbias: the bias's gradient, if a kernel that computes ds stores it.
         drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
-        rest: as lse, what a forward stores of `softmax.rest_of_lse`; None in a backward.
+        rest: as lse, what a forward stores of `softmax.rest_of_lse`.
         rest2: as lse2, the same in base 2, for a backward.
         radius: R.
-        of_batch: distance between two batch elements' slopes, 0 if they share them.
-        count: number of batch elements with slopes.
-        dropout: `twin_attention.contract.dropout.DropoutRule`.
+        of_batch: from one batch element's slopes to the next's, 0 if they share them.
+        count: batch elements with slopes.
         falling: no query sees a key after it.
     """
 
@@ -88,12 +86,8 @@ class Terms(NamedTuple):
 def added_scores(terms, rows, others, MASKED: tl.constexpr, OF_KEYS: tl.constexpr):
     """Return what is added to a tile's scores, in turn, each [BLOCK, BLOCK_OTHER] float32.
 
-    Every kernel adds them in this order: another order rounds otherwise beside a value of -1e9.
-
-    Args:
-        terms, rows, others: `Terms`, `Rows` and the `Visited` tile.
-        MASKED: the tile has keys that do not exist.
-        OF_KEYS: the rows are keys.
+    Every kernel adds in this order: another one rounds otherwise beside a value of -1e9. MASKED:
+    the tile has nonexistent keys.
     """
     BLOCK: tl.constexpr = rows.rows.shape[0]
     BLOCK_OTHER: tl.constexpr = others.rows.shape[0]
@@ -138,8 +132,8 @@ def added_scores(terms, rows, others, MASKED: tl.constexpr, OF_KEYS: tl.constexp
 def round_steep(slope):
     """Return a slope; one above STEEP is rounded to 16 bits of mantissa.
 
-    The penalties of up to 256 positions are then exact, and so are sums of two such. A query sees
-    nothing but its nearest key beside such a slope, and lse changes by less than its budget.
+    The penalties of up to 256 positions are then exact, and so are sums of two. With such a slope a
+    query sees only its nearest key, and lse changes by less than its budget.
     """
     rounded = ((slope.to(tl.int32, bitcast=True) + 128) & -256).to(tl.float32, bitcast=True)
     rounded = tl.minimum(tl.maximum(rounded, -STEEPEST), STEEPEST)
@@ -203,9 +197,9 @@ def store_bias_tile(
 
 @triton.jit
 def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Return the entries of a head's row of the table for some distances."""
+    """Return the table's entries for some distances."""
     added = tl.zeros(distance.shape, tl.float32)
-    # Most tiles are so far off the diagonal that all their distances share an entry.
+    # Far off the diagonal, all distances share an entry.
     if (offset - BLOCK_Q + 1 >= radius) | (offset + BLOCK_KV - 1 <= -radius):
         one = tl.minimum(tl.maximum(offset, -radius), radius) + radius
         added += tl.load(row + one).to(tl.float32)
@@ -226,17 +220,14 @@ def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
 
 
 def added_gradient(terms: Terms, spec: AttentionSpec) -> Tensor | None:
-    """Return zeros [Hq, 2R + 1] float32, to which a kernel adds a table's gradient, or None."""
+    """Return zeros, to which a kernel adds a table's gradient, or None."""
     if terms.relative is None or "relative_bias" in spec.frozen:
         return None
     return terms.relative.new_zeros(terms.relative.shape, dtype=torch.float32)
 
 
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
-    """Return an empty bias gradient for a kernel to store; none if several pairs share a value.
-
-    Entries that no kernel visits are 0.
-    """
+    """Return an empty bias gradient for a kernel to store; none if several pairs share a value."""
     if bias.entries is None or "bias" in spec.frozen or shares_values(bias.entries.shape, spec):
         return Bias()
     values = bias.entries.new_empty(bias.entries.shape)
@@ -245,10 +236,7 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 
 
 def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
-    """Return a zero gradient of a bias, to which TMA adds each batch element's; none for others.
-
-    It has all query heads, in q's dtype.
-    """
+    """Return a zero gradient of a bias, to which TMA adds each batch element's; none for others."""
     own = (1, spec.heads_q, spec.seq_q, spec.seq_kv)
     if bias.entries is None or "bias" in spec.frozen:
         return Bias()
@@ -260,9 +248,10 @@ def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
 
 
 def is_multiplied(dbias: Bias, q: Tensor) -> bool:
-    """Return True if a bias' gradient has q's dtype, as products take it, and TMA can store it.
+    """Return True if a bias' gradient, if any, has q's dtype, as products take it, and TMA can
+    store it.
 
-    TMA stores rows of a multiple of 16 bytes. True without a gradient.
+    TMA stores rows of a multiple of 16 bytes.
     """
     values = dbias.entries
     if values is None:
@@ -277,7 +266,7 @@ def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:
-    """Return the terms with their numbers; they precede the mask, the last operand."""
+    """Return the terms, the last operand but one, with their numbers."""
     terms, spec = call.layouts[-2], call.spec
     radius = of_batch = count = None
     if terms.relative is not None:
@@ -296,7 +285,7 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
 
 
 def with_strides(bias: Bias) -> Bias:
-    """Return a bias with its strides; its entries are a layout."""
+    """Return a bias with its strides."""
     if bias.entries is None:
         return bias
     sizes = zip(bias.entries.shape, bias.entries.strides, strict=True)

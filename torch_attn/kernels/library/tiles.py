@@ -1,9 +1,9 @@
 """Tiles: which tiles a row sees, and how rows and columns of a head are read and written.
 
-A tensor may have more than 2^31 elements, and a view may span more than it has. Indices of rows,
-heads, pages and parts have 32 bits. Every kernel widens such an index to 64 bits before it
-multiplies it by a stride. Rows counted from a tile's first row keep 32 bits, unless the tile spans
-2^31 elements (`load_tile`), and so do pages and slots of a pool whose heads span less.
+A view may span more than 2^31 elements. Indices of rows, heads, pages and parts have 32 bits; every
+kernel widens one to 64 bits before it multiplies it by a stride. Rows counted from a tile's first
+row keep 32 bits, unless the tile spans 2^31 elements (`load_tile`), and so do pages and slots of a
+pool whose heads span less.
 """
 
 import math
@@ -15,21 +15,18 @@ import triton.language as tl
 from torch_attn.layouts import Layout
 from twin_attention.targets import config
 
-# Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
-# a tile of them is loaded without a mask. block_q of the backward divides it.
+# Rows of the backward's row vectors are padded to a multiple of this, so that a tile of them is
+# loaded without a mask. block_q of the backward divides it.
 ROW_PADDING = tl.constexpr(128)
 
 
-# Inside the kernels, the columns of a tile follow from the head size.
 padded_head_dim = triton.constexpr_function(config.padded_head_dim)
 
 
 class Strides(NamedTuple):
-    """Hold the strides of a [B, S, H, D] tensor with a contiguous last dimension.
+    """Strides in elements of a [B, S, H, D] tensor with a contiguous last dimension.
 
-    Attributes:
-        batch, row, head: strides in elements; `row` is a compile-time constant.
-        align: a divisor of all operands' strides, which tells the compiler how wide a load may be.
+    `row` is a compile-time constant. `align` divides all operands' strides: how wide a load may be.
     """
 
     batch: Any
@@ -39,7 +36,7 @@ class Strides(NamedTuple):
 
 
 class FlashStrides(NamedTuple):
-    """Hold the `Strides` of a kernel's operands; None for an operand that it lacks."""
+    """The `Strides` of a kernel's operands; None for an operand that it lacks."""
 
     q: Strides | None = None
     k: Strides | None = None
@@ -65,9 +62,8 @@ def visible_tiles(
     p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
     ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
 
-    Returns (begin, before, full, after): the first visible tile starts at `begin`; from there
-    `before` tiles need a mask, then `full` tiles need none, then `after` tiles need one. Every
-    other tile is skipped.
+    Return (begin, before, full, after): the first visible tile starts at `begin`; from there
+    `before` tiles need a mask, then `full` tiles need none, then `after` tiles need one.
     """
     first = start + diagonal
     last = tl.minimum(start + BLOCK, size) - 1 + diagonal
@@ -88,11 +84,7 @@ def visible_tiles(
 def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
     """Return what `visible_tiles` does, from bounds of the visible rows.
 
-    Args:
-        begin, end: the first row of the first tile that any row sees, and the end of the rows that
-            any row sees.
-        full_begin, full_end: the first row that all rows see, and the end of the rows that all see.
-        BLOCK: rows of a tile.
+    Some row sees begin .. end, where `begin` starts a tile; all rows see full_begin .. full_end.
     """
     visible = tl.cdiv(tl.maximum(end - begin, 0), BLOCK)
     before = tl.minimum(tl.cdiv(full_begin - begin, BLOCK), visible)
@@ -103,7 +95,7 @@ def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_tiles(before, full, after, MASKED: tl.constexpr):
-    """Return the number of tiles of one kind: those at the edges, or the full ones between."""
+    """Return the number of tiles of one kind: those at the edges, or the full ones."""
     count = full
     if MASKED:
         count = before + after
@@ -122,9 +114,9 @@ def tile_start(index, begin, before, full, BLOCK: tl.constexpr, MASKED: tl.const
 
 @triton.jit
 def split_step(step, count, GROUP_SIZE: tl.constexpr):
-    """Return the head of the group and the tile's index at one step over `count` tiles per head.
+    """Return the head of the group and the tile's index, with `count` tiles per head.
 
-    A compiler may hoist this out of a loop that makes no step, so `count` may be 0 here.
+    A compiler may hoist this out of a loop without steps, so `count` may be 0.
     """
     if GROUP_SIZE == 1:
         member, index = 0, step
@@ -136,7 +128,7 @@ def split_step(step, count, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def head_base(pointer, strides, batch, head, first=None):
-    """Return where one head of a tensor with these `Strides` begins, or row `first` of it."""
+    """Return where one head of a tensor begins, or row `first` of it."""
     offset = tl.cast(batch, tl.int64) * strides.batch + head.to(tl.int64) * strides.head
     if first is not None:
         offset += tl.cast(first, tl.int64) * strides.row
@@ -156,9 +148,8 @@ def load_tile(
 ):
     """Load rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
 
-    Columns are padded with zeros to a power of two. STRIDE is the distance between rows in
-    elements. MASK_ROWS: rows past `num_rows` give 0, and so do rows where `exists` [BLOCK_ROWS] is
-    False.
+    Columns are padded with zeros to a power of two. With MASK_ROWS, rows past `num_rows` give 0, or
+    those where `exists` [BLOCK_ROWS] is False.
     """
     BLOCK_SIZE: tl.constexpr = padded_head_dim(SIZE)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -186,7 +177,7 @@ def store_tile(
     BLOCK_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Store what `load_tile` loads; no row past `num_rows` and no column past SIZE is written."""
+    """Store the rows and columns of a tile that exist."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
@@ -197,10 +188,7 @@ def store_tile(
 def load_stored(
     base, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, exists=None
 ):
-    """Load what `store_tile` stored, padded with zeros.
-
-    Rows where `exists` [BLOCK_ROWS] is False are not read, and are 0.
-    """
+    """Load what `store_tile` stored, padded with zeros; 0 where `exists` [BLOCK_ROWS] is False."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
@@ -213,8 +201,8 @@ def load_stored(
 def strides_of(**layouts: Layout) -> FlashStrides:
     """Return the strides of [B, S, H, D] tensors, or packed ones, by the names of `FlashStrides`.
 
-    The distance between rows is a compile-time constant, so that a tile's addresses are one
-    register and constant offsets: at D 128 this halves the spills of the dk, dv kernel.
+    With a constant row stride, a tile's addresses are one register and constant offsets, which
+    saves spills.
     """
     every = (stride for layout in layouts.values() for stride in layout.strides[:-1])
     align = tl.constexpr(math.gcd(16, *every))

@@ -1,16 +1,15 @@
 """Trees: keys that have an end, and windows of depths.
 
-Key j is seen by the queries at positions before ``ends[j]`` that `causal` allows. For every
-BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped if no
-end is after the first query, and needs no mask if all ends are after the last query. The remaining
-tiles of the window form runs: in depth-first order, one for each stretch of the path from the root.
-A program walks one run after the other, each like dense rows. The queries of a tile of keys are one
-run.
+Key j is seen by the queries before ``ends[j]`` that `causal` allows. For every BLOCK_TOKENS keys
+the host computes the greatest and the least end. A tile of keys is skipped if no end is after the
+first
+query, and needs no mask if all ends are after the last query. The remaining tiles form runs: in
+depth-first order, one for each stretch of the path from the root. A program walks each run like
+dense rows. The queries of a tile of keys are one run.
 
 A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
 
-Ends and depths are unchecked data. Whatever their values, a program visits only tiles that the
-window shows.
+Ends and depths are unchecked data: a program visits only tiles that the window shows.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +25,10 @@ from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
 
 class Tree(NamedTuple):
-    """Hold the ends of keys, contiguous int32.
+    """Ends of the keys, [B, Skv], or [Tkv] for packed sequences, int32.
 
-    Attributes:
-        ends: ends of the keys, [B, Skv], or [Tkv] for packed sequences.
-        ranges: `tree_ranges`, which kernels that visit keys read; for the explicit kernels, the
-            lists of `kernels.tile_lists`.
+    `ranges` are `tree_ranges`, for kernels that visit keys; in the explicit kernels, the lists of
+    `kernels.tile_lists`.
     """
 
     ends: Any
@@ -39,13 +36,9 @@ class Tree(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """Hold the depths that a window counts, contiguous int32.
+    """Depths of queries [B, Sq], or [Tq], and each key's reach, shaped as `Tree.ends`, int32.
 
     They are not part of `Tree`: Triton 3.6 takes no None in a nested tuple.
-
-    Attributes:
-        q: depths of the queries, [B, Sq], or [Tq] for packed sequences.
-        reach: the greatest depth that sees each key, shaped as `Tree.ends`.
     """
 
     q: Any
@@ -54,10 +47,7 @@ class Depths(NamedTuple):
 
 @triton.jit
 def in_branch(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr = False):
-    """Return which keys end after each query, and reach its depth, [BLOCK, BLOCK_OTHER].
-
-    OF_KEYS: the rows are keys. ANY_START: others may begin before the first key.
-    """
+    """Return which keys end after each query, and reach its depth, [BLOCK, BLOCK_OTHER]."""
     own, other = rows.rows[:, None], others.rows[None, :]
     in_own, in_other = own < rows.end, other < rows.size_other
     if ANY_START:
@@ -81,10 +71,7 @@ def in_branch(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr
 
 @triton.jit
 def find_path(mask, rows):
-    """Return the ranges of a batch element's keys, and the least and the greatest depth of queries.
-
-    Without depths, these are 0.
-    """
+    """Return a batch element's ranges, and the queries' least and greatest depth, or 0."""
     num_ranges: tl.constexpr = 2 if mask.depths is None else 4
     ranges = mask.tree.ranges + rows.batch * num_ranges * tl.cdiv(rows.size_other, BLOCK_TOKENS)
     least, greatest = 0, 0
@@ -98,13 +85,7 @@ def find_path(mask, rows):
 
 @triton.jit
 def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return how many runs of tiles of one kind there are: 1 without a tree.
-
-    Args:
-        mask, rows, tiles: `Mask`, the queries' `Rows`, and their `Tiles` of keys.
-        BLOCK: keys of a tile.
-        MASKED: which kind: tiles that need a mask, or tiles that need none.
-    """
+    """Return how many runs there are of tiles with a mask, or of tiles without; 1 without a tree."""
     count = 1
     if mask.tree is not None:
         begun = tl.zeros([SCAN_WIDTH], tl.int32)
@@ -119,10 +100,9 @@ def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first tile, and the end, of the next run of one kind from `tile` on.
+    """Return the begin and end of the next run of one kind from `tile` on, 0 or the end of a run.
 
-    `tile` is 0 or the end of a run; the other arguments are those of `count_runs`. Without a tree,
-    the run has all tiles of the kind.
+    Without a tree, the run has all tiles of the kind.
     """
     if mask.tree is None:
         begin, stop = 0, count_tiles(tiles.before, tiles.full, tiles.after, MASKED)
@@ -143,7 +123,7 @@ def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return which tiles are visited with a mask, or which without one."""
+    """Return which tiles are visited with a mask, or which without."""
     exists = (tile >= 0) & (tile < tiles.before + tiles.full + tiles.after)
     # Ranges begin with the batch element, or with the first packed sequence.
     row = rows.first_other + tiles.begin + tile * BLOCK
@@ -168,10 +148,7 @@ def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def ending_tiles(mask, keys, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys.
-
-    BLOCK: queries of a tile. Returns (begin, before, full, after) again.
-    """
+    """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys."""
     is_key = keys.rows < keys.end
     ends = tl.load(mask.tree.ends + keys.batch * keys.end + keys.rows, mask=is_key, other=0)
     size = keys.end - keys.first
@@ -190,15 +167,11 @@ def ending_tiles(mask, keys, begin, before, full, after, BLOCK: tl.constexpr):
 
 
 def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
-    """Compute the ranges of ends, and of reaches, for every BLOCK_TOKENS keys.
+    """Return the ranges of ends, [B, Skv] or [Tkv], for every BLOCK_TOKENS keys, [B, blocks, 2]
+    int32.
 
-    Args:
-        ends: [B, Skv] int32, or [Tkv].
-        reach: as `ends`, or None.
-
-    Returns:
-        [B, blocks, 2] int32: the greatest and the least end; with `reach`, its greatest and least
-        follow, 4 in all. The last block is filled by 0.
+    They are the greatest and the least end; with `reach`, its greatest and least follow, 4 in all.
+    Zeros fill the last block.
     """
     values = [in_blocks(x.view(-1, x.shape[-1]), 0) for x in (ends, reach) if x is not None]
     batch, blocks, _ = values[0].shape
@@ -210,14 +183,14 @@ def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
 
 
 def ends_of(operands: AttentionOperands[Tensor]) -> Tensor | None:
-    """Return the ends of keys, contiguous; None without them."""
+    """Return the ends of keys, or None."""
     if not isinstance(operands, FlashOperands | VarlenOperands) or operands.kv_ends is None:
         return None
     return operands.kv_ends.contiguous()
 
 
 def depths_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Depths | None:
-    """Return the depths that the window counts, contiguous; None where it counts none."""
+    """Return the depths that the window counts, or None."""
     if spec.depth_window is None:
         return None
     assert isinstance(operands, FlashOperands | VarlenOperands)
@@ -230,7 +203,7 @@ def depths_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Depth
 def tree_of(
     operands: AttentionOperands[Tensor], spec: AttentionSpec
 ) -> tuple[Tree | None, Depths | None]:
-    """Return the ends of keys, and the depths that the window counts; None without them."""
+    """Return the ends of keys, and the depths that the window counts, or None."""
     ends = ends_of(operands)
     if ends is None:
         return None, None

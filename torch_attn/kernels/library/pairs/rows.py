@@ -1,4 +1,4 @@
-"""Where a program's tile is: a tile of queries that visits keys, or of keys that visits queries."""
+"""Where a program's tile is: queries that visit keys, or keys that visit queries."""
 
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ class Rows(NamedTuple):
         first: the sequence's first row.
         first_other, size_other: its first row on the other axis, and how many it has there.
         diagonal: position on the other axis of row 0.
-        rows: the rows, [BLOCK].
         ids, exists: segments of the rows, and which are not padding.
         ids_other, ranges: segments of the other axis, and their `segment_ranges`.
         begins, ends: intervals that the rows see.
@@ -94,7 +93,7 @@ def rows_at(
     mask, batch, element, head, start, end, first, first_other, size_other, diagonal,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the `Rows` start .. start + BLOCK, with what the mask says of them."""
+    """Return the `Rows` from `start` on, with what the mask says of them."""
     rows = start + tl.arange(0, BLOCK)
     ids, exists, ids_other, ranges, begins, ends = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:

@@ -1,4 +1,4 @@
-"""Scores of pairs: from q and k to the input of the softmax, and what follows from the scores."""
+"""Scores of pairs: from q and k to the input of the softmax."""
 
 import triton
 import triton.language as tl
@@ -28,22 +28,13 @@ def pair_scores(
     OF_KEYS: tl.constexpr = False,
     ANY_START: tl.constexpr = False,
 ):
-    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
+    """Compute a tile's scores; everything that changes or hides a score is applied here.
 
-    Everything that changes or hides a score is applied here.
+    `a` and `b` are the own and the visited rows of q and k. MASKED: the tile has hidden keys.
+    OF_KEYS: the own rows are keys. ANY_START: others may begin before the first key.
 
-    Args:
-        a, b: the own rows and the visited rows of q and k.
-        mask, terms, rule: `Mask`, `Terms` and `twin_attention.contract.spec.ScoreRule`.
-        rows, others: `Rows` and the `Visited` tile.
-        left, right: keys seen on each side of a position; None is unlimited.
-        MASKED: the tile has hidden keys.
-        OF_KEYS: the rows are keys.
-        ANY_START: others may begin before the first key.
-
-    Returns:
-        (s, dcap): a · bᵀ scaled, with terms, capped and masked, float32; and the derivative of the
-        cap, 1 without one.
+    Return (s, dcap), float32: a · bᵀ scaled, with terms, capped and masked; and the derivative of
+    the cap, 1 without one.
     """
     seen = None
     if MASKED and mask.intervals is not None:
@@ -78,7 +69,7 @@ def pair_scores(
 
 @triton.jit
 def store_gradients(terms, ds, queries, keys):
-    """Store what a tile adds to the gradients of terms that no two pairs share."""
+    """Store a tile's part of the gradients of terms that no two pairs share."""
     if terms.dbias.entries is not None:
         store_bias_tile(
             terms.dbias, ds, queries.element, queries.head, queries.start, keys.start, queries.end,

@@ -14,12 +14,10 @@ from torch_attn.kernels.library.tree import ending_tiles, find_path
 
 
 class Tiles(NamedTuple):
-    """The tiles of the other axis that some rows see.
+    """The tiles of the other axis that some rows see, as `visible_tiles` returns them.
 
-    Attributes:
-        begin, before, full, after: as `visible_tiles` returns them.
-        list_ptr: the list of a block mask, whose concatenated rows these are; or 0.
-        ranges, least, greatest: what `tree.find_path` returns, or 0.
+    `list_ptr` is the list of a block mask, whose concatenated rows these are, and `ranges`,
+    `least`, `greatest` are of `tree.find_path`; 0 where absent.
     """
 
     begin: Any
@@ -38,8 +36,8 @@ class Visited(NamedTuple):
     Attributes:
         head: the query head.
         start, rows: its first row, and its rows, [BLOCK].
-        ids, exists: segments of the rows, and which rows are to be loaded; 0 without segments.
-        stored, stored_end: where its tensors have the tile, and the end of the sequence's rows.
+        ids, exists: segments of the rows, and which are to be loaded; 0 without segments.
+        stored, stored_end: its first row in the tensors, and the end of the sequence's rows.
     """
 
     head: Any
@@ -53,7 +51,7 @@ class Visited(NamedTuple):
 
 @triton.jit
 def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
-    """Return the `Tiles` of keys that a program's queries see, which `count_runs` divides."""
+    """Return the `Tiles` of keys that queries see, which `count_runs` divides."""
     begin, before, full, after = _seen_tiles(mask, queries, left, right, BLOCK_KV)
     list_ptr, begin, before, full, after = kept_tiles(
         mask.lists, queries, queries.head, begin, before, full, after, BLOCK_KV
@@ -66,7 +64,7 @@ def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def tiles_of_queries(mask, keys, head_q, left, right, BLOCK_Q: tl.constexpr):
-    """Return the `Tiles` of a head's queries that see a program's keys."""
+    """Return the `Tiles` of a head's queries that see keys."""
     begin, before, full, after = _seen_tiles(mask, keys, right, left, BLOCK_Q)
     if mask.tree is not None:
         begin, before, full, after = ending_tiles(mask, keys, begin, before, full, after, BLOCK_Q)
@@ -78,7 +76,7 @@ def tiles_of_queries(mask, keys, head_q, left, right, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr):
-    """Return which tiles the window, intervals and segments show, as `visible_tiles` does."""
+    """Return the tiles that the window, intervals and segments show."""
     if mask.intervals is not None:
         begin, before, full, after = tiles_of_intervals(rows, BLOCK_OTHER)
     else:
@@ -103,7 +101,7 @@ def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def first_row(mask, rows, tiles, index, BLOCK_OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first row of tile `index` of one kind: tiles that need a mask, or need none."""
+    """Return the first row of tile `index` of one kind: with a mask, or without."""
     row = tile_start(index, tiles.begin, tiles.before, tiles.full, BLOCK_OTHER, MASKED)
     if mask.lists is not None:
         row = kept_row(tiles.list_ptr, row, rows.size_other, mask.lists.tile_other, MASKED)
@@ -123,10 +121,7 @@ def load_keys(
     MASKED: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):
-    """Load a tile of keys; return it, and its `Visited`, for `load_values` and `pair_scores`.
-
-    ANY_START: the tile may begin before the first key.
-    """
+    """Load a tile of keys; return it, and its `Visited`."""
     keys = _visited(mask, queries, queries.head, start_kv, 0, BLOCK_KV, ANY_START)
     k = load_values(k_base, STRIDE, mask, keys, rule, HEAD_DIM, MASKED, ANY_START)
     return k, keys
@@ -145,7 +140,7 @@ def load_queries(
     HEAD_DIM: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load a tile of a head's queries; return it, and its `Visited`, as `load_keys` does."""
+    """Load a tile of a head's queries; return it, and its `Visited`."""
     queries = _visited(mask, keys, head, start_q, keys.first_other, BLOCK_Q)
     return load_values(q_base, STRIDE, mask, queries, rule, HEAD_DIM, MASKED), queries
 
@@ -174,7 +169,7 @@ def load_values(
     MASKED: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):
-    """Load the rows of another operand, v or dout, of a tile of `load_keys` or `load_queries`."""
+    """Load v, or dout, of a visited tile."""
     exists = None
     if ANY_START or mask.segments is not None:
         exists = others.exists
