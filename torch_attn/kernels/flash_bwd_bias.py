@@ -1,9 +1,9 @@
 """Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
 
-Where a bias has 1 in place of the batch, heads, queries or keys, its gradient is a sum over them.
-If the bias has all queries and keys, a program adds up one tile over batch elements and heads, in
-order: the result has the same bits every time, and only the gradient's own memory grows with the
-square of a length. Otherwise a program adds up a row or a column of tiles of one head.
+A bias with 1 in place of the batch, heads, queries or keys has a gradient that is a sum over them.
+With all queries and keys, a program adds up one tile over batch elements and heads, in order: the
+same bits every time, and no other memory that grows with the square of a length. Otherwise a
+program adds up a row or a column of tiles of one head.
 """
 
 import triton
@@ -59,13 +59,12 @@ def flash_bwd_bias_kernel(
 ):
     """One program adds up ds over the tiles that share a tile of the sums.
 
-    Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`. sums: a `Bias`. With all
-    queries and keys, it is the gradient itself, in its dtype. A program then adds up one tile over
-    `shared` heads and batch elements, shared_heads of each; the programs are (tiles, heads, batch
-    elements) of the gradient, in one axis, tiles fastest. With all queries, or all keys, it is
-    [B, Hq, Sq, 1] or [B, Hq, 1, Skv] float32. A program of (tiles of its axis, heads, batch
-    elements) then adds up all tiles of the other axis. Terms, mask, diagonal, rule: as in
-    `flash_bwd_dq_kernel`. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    Operands: as in `flash_bwd_dq_kernel`, and sums, a `Bias`. With all queries and keys, it is the
+    gradient itself, in its dtype; programs are (tiles, heads, batch elements) of it, in one axis,
+    tiles fastest, and each adds up `shared` heads and batch elements, shared_heads of each.
+    Otherwise it is [B, Hq, Sq, 1] or [B, Hq, 1, Skv] float32; programs are (tiles of its axis,
+    heads, batch elements), and each adds up all tiles of the other axis. Loop invariant: acc is
+    Σ ds over the tiles so far. Accumulation: float32.
     """
     tiles_q, tiles_kv = tl.cdiv(seq_q, BLOCK_Q), tl.cdiv(seq_kv, BLOCK_KV)
     if sums.of_rows and sums.of_keys:
@@ -132,11 +131,7 @@ def bias_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of a bias that pairs share, by name; empty without one.
-
-    Args:
-        operands, inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
-    """
+    """Compute the gradient of a bias that pairs share, by name; empty without one."""
     bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
         return {}
@@ -161,7 +156,7 @@ def bias_gradient(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `flash_bwd_bias_kernel`."""
+    """Prepare the launch of `flash_bwd_bias_kernel`."""
     spec, (kind,), config = call.spec, call.constants, call.config
     q, k, v, dout, _, _, sums, *_ = call.layouts
     assert isinstance(config, FlashConfig)

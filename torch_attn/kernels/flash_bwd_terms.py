@@ -1,9 +1,9 @@
 """Flash attention, backward of the terms added to the scores: sums of ds, recomputed by tile.
 
-The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles of queries and of
-keys that start equally far apart have the same distances in the same places: they form a band. A
-program adds up the tiles of one band, so that only its sum has to be split by distances. The result
-has the same bits every time, and no memory grows with the square of a length.
+The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles whose queries and
+keys start equally far apart have the same distances in the same places: they form a band. A program
+adds up the tiles of one band, so only its sum is split by distances. The result has the same bits
+every time, and no memory grows with the square of a length.
 """
 
 import triton
@@ -60,11 +60,8 @@ def score_gradients(
 ):
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
 
-    Args:
-        q_ptr ... delta_ptr: as in `flash_bwd_dq_kernel`, as are terms, mask, strides and rule.
-        rows: the `Rows` of the queries.
-        row: where the sequence's queries begin in lse2 and delta: `padded_row`.
-        start_kv: the first key, which may be negative: keys before the first do not exist.
+    Operands as in `flash_bwd_dq_kernel`. `row` is where the sequence's queries begin in lse2 and
+    delta: `padded_row`. start_kv may be negative: keys before the first do not exist.
     """
     q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
     # s = scale · q kᵀ
@@ -121,12 +118,10 @@ def flash_bwd_relative_kernel(
 ):
     """One program adds up ds over the tiles of one band of one query head.
 
-    Operands: q, k, v, dout, lse2 and delta as in `flash_bwd_dq_kernel`; tiles [Hq, near, BLOCK_Q,
-    BLOCK_KV] float32, the sums of the near bands; sums [Hq, bands] float32, the sums over all pairs
-    of the other bands. Grid: (bands, heads) in one axis, bands fastest. bands:
-    `twin_attention.targets.bands.Bands`; elements: how many batch elements, or packed sequences.
-    Terms, mask, diagonal, rule: as in `flash_bwd_dq_kernel`. Loop invariant: acc is Σ ds over the
-    tiles so far. Accumulation: float32.
+    Operands: as in `flash_bwd_dq_kernel`; tiles [Hq, near, BLOCK_Q, BLOCK_KV] float32, the sums of
+    the near bands; sums [Hq, bands] float32, of the other bands. Grid: (bands, heads) in one axis,
+    bands fastest. bands: `twin_attention.targets.bands.Bands`; elements: batch elements, or packed
+    sequences. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     band, head = tl.program_id(0) % bands.count, tl.program_id(0) // bands.count
     # How far after its queries' positions a band's keys start.
@@ -145,7 +140,7 @@ def flash_bwd_relative_kernel(
             first_kv, size_kv = rows_of_sequence(mask.offsets.kv, element, seq_kv, num_sequences, 0)
             batch, own_diagonal = tl.cast(0, tl.int64), size_kv - size_q
         row = padded_row(batch * heads_q + head, seq_q, num_sequences, first_q, element)
-        # Visit tiles of queries, from the first to the last whose keys in the band exist.
+        # Visit tiles of queries whose keys in the band exist.
         before = offset + own_diagonal
         begin = tl.maximum(-(before + BLOCK_KV - 1), 0) // BLOCK_Q
         end = tl.minimum(
@@ -164,7 +159,7 @@ def flash_bwd_relative_kernel(
                 BLOCK_KV,
             )  # fmt: skip
 
-    # Store the band: its tile if its distances have entries of their own, otherwise its sum.
+    # Store the band's tile if its distances have entries of their own, otherwise its sum.
     near = band - bands.near
     total = tl.sum(tl.sum(acc, 1), 0)
     if (near >= 0) & (near < bands.num_near):
@@ -186,11 +181,7 @@ def relative_gradient(
 ) -> dict[str, Tensor]:
     """Compute the gradient of `relative_bias`, by name; empty without it.
 
-    Args:
-        operands: operands of the call.
-        inputs: q, k, v, dout, lse2 and delta.
-        terms, mask: as the kernel of dq takes them.
-        spec, backend: the problem, and what runs.
+    `inputs` are q, k, v, dout, lse2 and delta.
     """
     table = getattr(operands, "relative_bias", None)
     if table is None:
@@ -211,7 +202,7 @@ def relative_gradient(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `flash_bwd_relative_kernel`."""
+    """Prepare the launch of `flash_bwd_relative_kernel`."""
     spec, (bands,) = call.spec, call.constants
     q, k, v, dout, _, _, tiles, *_ = call.layouts
     assert isinstance(call.config, FlashConfig)
@@ -226,7 +217,7 @@ def _prepare(call: KernelCall) -> Prepared:
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
     """Return the warps and stages that replace those of the dq kernel.
 
-    Four tiles are loaded in each step, and no accumulator is as wide as a head.
+    Each step loads four tiles, and no accumulator is as wide as a head.
     """
     size = max(spec.head_dim, spec.head_dim_v)
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and size <= 128 else 1}

@@ -37,11 +37,11 @@ from twin_attention.targets.steps import (
     splits_group,
 )
 
-# What the longest tile of keys may take, as a multiple of an SM's mean work, before each query head
-# gets its own program. Used if tiles are uneven and rows wide.
+# The longest tile of keys, in multiples of an SM's mean work, above which each query head gets its
+# own program. Used if tiles are uneven and rows wide.
 _MOST_OF_UNEVEN = 0.6
 
-# A kernel and the function that prepares its launch.
+# A kernel and what prepares its launch.
 Kernel = tuple[Any, Callable[[KernelCall], Prepared]]
 
 
@@ -51,7 +51,7 @@ class OwnPasses(NamedTuple):
     Attributes:
         sums: it first clears the sums of dq, and at the end turns them into dq.
         rows: it also prepares the rows.
-        heads: for how many query heads it needs sums of dq at a time.
+        heads: query heads whose sums of dq it needs at a time.
     """
 
     sums: bool = False
@@ -60,12 +60,11 @@ class OwnPasses(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What the fused kernel reads and writes for its `OwnPasses`.
+    """What the fused kernel reads and writes for its `OwnPasses`; None for what they lack.
 
     Attributes:
-        dq: the gradient; None if the kernel does no pass.
-        dq_rows: dq by its address, if the kernel needs it besides a descriptor; or None.
-        dout, out, statistics: data of the rows; None if the rows are prepared before.
+        dq_rows: dq by its address, if the kernel needs it besides a descriptor.
+        dout, out, statistics: None if the rows are prepared before.
     """
 
     dq: Any = None
@@ -91,11 +90,11 @@ class Fused(NamedTuple):
     """What surrounds a kernel of dk and dv that sums dq as well.
 
     Attributes:
-        postprocess: the kernel that turns float32 sums into a gradient.
+        postprocess: turns float32 sums into a gradient.
         sum_columns: returns the columns of the sums, from the head size.
         splits: programs may share a tile of keys, and then sum dk and dv too.
-        own_passes: returns which passes the kernel runs itself, from the problem, the backend, the
-            device, and the query heads that a tile of keys visits.
+        own_passes: returns the kernel's passes; its last argument is the query heads that a tile of
+            keys visits.
     """
 
     postprocess: Kernel
@@ -108,16 +107,14 @@ class BackwardKernels(NamedTuple):
     """The backward kernels of a family.
 
     Attributes:
-        dq: the dq kernel.
         dkdv: the kernel of dk and dv, or one for each, with the same operands.
-        fused: how the first of `dkdv` also computes dq; it then takes `Sums`. It runs if the
-            problem has a configuration for it.
+        fused: how the first of `dkdv` also computes dq, from `Sums`, if the problem has a
+            configuration for it.
         dq_prepares_rows: the dq kernel computes lse2 and delta.
-        terms_gradients: each computes the gradients of some terms, by name, in portable kernels.
-            The other kernels then take the terms before the mask. None without terms.
-        item_counter: makes the counter of a launch, which precedes terms and mask.
-        mask_of: makes the mask of a kernel from its name, the operands, the problem and the
-            backend. None for ranges that torch computes.
+        terms_gradients: compute gradients of terms, by name, in portable kernels. The other kernels
+            then take the terms before the mask. None without terms.
+        item_counter: makes a launch's counter, which precedes terms and mask.
+        mask_of: makes the mask of a kernel, by its name. None for ranges that torch computes.
         num_warps: of the launches, or None for the configuration's.
     """
 
@@ -133,13 +130,9 @@ class BackwardKernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """What the kernels of a backward read and write.
+    """What the kernels of a backward read and write, as in `flash_bwd`.
 
-    Attributes:
-        operands, dout, out, spec, backend: as in `flash_bwd`.
-        grads: dq, dk and dv.
-        terms: the terms; empty in a family without terms.
-        stored: the same, with the gradients that a kernel stores.
+    `grads` are dq, dk and dv; `stored` the terms with the gradients that a kernel stores.
     """
 
     operands: AttentionOperands[Tensor]
@@ -165,7 +158,6 @@ class Computation:
         return mask_of_keys(self.operands, self.spec)
 
     def prepare_rows(self) -> None:
-        """Compute lse2 and delta."""
         segments = segments_of(self.operands)
         queries = offsets_of(self.operands).q, segments and segments.q
         preprocess(self.dout, self.out, self.statistics, self.spec, self.backend, *queries)
@@ -192,7 +184,7 @@ class Computation:
 
 
 def launch_dq(x: Computation) -> None:
-    """Launch the dq kernel, and before it the preprocess if it does not prepare the rows itself."""
+    """Launch the dq kernel, and before it the preprocess if need be."""
     *inputs, lse2, delta = x.inputs
     rows = (x.out, x.statistics) if x.kernels.dq_prepares_rows else (lse2, delta)
     if not x.kernels.dq_prepares_rows:
@@ -208,11 +200,7 @@ def launch_dkdv(x: Computation) -> None:
 
 
 def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
-    """Launch the kernel of all three gradients and the passes around it.
-
-    Returns:
-        The terms with the gradients that the kernel made.
-    """
+    """Launch the kernel of all gradients and the passes around it; return the terms with gradients."""
     spec, (q, *_), lse2 = x.spec, x.operands, x.statistics.lse2
     splits = fused.splits and _splits_group(spec, x.backend, q.device)
     own = OwnPasses()
@@ -245,7 +233,7 @@ def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
 
 
 def _with_added(terms: Terms, q: Tensor, spec: AttentionSpec) -> Terms:
-    """Return terms with the gradients that the fused kernel adds to, besides those it stores."""
+    """Return terms with the gradients that the fused kernel adds to."""
     shared = shared_gradient(terms.bias, q, spec)
     dbias = terms.dbias if shared.entries is None else shared
     return terms._replace(dbias=dbias, drelative=added_gradient(terms, spec))
@@ -266,16 +254,10 @@ def make_flash_bwd(kernels: BackwardKernels) -> Callable[..., AttentionOperands[
     ) -> AttentionOperands[Tensor]:
         """Launch the backward kernels that the problem has configurations for.
 
-        Packed sequences have no batch axis.
-
-        Args:
-            dout: [B, Sq, Hq, Dv], with strides that the family takes.
-            dlse: [B, Hq, Sq] float32, contiguous, or None for zero.
-            operands, out, lse: inputs and outputs of the forward, as is rest, its `rest_of_lse`,
-                None without terms.
-
-        Returns:
-            The gradient of each operand that is not frozen, in its dtype, contiguous.
+        `dout` is [B, Sq, Hq, Dv], with strides that the family takes; `dlse` [B, Hq, Sq] float32,
+        contiguous, or None for zero; `rest` the forward's `rest_of_lse`, None without terms. Packed
+        sequences have no batch axis. Return the gradient of each operand that is not frozen, in its
+        dtype, contiguous.
         """
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(rows) for _ in range(2))
@@ -332,7 +314,7 @@ def _as_queries(spec: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
 def sinks_gradient(
     sinks: Tensor | None, lse2: Tensor, delta: Tensor, rest2: Tensor | None = None
 ) -> Tensor | None:
-    """Compute the gradient of the sinks [Hq] from lse2, delta and rest2 of all rows."""
+    """Compute the gradient of the sinks [Hq]."""
     if sinks is None:
         return None
     of_heads = sinks[:, None]
@@ -344,7 +326,7 @@ def sinks_gradient(
 
 
 def prepare_postprocess(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of a `flash_bwd_postprocess_kernel`."""
+    """Prepare the launch of a `flash_bwd_postprocess_kernel`."""
     spec = call.spec
     rows = num_padded_rows(spec) if spec.is_packed else spec.seq_q
     tiles = triton.cdiv(rows, call.config.block_q)

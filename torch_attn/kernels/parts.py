@@ -1,4 +1,4 @@
-"""Partial results over some of the keys, on the host."""
+"""Partial results over some of the keys."""
 
 import torch
 from torch import Tensor
@@ -11,11 +11,7 @@ def result_memory(
 ) -> tuple[Tensor, Tensor]:
     """Return where a part's out and lse are written: a carry's memory, or new memory.
 
-    Args:
-        q: [B, Sq, Hq, D].
-        carry, lse: the result over other keys, which is overwritten in place; None if there is
-            none. The last out is in q's dtype, so it has its own memory.
-        spec: the problem.
+    The last out is in q's dtype, so it has its own memory.
     """
     if carry is None or spec.last:
         dtype = q.dtype if spec.last else torch.float32

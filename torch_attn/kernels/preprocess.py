@@ -1,4 +1,4 @@
-"""Prepare the rows of a backward, in the kernel that runs before a family's own."""
+"""Prepare the rows of a backward, before a family's own kernels."""
 
 from typing import Any, NamedTuple
 
@@ -17,14 +17,7 @@ from twin_attention.targets.family import Backend
 
 
 class Statistics(NamedTuple):
-    """Hold the values of rows, float32, as `flash_bwd_preprocess_kernel` describes them.
-
-    Attributes:
-        lse, dlse: lse of the forward, and its gradient or None, [B, Hq, Sq].
-        lse2, delta: what the kernel computes, [B, Hq, Sq rounded up to ROW_PADDING].
-        rest, rest2: `softmax.rest_of_lse` as lse, and what the kernel computes from it; None
-            without terms.
-    """
+    """Values of rows, float32, as `flash_bwd_preprocess_kernel` takes and computes them."""
 
     lse: Any
     dlse: Any
@@ -59,14 +52,14 @@ def flash_bwd_preprocess_kernel(
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
     or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, lse2 is lse
     itself (`softmax.probabilities`), and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse
-    counts as 0 in a row that saw no key. dout is rounded as products of the precision take it, so
-    that ds cancels in a row that sees one key. Operands: dout and out [B, Sq, Hq, Dv] with the
-    given strides; lse, dlse and rest [B, Hq, Sq] contiguous; lse2, delta and rest2 [B, Hq, Sq
-    rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch) in one axis.
+    counts as 0 in a row that saw no key. dout is rounded as products take it, so that ds cancels in
+    a row that sees one key.
 
-    Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, including
-    the padding of segment ids q_segment_ids [B, Sq] int32, contiguous, or None.
+    Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse, dlse (or None) and rest [B,
+    Hq, Sq], lse2, delta and rest2 [B, Hq, Sq rounded up to ROW_PADDING], float32 and contiguous.
+    With packed sequences lse2 and delta have `count_sequence_tiles` of ROW_PADDING rows, so each
+    sequence begins a tile. dout counts as 0 in padding, also of q_segment_ids [B, Sq] int32 or
+    None. Grid: (query tiles, heads, batch) in one axis.
     """
     num_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     num_tiles = num_rows // BLOCK_Q
@@ -125,12 +118,9 @@ def preprocess(
     offsets: Tensor | None,
     segment_ids: Tensor | None,
 ) -> None:
-    """Launch `flash_bwd_preprocess_kernel`.
+    """Launch `flash_bwd_preprocess_kernel`, which writes `statistics`.
 
-    Args:
-        dout, out, spec, backend: as `flash_bwd` has them.
-        statistics: of the rows, in part outputs.
-        offsets, segment_ids: of the queries; None without packed sequences, and without ids.
+    `offsets` and `segment_ids` are of the queries, or None.
     """
     launch(
         "flash_bwd_preprocess",
@@ -143,7 +133,7 @@ def preprocess(
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `flash_bwd_preprocess_kernel`."""
+    """Prepare the launch of `flash_bwd_preprocess_kernel`."""
     spec, (dout, out, *_) = call.spec, call.layouts
     arguments = {
         "strides": strides_of(dout=dout, out=out),

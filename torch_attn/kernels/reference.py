@@ -1,7 +1,6 @@
-"""The reference family: the operations in plain torch, on any device, for any supported problem.
+"""The reference family: plain torch, on any device, for any supported problem.
 
-Each function takes and returns the same values as the kernel of the same name. `append_kv` waits
-for the device.
+A function takes and returns what the kernel of its name does. `append_kv` waits for the device.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from twin_attention.targets.family import Backend
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """Compute out, lse and any other requested result in float32, with O(Sq · Skv) memory."""
+    """Compute out, lse and any other requested result in float32, in O(Sq · Skv) memory."""
     forward = forward_of(spec)
     with without_autocast(operands.q.device):
         out, lse, *of_rows = forward(operands, spec, torch.float32)
@@ -53,7 +52,7 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Tensor]:
-    """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
+    """Compute the operands' gradients in float32, in O(Sq · Skv) memory."""
     backward = backward_of(spec)
     with without_autocast(out.device):
         gradients = backward(dout, dlse, operands, spec, torch.float32)
@@ -112,7 +111,7 @@ def partial_dq(
 def paged_decode(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Compute out and lse in float32, from keys and values copied out of their pages."""
+    """Compute out and lse in float32, from copies of the pages' keys and values."""
     with without_autocast(operands.q.device):
         out, lse = paged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
@@ -121,7 +120,7 @@ def paged_decode(
 def paged_attention(
     operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Compute out and lse in float32, with O(Tq · B · capacity) memory."""
+    """Compute out and lse in float32, in O(Tq · B · capacity) memory."""
     with without_autocast(operands.q.device):
         out, lse = ragged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
@@ -130,7 +129,7 @@ def paged_attention(
 def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
-    """Write new tokens into their pages; return the rotated queries, or None without queries."""
+    """Write new tokens into their pages; return the rotated queries, or None."""
     k_new, q = rotate_new(operands, spec, torch.float32)
     if not spec.is_empty:
         slots = _slots(operands, spec)
@@ -180,16 +179,11 @@ def combine_bwd(
     """Compute the gradients of `combine` in float32.
 
     With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. The parts are processed one at a time, so memory
-    besides the gradients is a few tensors of `lses`' size and one part in float32.
+    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. The parts are processed one at a time, which
+    saves memory.
 
-    Args:
-        dout: gradient of out, [B, S, H, Dv].
-        dlse: gradient of lse, [B, H, S] float32, or None for zero.
-        outs, lses: inputs of the forward, [N, B, S, H, Dv] and [N, B, H, S].
-
-    Returns:
-        The gradients of outs and lses, in their dtypes, contiguous.
+    dout is [B, S, H, Dv], dlse [B, H, S] float32 or None for zero, outs [N, B, S, H, Dv] and lses
+    [N, B, H, S]. The gradients have outs' and lses' dtypes, contiguous.
     """
     # A row that saw no key in any part would have NaN here; a part that saw no key has weight 0.
     weight = lses.softmax(0).masked_fill_(lses == -torch.inf, 0)

@@ -14,7 +14,7 @@ from torch_attn.operands import strides_in_memory
 from torch_attn.replay import Launcher
 
 _BLOCK_MAX, _NUM_WARPS = 2048, 4
-# Compiled sums, by everything that they depend on except addresses.
+# Compiled sums, by all that they depend on except addresses.
 _launchers: dict[tuple[Any, ...], Launcher] = {}
 _LAUNCHERS_MAX = 1024
 
@@ -23,12 +23,8 @@ _LAUNCHERS_MAX = 1024
 def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLOCK: tl.constexpr):
     """One program sums a row of float32 tensors, in their order, and rounds it once.
 
-    Args:
-        out_ptr: [B, num_rows, width].
-        x_ptrs: [B, any, width] each.
-        place_ptrs: [num_rows] int32 each, the row of a tensor that is added to each row of the
-            result, -1 for none.
-        x_strides: stride from one batch element of a tensor to the next.
+    Result [B, num_rows, width], inputs [B, any, width], places [num_rows] as in `sum_rows`;
+    x_strides are from one batch element of a tensor to the next.
     """
     row, batch = tl.program_id(0) % num_rows, (tl.program_id(0) // num_rows).to(tl.int64)
     for start in range(0, width, BLOCK):
@@ -45,12 +41,8 @@ def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLO
 def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return sums of rows of tensors, added in order, [B, S, H, D] in a dtype.
 
-    The kernel needs no configuration: memory alone determines its time.
-
-    Args:
-        xs: [B, any, H, D] float32 each.
-        places: [S] int32 each, the row of a tensor that is added to each row of the result, -1 for
-            none.
+    xs are [B, any, H, D] float32. places are [S] int32: the row of a tensor that is added to each
+    row of the result, -1 for none. Memory alone determines the time, so there is no configuration.
     """
     first, num_rows = xs[0], len(places[0])
     out = first.new_empty((first.shape[0], num_rows, *first.shape[2:]), dtype=dtype)
@@ -79,7 +71,7 @@ def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype)
 def _compile(
     out: Tensor, xs: tuple[Tensor, ...], places: tuple[Tensor, ...], strides: tuple[int, ...]
 ) -> Launcher:
-    """Return a function that sums tensors of the same number, shapes and alignment as these."""
+    """Return a function that sums tensors of the same number, shapes and alignment."""
     batch, num_rows, *row = out.shape
     width = row[0] * row[1]
     numbers = strides, num_rows, width, min(triton.next_power_of_2(width), _BLOCK_MAX)

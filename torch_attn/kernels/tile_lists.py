@@ -2,11 +2,10 @@
 
 Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
 the same tiles. So a kernel lists them, once per launch for all heads: tiles that need a mask, and
-tiles that need none because the whole tile is visible to every row. Wang et al. 2024 (FlashMask)
-classify tiles in this way.
+tiles that every row sees in full (Wang et al. 2024, FlashMask).
 
-Ids and ends are unchecked data. Whatever their values, a list has only tiles that the window shows,
-and omits none that is seen. All tiles are masked again, except the ones that need no mask.
+Ids and ends are unchecked data: a list has only tiles that the window shows, and omits none that is
+seen.
 """
 
 import torch
@@ -44,10 +43,10 @@ from twin_attention.targets.kernels import FlashConfig
 # what has padding: PADDED for the list's own rows, OTHERS_PADDED for one of its tiles.
 HEADER = tl.constexpr(3)
 OTHERS_PADDED = tl.constexpr(2)
-# An entry is the first row of a tile, with these bits: PADDED, the tile has padding; ALIKE, the
-# tile and the list's own rows have the same single segment, and no padding.
+# An entry is a tile's first row, with these bits: PADDED, the tile has padding; ALIKE, the tile and
+# the list's own rows have the same single segment, and no padding.
 PADDED, ALIKE, ROW = tl.constexpr(1), tl.constexpr(2), tl.constexpr(-4)
-# Rows of a tile that are read at a time, by one warp: no other warp needs them.
+# Rows of a tile that one warp reads at a time: no other warp needs them.
 LANES = tl.constexpr(32)
 
 
@@ -78,13 +77,11 @@ def tile_lists_kernel(
     sizes are powers of two, and divide SCAN_ROWS, the rows read at a time. Grid: (tiles · batch),
     or `count_sequence_tiles` of packed sequences.
 
-    Operands: ids [B, Sq] and [B, Skv], ends [B, Skv], or [Tkv], depths of queries and reach of keys
-    as `Depths` has them, int32 and contiguous, or None.
-    lists int32: a counter of the work items that programs take, which is set to 0; then [B, tiles,
-    2 T + HEADER], where T is how many tiles there may be, at least 1. The header of a list starts
-    at entry T. After it come the tiles that need no mask; before it, last one first, the tiles that
-    need one. If nothing is visible, tile 0 is in both places and is not counted: a reader may have
-    to fetch one.
+    Operands: ids [B, Sq] and [B, Skv], ends [B, Skv] or [Tkv], `Depths`, int32 and contiguous, or
+    None. lists int32: a counter of work items, which is set to 0; then [B, tiles, 2 T + HEADER],
+    where T is how many tiles there may be, at least 1. A list's header starts at entry T. After it
+    come the tiles that need no mask; before it, last one first, the tiles that need one. If nothing
+    is visible, tile 0 is in both places and is not counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -176,7 +173,6 @@ def tile_lists_kernel(
                 seen &= position < last_end
                 whole &= position + OTHER - 1 < first_end
         if depths_ptr is not None:
-            # A query sees a key if the query's depth is not greater than the key's reach.
             shallow, deep, _ = _bounds(
                 other_depths_ptr + row_other, starts, in_window, size_other,
                 -LARGEST if OF_KEYS else LARGEST, OTHER,
@@ -217,11 +213,7 @@ def tile_lists_kernel(
 def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
     """Return the least, the greatest and the least nonnegative number of each tile's rows.
 
-    Args:
-        rows_ptr: the numbers, from row 0 on.
-        starts: the first rows of tiles that exist.
-        size: how many rows there are; other rows count as `fill`.
-        BLOCK: rows of a tile.
+    Rows from `size` on count as `fill`.
     """
     WIDTH: tl.constexpr = BLOCK if BLOCK < LANES else LANES
     least, greatest, low = 0, 0, 0
@@ -241,7 +233,7 @@ def listed_mask(
 ) -> Mask:
     """Return the mask of an explicit kernel, by its name; launch the kernel that lists its tiles.
 
-    The ranges of segments and of ends are the lists of `tile_lists_kernel`.
+    The lists take the place of segments' and ends' ranges.
     """
     of_keys = kernel in ("flash_fwd", "flash_bwd_dq")
     offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
@@ -276,7 +268,7 @@ def _size(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> in
 
 
 def check_lists(call: KernelCall, of_keys: bool) -> None:
-    """Assert that a kernel has the tiles that its lists count, whatever it was compiled with."""
+    """Assert that a kernel has the tiles that its lists count."""
     mask, spec, config = call.layouts[-1], call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, FlashConfig)
@@ -294,7 +286,7 @@ def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) 
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `tile_lists_kernel`."""
+    """Prepare the launch of `tile_lists_kernel`."""
     assert isinstance(call.spec, AttentionSpec)
     numbers = dict(zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True))
     tiles, _most = _num_tiles(call.spec, *call.constants)

@@ -52,16 +52,16 @@ def append_kv_kernel(
 ):
     """One program writes BLOCK_HEADS heads of one token of one sequence.
 
-    Operands: k_new [B, T, Hkv, D] and v_new [B, T, Hkv, Dv], and the cache, a `Cache`. Grid:
-    (head tiles, tokens, batch) in one axis. Token t goes to position ``len - TOKENS + t``; a
-    position outside the table, or a page outside the pool, is not written.
+    Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], and a `Cache`. Grid: (head tiles, tokens,
+    batch) in one axis. Token t goes to position ``len - TOKENS + t``; a position outside the table,
+    or a page outside the pool, is not written.
 
     Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv] and cu_seqlens [B + 1], otherwise None.
     Grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
 
-    rotation: a `Rotation` of num_positions, or None. Keys are rotated in float32 by the angles of
-    their positions, and so are queries q of the same tokens, or None; q_out is contiguous and 0 in
-    the padding. Tiles of heads cover q's heads, or those of keys and values without q.
+    rotation: a `Rotation` of num_positions, or None. It rotates keys in float32, and queries q of
+    the same tokens, or None; q_out is contiguous and 0 in the padding. Tiles of heads cover q's
+    heads, or without q those of keys.
     """
     # Locate the token and its slot.
     heads: tl.constexpr = HEADS_Q if HEADS_Q > HEADS_KV else HEADS_KV
@@ -143,10 +143,9 @@ def copy_rows(
     BLOCK_PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Copy rows of one tensor to another, rotated with cos and sin, quantised with a scale.
+    """Copy rows, with the first PAIRS pairs of columns rotated, and quantised if there is a scale.
 
-    `reads` and `writes` say which rows are read and written; a row that is not read is 0. The first
-    PAIRS pairs of columns are rotated.
+    `reads` and `writes` say which rows are; a row that is not read is 0.
     """
     if cos is None:
         x = load_rows_at(source, source_index, source_strides, reads, SIZE, BLOCK_SIZE)
@@ -198,11 +197,7 @@ def store_new(
 def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
-    """Launch `append_kv_kernel`, which writes into k_pages and v_pages.
-
-    Returns:
-        The rotated queries, contiguous, or None without q.
-    """
+    """Launch `append_kv_kernel`; return the rotated queries, contiguous, or None without q."""
     bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
     q = operands.q
     q_out = None if q is None else q.new_empty(q.shape)
@@ -213,7 +208,7 @@ def append_kv(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `append_kv_kernel`."""
+    """Prepare the launch of `append_kv_kernel`."""
     spec = call.spec
     k_new, v_new, cache, _cu_seqlens, q, rotation, _q_out = call.layouts
     pairs = spec.rotary_dim // 2
@@ -236,5 +231,4 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def _row_strides(x: Layout | None) -> Sequence[int] | None:
-    """Return the strides of a tensor's rows."""
     return None if x is None else x.strides[:-1]

@@ -1,8 +1,8 @@
 """Cascades: pages that several sequences begin with are read once for a tile of sequences.
 
 The rows of a tile's sequences see the shared pages like rows of one sequence, and each gets a
-running softmax. `paged_decode` continues it over a sequence's other keys. Ye et al. 2024 (cascade
-inference); Juravsky et al. 2024 (Hydragen).
+running softmax, which `paged_decode` continues over other keys. Ye et al. 2024 (cascade inference);
+Juravsky et al. 2024 (Hydragen).
 """
 
 from typing import Any, NamedTuple
@@ -44,13 +44,13 @@ from twin_attention.targets.splits import (
 
 
 class Cascade(NamedTuple):
-    """Hold running softmaxes over keys that sequences share.
+    """Running softmaxes over keys that sequences share.
 
     Attributes:
-        prefixes: how many shared keys each sequence begins with, [B] int32.
+        prefixes: shared keys of each sequence, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
         maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
-        num_states: N, a compile-time constant, as is block_kv.
+        num_states: N.
         block_kv: keys of a tile of shared keys.
     """
 
@@ -89,14 +89,12 @@ def shared_pages_kernel(
     """One program computes BLOCK_ROWS rows of one kv head of tiles, over a split of their prefixes.
 
     Row r is a row of `paged_decode_kernel`, of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.
-    Operands: q and the cache as there; a `Cascade`, which it writes; tiles, the constants of
-    `CascadeTiles`. Grid: (row tiles, kv heads, sequences by tiles.members) in one axis, row tiles
-    fastest, and splits. A program takes the tiles whose first sequence is one of its `members`: a
-    single tile if all sequences share pages. All rows see all keys. Loop invariant:
-    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
-    dtype.
+    Operands: as there; it writes a `Cascade`; tiles: the constants of `CascadeTiles`. Grid: (row
+    tiles, kv heads, sequences by tiles.members) in one axis, row tiles fastest, and splits. A
+    program takes the tiles whose first sequence is one of its `members`: a single tile if all share
+    pages. All rows see all keys. Accumulation: as in the decode.
 
-    PDL: the decode over the other keys may begin to start once only these products are left.
+    PDL: the decode may begin to start once only these products are left.
     """
     # Locate the tiles that have a prefix.
     num_tiles: tl.constexpr = (tiles.members * TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -175,12 +173,10 @@ def join_prefix(
     cascade, keys, rows, lse_row, out_row, is_row, acc, m_i, l_i, SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Merge a running softmax with the ones over a prefix's keys; returns acc, m_i and l_i.
+    """Merge a running softmax with the ones over a prefix's keys; return acc, m_i and l_i.
 
-    Args:
-        rows: query rows of a state.
-        lse_row, out_row: which query row each row of acc is, in maxima and sums, and in accs.
-        SIZE, BLOCK_SIZE: columns of a tile of acc, without and with padding.
+    lse_row and out_row are the query rows of acc's rows, in maxima and sums, and in accs, which
+    have `rows` rows a state.
     """
     size: tl.constexpr = SIZE * len(acc)
     for state in tl.range(0, splits_with_keys(0, keys, cascade.num_states, cascade.block_kv)):
@@ -204,11 +200,8 @@ def attend_to_shared_pages(
 ) -> tuple[Cascade, CascadeTiles] | None:
     """Launch `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
 
-    On SM90 the next launch may start while it runs.
-
-    Args:
-        operands: operands of the decode; an 8-bit pool is packed.
-        block_kv: keys of a tile of the decode over the other keys.
+    `block_kv` is of the decode over the other keys. An 8-bit pool is packed. On SM90 the next
+    launch may start while it runs.
     """
     tile = cascade_tile(spec)
     if tile is None:
@@ -233,7 +226,7 @@ def attend_to_shared_pages(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `shared_pages_kernel`."""
+    """Prepare the launch of `shared_pages_kernel`."""
     tile, (tiles, block_kv) = call.spec, call.constants
     assert call.config.block_kv == block_kv, "the decode counts other tiles"
     q, cache, cascade = call.layouts
@@ -251,7 +244,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def cascade_argument(cascade: Cascade | None, tiles: CascadeTiles) -> Cascade | None:
-    """Return a cascade as the decode takes it, from its layouts."""
+    """Return a cascade with its numbers."""
     if cascade is None:
         return None
     return cascade._replace(

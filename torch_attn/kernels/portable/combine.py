@@ -1,6 +1,6 @@
-"""Merge attention over disjoint sets of keys into attention over their union.
+"""Merge attention over disjoint sets of keys into attention over their union (Flash-Decoding).
 
-``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
+``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``.
 """
 
 import torch
@@ -48,16 +48,16 @@ def combine_kernel(
 ):
     """One program merges one row.
 
-    Operands: outs [N, B, S, H, Dv] with the given strides and a contiguous last dimension, lses [N,
-    B, H, S] (float32, natural log) with the given strides; sinks [H] float32 or None; out [B, S, H,
-    Dv] and lse [B, H, S] contiguous. Grid: (heads, tokens, batch) in one axis, heads fastest. A
-    part whose lse is -inf has no keys: its output does not count, and may hold anything.
-    Accumulation: float32, BLOCK_STATES parts at a time. The maximum log-sum-exp is subtracted
-    before the conversion to base 2: equal ones, however large, give weights of 1.
+    Operands: outs [N, B, S, H, Dv] and lses [N, B, H, S] (float32, natural log) with the given
+    strides; sinks [H] float32 or None; out [B, S, H, Dv] and lse [B, H, S] contiguous. Grid:
+    (heads, tokens, batch) in one axis, heads fastest. A part whose lse is -inf has no keys: its
+    output may hold anything. Accumulation: float32, BLOCK_STATES parts at a time. The maximum
+    log-sum-exp is subtracted before the conversion to base 2: equal ones, however large, give
+    weights of 1.
 
-    BLOCK_KEYS: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
-    and lens [B] the lengths, int32. Only splits with keys are read. If there is at most one, the
-    result is already there. None: any states; lens is None.
+    BLOCK_KEYS: the states are splits of `paged_decode_kernel`, with tiles of that many keys and
+    lengths lens [B] int32. Only splits with keys are read; if there is at most one, the result is
+    already there. Otherwise BLOCK_KEYS and lens are None.
 
     PDL: the launch overlaps the kernel before it (CUDA's programmatic dependent launch), which
     writes the states but no length. Every program waits for that kernel, even with nothing to do,
@@ -88,7 +88,7 @@ def combine_kernel(
         part = start + tl.arange(0, BLOCK_STATES).to(tl.int64)
         is_part = part < num_states
         s = tl.load(lses_ptr + part * lses_strides.state, mask=is_part, other=float("-inf"))
-        # Loaded without waiting for the lse, which says whether it counts.
+        # Loaded without waiting for the lse.
         x = load_rows_at(outs_ptr, (part,), outs_strides, is_part, HEAD_DIM_V, BLOCK_DV)
         x = tl.where((s > float("-inf"))[:, None], x.to(tl.float32), 0.0)
         m_new = tl.maximum(m_i, tl.max(s, 0))
@@ -115,8 +115,7 @@ def combine_kernel(
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:
     """Launch `combine_kernel` on results over disjoint keys.
 
-    Returns:
-        out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, both contiguous.
+    Return out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, contiguous.
     """
     shape = (spec.batch, spec.tokens, spec.heads, spec.head_dim_v)
     out = outs.new_empty(shape, dtype=getattr(torch, spec.dtype))
@@ -135,14 +134,10 @@ def merge_splits(
     block_kv: int | None,
     backend: Backend,
 ) -> None:
-    """Launch `combine_kernel` on the splits of a paged decode; see its BLOCK_KEYS.
+    """Launch `combine_kernel` on the splits of a paged decode.
 
-    Args:
-        operands: operands of the decode.
-        block_kv: keys of a tile of the decode; None if every split has written its part, even
-            without keys.
-        backend: backend of the decode. On SM90 the merge starts while the decode still runs; the
-            decode expects this.
+    `block_kv` is the decode's; None if every split has written its part, even without keys. On SM90
+    the merge starts while the decode still runs; the decode expects this.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
@@ -161,7 +156,7 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> None:
-    """Launch the kernel; decode is given if the states are splits, block_keys as in the kernel."""
+    """Launch the kernel; `decode` is given if the states are splits."""
     overlap = decode is not None and backend.target == "sm90"
     launch(
         "combine",
@@ -178,7 +173,7 @@ def _launch(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `combine_kernel`."""
+    """Prepare the launch of `combine_kernel`."""
     spec, (decode, block_keys, overlap) = call.spec, call.constants
     outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {

@@ -49,9 +49,8 @@ def combine_bwd_kernel(
 ):
     """One program computes the gradients of one row of all parts.
 
-    Operands: dout [B, S, H, Dv] and outs [N, B, S, H, Dv] with the given strides and a contiguous
-    last dimension; dlse [B, H, S] (float32) or None and lses [N, B, H, S] (float32, natural log)
-    with the given strides; douts and dlses like outs and lses, contiguous, with `rows` rows a part.
+    Operands: those of `combine_kernel`; dout [B, S, H, Dv] and dlse [B, H, S] (float32) or None,
+    with the given strides; douts and dlses like outs and lses, contiguous, `rows` rows a part.
     Grid: (heads, tokens, batch) in one axis, heads fastest. A part whose lse is -inf has gradients
     0; its output may hold anything. Accumulation: float32, BLOCK_STATES parts at a time.
     """
@@ -129,7 +128,7 @@ def combine_bwd(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `combine_bwd_kernel`."""
+    """Prepare the launch of `combine_bwd_kernel`."""
     spec = call.spec
     dout, dlse, outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {

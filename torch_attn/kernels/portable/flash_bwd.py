@@ -4,8 +4,8 @@ With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0. With
 dropout, dp and the p of dv are multiplied by the weights of `kept_pairs`.
-Dao 2023, FlashAttention-2, algorithm 2, with a separate kernel for dq instead of atomic additions:
-the result has the same bits every time.
+Dao 2023, FlashAttention-2, algorithm 2, but with a separate kernel for dq instead of atomic
+additions: the same bits every time.
 """
 
 from typing import Any
@@ -78,13 +78,11 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes BLOCK_Q rows of dq of one query head.
 
-    Operands: q, k, v, dout with strides as in `flash_fwd_kernel`; lse2 and delta of
-    `flash_bwd_preprocess_kernel` and dq [B, Sq, Hq, D] contiguous. Grid, diagonal, rule, terms and
-    mask: as in `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
-    float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0.
-    CARRY: dq, in float32, holds the gradient through other keys, to which the gradient through
-    these keys is added. The gradient of a bias that no two pairs share is ds, stored if terms have
-    dbias.
+    Operands and grid: as in `flash_fwd_kernel`; lse2 and delta of `flash_bwd_preprocess_kernel`; dq
+    [B, Sq, Hq, D] contiguous. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
+    float32, exponents in base 2, ds cast to k's dtype. A row that sees no key gives 0. CARRY: dq,
+    in float32, holds the gradient through other keys, to which this one is added. If terms have
+    dbias, ds is stored there.
     """
     # Locate the tile of queries.
     rows = own_queries(mask, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, BLOCK_Q)
@@ -168,15 +166,12 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes BLOCK_KV rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands: as in `flash_bwd_dq_kernel`; dk [B, Skv, Hkv, D] and dv [B, Skv, Hkv, Dv] contiguous.
-    Grid: (key tiles · kv heads · batch), in the order of `longest_first`. Tiles of s, p, dp, ds are
-    transposed (keys down, queries across), so that they can be left operands directly. Loop
-    invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads and queries so far.
-    Accumulation: float32, exponents in base 2, p and ds cast to the inputs' dtype for their
-    products. A key that no query sees gives 0.
-
-    The mask: as in `flash_fwd_kernel`, but for a kernel that visits queries, with
-    `count_sequence_tiles` of keys.
+    Operands: as in `flash_bwd_dq_kernel`, with the mask of a kernel that visits queries; dk [B,
+    Skv, Hkv, D] and dv [B, Skv, Hkv, Dv] contiguous. Grid: (key tiles · kv heads · batch), in the
+    order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys down, queries across), so
+    that they can be left operands directly. Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over
+    the query heads and queries so far. Accumulation: float32, exponents in base 2, p and ds cast to
+    the inputs' dtype. A key that no query sees gives 0.
     """
     # Locate the tile of keys.
     heads_kv = heads_q // GROUP_SIZE
@@ -240,7 +235,7 @@ def flash_bwd_dkdv_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `flash_bwd_dq_kernel`."""
+    """Prepare the launch of `flash_bwd_dq_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
     programs = programs_of_sm(call.config.block_q, spec.head_dim)
@@ -250,7 +245,7 @@ def prepare_dq(call: KernelCall) -> Prepared:
 
 
 def prepare_dkdv(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `flash_bwd_dkdv_kernel`."""
+    """Prepare the launch of `flash_bwd_dkdv_kernel`."""
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     programs = programs_of_sm(call.config.block_kv, spec.head_dim, spec.head_dim_v)

@@ -1,7 +1,6 @@
 """Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys.
 
-The new tokens of all sequences are packed (`sequences`). Otherwise it works like a paged decode:
-each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
+The new tokens of all sequences are packed (`sequences`). Otherwise it works like a paged decode.
 FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
 (Kwon et al. 2023).
 """
@@ -84,22 +83,14 @@ def paged_attention_kernel(
     """One program computes BLOCK_ROWS rows of one kv head of a sequence over one split of the keys.
 
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
-    group, so that the keys and values are read once for all of them. Operands: q [Tq, Hq, D] with
-    the given strides; the cache, a `Cache`; cu_seqlens_q [B + 1], int32; sinks [Hq], float32, or
-    None; tree, a `TreeEnds`, or None; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq] (float32,
-    natural log), contiguous: the result if there is one split, otherwise the parts, and then sinks
-    are None. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads fastest, and
-    splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p
-    cast to the products' dtype. A row that sees no key, such as padding, gives 0, and -inf or its
-    sink. PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers
-    of two, at least 16.
+    group. Operands and accumulation: as in `paged_decode_kernel`, without a cascade; q [Tq, Hq, D];
+    cu_seqlens_q [B + 1], int32; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]: the result if
+    there is one split, otherwise the parts, and then sinks are None. Grid: (kv heads, row tiles of
+    `locate_tokens`) in one axis, kv heads fastest, and splits. A row that sees no key, such as
+    padding, gives 0, and -inf or its sink.
 
-    UPCAST: as in `paged_decode_kernel`. q, k, v, acc and out are tuples of tiles.
-
-    SKIPS_MASKS: tiles of keys that all rows see have a separate loop, without a mask.
-
-    PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch).
+    SKIPS_MASKS: tiles of keys that all rows see have a separate loop, without a mask. PDL: a launch
+    that depends on this one may begin to start.
     """
     if PDL:
         gdc_launch_dependents()
@@ -141,7 +132,7 @@ def paged_attention_kernel(
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     before, full, after = count, 0, 0
     if SKIPS_MASKS:
-        # A tree hides some of the new tokens' keys from later tokens.
+        # A tree hides some new tokens' keys from later tokens.
         least = diagonal + first if tree is None else diagonal - 1
         before, full, after = tiles_at_edges(
             least, diagonal + last, first_tile, count, window_left, BLOCK_KV
@@ -195,8 +186,7 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_attention_kernel`, and `combine` where there is more than one split.
 
-    Returns:
-        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, both contiguous.
+    Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, contiguous.
     """
     kernel = decode_kernel(spec)
     config = config_of(kernel, spec, backend, operands.q.device)
@@ -229,7 +219,7 @@ def paged_attention(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `paged_attention_kernel`."""
+    """Prepare the launch of `paged_attention_kernel`."""
     spec, (splits,) = call.spec, call.constants
     q, cache, _, _, tree, *_ = call.layouts
     rows = block_rows(spec, call.config)

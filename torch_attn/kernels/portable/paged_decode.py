@@ -51,12 +51,7 @@ from twin_attention.targets.splits import block_rows, choose_splits
 
 
 class Parts(NamedTuple):
-    """Hold the partial results of each split, in float32 and contiguous.
-
-    Attributes:
-        outs: [splits, B, T, Hq, Dv].
-        lses: [splits, B, Hq, T].
-    """
+    """Partial results of each split: outs [splits, B, T, Hq, Dv], lses [splits, B, Hq, T], float32."""
 
     outs: Any
     lses: Any
@@ -94,27 +89,24 @@ def paged_decode_kernel(
 ):
     """One program computes BLOCK_ROWS rows of one kv head over one split of the keys.
 
-    Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that the
-    keys and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides;
-    the cache, a `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; a `Cascade`, or
-    None; out [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. If more than one
-    split has keys, each of these splits writes its `Parts` instead; with a single split they are
-    None. In a cascade, all splits do so. Grid: (row tiles, kv heads, batch) in one axis, row tiles
-    fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
-    in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
-    PAST_2G: a head of a pool spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of
-    two, at least 16.
+    Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that keys
+    and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides; a
+    `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; a `Cascade`, or None; out
+    [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. If more than one split has
+    keys, each of them writes its `Parts` instead; in a cascade all splits do. With a single split
+    there are none. Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits.
+    Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to
+    the products' dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool
+    spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
     UPCAST: the pools are 8-bit, given as packed pairs of columns, and the products are in float16;
-    HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles, of one tile where
-    UPCAST is None (see `quantized`).
+    HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles (`quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch). In a cascade, this one has started early itself, and waits for the launch over the
-    shared keys.
+    launch). In a cascade this one has started early itself, and waits for the shared keys.
 
-    Cascade: the keys of the prefix are skipped. The first split, which always has keys, continues
-    the running softmaxes over them.
+    Cascade: the prefix's keys are skipped. The first split, which always has keys, continues the
+    running softmaxes over them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -131,7 +123,7 @@ def paged_decode_kernel(
             gdc_wait()
         begin = tl.load(cascade.prefixes + batch)
     first, count, total = share_of_tiles(begin, length, split, num_splits, BLOCK_KV)
-    # A split with all tiles gives the result; otherwise each gives a part that `combine` merges.
+    # A split with all tiles gives the result, any other a part.
     is_result = (split == 0) & (count == total)
     if cascade is not None and parts is not None:
         is_result = False
@@ -230,10 +222,7 @@ def paged_decode(
 ) -> tuple[Tensor, Tensor]:
     """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
 
-    In a cascade `shared_pages_kernel` comes first.
-
-    Returns:
-        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, both contiguous.
+    Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, contiguous.
     """
     config = config_of("paged_decode", spec, backend, operands.q.device)
     if spec.cache.is_quantized:
@@ -271,7 +260,7 @@ def paged_decode(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Return the grid and the arguments of `paged_decode_kernel`."""
+    """Prepare the launch of `paged_decode_kernel`."""
     spec, (splits, tiles, block_kv) = call.spec, call.constants
     assert call.config.block_kv == block_kv, "the merge counts other tiles"
     q, cache, _, tree, cascade, *_ = call.layouts

@@ -1,4 +1,4 @@
-"""Gradients through some of the keys: the backward kernels, adding to the dq through other keys.
+"""Gradients through some of the keys, added to the dq through other keys.
 
 Liu et al. 2023 (Ring Attention), appendix A.
 """
@@ -31,17 +31,9 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
-    """Compute the gradients of q, k and v through the keys of the operands.
+    """Return the carry, and dk and dv, float32 and contiguous; dout, out and lse are over all keys.
 
-    Args:
-        dout, dlse, out, lse: as `flash_bwd` takes them, for the result over all keys.
-        operands, spec: the problem.
-        carry: the carry that the call for other keys returned, to which dq is added in place; None
-            for the first call.
-        backend: what runs.
-
-    Returns:
-        The carry, and dk and dv, float32 and contiguous.
+    dq is added in place to the carry of the call for other keys, None for the first call.
     """
     q, k, v = operands[:3]
     if carry is None:

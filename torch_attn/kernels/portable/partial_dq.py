@@ -10,11 +10,5 @@ from twin_attention.targets.family import Backend
 def partial_dq(
     like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
 ) -> Tensor:
-    """Return the carry's dq.
-
-    Args:
-        like: a tensor of dq's shape and dtype.
-        carry: the carry that `partial_bwd` returned for the last keys.
-        spec, backend: as `partial_bwd` took them.
-    """
+    """Return the carry's dq in the dtype of `like`."""
     return carry.dq.to(like.dtype)

@@ -20,17 +20,11 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Add the keys of the operands to a result, in place.
+    """Add the keys of the operands to a result, in place; return out and lse.
 
-    Args:
-        operands, spec: the problem.
-        carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous;
-            None if the spec says that there is none. Where lse is -inf, the carry may hold
-            anything, which stays in a row that sees no key here either.
-        backend: what runs.
-
-    Returns:
-        out and lse. The last out is in q's dtype, with 0 in rows that saw no key.
+    carry and lse are that result, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous; None if the
+    spec says that there is none. Where lse is -inf, the carry may hold anything, which stays in a
+    row that sees no key here either. The last out is in q's dtype, with 0 in rows that saw no key.
     """
     out, lse = result_memory(operands.q, carry, lse, spec)
     launch_forward(operands, out, lse, spec, backend, carry=carry)
