@@ -1,7 +1,7 @@
 """Kernels across the frameworks: of `torch_attn` in JAX, and of `pallas_attn` in PyTorch.
 
-`in_jax` and `in_torch` are what the sides know of this package. Each says which problems it runs,
-and runs them; it imports the other framework only when it is asked for a kernel.
+The sides know only `in_jax` and `in_torch`, which import the other framework when asked for a
+kernel.
 
 - `torch_host` and `jax_host` describe what a side's host function does, as a `plan.Plan`.
 - `run_in_jax` and `run_in_torch` run a plan. `cubin` and `triton_call` compile and launch kernels

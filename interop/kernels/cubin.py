@@ -1,9 +1,8 @@
 """Compile a launch of `torch_attn` for a card that torch need not have; describe its parameters.
 
-Triton's own compilation asks its driver for the current device. This module uses only the parts
-that need no device: the function that specialises a kernel for its arguments, and `triton.compile`.
-They are private to Triton. If one is missing, JAX launches no such kernel and gives that as the
-reason. Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
+Triton's own compilation asks its driver for the current device. This uses only the parts that need
+no device, which are private to Triton. If one is missing, JAX launches no such kernel and gives
+that as the reason. Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
 """
 
 from __future__ import annotations
@@ -40,23 +39,16 @@ _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtens
 
 
 class Pointer(NamedTuple):
-    """Describe a parameter that is an operand's address.
-
-    Attributes:
-        operand: which of the launch's tensors it is.
-    """
+    """A parameter that is the address of one of the launch's tensors."""
 
     operand: int
 
 
 class Descriptor(NamedTuple):
-    """Describe a parameter that is a TMA descriptor of an operand.
+    """A parameter that is a TMA descriptor of one of the launch's tensors.
 
-    Attributes:
-        operand: which of the launch's tensors it is.
-        element: number of the element type in CUDA's driver.
-        swizzle: number of the swizzle in CUDA's driver.
-        shape, strides, box: of the tensor, and of the box that an instruction loads, in elements.
+    `element` and `swizzle` are numbers of CUDA's driver; `box` is what an instruction loads. Sizes
+    are in elements.
     """
 
     operand: int
@@ -68,12 +60,7 @@ class Descriptor(NamedTuple):
 
 
 class Number(NamedTuple):
-    """Describe a parameter that is a number.
-
-    Attributes:
-        value: the number.
-        kind: Triton's name of its type, such as "i32".
-    """
+    """A number as a parameter, and Triton's name of its type, such as "i32"."""
 
     value: int | float
     kind: str
@@ -86,14 +73,9 @@ class Compiled(NamedTuple):
     """A kernel for JAX to launch.
 
     Attributes:
-        name: of the function.
-        cubin: its machine code, an ELF file.
         num_warps, shared: warps of a program, and bytes of its shared memory.
-        grid: how many programs there are on each axis.
-        parameters: the function's parameters, in order. Two addresses of scratch memory follow,
-            which it does not use.
-        ptx: what the machine code was made from.
-        metadata: Triton's, with the options that it was compiled with.
+        parameters: in order. Two addresses of scratch memory follow, which are not used.
+        metadata: Triton's, with the options of the compilation.
     """
 
     name: str
@@ -107,17 +89,16 @@ class Compiled(NamedTuple):
 
 
 def compile_launch(launch: Launch, card: Card) -> Compiled:
-    """Compile a launch's kernel for a card, or return a thread's compiled kernel.
+    """Return a launch's kernel for a card; a thread may have compiled it.
 
-    Raises:
-        NotImplementedError: no configuration fits the card's shared memory.
+    Raise `NotImplementedError` if no configuration fits the card's shared memory.
     """
     with _lock_of(launch, card):
         return _compiled(launch, card)
 
 
 def compile_in_thread(launch: Launch, card: Card) -> None:
-    """Compile a launch's kernel for a card in a thread, for `compile_launch`."""
+    """Compile a launch's kernel in a thread, for `compile_launch`."""
 
     def compile() -> None:
         with suppress(Exception):  # `compile_launch` says what is wrong
@@ -147,15 +128,14 @@ def _compiled(launch: Launch, card: Card) -> Compiled:
 
 
 def without_ptx(cubin: bytes) -> bytes:
-    """Return machine code without its copy of the PTX, which ptxas leaves for debuggers.
+    """Return machine code with zeros for its copy of the PTX, most of the file.
 
-    The copy is most of the file and is zeroed. jaxlib hashes and copies the compressed file each
-    time that a program runs.
+    jaxlib hashes and copies the compressed file each time that a program runs.
     """
     elf = bytearray(cubin)
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names = struct.unpack_from("<3H", elf, 0x3A)
-    # For each section: the place of its name, type, flags, address, its place, and its size.
+    # Of each section: its name's place, type, flags, address, its place, and its size.
     sections = [struct.unpack_from("<2I4Q", elf, table + i * size) for i in range(count)]
     for name, _, _, _, start, length in sections:
         if elf.startswith(b".nv_debug_ptx_txt\0", sections[names][4] + name):
@@ -164,12 +144,7 @@ def without_ptx(cubin: bytes) -> bytes:
 
 
 def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
-    """Return a kernel's machine code with its parameters in another order.
-
-    Args:
-        compiled: the kernel.
-        order: the numbers of `Compiled.parameters`.
-    """
+    """Return a kernel's machine code with its parameters in another order."""
     target = compiled.metadata.target
     ptx = reorder_parameters(compiled.ptx, compiled.name, order)
     return without_ptx(_make_cubin(make_backend(target), ptx, {}, compiled.metadata, target.arch))
@@ -178,10 +153,7 @@ def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
 def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
     """Return a kernel's PTX with its function's parameters declared in another order.
 
-    Args:
-        ptx: the code, which refers to parameters by their names.
-        name: the function's.
-        order: the old numbers of the first parameters; others follow.
+    `order` has the old numbers of the first parameters; others follow.
     """
     found = re.search(rf"\.entry {re.escape(name)}\(([^)]*)\)", ptx)
     assert found is not None, "a kernel without its function"

@@ -1,7 +1,4 @@
-"""Say which kernels of `torch_attn` JAX launches, and launch them; see `run_in_jax`.
-
-PyTorch and Triton are imported when one is asked for.
-"""
+"""Which kernels of `torch_attn` JAX launches; `run_in_jax` launches them."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ _RULES = {"sm80": sm80.supports, "sm90": sm90.supports, "portable": lambda *_: N
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that a family of `torch_attn` runs in JAX, else the reason.
 
-    Args:
-        folder: the family's.
-        operation, spec, target: as `Family.supports` takes them.
+    `folder` is the family's; the other arguments are those of `Family.supports`.
     """
     for package in ("triton", "torch"):
         if find_spec(package) is None:

@@ -1,6 +1,6 @@
-"""Say which kernels of `pallas_attn` PyTorch launches, and launch them; see `run_in_torch`.
+"""Which kernels of `pallas_attn` PyTorch launches; `run_in_torch` launches them.
 
-JAX is imported when one is asked for; it runs nothing.
+JAX runs nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from twin_attention.targets.kernels import Spec
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else the reason.
 
-    Args:
-        folder: the family's.
-        operation, spec, target: as `Family.supports` takes them.
+    `folder` is the family's; the other arguments are those of `Family.supports`.
     """
     attends = isinstance(spec, AttentionSpec | DecodeSpec)
     if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
@@ -49,7 +47,7 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _no_plugin() -> str | None:
-    """Return what JAX lacks to compile kernels, None for nothing."""
+    """Return what JAX lacks to compile kernels, or None."""
     from interop.kernels.mosaic import plugin
 
     return None if plugin() else "JAX's CUDA plugin, which compiles its kernels, is not installed"

@@ -1,8 +1,8 @@
 """Describe what a host function of `pallas_attn` does, as a plan for torch.
 
-It is traced once on operands that have types but no values. Mosaic GPU kernels are operations of
-the trace. Between them are the functions that XLA fuses, kept whole (`pallas_attn.fusions`), and a
-few operations that move nothing.
+It is traced once on types. Mosaic GPU kernels are operations of the trace. Between them are the
+functions that XLA fuses, kept whole (`pallas_attn.fusions`), and a few operations that move
+nothing.
 """
 
 from __future__ import annotations
@@ -25,16 +25,10 @@ from twin_attention.contract.validate.errors import fail
 
 
 def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) -> Plan:
-    """Trace a host function, and describe what it does.
+    """Trace a host function on types of operands, and describe what it does.
 
-    Args:
-        function: takes the operands.
-        operands: their types, in tuples, or None.
-        card: the `torch_attn.targets.Card` it runs on.
-
-    Raises:
-        NotImplementedError: the function does something else, or a kernel writes into an array
-            that is not made for it.
+    Raise `NotImplementedError` if it does something else, or a kernel writes into an array that is
+    not made for it.
     """
     device = SimpleNamespace(
         compute_capability=f"{card.capability // 10}.{card.capability % 10}",
@@ -50,7 +44,7 @@ def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
 
 
 class _Writer:
-    """Writes a plan from a trace. Each array has a number at first, whatever its memory."""
+    """Writes a plan from a trace. Each array has its own number at first."""
 
     def __init__(self) -> None:
         self._steps: list[Operation | Kernel] = []

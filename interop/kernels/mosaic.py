@@ -2,10 +2,9 @@
 
 JAX lowers a kernel to a module. A C function of JAX's CUDA plugin compiles it for the current CUDA
 context, and returns the kernel and a C function that launches it. The latter takes the kernel, a
-stream and the addresses of the kernel's buffers, operands before results, and encodes the TMA
-descriptors. JAX's own `as_torch_gpu_kernel` calls the same two functions, on torch's default
-stream. Checked with jaxlib 0.11.2; ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards
-the lowering.
+stream and the addresses of operands, then of results, and encodes the TMA descriptors. JAX's own
+`as_torch_gpu_kernel` calls the same functions, on torch's default stream. Checked with jaxlib
+0.11.2; ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards the lowering.
 
 If a launch fails, C ends the process. So addresses are checked here, and a thread gets its CUDA
 context before its first launch.
@@ -36,14 +35,7 @@ _threads = threading.local()
 
 
 class Compiled(NamedTuple):
-    """A kernel on one device, kept for as long as the process runs.
-
-    Attributes:
-        kernel: its handle.
-        launch: the C function that launches it.
-        num_buffers: how many addresses `launch` takes.
-        device: the device's number.
-    """
+    """A kernel on one device, kept for as long as the process runs; `launch` is C's."""
 
     kernel: int
     launch: Any
@@ -52,7 +44,7 @@ class Compiled(NamedTuple):
 
 
 def plugin() -> str | None:
-    """Return the path of JAX's CUDA plugin, None if it is not installed."""
+    """Return the path of JAX's CUDA plugin, or None."""
     for name in _PLUGINS:
         found = find_spec(name) if find_spec(name.partition(".")[0]) else None
         if found is not None and found.origin is not None:
@@ -63,13 +55,9 @@ def plugin() -> str | None:
 
 
 def lower(call: Any) -> bytes:
-    """Return the module that a kernel is compiled from.
+    """Return the module that a kernel is compiled from; `call` is its operation in a trace.
 
-    Args:
-        call: the operation of a trace that calls it.
-
-    Raises:
-        NotImplementedError: JAX passes the kernel buffers other than its operands and results.
+    Raise `NotImplementedError` if JAX passes buffers other than operands and results.
     """
     operands = [x.aval for x in call.invars]
 
@@ -90,14 +78,7 @@ def lower(call: Any) -> bytes:
 def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) -> Compiled:
     """Compile a module for a device, which must be the current one.
 
-    Args:
-        module: what `lower` returned.
-        plugin: path of JAX's CUDA plugin.
-        num_buffers: number of operands and results of the kernel.
-        device: the device's number.
-
-    Raises:
-        NotImplementedError: the plugin lacks the function, or compiles nothing.
+    Raise `NotImplementedError` if the plugin lacks the function, or compiles nothing.
     """
     _bind_context(device)
     compile = getattr(_library(plugin), "MosaicGpuCompile", None)
@@ -119,7 +100,7 @@ def _library(path: str) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread the CUDA context of a device, which must be the current one."""
+    """Give this thread the CUDA context of the current device."""
     torch.cuda.mem_get_info(device)  # asks CUDA, not torch's allocator
     _threads.devices = getattr(_threads, "devices", frozenset()) | {device}
 
@@ -129,13 +110,8 @@ def launcher_of(
 ) -> Launcher:
     """Return a function that launches a kernel on the current device.
 
-    Args:
-        compiled: the kernel.
-        buffers: which of the launch's tensors each buffer is; numbers past those are `constants`.
-        constants: tensors that are the same in each launch.
-
-    Raises:
-        NotImplementedError: the kernel has another number of buffers.
+    `buffers` are places among the launch's tensors, and then among `constants`. Raise
+    `NotImplementedError` if the kernel has another number of buffers.
     """
     if len(buffers) != compiled.num_buffers:
         expected = f"{compiled.num_buffers} buffers of a kernel"

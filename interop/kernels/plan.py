@@ -1,8 +1,8 @@
 """What a host function does, so that another framework can do it instead.
 
-A host function of a side, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates memory, computes
-a little and launches kernels, all of which follows from its operands' shapes. A plan lists these
-steps, so another framework's program can hold the same launches, in its own memory.
+A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates memory, computes a little
+and launches kernels, which all follows from its operands' shapes. A plan lists these steps, so
+another framework's program can hold the same launches, in its own memory.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class Value:
-    """Describe an array of a plan, which is contiguous.
+    """A contiguous array of a plan, as a step sees it.
 
-    Attributes:
-        number: its memory's. The operands have the first numbers, in order.
-        shape, dtype: as the step sees it; `dtype` is a name.
+    `number` is its memory's: operands have the first numbers, in order. `dtype` is a name.
     """
 
     number: int
@@ -26,17 +24,12 @@ class Value:
 
 
 class Operation(NamedTuple):
-    """Describe an operation of the host function's framework.
+    """An operation of the host function's framework; arguments and results have `Value` for arrays.
 
-    Attributes:
-        name: the name by which the other framework finds it. Of torch: an operator's, or "set",
-            which writes a tensor at an index of an axis (its arguments are the tensor, the axis,
-            the index, and what to write). Of JAX: the name of a `pallas_attn.fusions.fusion`;
-            "full", an array filled with a number; "reshape"; or "bitcast", the same memory in
-            another dtype.
-        args: its arguments, with a `Value` for an array.
-        kwargs: its keyword arguments.
-        results: what it returns.
+    `name` is, for torch, an operator's, or "set", which writes a tensor at an index of an axis
+    (tensor, axis, index, what to write). For JAX it is that of a `pallas_attn.fusions.fusion`;
+    "full", an array filled with a number; "reshape"; or "bitcast", the same memory in another
+    dtype.
     """
 
     name: str
@@ -46,12 +39,12 @@ class Operation(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Describe the launch of a kernel.
+    """The launch of a kernel.
 
     Attributes:
         code: a `torch_attn.launch.Launch`, or the operation of a JAX trace.
-        operands: the memory it is given, results included, in order. A NumPy array is a constant;
-            None is memory that no argument uses.
+        operands: its memory, results included. A NumPy array is a constant; None is memory that no
+            argument uses.
         read: which operands have values before the launch, by position.
         written: which may have new values after it.
         zeroed: which of the written operands are 0 before it.
@@ -65,12 +58,7 @@ class Kernel(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Describe what a host function does.
-
-    Attributes:
-        steps: in order.
-        results: what it returns, with a `Value` for an array.
-    """
+    """What a host function does; `results` has a `Value` for each array."""
 
     steps: tuple[Operation | Kernel, ...]
     results: Any

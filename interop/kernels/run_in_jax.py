@@ -1,8 +1,8 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
-While JAX traces, the family's host function is planned once, on tensors with shapes but no values
-(`torch_host`). Launches become operations of JAX's program (`triton_call`), and the few other
-operations become XLA's. A PyTorch without CUDA will do.
+While JAX traces, the family's host function is planned once on shapes (`torch_host`). Launches
+become operations of JAX's program (`triton_call`), and the few other operations become XLA's. A
+PyTorch without CUDA will do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from twin_attention.targets.kernels import Spec
 
 
 def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
-    """Pad axes; `widths` are (before, after) pairs as torch lists them, the last axis first."""
+    """Pad axes; `widths` are (before, after) pairs, the last axis first as in torch."""
     pairs = [*zip(widths[::2], widths[1::2], strict=True)][::-1]
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value)
 
@@ -68,16 +68,10 @@ _OPERATIONS = {
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function of a family of `torch_attn`.
+    """Run an operation's function, such as "flash_fwd", of a family of `torch_attn`.
 
-    `vmap` merges dense problems into one with a larger batch. For other problems it calls the
-    kernels once for each element.
-
-    Args:
-        backend: the family, and the target to compile for.
-        operation: the function, such as "flash_fwd".
-        spec: the problem.
-        operands: the function's operands, arrays in tuples.
+    Operands are arrays in tuples. `vmap` merges dense problems into one with a larger batch; for
+    others it calls the kernels once for each element.
     """
 
     @jax.custom_batching.custom_vmap
@@ -112,7 +106,7 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _has_sinks(operands: tuple[Any, ...]) -> bool:
-    """Return True if some operands cannot join a batch: sinks, terms or a seed."""
+    """Return True if sinks, terms or a seed keep operands from joining a batch."""
     names = ("sinks", *TERMS, "dropout_seed")
     return any(getattr(x, name, None) is not None for x in operands for name in names)
 
@@ -120,7 +114,7 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
 def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any, ...]:
     """Return the operands that torch writes in place; in JAX they are results.
 
-    These are the pools of `append_kv`, and for the functions of a part the results over other keys.
+    These are the pools of `append_kv`, and a part's result over other keys.
     """
     written: tuple[Any, ...] = ()
     if operation == "append_kv":

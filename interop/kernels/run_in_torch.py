@@ -1,9 +1,9 @@
 """Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
-The family's host function is planned once for operands of given shapes (`jax_host`), and JAX's CUDA
-plugin compiles its kernels (`mosaic`). A call then allocates and launches what the plan says, so
-torch's allocator, streams and CUDA graphs, and `torch_attn.replay`, work as with any other family.
-Torch itself computes what XLA would compute between the kernels.
+The family's host function is planned once for given shapes (`jax_host`), and JAX's CUDA plugin
+compiles its kernels (`mosaic`). A call then allocates and launches what the plan says, so torch's
+allocator, streams and CUDA graphs, and `torch_attn.replay`, work as with any other family. Torch
+computes what XLA would compute between the kernels.
 """
 
 from __future__ import annotations
@@ -38,27 +38,17 @@ from twin_attention.targets.kernels import Spec
 
 
 class _Launch(NamedTuple):
-    """A kernel's launch.
-
-    Attributes:
-        launcher: launches the kernel, given the tensors' addresses.
-        tensors: the values that it reads and writes.
-    """
+    """A kernel's launch, and the values that it reads and writes."""
 
     launcher: Launcher
     tensors: tuple[Value, ...]
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function of a family of `pallas_attn`.
+    """Run an operation's function, such as "flash_fwd", of a family of `pallas_attn`.
 
-    A tensor that is not compact, as JAX's arrays are, is copied; a pool of pages is refused.
-
-    Args:
-        backend: the family, and the target to compile for.
-        operation: the function, such as "flash_fwd".
-        spec: the problem.
-        operands: the function's operands, tensors in tuples.
+    Operands are tensors in tuples. One that is not compact, as JAX's arrays are, is copied; a pool
+    of pages is refused.
     """
     if isinstance(spec, DecodeSpec):
         _check_pools(operands[0])
@@ -131,7 +121,6 @@ def _sinks_gradient(
     num_rows: int = 0,
     rest2: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the gradient of the sinks."""
     assert rest2 is None  # Mosaic's kernels take no terms
     if cu_seqlens_q is not None:
         exists = _rows_of_sequences(cu_seqlens_q, num_rows, lse2.shape[-1])
@@ -144,11 +133,7 @@ def _sinks_gradient(
 def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> Tensor:
     """Return which rows of lse2 and delta belong to a token, padding tokens included.
 
-    Args:
-        cu_seqlens: [N + 1] offsets; any numbers are clamped.
-        num_rows: rows of the sequences' axis.
-        padded_rows: rows of lse2 and delta, where each sequence begins at a tile of ROW_PADDING
-            rows.
+    There each of the sequences begins at a tile of ROW_PADDING rows. Offsets [N + 1] are clamped.
     """
     padding = ROW_PADDING.value
     starts = cu_seqlens.clamp(0, num_rows)
@@ -184,11 +169,7 @@ def compiled_plan(
     device: torch.device,
     changes: Any,
 ) -> tuple[tuple[_Launch | Operation, ...], Any]:
-    """Plan a host function, and compile its kernels for the current device.
-
-    Returns:
-        The steps of the plan, with a `_Launch` for each kernel, and its results.
-    """
+    """Plan a host function, compile its kernels for the current device; return steps and results."""
     # JAX starts on the card to compile for it; it must not reserve most of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     function = backend.family.function(operation)

@@ -1,7 +1,7 @@
 """Describe what a host function of `torch_attn` does, as a plan for JAX.
 
-Called on tensors of the "meta" device, which hold no values, a host function only describes its
-steps. Torch is asked only for shapes: its build for the CPU will do.
+On tensors of the "meta" device, which hold no values, a host function only describes its steps. A
+build of torch for the CPU will do.
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ def plan_of(
     card: Card,
     written: tuple[Tensor, ...] = (),
 ) -> Plan:
-    """Call a host function and describe what it would do.
+    """Call a host function on operands of `operand_of`, and describe what it would do.
 
-    Args:
-        function: a function without arguments, which calls a host function on the operands.
-        operands: those of `operand_of`.
-        card: the card it would run on.
-        written: operands that the host function's kernels write.
+    `function` takes no arguments. `written` are operands that kernels write.
     """
     with described(card), torch.no_grad(), Capture() as found:
         results = function()
@@ -93,7 +89,7 @@ class _Writer:
             self._operate(name, step.args, step.kwargs, step.result)
 
     def values_in(self, x: Any) -> Any:
-        """Return nested tuples with values in place of tensors, and tuples in place of lists."""
+        """Return nested tuples with values for tensors."""
 
         def value_in(x: Any) -> Any:
             if isinstance(x, Tensor):

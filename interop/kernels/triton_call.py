@@ -1,11 +1,10 @@
 """A kernel of `torch_attn`, written in Triton or Gluon, as an operation of JAX.
 
-`kernel_call` is a primitive. It is lowered to jaxlib's ``triton_kernel_call_ffi``, which takes
-machine code and launches it on the program's stream, without the host waiting. jaxlib passes the
-operands and then the results to a kernel's parameters, in order, and encodes their TMA descriptors.
-So each parameter gets an operand, and a result shares an operand's memory. If a second parameter
-takes such a result, it gets the result itself; the kernel is then recompiled with that parameter
-last.
+`kernel_call` is lowered to jaxlib's ``triton_kernel_call_ffi``, which launches machine code on the
+program's stream. jaxlib passes the operands and then the results to a kernel's parameters, in
+order, and encodes their TMA descriptors. So each parameter gets an operand, and a result shares an
+operand's memory. If a second parameter takes such a result, it gets the result itself; the kernel
+is then recompiled with that parameter last.
 
 This uses jaxlib's private API (`pallas_attn.private`); checked with JAX 0.11.2, whose
 ``jaxlib/gpu/triton.proto`` has the fields that are written here.
@@ -50,12 +49,7 @@ kernel_call_p.multiple_results = True
 
 
 class Buffer(NamedTuple):
-    """A buffer that jaxlib passes, and the parameter that takes it.
-
-    Attributes:
-        operand: which of the launch's tensors it is.
-        parameter: which of the kernel's parameters; None for none.
-    """
+    """A buffer that jaxlib passes: which of the launch's tensors, and the parameter that takes it."""
 
     operand: int
     parameter: int | None
@@ -64,9 +58,8 @@ class Buffer(NamedTuple):
 class Buffers(NamedTuple):
     """The buffers of a call, in the order in which jaxlib passes them.
 
-    Attributes:
-        operands: a result among them shares the memory of the result with the same number.
-        results: all results; results that a parameter takes come first.
+    A result among the operands shares the memory of that result. Of the results, those that a
+    parameter takes come first.
     """
 
     operands: tuple[Buffer, ...]
@@ -74,16 +67,10 @@ class Buffers(NamedTuple):
 
 
 def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel, card: Card) -> list[jax.Array]:
-    """Launch a kernel of `torch_attn`.
+    """Launch a kernel of `torch_attn` on the operands that it reads; return what it writes, in
+    order.
 
-    Args:
-        inputs: the operands that it reads, in order. What it also writes is a result in the memory
-            of an operand.
-        kernel: the launch.
-        card: the card to compile for.
-
-    Returns:
-        What it writes, in order.
+    What it reads and writes is a result in the memory of an operand.
     """
     if cuda_devices():  # without one, few traced programs are lowered for a GPU
         compile_in_thread(kernel.code, card)
@@ -91,7 +78,7 @@ def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel, card: Card) -> list
 
 
 def result_types(inputs: Sequence[Any], kernel: Kernel) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of a launch's results; arguments as in `kernel_call`.
+    """Return the types of a launch's results.
 
     A result that is also read has the input's type, even if the kernel sees only its bits.
     """
@@ -137,10 +124,9 @@ def _call(*inputs, kernel, card):
 def arrange_buffers(
     parameters: Sequence[Parameter], written: tuple[int, ...], zeroed: tuple[int, ...]
 ) -> Buffers:
-    """Return the buffers of a call; arguments as in `Compiled` and `Kernel`.
+    """Return the buffers of a call, from numbers of operands as in `Kernel`.
 
-    Raises:
-        NotImplementedError: a result has more parameters than jaxlib can give it.
+    Raise `NotImplementedError` if a result has more parameters than jaxlib can give it.
     """
     operands: list[Buffer] = []
     again: dict[int, list[int]] = {x: [] for x in written}
@@ -173,7 +159,7 @@ def _opaque(
     if last:
         code = assemble(compiled, order)
     given = [_parameter(parameters[i]) for i in order]
-    # These are more parameters than the kernel has: no code reads them.
+    # More parameters than the kernel has: no code reads them.
     given += [_address(sizes.get(x.operand, 0)) for x in buffers.results if x.parameter is None]
     # The name stands in for PTX, which jaxlib would hash and copy each time a program runs.
     kernel = gpu_triton.TritonKernel(
