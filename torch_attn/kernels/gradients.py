@@ -200,7 +200,7 @@ def launch_dkdv(x: Computation) -> None:
 
 
 def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
-    """Launch the kernel of all gradients and the passes around it; return the terms with gradients."""
+    """Launch the kernel of all gradients and its passes; return the terms with gradients."""
     spec, (q, *_), lse2 = x.spec, x.operands, x.statistics.lse2
     splits = fused.splits and _splits_group(spec, x.backend, q.device)
     own = OwnPasses()

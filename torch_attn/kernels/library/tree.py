@@ -85,7 +85,7 @@ def find_path(mask, rows):
 
 @triton.jit
 def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return how many runs there are of tiles with a mask, or of tiles without; 1 without a tree."""
+    """Return how many runs of tiles with a mask, or without, there are: 1 without a tree."""
     count = 1
     if mask.tree is not None:
         begun = tl.zeros([SCAN_WIDTH], tl.int32)

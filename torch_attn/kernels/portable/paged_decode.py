@@ -51,7 +51,7 @@ from twin_attention.targets.splits import block_rows, choose_splits
 
 
 class Parts(NamedTuple):
-    """Partial results of each split: outs [splits, B, T, Hq, Dv], lses [splits, B, Hq, T], float32."""
+    """Results of each split: outs [splits, B, T, Hq, Dv], lses [splits, B, Hq, T], float32."""
 
     outs: Any
     lses: Any
