@@ -1,8 +1,8 @@
 """Compile a launch of `torch_attn` for a card that torch need not have; describe its parameters.
 
 Triton's own compilation asks its driver for the current device. This uses only the parts that need
-no device, which are private to Triton. If one is missing, JAX launches no such kernel and gives
-that as the reason. Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
+no device, which are private to Triton; if one is missing, JAX launches no such kernel and says so.
+Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class Pointer(NamedTuple):
 class Descriptor(NamedTuple):
     """A parameter that is a TMA descriptor of one of the launch's tensors.
 
-    `element` and `swizzle` are numbers of CUDA's driver; `box` is what an instruction loads. Sizes
-    are in elements.
+    `element` and `swizzle` are numbers of CUDA's driver; sizes are in elements.
     """
 
     operand: int
@@ -72,10 +71,7 @@ Parameter = Pointer | Descriptor | Number
 class Compiled(NamedTuple):
     """A kernel for JAX to launch.
 
-    Attributes:
-        num_warps, shared: warps of a program, and bytes of its shared memory.
-        parameters: in order. Two addresses of scratch memory follow, which are not used.
-        metadata: Triton's, with the options of the compilation.
+    Two addresses of scratch memory follow `parameters`; they are not used. `metadata` is Triton's.
     """
 
     name: str
@@ -144,14 +140,14 @@ def without_ptx(cubin: bytes) -> bytes:
 
 
 def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
-    """Return a kernel's machine code with its parameters in another order."""
+    """Return machine code with a kernel's parameters in another order."""
     target = compiled.metadata.target
     ptx = reorder_parameters(compiled.ptx, compiled.name, order)
     return without_ptx(_make_cubin(make_backend(target), ptx, {}, compiled.metadata, target.arch))
 
 
 def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
-    """Return a kernel's PTX with its function's parameters declared in another order.
+    """Return PTX with the function's parameters declared in another order.
 
     `order` has the old numbers of the first parameters; others follow.
     """
@@ -170,7 +166,7 @@ def _compile(
     arguments: list[Any],
     options: dict[str, Any],
 ) -> Any:
-    """Compile as `JITFunction.run` does, for a card of this compute capability."""
+    """Compile as `JITFunction.run` does, for another card."""
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     options = options | {
@@ -198,7 +194,7 @@ def _source_class(kernel: Any) -> Any:
 
 
 def _parameters(compiled: Any, arguments: list[Any], launch: Launch) -> Iterator[Parameter]:
-    """Yield the parameters of a kernel's function, made from the launch's arguments."""
+    """Yield a kernel's parameters, made from the launch's arguments."""
     operands = placeholders_of(launch.layouts)
     maps = iter(compiled.metadata.tensordesc_meta or ())
     for x, kind in pairs(arguments, tuple(compiled.src.signature.values())):

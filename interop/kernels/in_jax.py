@@ -17,7 +17,7 @@ _RULES = {"sm80": sm80.supports, "sm90": sm90.supports, "portable": lambda *_: N
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that a family of `torch_attn` runs in JAX, else the reason.
 
-    `folder` is the family's; the other arguments are those of `Family.supports`.
+    `folder` is the family's; the rest is as in `Family.supports`.
     """
     for package in ("triton", "torch"):
         if find_spec(package) is None:
@@ -38,7 +38,7 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function; see `run_in_jax.run`."""
+    """Run an operation's function."""
     from interop.kernels import run_in_jax
 
     return run_in_jax.run(backend, operation, spec, *operands)

@@ -18,7 +18,7 @@ from twin_attention.targets.kernels import Spec
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else the reason.
 
-    `folder` is the family's; the other arguments are those of `Family.supports`.
+    `folder` is the family's; the rest is as in `Family.supports`.
     """
     attends = isinstance(spec, AttentionSpec | DecodeSpec)
     if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):
@@ -40,7 +40,7 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function; see `run_in_torch.run`."""
+    """Run an operation's function."""
     from interop.kernels import run_in_torch
 
     return run_in_torch.run(backend, operation, spec, *operands)

@@ -1,8 +1,7 @@
 """Describe what a host function of `pallas_attn` does, as a plan for torch.
 
-It is traced once on types. Mosaic GPU kernels are operations of the trace. Between them are the
-functions that XLA fuses, kept whole (`pallas_attn.fusions`), and a few operations that move
-nothing.
+It is traced once on types. Mosaic GPU kernels are operations of the trace; between them are the
+functions that XLA fuses, kept whole (`pallas_attn.fusions`), and a few that move nothing.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ class _Writer:
         self._overwritten: dict[int, Any] = {}  # by the array that a kernel writes in its memory
 
     def value_of(self, x: Any) -> Value:
-        """Return a new value, of an array's type."""
+        """Return a new value."""
         self._count += 1
         return Value(self._count - 1, tuple(x.shape), x.dtype.name)
 
     def add(self, jaxpr: Any, constants: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-        """Add the operations of a trace and return its results."""
+        """Add a trace's operations and return its results."""
         values = dict(zip(jaxpr.constvars, map(np.asarray, constants), strict=True))
         values |= dict(zip(jaxpr.invars, operands, strict=True))
 
@@ -135,7 +134,6 @@ def _is_value(operands: list[Any]) -> bool:
 
 
 def _keeps_order(name: str, before: Value, after: Value) -> bool:
-    """Return True for an operation that leaves elements where they are."""
     moves_none = name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")
     return moves_none and math.prod(before.shape) == math.prod(after.shape)
 

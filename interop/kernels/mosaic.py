@@ -55,7 +55,7 @@ def plugin() -> str | None:
 
 
 def lower(call: Any) -> bytes:
-    """Return the module that a kernel is compiled from; `call` is its operation in a trace.
+    """Return a kernel's module, from its operation in a trace.
 
     Raise `NotImplementedError` if JAX passes buffers other than operands and results.
     """
@@ -76,7 +76,7 @@ def lower(call: Any) -> bytes:
 
 
 def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) -> Compiled:
-    """Compile a module for a device, which must be the current one.
+    """Compile a module for the current device.
 
     Raise `NotImplementedError` if the plugin lacks the function, or compiles nothing.
     """
@@ -100,7 +100,7 @@ def _library(path: str) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread the CUDA context of the current device."""
+    """Give this thread the current device's CUDA context."""
     torch.cuda.mem_get_info(device)  # asks CUDA, not torch's allocator
     _threads.devices = getattr(_threads, "devices", frozenset()) | {device}
 
@@ -110,7 +110,7 @@ def launcher_of(
 ) -> Launcher:
     """Return a function that launches a kernel on the current device.
 
-    `buffers` are places among the launch's tensors, and then among `constants`. Raise
+    `buffers` are places among the launch's tensors, then among `constants`. Raise
     `NotImplementedError` if the kernel has another number of buffers.
     """
     if len(buffers) != compiled.num_buffers:

@@ -1,8 +1,7 @@
 """What a host function does, so that another framework can do it instead.
 
 A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates memory, computes a little
-and launches kernels, which all follows from its operands' shapes. A plan lists these steps, so
-another framework's program can hold the same launches, in its own memory.
+and launches kernels, which all follows from its operands' shapes. A plan lists these steps.
 """
 
 from __future__ import annotations

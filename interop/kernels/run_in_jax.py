@@ -1,8 +1,8 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
-While JAX traces, the family's host function is planned once on shapes (`torch_host`). Launches
-become operations of JAX's program (`triton_call`), and the few other operations become XLA's. A
-PyTorch without CUDA will do.
+While JAX traces, the host function is planned once on shapes (`torch_host`). Launches become
+operations of JAX's program (`triton_call`), and the few other operations become XLA's. A PyTorch
+without CUDA will do.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ _OPERATIONS = {
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function, such as "flash_fwd", of a family of `torch_attn`.
+    """Run an operation's function of a family of `torch_attn`, on arrays in tuples.
 
-    Operands are arrays in tuples. `vmap` merges dense problems into one with a larger batch; for
-    others it calls the kernels once for each element.
+    `vmap` merges dense problems into one with a larger batch; for others it calls the kernels once
+    for each element.
     """
 
     @jax.custom_batching.custom_vmap
@@ -112,10 +112,7 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
 
 
 def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any, ...]:
-    """Return the operands that torch writes in place; in JAX they are results.
-
-    These are the pools of `append_kv`, and a part's result over other keys.
-    """
+    """Return the operands that torch writes in place; in JAX they are results."""
     written: tuple[Any, ...] = ()
     if operation == "append_kv":
         written = (operands[0].k_pages, operands[0].v_pages)

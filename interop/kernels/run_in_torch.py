@@ -1,9 +1,9 @@
 """Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
-The family's host function is planned once for given shapes (`jax_host`), and JAX's CUDA plugin
-compiles its kernels (`mosaic`). A call then allocates and launches what the plan says, so torch's
-allocator, streams and CUDA graphs, and `torch_attn.replay`, work as with any other family. Torch
-computes what XLA would compute between the kernels.
+The host function is planned once for given shapes (`jax_host`), and JAX's CUDA plugin compiles its
+kernels (`mosaic`). A call then allocates and launches what the plan says, so torch's allocator,
+streams and CUDA graphs, and `torch_attn.replay`, work as with any other family. Torch computes what
+XLA would compute between the kernels.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ class _Launch(NamedTuple):
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
-    """Run an operation's function, such as "flash_fwd", of a family of `pallas_attn`.
+    """Run an operation's function of a family of `pallas_attn`, on tensors in tuples.
 
-    Operands are tensors in tuples. One that is not compact, as JAX's arrays are, is copied; a pool
-    of pages is refused.
+    A tensor that is not compact, as JAX's arrays are, is copied; a pool of pages is refused.
     """
     if isinstance(spec, DecodeSpec):
         _check_pools(operands[0])
@@ -133,7 +132,7 @@ def _sinks_gradient(
 def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> Tensor:
     """Return which rows of lse2 and delta belong to a token, padding tokens included.
 
-    There each of the sequences begins at a tile of ROW_PADDING rows. Offsets [N + 1] are clamped.
+    Each sequence begins a tile of ROW_PADDING rows. Offsets [N + 1] are clamped.
     """
     padding = ROW_PADDING.value
     starts = cu_seqlens.clamp(0, num_rows)
@@ -156,7 +155,6 @@ def new_tensor(value: Value, like: Tensor) -> Tensor:
 
 
 def _with_tensors(x: Any, values: dict[int, Tensor]) -> Any:
-    """Return nested tuples with tensors in place of the values of a plan."""
     return replace_leaves(x, lambda x: values[x.number] if isinstance(x, Value) else x)
 
 
@@ -169,7 +167,7 @@ def compiled_plan(
     device: torch.device,
     changes: Any,
 ) -> tuple[tuple[_Launch | Operation, ...], Any]:
-    """Plan a host function, compile its kernels for the current device; return steps and results."""
+    """Plan a host function and compile its kernels; return the steps and results."""
     # JAX starts on the card to compile for it; it must not reserve most of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     function = backend.family.function(operation)
@@ -182,7 +180,6 @@ def compiled_plan(
 
 
 def _compile(kernel: Kernel, device: torch.device) -> _Launch:
-    """Compile a kernel of a plan for the current device."""
     plugin = mosaic.plugin()
     assert plugin is not None, "the family supports nothing without it"
     module = mosaic.lower(kernel.code)

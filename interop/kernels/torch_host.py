@@ -1,7 +1,7 @@
 """Describe what a host function of `torch_attn` does, as a plan for JAX.
 
-On tensors of the "meta" device, which hold no values, a host function only describes its steps. A
-build of torch for the CPU will do.
+On tensors of the "meta" device, which hold no values, it only describes its steps. A build of torch
+for the CPU will do.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ def plan_of(
     card: Card,
     written: tuple[Tensor, ...] = (),
 ) -> Plan:
-    """Call a host function on operands of `operand_of`, and describe what it would do.
-
-    `function` takes no arguments. `written` are operands that kernels write.
-    """
+    """Describe what a host function does on operands of `operand_of`; kernels write `written`."""
     with described(card), torch.no_grad(), Capture() as found:
         results = function()
         writer = _Writer(operands, written)

@@ -49,17 +49,17 @@ kernel_call_p.multiple_results = True
 
 
 class Buffer(NamedTuple):
-    """A buffer that jaxlib passes: which of the launch's tensors, and the parameter that takes it."""
+    """A buffer: which of the launch's tensors, and the parameter that takes it, or None."""
 
     operand: int
     parameter: int | None
 
 
 class Buffers(NamedTuple):
-    """The buffers of a call, in the order in which jaxlib passes them.
+    """The buffers of a call, in jaxlib's order.
 
-    A result among the operands shares the memory of that result. Of the results, those that a
-    parameter takes come first.
+    A result among the operands shares the memory of that result. Results that a parameter takes
+    come first.
     """
 
     operands: tuple[Buffer, ...]
@@ -67,8 +67,7 @@ class Buffers(NamedTuple):
 
 
 def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel, card: Card) -> list[jax.Array]:
-    """Launch a kernel of `torch_attn` on the operands that it reads; return what it writes, in
-    order.
+    """Launch a kernel on the operands that it reads; return what it writes, in order.
 
     What it reads and writes is a result in the memory of an operand.
     """
@@ -173,7 +172,7 @@ def _opaque(
 
 
 def _field(number: int, value: bytes | int) -> bytes:
-    """Return a field of a protocol buffers message."""
+    """Return a protocol buffers field."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value)
     return _varint(number << 3 | 2) + _varint(len(value)) + value

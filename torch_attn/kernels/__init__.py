@@ -1,1 +1,1 @@
-"""Kernel families. Each file has the same path as its twin in `pallas_attn.kernels`."""
+"""Kernel families. A file has the same path as its twin in `pallas_attn.kernels`."""

@@ -1,6 +1,5 @@
 """Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
 
-A bias with 1 in place of the batch, heads, queries or keys has a gradient that is a sum over them.
 With all queries and keys, a program adds up one tile over batch elements and heads, in order: the
 same bits every time, and no other memory that grows with the square of a length. Otherwise a
 program adds up a row or a column of tiles of one head.
@@ -63,8 +62,8 @@ def flash_bwd_bias_kernel(
     gradient itself, in its dtype; programs are (tiles, heads, batch elements) of it, in one axis,
     tiles fastest, and each adds up `shared` heads and batch elements, shared_heads of each.
     Otherwise it is [B, Hq, Sq, 1] or [B, Hq, 1, Skv] float32; programs are (tiles of its axis,
-    heads, batch elements), and each adds up all tiles of the other axis. Loop invariant: acc is
-    Σ ds over the tiles so far. Accumulation: float32.
+    heads, batch elements). Loop invariant: acc is Σ ds over the tiles so far. Accumulation:
+    float32.
     """
     tiles_q, tiles_kv = tl.cdiv(seq_q, BLOCK_Q), tl.cdiv(seq_kv, BLOCK_KV)
     if sums.of_rows and sums.of_keys:
@@ -131,7 +130,7 @@ def bias_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of a bias that pairs share, by name; empty without one."""
+    """Compute the gradient of a bias that pairs share, by name, or nothing."""
     bias = getattr(operands, "bias", None)
     if bias is None or not shares_values(bias.shape, spec):
         return {}
@@ -156,7 +155,6 @@ def bias_gradient(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `flash_bwd_bias_kernel`."""
     spec, (kind,), config = call.spec, call.constants, call.config
     q, k, v, dout, _, _, sums, *_ = call.layouts
     assert isinstance(config, FlashConfig)

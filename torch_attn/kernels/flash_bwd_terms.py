@@ -2,8 +2,8 @@
 
 The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles whose queries and
 keys start equally far apart have the same distances in the same places: they form a band. A program
-adds up the tiles of one band, so only its sum is split by distances. The result has the same bits
-every time, and no memory grows with the square of a length.
+adds up one band, so only its sum is split by distances: the same bits every time, and no memory
+that grows with the square of a length.
 """
 
 import triton
@@ -60,8 +60,8 @@ def score_gradients(
 ):
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
 
-    Operands as in `flash_bwd_dq_kernel`. `row` is where the sequence's queries begin in lse2 and
-    delta: `padded_row`. start_kv may be negative: keys before the first do not exist.
+    Operands: as in `flash_bwd_dq_kernel`; row: of `padded_row`. Keys before the first, from a
+    negative start_kv on, do not exist.
     """
     q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
     # s = scale · q kᵀ
@@ -119,12 +119,12 @@ def flash_bwd_relative_kernel(
     """One program adds up ds over the tiles of one band of one query head.
 
     Operands: as in `flash_bwd_dq_kernel`; tiles [Hq, near, BLOCK_Q, BLOCK_KV] float32, the sums of
-    the near bands; sums [Hq, bands] float32, of the other bands. Grid: (bands, heads) in one axis,
-    bands fastest. bands: `twin_attention.targets.bands.Bands`; elements: batch elements, or packed
-    sequences. Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
+    the near bands; sums [Hq, bands] float32, of the others; `twin_attention.targets.bands.Bands`.
+    Grid: (bands, heads) in one axis, bands fastest. elements: batch elements, or packed sequences.
+    Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     band, head = tl.program_id(0) % bands.count, tl.program_id(0) // bands.count
-    # How far after its queries' positions a band's keys start.
+    # How far after its queries a band's keys start.
     offset = (bands.first + band) * BLOCK_KV
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     is_visible = band >= 0
@@ -159,7 +159,7 @@ def flash_bwd_relative_kernel(
                 BLOCK_KV,
             )  # fmt: skip
 
-    # Store the band's tile if its distances have entries of their own, otherwise its sum.
+    # Store the band's tile if its distances have their own entries, otherwise its sum.
     near = band - bands.near
     total = tl.sum(tl.sum(acc, 1), 0)
     if (near >= 0) & (near < bands.num_near):
@@ -179,7 +179,7 @@ def relative_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Tensor]:
-    """Compute the gradient of `relative_bias`, by name; empty without it.
+    """Compute the gradient of `relative_bias`, by name, or nothing.
 
     `inputs` are q, k, v, dout, lse2 and delta.
     """
@@ -202,7 +202,6 @@ def relative_gradient(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `flash_bwd_relative_kernel`."""
     spec, (bands,) = call.spec, call.constants
     q, k, v, dout, _, _, tiles, *_ = call.layouts
     assert isinstance(call.config, FlashConfig)
@@ -215,16 +214,16 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
-    """Return the warps and stages that replace those of the dq kernel.
+    """Return warps and stages in place of the dq kernel's.
 
-    Each step loads four tiles, and no accumulator is as wide as a head.
+    A step loads four tiles, and no accumulator is as wide as a head.
     """
     size = max(spec.head_dim, spec.head_dim_v)
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and size <= 128 else 1}
 
 
 def sums_of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
-    """Return the sums over each clipped distance [Hq, 2R + 1] from the sums of the bands."""
+    """Return the sums over each clipped distance [Hq, 2R + 1] from those of the bands."""
     heads, near, block_q, block_kv = tiles.shape
     # Row i of a tile, counted from the last query, moves i columns to the right.
     skewed = pad(tiles.flip(2), (0, block_q)).flatten(2)[..., :-block_q]

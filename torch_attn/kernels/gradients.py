@@ -37,8 +37,8 @@ from twin_attention.targets.steps import (
     splits_group,
 )
 
-# The longest tile of keys, in multiples of an SM's mean work, above which each query head gets its
-# own program. Used if tiles are uneven and rows wide.
+# Above this length of the longest tile of keys, in an SM's mean work, each query head gets its own
+# program. Used if tiles are uneven and rows wide.
 _MOST_OF_UNEVEN = 0.6
 
 # A kernel and what prepares its launch.
@@ -49,7 +49,7 @@ class OwnPasses(NamedTuple):
     """Passes over rows that the fused kernel runs itself.
 
     Attributes:
-        sums: it first clears the sums of dq, and at the end turns them into dq.
+        sums: it clears the sums of dq, and at the end turns them into dq.
         rows: it also prepares the rows.
         heads: query heads whose sums of dq it needs at a time.
     """
@@ -60,7 +60,7 @@ class OwnPasses(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What the fused kernel reads and writes for its `OwnPasses`; None for what they lack.
+    """What the fused kernel reads and writes for its `OwnPasses`, or None.
 
     Attributes:
         dq_rows: dq by its address, if the kernel needs it besides a descriptor.
@@ -75,7 +75,7 @@ class Passes(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The float32 sums of gradients that a kernel adds to; None where it adds to none.
+    """The float32 sums of gradients that a kernel adds to, or None.
 
     They start at 0; with `passes` the kernel clears those of dq itself.
     """
@@ -93,8 +93,7 @@ class Fused(NamedTuple):
         postprocess: turns float32 sums into a gradient.
         sum_columns: returns the columns of the sums, from the head size.
         splits: programs may share a tile of keys, and then sum dk and dv too.
-        own_passes: returns the kernel's passes; its last argument is the query heads that a tile of
-            keys visits.
+        own_passes: its last argument is how many query heads a tile of keys visits.
     """
 
     postprocess: Kernel
@@ -108,14 +107,13 @@ class BackwardKernels(NamedTuple):
 
     Attributes:
         dkdv: the kernel of dk and dv, or one for each, with the same operands.
-        fused: how the first of `dkdv` also computes dq, from `Sums`, if the problem has a
-            configuration for it.
+        fused: how the first of `dkdv` also computes dq, where configured.
         dq_prepares_rows: the dq kernel computes lse2 and delta.
         terms_gradients: compute gradients of terms, by name, in portable kernels. The other kernels
             then take the terms before the mask. None without terms.
         item_counter: makes a launch's counter, which precedes terms and mask.
-        mask_of: makes the mask of a kernel, by its name. None for ranges that torch computes.
-        num_warps: of the launches, or None for the configuration's.
+        mask_of: makes a kernel's mask; None for ranges that torch computes.
+        num_warps: None for the configuration's.
     """
 
     dq: Kernel
@@ -154,7 +152,7 @@ class Computation:
 
     @cached_property
     def computed_mask(self) -> Mask:
-        """Return the mask of a kernel over queries, with ranges that torch computes."""
+        """Return the mask over queries, with ranges that torch computes."""
         return mask_of_keys(self.operands, self.spec)
 
     def prepare_rows(self) -> None:
@@ -255,9 +253,9 @@ def make_flash_bwd(kernels: BackwardKernels) -> Callable[..., AttentionOperands[
         """Launch the backward kernels that the problem has configurations for.
 
         `dout` is [B, Sq, Hq, Dv], with strides that the family takes; `dlse` [B, Hq, Sq] float32,
-        contiguous, or None for zero; `rest` the forward's `rest_of_lse`, None without terms. Packed
-        sequences have no batch axis. Return the gradient of each operand that is not frozen, in its
-        dtype, contiguous.
+        contiguous, or None; `rest` the forward's `rest_of_lse`, None without terms. Packed
+        sequences have no batch axis. Return the gradient of each operand that is not frozen,
+        contiguous.
         """
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(rows) for _ in range(2))
@@ -326,7 +324,6 @@ def sinks_gradient(
 
 
 def prepare_postprocess(call: KernelCall) -> Prepared:
-    """Prepare the launch of a `flash_bwd_postprocess_kernel`."""
     spec = call.spec
     rows = num_padded_rows(spec) if spec.is_packed else spec.seq_q
     tiles = triton.cdiv(rows, call.config.block_q)

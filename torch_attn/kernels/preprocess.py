@@ -17,7 +17,7 @@ from twin_attention.targets.family import Backend
 
 
 class Statistics(NamedTuple):
-    """Values of rows, float32, as `flash_bwd_preprocess_kernel` takes and computes them."""
+    """Rows' values, as `flash_bwd_preprocess_kernel` takes and computes them."""
 
     lse: Any
     dlse: Any
@@ -51,15 +51,14 @@ def flash_bwd_preprocess_kernel(
 
     ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
     or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, lse2 is lse
-    itself (`softmax.probabilities`), and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse
-    counts as 0 in a row that saw no key. dout is rounded as products take it, so that ds cancels in
-    a row that sees one key.
+    itself, and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse counts as 0 in a row that saw
+    no key. dout is rounded as products take it, so that ds cancels in a row that sees one key.
 
     Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse, dlse (or None) and rest [B,
     Hq, Sq], lse2, delta and rest2 [B, Hq, Sq rounded up to ROW_PADDING], float32 and contiguous.
     With packed sequences lse2 and delta have `count_sequence_tiles` of ROW_PADDING rows, so each
-    sequence begins a tile. dout counts as 0 in padding, also of q_segment_ids [B, Sq] int32 or
-    None. Grid: (query tiles, heads, batch) in one axis.
+    sequence begins a tile. dout counts as 0 in padding, also of q_segment_ids [B, Sq] int32. Grid:
+    (query tiles, heads, batch) in one axis.
     """
     num_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     num_tiles = num_rows // BLOCK_Q
@@ -68,7 +67,7 @@ def flash_bwd_preprocess_kernel(
     batch = (tl.program_id(0) // num_tiles // heads_q).to(tl.int64)
     total_q, seq_dout = seq_q, seq_q
     if num_sequences is not None:
-        # The other axis is the queries as well, where the padding's sequence is empty.
+        # The other axis is the queries too, where the padding's sequence is empty.
         padded = start_q
         _sequence, _first_q, start_q, seq_q, first_dout, size_dout = locate_tile(
             cu_seqlens_q_ptr, cu_seqlens_q_ptr, padded // ROW_PADDING, seq_q, seq_q, num_sequences,
@@ -118,10 +117,7 @@ def preprocess(
     offsets: Tensor | None,
     segment_ids: Tensor | None,
 ) -> None:
-    """Launch `flash_bwd_preprocess_kernel`, which writes `statistics`.
-
-    `offsets` and `segment_ids` are of the queries, or None.
-    """
+    """Launch `flash_bwd_preprocess_kernel` with the queries' offsets and ids, or None."""
     launch(
         "flash_bwd_preprocess",
         flash_bwd_preprocess_kernel,
@@ -133,7 +129,6 @@ def preprocess(
 
 
 def _prepare_preprocess(call: KernelCall) -> Prepared:
-    """Prepare the launch of `flash_bwd_preprocess_kernel`."""
     spec, (dout, out, *_) = call.spec, call.layouts
     arguments = {
         "strides": strides_of(dout=dout, out=out),

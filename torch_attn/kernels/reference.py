@@ -34,7 +34,7 @@ from twin_attention.targets.family import Backend
 def flash_fwd(
     operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> tuple[Tensor, ...]:
-    """Compute out, lse and any other requested result in float32, in O(Sq · Skv) memory."""
+    """Compute out, lse and any other requested result in float32."""
     forward = forward_of(spec)
     with without_autocast(operands.q.device):
         out, lse, *of_rows = forward(operands, spec, torch.float32)
@@ -52,7 +52,7 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Tensor]:
-    """Compute the operands' gradients in float32, in O(Sq · Skv) memory."""
+    """Compute the operands' gradients in float32."""
     backward = backward_of(spec)
     with without_autocast(out.device):
         gradients = backward(dout, dlse, operands, spec, torch.float32)
@@ -69,7 +69,7 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Return a result with the operands' keys added, in float32 except for the last part."""
+    """Add the operands' keys to a result, in float32 except for the last part."""
     q = operands.q
     if carry is None or lse is None:
         carry, lse = result_memory(q, None, None, replace(spec, last=False))
@@ -90,7 +90,7 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
-    """Compute gradients through the operands' keys in float32; the carry's lse2 holds lse."""
+    """Compute gradients through the operands' keys; the carry's lse2 holds lse."""
     with without_autocast(out.device):
         if carry is None:
             delta = (dout.float() * out.float()).sum(-1).mT
@@ -104,14 +104,14 @@ def partial_bwd(
 def partial_dq(
     like: Tensor, carry: GradientCarry[Tensor], spec: PartialSpec, backend: Backend
 ) -> Tensor:
-    """Return the carry's dq in the dtype of the first tensor."""
+    """Return the carry's dq in the dtype of `like`."""
     return carry.dq.to(like.dtype)
 
 
 def paged_decode(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Compute out and lse in float32, from copies of the pages' keys and values."""
+    """Compute out and lse in float32, from copies of the pages."""
     with without_autocast(operands.q.device):
         out, lse = paged_forward(operands, spec, torch.float32)
     return out.to(operands.q.dtype).contiguous(), lse
@@ -139,7 +139,7 @@ def append_kv(
 
 
 def _slots(operands: AppendOperands[Tensor], spec: AppendSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each new token's page and slot, and whether it has one, [B, T] or [Tq] each."""
+    """Return each new token's page and slot, and whether it has one."""
     cache = spec.cache
     position, sequence, within = positions_of_new(operands, spec)
     within = within & (position >= 0) & (position < cache.capacity)
@@ -176,16 +176,13 @@ def combine_bwd(
     spec: MergeSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of `combine` in float32.
+    """Compute the gradients of `combine` in float32, one part at a time, which saves memory.
 
-    With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. The parts are processed one at a time, which
-    saves memory.
-
-    dout is [B, S, H, Dv], dlse [B, H, S] float32 or None for zero, outs [N, B, S, H, Dv] and lses
-    [N, B, H, S]. The gradients have outs' and lses' dtypes, contiguous.
+    With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and ``d lse_n =
+    w_n (dp_n - Σ_m w_m dp_m + dlse)``. dout is [B, S, H, Dv], dlse [B, H, S] float32 or None, outs
+    [N, B, S, H, Dv] and lses [N, B, H, S]; so are their gradients, contiguous.
     """
-    # A row that saw no key in any part would have NaN here; a part that saw no key has weight 0.
+    # A row that saw no key in any part would have NaN; a part that saw none has weight 0.
     weight = lses.softmax(0).masked_fill_(lses == -torch.inf, 0)
     douts = outs.new_empty(outs.shape)
     dp = lses.new_empty(lses.shape)

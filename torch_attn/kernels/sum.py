@@ -24,7 +24,7 @@ def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLO
     """One program sums a row of float32 tensors, in their order, and rounds it once.
 
     Result [B, num_rows, width], inputs [B, any, width], places [num_rows] as in `sum_rows`;
-    x_strides are from one batch element of a tensor to the next.
+    x_strides are between batch elements.
     """
     row, batch = tl.program_id(0) % num_rows, (tl.program_id(0) // num_rows).to(tl.int64)
     for start in range(0, width, BLOCK):
@@ -41,8 +41,8 @@ def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLO
 def sum_rows(xs: Sequence[Tensor], places: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return sums of rows of tensors, added in order, [B, S, H, D] in a dtype.
 
-    xs are [B, any, H, D] float32. places are [S] int32: the row of a tensor that is added to each
-    row of the result, -1 for none. Memory alone determines the time, so there is no configuration.
+    xs are [B, any, H, D] float32. places are [S] int32: the row that is added to each row of the
+    result, -1 for none. Memory alone determines the time, so there is no configuration.
     """
     first, num_rows = xs[0], len(places[0])
     out = first.new_empty((first.shape[0], num_rows, *first.shape[2:]), dtype=dtype)

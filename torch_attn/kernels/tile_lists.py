@@ -2,10 +2,8 @@
 
 Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
 the same tiles. So a kernel lists them, once per launch for all heads: tiles that need a mask, and
-tiles that every row sees in full (Wang et al. 2024, FlashMask).
-
-Ids and ends are unchecked data: a list has only tiles that the window shows, and omits none that is
-seen.
+tiles that every row sees in full (Wang et al. 2024, FlashMask). Ids and ends are unchecked: a list
+has only tiles that the window shows, and omits none that is seen.
 """
 
 import torch
@@ -39,8 +37,8 @@ from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import FlashConfig
 
-# The header in the middle of a list: how many of its tiles need a mask, how many need none, and
-# what has padding: PADDED for the list's own rows, OTHERS_PADDED for one of its tiles.
+# The header in the middle of a list: how many tiles need a mask, how many need none, and what has
+# padding: PADDED for the list's own rows, OTHERS_PADDED for one of its tiles.
 HEADER = tl.constexpr(3)
 OTHERS_PADDED = tl.constexpr(2)
 # An entry is a tile's first row, with these bits: PADDED, the tile has padding; ALIKE, the tile and
@@ -80,8 +78,8 @@ def tile_lists_kernel(
     Operands: ids [B, Sq] and [B, Skv], ends [B, Skv] or [Tkv], `Depths`, int32 and contiguous, or
     None. lists int32: a counter of work items, which is set to 0; then [B, tiles, 2 T + HEADER],
     where T is how many tiles there may be, at least 1. A list's header starts at entry T. After it
-    come the tiles that need no mask; before it, last one first, the tiles that need one. If nothing
-    is visible, tile 0 is in both places and is not counted: a reader may have to fetch one.
+    come the tiles that need no mask; before it, last one first, those that need one. If nothing is
+    visible, tile 0 is in both places and is not counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
@@ -231,10 +229,7 @@ def _bounds(rows_ptr, starts, exists, size, fill, BLOCK: tl.constexpr):
 def listed_mask(
     kernel: str, operands: AttentionOperands[Tensor], spec: AttentionSpec, backend: Backend
 ) -> Mask:
-    """Return the mask of an explicit kernel, by its name; launch the kernel that lists its tiles.
-
-    The lists take the place of segments' and ends' ranges.
-    """
+    """Return an explicit kernel's mask, with tile lists for ranges; launch what lists them."""
     of_keys = kernel in ("flash_fwd", "flash_bwd_dq")
     offsets, segments, ends = offsets_of(operands), segments_of(operands), ends_of(operands)
     depths, tree = depths_of(operands, spec), None
@@ -286,7 +281,6 @@ def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) 
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `tile_lists_kernel`."""
     assert isinstance(call.spec, AttentionSpec)
     numbers = dict(zip(("OF_KEYS", "BLOCK_Q", "BLOCK_KV"), call.constants, strict=True))
     tiles, _most = _num_tiles(call.spec, *call.constants)

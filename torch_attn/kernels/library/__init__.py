@@ -1,4 +1,1 @@
-"""Building blocks of the kernels of every family; there are no kernels here.
-
-Every family imports this package; it imports no family, and not `explicit`.
-"""
+"""Building blocks of every family's kernels. This imports no family, and not `explicit`."""

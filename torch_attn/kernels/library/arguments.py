@@ -1,4 +1,4 @@
-"""Kernel arguments that follow from a problem and from the layout of its tensors."""
+"""Kernel arguments that follow from a problem and its tensors' layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from twin_attention.targets.config import padded_head_dim
 def cache_of(
     operands: DecodeOperands[Tensor] | PagedOperands[Tensor] | AppendOperands[Tensor],
 ) -> Cache:
-    """Return the cache among the operands, without its numbers."""
+    """Return the cache, without its numbers."""
     return Cache(
         operands.k_pages, operands.v_pages, operands.block_tables, operands.seq_lens,
         operands.k_scale, operands.v_scale,
@@ -29,7 +29,7 @@ def cache_of(
 def decode_arguments(
     spec: DecodeSpec, target: str | None, q: Layout, cache: Cache
 ) -> dict[str, Any]:
-    """Return the arguments of a paged decode, except its tokens and splits."""
+    """Return a paged decode's arguments, except its tokens and splits."""
     return cache_arguments(spec.cache, cache) | {
         "q_strides": q.strides[:-1],
         "rule": rule_argument(spec.scores),
@@ -41,7 +41,7 @@ def decode_arguments(
 
 
 def cache_arguments(spec: PagedCache, cache: Cache) -> dict[str, Any]:
-    """Return the arguments that describe a paged cache."""
+    """Return a paged cache's arguments."""
     head_dim, head_dim_v = cache.k.shape[3], cache.v.shape[3]
     return {
         "cache": cache._replace(
@@ -63,10 +63,10 @@ def cache_arguments(spec: PagedCache, cache: Cache) -> dict[str, Any]:
 
 
 def _scale_stride(scale: Layout | None) -> int:
-    """Return the head stride of a scale; 0 if heads share one, or without a scale."""
+    """Return the stride between heads' scales, 0 if they share one."""
     return 0 if scale is None or not scale.strides else scale.strides[0]
 
 
 def _elements_per_head(pages: Layout) -> int:
-    """Return the span of one head's elements in a pool of any layout."""
+    """Return the span of one head's elements in a pool."""
     return 1 + sum((pages.shape[axis] - 1) * pages.strides[axis] for axis in (0, 1, 3))

@@ -1,11 +1,9 @@
 """Block masks: the tiles that a list keeps, out of those visible to some rows.
 
-A list (`twin_attention.contract.block_mask.BlockMask`) has the tiles of the other axis that it
-keeps, in increasing order. Tiles that the window hides are at its two ends, and tiles visible in
-full are adjacent. So a program walks a part of its list like dense rows: the listed tiles' rows,
-concatenated, replace the other axis.
-
-Lists are unchecked data: counts are clamped to the lists, tiles to the tensors.
+A list (`twin_attention.contract.block_mask.BlockMask`) has tiles of the other axis in increasing
+order. So those that the window hides are at its two ends, those visible in full are adjacent, and a
+program walks the listed tiles' concatenated rows like dense rows. Lists are unchecked data: counts
+are clamped to the lists, tiles to the tensors.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
 # Tiles of a list that a search reads at once.
 LIST_SCAN_WIDTH = tl.constexpr(256)
-# A tile after all others.
 NO_TILE = tl.constexpr(2**31 - 1)
 
 
@@ -30,8 +27,8 @@ class Lists(NamedTuple):
         counts: tiles of each list, int32.
         tiles: the lists, `width` tiles each, int32.
         batch_stride, head_stride: lists per sequence and per head, 0 if all share theirs.
-        tile, tile_other: rows of a tile that has a list, and of a tile in a list.
-        of_group: lists that the query heads of a kv head have: one each, or one for all.
+        tile, tile_other: rows of a tile that has a list, and of a listed tile.
+        of_group: lists of a kv head's query heads: one each, or one for all.
     """
 
     counts: Any
@@ -46,7 +43,7 @@ class Lists(NamedTuple):
 
 @triton.jit
 def find_list(lists, batch, head, tile):
-    """Return a tile's list and how many tiles it has."""
+    """Return a tile's list and its length."""
     of_batch = tl.cast(batch, tl.int64) * lists.batch_stride
     index = of_batch + tl.cast(head, tl.int64) * lists.head_stride + tile
     list_ptr = lists.tiles + index * lists.width
@@ -58,7 +55,7 @@ def kept_tiles(lists, rows, head, begin, before, full, after, BLOCK: tl.constexp
     """Narrow the result of `visible_tiles` to the tiles that a head's list keeps.
 
     BLOCK divides `lists.tile_other`. Return the list, 0 without lists; and (begin, before, full,
-    after) of the listed tiles' concatenated rows, which `kept_row` finds.
+    after) of the listed tiles' concatenated rows.
     """
     list_ptr = 0
     if lists is not None:
@@ -74,7 +71,7 @@ def _count_kept(
     list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
     """Do `kept_tiles` for the first `count` tiles of TILE rows of a list."""
-    # Find the visible tiles; those from `whole` to `whole_end` are visible in full.
+    # Tiles from `whole` to `whole_end` are visible in full.
     first = begin // TILE
     whole = tl.cdiv(begin + before * BLOCK, TILE)
     whole_end = tl.maximum((begin + (before + full) * BLOCK) // TILE, whole)
@@ -104,7 +101,7 @@ def _count_kept(
 
 @triton.jit
 def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Return the row of the other axis that is `row` of the listed tiles' concatenated rows.
+    """Return what `row` of the listed tiles' concatenated rows is on the other axis.
 
     Without `MASKED`, its tile lies fully within the axis.
     """
@@ -116,21 +113,21 @@ def kept_row(list_ptr, row, size_other, TILE: tl.constexpr, MASKED: tl.constexpr
 
 
 def lists_of_keys(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of keys that queries keep, without numbers."""
+    """Return the lists of keys, without numbers."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.kv_counts.contiguous(), operands.kv_tiles.contiguous())
 
 
 def lists_of_queries(operands: AttentionOperands[Tensor]) -> Lists | None:
-    """Return the lists of queries that keep keys, without numbers."""
+    """Return the lists of queries, without numbers."""
     if not isinstance(operands, BlockSparseOperands):
         return None
     return Lists(operands.q_counts.contiguous(), operands.q_tiles.contiguous())
 
 
 def with_numbers(lists: Lists | None, spec: AttentionSpec, of_keys: bool) -> Lists | None:
-    """Return lists of keys or of queries with their numbers."""
+    """Return lists with their numbers."""
     if lists is None:
         return None
     assert isinstance(spec, BlockSparseSpec)

@@ -1,7 +1,7 @@
 """Intervals: each row of one part of a sequence sees an interval of another part's rows.
 
-The bounds are data on the device, and never decrease from one row to the next. So the bounds of a
-tile's first and last rows say which tiles it visits.
+The bounds are data on the device, and never decrease. So those of a tile's first and last rows say
+which tiles it visits.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class RowIntervals(NamedTuple):
 
 @triton.jit
 def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
-    """Load the bounds of rows from `start` on; nonexistent rows see nothing."""
+    """Load rows' bounds; nonexistent rows see nothing."""
     rows = start + tl.arange(0, BLOCK)
     begins = tl.load(intervals.begins + rows, mask=rows < num_rows, other=LARGEST_ROW)
     ends = tl.load(intervals.ends + rows, mask=rows < num_rows, other=0)
@@ -35,7 +35,7 @@ def load_intervals(intervals, start, num_rows, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
-    """Return which tiles some rows see, as `visible_tiles` does."""
+    """Return the tiles that rows see, as `visible_tiles` does."""
     begins, ends = rows.begins, rows.ends
     exists = begins < LARGEST_ROW
     begin, end = tl.min(begins, 0), tl.max(ends, 0)
@@ -48,7 +48,7 @@ def tiles_of_intervals(rows, BLOCK_OTHER: tl.constexpr):
 
 @triton.jit
 def in_interval(rows, others):
-    """Return which visited rows each own row sees, [BLOCK, BLOCK_OTHER]."""
+    """Return which visited rows each own row sees."""
     other = others.rows[None, :]
     return (other >= rows.begins[:, None]) & (other < rows.ends[:, None])
 

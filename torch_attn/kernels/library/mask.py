@@ -1,4 +1,4 @@
-"""Masks other than the window: each is a named tuple of operands and numbers, or None."""
+"""Masks other than the window, each a named tuple or None."""
 
 from typing import Any, NamedTuple
 
@@ -31,8 +31,8 @@ from twin_attention.contract.spec import AttentionSpec
 class Mask(NamedTuple):
     """Which keys a query sees; None for a mask that the problem lacks.
 
-    `lists` come first: in loops, Triton 3.6 loses the constants of a nested tuple unless a constant
-    of the outer tuple, such as None, follows.
+    `lists` come first: in loops, Triton 3.6 loses a nested tuple's constants unless a constant of
+    the outer tuple, such as None, follows.
     """
 
     lists: Lists | None
@@ -44,20 +44,20 @@ class Mask(NamedTuple):
 
 
 def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel that visits keys."""
+    """Return a mask for a kernel that visits keys."""
     segments, intervals = visiting_keys(segments_of(operands)), intervals_of_keys(operands)
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     return Mask(lists, offsets_of(operands), segments, *tree, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel that visits queries."""
+    """Return a mask for a kernel that visits queries."""
     segments, intervals = visiting_queries(segments_of(operands)), intervals_of_queries(operands)
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
     return Mask(lists, offsets_of(operands), segments, *tree, intervals)
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
-    """Return the mask, a kernel's last operand, with its lists' numbers."""
+    """Return the mask, the last operand, with its lists' numbers."""
     mask = call.layouts[-1]
     return {"mask": mask._replace(lists=with_numbers(mask.lists, call.spec, of_keys))}

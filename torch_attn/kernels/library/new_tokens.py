@@ -1,8 +1,7 @@
 """Trees of new tokens: which of their keys a query sees in addition to the older keys.
 
-A token sees new token u if ``u <= token < ends[u]``: its ancestors and itself. Below, `token` is
-each query's, and `new` each key's new token: negative for an older key, past all tokens for a
-nonexistent one.
+A token sees new token u if ``u <= token < ends[u]``: its ancestors and itself. `new` is negative
+for an older key, and past all tokens for a nonexistent one.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from twin_attention.contract.operands import DecodeOperands, PagedOperands
 class TreeEnds(NamedTuple):
     """Ends of new tokens, [B, T], or [Tq] of packed tokens, int32.
 
-    `stride` is from one sequence, or from one packed token, to the next.
+    `stride` is from one sequence, or one packed token, to the next.
     """
 
     ends: Any
@@ -26,10 +25,7 @@ class TreeEnds(NamedTuple):
 
 @triton.jit
 def tree_mask(s, ends_ptr, token, new, exists):
-    """Set to -inf the scores of keys that a token does not see.
-
-    `ends_ptr` points to the sequence's first new token.
-    """
+    """Hide keys that a token does not see; `ends_ptr` points to the sequence's first token."""
     end = tl.load(ends_ptr + new, mask=exists & (new >= 0), other=2147483647)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
     return tl.where(seen, s, float("-inf"))
@@ -37,7 +33,7 @@ def tree_mask(s, ends_ptr, token, new, exists):
 
 @triton.jit
 def tree_words(ends_ptr, token, TOKENS: tl.constexpr):
-    """Return which new tokens each row's token sees, as bits of two words; TOKENS is at most 64.
+    """Return which tokens each row's token sees, as bits of two words; TOKENS is at most 64.
 
     A tile of keys then needs no load of ends, whose buffers would take shared memory.
     """
@@ -68,7 +64,7 @@ def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
 
 
 def ends_of(operands: DecodeOperands[Tensor] | PagedOperands[Tensor]) -> TreeEnds | None:
-    """Return the tree among the operands, without its stride."""
+    """Return the tree, without its stride."""
     return None if operands.tree_ends is None else TreeEnds(operands.tree_ends)
 
 

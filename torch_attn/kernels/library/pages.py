@@ -1,4 +1,4 @@
-"""Pages: which keys a program of a decode reads, and where in the pool they are."""
+"""Pages: which keys a decode's program reads, and where they are in the pool."""
 
 from typing import Any, NamedTuple
 
@@ -9,10 +9,7 @@ from torch_attn.layouts import Layout
 
 
 class StateStrides(NamedTuple):
-    """Strides of outputs [N, B, S, H, Dv] of N states, or of their log-sum-exps [N, B, H, S].
-
-    Without N, `state` is None.
-    """
+    """Strides of states [N, B, S, H, Dv], or of their log-sum-exps [N, B, H, S]; without N too."""
 
     state: Any
     batch: Any
@@ -32,12 +29,12 @@ class Cache(NamedTuple):
     """A paged KV cache.
 
     The pools' strides and the page size are compile-time constants, which shortens the way to the
-    first key. The page size comes last because of Triton 3.6, see
+    first key. The page size is last because of Triton 3.6, see
     `torch_attn.kernels.library.mask.Mask`.
 
     Attributes:
-        tables: page tables [B, max_pages], int32.
-        lens: lengths [B], int32.
+        tables: [B, max_pages], int32.
+        lens: [B], int32.
         k_scale, v_scale: [] or [Hkv], float32, or None; their strides are 0 if heads share one.
     """
 
@@ -57,7 +54,7 @@ class Cache(NamedTuple):
 
 @triton.jit
 def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left):
-    """Return begin and end of the keys that a sequence's new tokens see; end is its length."""
+    """Return begin and end of the keys that new tokens see; end is the length."""
     end = tl.minimum(tl.maximum(tl.load(lens_ptr + batch), 0), capacity)
     begin = 0
     if window_left is not None:
@@ -96,9 +93,9 @@ def tiles_at_edges(position, last_position, first, count, window_left, BLOCK: tl
 
 @triton.jit
 def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
-    """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
+    """Return a split's tiles of keys begin .. end, as (first, count, total of all splits).
 
-    Splits have equal shares, the last ones less or none; `total` is the tiles of all splits.
+    Splits have equal shares, the last ones less or none.
     """
     first = begin // BLOCK
     total = tl.cdiv(end, BLOCK) - first
@@ -109,7 +106,7 @@ def share_of_tiles(begin, end, split, num_splits, BLOCK: tl.constexpr):
 
 @triton.jit
 def splits_with_keys(begin, end, num_splits, BLOCK: tl.constexpr):
-    """Return how many splits have a tile of the keys begin .. end."""
+    """Return how many splits have a tile of keys begin .. end."""
     _, share, total = share_of_tiles(begin, end, 0, num_splits, BLOCK)
     return tl.cdiv(total, tl.maximum(share, 1))
 
@@ -124,7 +121,7 @@ def locate_keys(
     BLOCK_KV: tl.constexpr,
     PAST_2G: tl.constexpr,
 ):
-    """Return the pages and slots of keys start .. start + BLOCK_KV, 64-bit if PAST_2G.
+    """Return the pages and slots of keys from `start` on, 64-bit if PAST_2G.
 
     Table entries past the last page are not read. A page id out of range is clamped to the pool.
     """
@@ -153,7 +150,7 @@ def load_rows_at(
     FIRST: tl.constexpr = 0,
     STEP: tl.constexpr = 1,
 ):
-    """Load rows ``[*index]`` of the tensor at `base`; rows where `is_row` is False give 0.
+    """Load rows ``[*index]``; rows where `is_row` is False give 0.
 
     The SIZE columns are FIRST, FIRST + STEP, ..., padded with zeros to BLOCK_SIZE.
     """
@@ -201,12 +198,12 @@ def rows_at(
 
 
 def strides_of_outputs(layout: Layout) -> StateStrides:
-    """Return the strides of outputs, [N, B, S, H, Dv] or without N."""
+    """Return strides of outputs, [N, B, S, H, Dv] or without N."""
     *state, batch, token, head, _ = layout.strides
     return StateStrides(*state or (None,), batch, token, head)
 
 
 def strides_of_lses(layout: Layout) -> StateStrides:
-    """Return the strides of log-sum-exps, [N, B, H, S] or without N."""
+    """Return strides of log-sum-exps, [N, B, H, S] or without N."""
     *state, batch, head, token = layout.strides
     return StateStrides(*state or (None,), batch, token, head)

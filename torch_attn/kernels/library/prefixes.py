@@ -1,7 +1,7 @@
 """Prefixes: which sequences of a batch begin with the same pages, and how many they share.
 
-Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all of
-them begin with, before any new token.
+Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all begin
+with, before any new token.
 """
 
 import triton
@@ -16,8 +16,7 @@ _NO_PAGE = tl.constexpr(2147483647)
 def find_leaders(cache, tiles, first, batch_size, max_pages, TOKENS: tl.constexpr):
     """Find which of the sequences first .. first + members are the first of a tile.
 
-    Return, each [members]: the sequences; which are the first of a tile of several; and which are
-    alone in a tile.
+    Return the sequences; which are the first of a tile of several; and which are alone.
     """
     own = first + tl.arange(0, tiles.members)
     other = tl.arange(0, tiles.block_batch)

@@ -1,8 +1,8 @@
 """8-bit caches: int8, and float8_e4m3fn as its bits (uint8).
 
 A decode reads packed pairs: each int16 holds two columns. Upcast to float16, the even and the odd
-columns form two tiles; q and the output are split likewise. So tiles are tuples, of one tile for a
-16-bit cache. UPCAST is a `twin_attention.targets.ptx.Upcast`, None for a 16-bit cache.
+columns form two tiles, and so do q and the output. A 16-bit cache has tuples of one tile, and an
+UPCAST (`twin_attention.targets.ptx.Upcast`) of None.
 """
 
 import torch
@@ -16,9 +16,8 @@ from torch_attn.operands import strides_in_memory
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
-# 1.5 * 2^23 + 2: adding it rounds away the fraction. The 2 is for the compiler: if the last byte of
-# the bits were 0, it would take an int8 from the float sum, but ptxas 12.8 and 12.9 convert the
-# sum.
+# 1.5 * 2^23 + 2: adding it rounds away the fraction. Without the 2, the last byte of the bits would
+# be 0, and the compiler take an int8 from the float sum, but ptxas 12.8 and 12.9 convert the sum.
 ROUND_TO_INTEGER = tl.constexpr(12582914.0)
 ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400002)
 UPCAST_CONSTRAINTS = tl.constexpr(ptx.UPCAST_CONSTRAINTS)
@@ -26,7 +25,7 @@ UPCAST_PACK = tl.constexpr(ptx.UPCAST_PACK)
 
 
 def as_packed(pages: Tensor) -> Tensor:
-    """Return a view of an 8-bit pool as packed pairs of columns, int16."""
+    """Return an 8-bit pool as packed pairs of columns, int16."""
     strides = strides_in_memory(pages)
     if strides != pages.stride():  # `view` minds the stride of an axis of size 1
         pages = pages.as_strided(pages.shape, strides)
@@ -34,16 +33,16 @@ def as_packed(pages: Tensor) -> Tensor:
 
 
 def as_bits(pages: Tensor) -> Tensor:
-    """Return a view of a float8 pool as uint8; Triton has no float8 on SM80."""
+    """Return a float8 pool as uint8; Triton has no float8 on SM80."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def swizzled_alike(block_dv: int, block_d: int) -> int:
     """Return the padded columns of a packed tile of v that let wgmma read it as it reads k's.
 
-    Tiles of k and v share their memory in turn. If their rows need different swizzles (up to 64
-    columns of float16, 128 bytes), ptxas 12.8 of Triton 3.6 takes v's address from a register that
-    was never written. Can go with Triton 3.6.
+    Tiles of k and v share memory in turn. If their rows need different swizzles (up to 64 columns
+    of float16, 128 bytes), ptxas 12.8 of Triton 3.6 takes v's address from a register that was
+    never written. Can go with Triton 3.6.
     """
     return max(block_dv, min(block_d, 64))
 
@@ -59,10 +58,7 @@ def load_q(
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Load the tiles of q, and return them with the scale of each row's scores.
-
-    SIZE and BLOCK_SIZE are a tile's columns, without and with padding.
-    """
+    """Return the tiles of q, of SIZE columns without padding, and the scale of each row's scores."""
     if UPCAST is None:
         q = (load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE),)
     else:
@@ -114,7 +110,7 @@ def add_pv(acc, p, v):
 
 @triton.jit
 def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Store rows of the output, split as `load_q` splits q."""
+    """Store rows of the output, split as q is."""
     for half in tl.static_range(len(out)):
         store_rows_at(base, out[half], index, strides, is_row, SIZE, BLOCK_SIZE, half, len(out))
 
@@ -123,7 +119,7 @@ def store_out(base, out, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE:
 def add_stored(
     out, base, index, strides, is_row, factor, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr
 ):
-    """Return out plus factor times the rows that `store_out` stored."""
+    """Return out plus factor times what `store_out` stored."""
     even = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 0, len(out))
     if len(out) == 1:
         out = (out[0] + even * factor[:, None],)
@@ -151,8 +147,8 @@ def upcast_bytes(x, FLOAT8: tl.constexpr):
 def to_float16(x, y):
     """Return two tiles of the same rows as float16, and the factor that divided each row.
 
-    A bfloat16 row may exceed float16's range, so a power of two brings its largest element to
-    2^13 .. 2^14. That is exact except below 2^-31 of the largest.
+    A bfloat16 row may exceed float16's range, so a power of two brings its largest element to 2^13
+    .. 2^14. That is exact except below 2^-31 of the largest.
     """
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if x.dtype == tl.bfloat16:

@@ -1,20 +1,19 @@
-"""Ranges of values, for every BLOCK_TOKENS tokens, that tell a program which tiles to skip."""
+"""Ranges of values, for every BLOCK_TOKENS tokens, that tell which tiles to skip."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens with one range of ids, or of ends.
 BLOCK_TOKENS = tl.constexpr(64)
 # Blocks, or tiles, that a search reads at once.
 SCAN_WIDTH = tl.constexpr(512)
-# Where the range of a block without a value begins.
+# Begin of an empty block's range.
 LARGEST = tl.constexpr(2**31 - 1)
 
 
 def in_blocks(x: Tensor, padding: int) -> Tensor:
-    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS]; `padding` fills the last block."""
+    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS], padded."""
     batch, size = x.shape
     blocks = triton.cdiv(size, BLOCK_TOKENS.value)
     x = torch.constant_pad_nd(x, [0, blocks * BLOCK_TOKENS.value - size], padding)

@@ -1,7 +1,6 @@
 """Rotary embedding (RoFormer, Su et al. 2021): rotate pairs of dimensions by the position's angles.
 
-Pair i is dimensions i and i + R / 2 (GPT-NeoX), or 2i and 2i + 1 (GPT-J, interleaved), so each side
-of all pairs is a tile of evenly spaced columns.
+Pair i is dimensions i and i + R / 2 (GPT-NeoX), or 2i and 2i + 1 (GPT-J, interleaved).
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ def load_rotation(rotation, position, num_positions, PAIRS: tl.constexpr, BLOCK:
 
 @triton.jit
 def rotate(x, y, cos, sin):
-    """Return both sides of the rotated pairs, in float32."""
+    """Return both sides of the rotated pairs, float32."""
     x, y = x.to(tl.float32), y.to(tl.float32)
     return x * cos - y * sin, y * cos + x * sin
 

@@ -12,11 +12,10 @@ from twin_attention.targets.schedule import heads_together
 
 @triton.jit
 def longest_first(num_tiles, together):
-    """Return the head and the tile of a program, for heads whose later tiles take longer.
+    """Return a program's head and tile, for heads whose later tiles take longer.
 
     A GPU starts programs in order. One head follows another, each with its last tile first. The
-    last `together` heads are interleaved, so that the grid ends with the shortest tiles
-    (`heads_together`).
+    last `together` heads (`heads_together`) are interleaved: the grid ends with the shortest tiles.
     """
     place = tl.num_programs(0) - 1 - tl.program_id(0)  # counted from the end
     together = tl.minimum(together, tl.num_programs(0) // num_tiles)
@@ -29,6 +28,6 @@ def longest_first(num_tiles, together):
 def order_argument(
     call: KernelCall, num_tiles: int, programs_of_sm: int, summed_heads: int | None = None
 ) -> dict[str, Any]:
-    """Return `together` for `longest_first`, from the programs that an SM holds."""
+    """Return `together`, from the programs that an SM holds."""
     programs = programs_of_sm * num_sms(call.device, call.target)
     return {"together": heads_together(call.spec, num_tiles, programs, summed_heads)}

@@ -12,8 +12,7 @@ def attention_scores(
 ):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
-    `more` is the product of further columns. `added` terms follow the scale, which is then not left
-    to the exponent.
+    `more` is the product of further columns. `added` terms follow the scale.
     """
     s = tl.dot(a, tl.trans(b), more, input_precision=PRECISION)
     if SCALE_FIRST:
@@ -46,7 +45,6 @@ def round_operand(x, PRECISION: tl.constexpr):
     """Round an operand for TF32: tensor cores cut its mantissa to 10 bits.
 
     Adding half of the last kept bit rounds to nearest, ties away from 0, as ``cvt.rna.tf32`` does.
-    Infinities and NaN are unchanged.
     """
     if x.dtype == tl.float32 and PRECISION == "tf32":
         power = (x.to(tl.int32, bitcast=True) & -(1 << 23)).to(tl.float32, bitcast=True)
@@ -56,7 +54,7 @@ def round_operand(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def as_multiplied(x, PRECISION: tl.constexpr):
-    """Return a float32 operand as tensor cores take it."""
+    """Return an operand as tensor cores take it."""
     x = round_operand(x, PRECISION)
     if x.dtype == tl.float32 and PRECISION == "tf32":
         x = (x.to(tl.int32, bitcast=True) & -(1 << 13)).to(tl.float32, bitcast=True)
@@ -82,10 +80,9 @@ def tanh(x):
 
 @triton.jit
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Set to -inf the scores of keys that a query at `position` does not see, and of keys from
-    `end` on.
+    """Hide keys that a query at `position` does not see, or from `end` on.
 
-    Positions and keys have any one origin. `end` is None if all keys exist, or are not stored.
+    Positions and keys have any one origin. `end` is None if all exist, or are not stored.
     """
     if end is not None:
         s = tl.where(key < end, s, float("-inf"))

@@ -1,10 +1,8 @@
 """Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
 
 Ids come in any order. The host computes their range for every BLOCK_TOKENS tokens. A program visits
-the tiles of the other axis from the first to the last block whose range overlaps its own, and masks
-all of them by ids. Tiles before the first block with padding are loaded without a mask, so these
-loads do not wait for ids.
-
+the tiles from the first to the last block whose range overlaps its own, and masks all by ids. Tiles
+before the first block with padding are loaded without a mask, so these loads do not wait for ids.
 Padding has negative ids and may hold NaN, so it is loaded as 0.
 """
 
@@ -17,15 +15,14 @@ from torch import Tensor
 from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
 from twin_attention.contract.operands import AttentionOperands, FlashOperands
 
-# Ids of padding among resident and among visited tokens, which never match.
+# Ids of padding, which never match.
 STAYS, VISITED = tl.constexpr(-2), tl.constexpr(-1)
 
 
 class Segments(NamedTuple):
     """Segment ids q [B, Sq] and kv [B, Skv], int32.
 
-    `ranges`: `segment_ranges` of the visited tokens; in the explicit kernels, the lists of
-    `kernels.tile_lists`.
+    `ranges` are the visited tokens' `segment_ranges`, or the lists of `kernels.tile_lists`.
     """
 
     q: Any
@@ -35,7 +32,7 @@ class Segments(NamedTuple):
 
 @triton.jit
 def segments_of_batch(segments, batch, size, size_other, OF_KEYS: tl.constexpr):
-    """Return a batch element's own ids, those of the other axis, and the ranges of the latter."""
+    """Return a batch element's own ids, the others', and the others' ranges."""
     if OF_KEYS:
         own, other = segments.kv + batch * size, segments.q + batch * size_other
     else:
@@ -48,7 +45,7 @@ def load_segments(
     ids_ptr, start, num_rows, BLOCK: tl.constexpr, PADDING: tl.constexpr,
     ANY_START: tl.constexpr = False,
 ):  # fmt: skip
-    """Load ids of rows from `start` on, and which are not padding; `PADDING` where there are none.
+    """Load rows' ids, `PADDING` where there are none, and which are not padding.
 
     ANY_START: start may be negative.
     """
@@ -63,16 +60,16 @@ def load_segments(
 
 @triton.jit
 def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow the result of `visible_tiles` to tiles that may hold tokens of the rows' segments.
+    """Narrow the result of `visible_tiles` to tiles that may hold the rows' segments.
 
-    Every tile needs its scores masked; the full ones need no mask for their loads.
+    All tiles need their scores masked; the full ones need no mask for their loads.
     """
     ids, ranges_ptr = rows.ids, rows.ranges
     least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
     greatest = tl.max(ids, 0)
     num_blocks = tl.cdiv(rows.size_other, BLOCK_TOKENS)
     end = tl.minimum(tl.cdiv(begin + (before + full + after) * BLOCK, BLOCK_TOKENS), num_blocks)
-    # Find the first and the last block that may hold tokens of these segments.
+    # Find the first and the last block that may hold these segments.
     block = tl.arange(0, SCAN_WIDTH)
     first = tl.full([SCAN_WIDTH], 0, tl.int32) + num_blocks
     stop = tl.zeros([SCAN_WIDTH], tl.int32)
@@ -86,7 +83,7 @@ def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
     begin = tl.maximum(begin, tl.min(first, 0) * BLOCK_TOKENS // BLOCK * BLOCK)
     end = tl.max(stop, 0)
     visible = tl.cdiv(tl.maximum(end * BLOCK_TOKENS - begin, 0), BLOCK)
-    # Find the first block from there on that has padding.
+    # Find the first block with padding.
     padded = tl.full([SCAN_WIDTH], 0, tl.int32) + end
     for start in tl.range(begin // BLOCK_TOKENS, end, SCAN_WIDTH, num_stages=1):
         i = start + block
@@ -100,7 +97,7 @@ def segment_ranges(ids: Tensor) -> Tensor:
     """Return the ranges of ids [B, S] for every BLOCK_TOKENS tokens, [B, 3, blocks] int32.
 
     They are the least id that is not negative, or LARGEST; the greatest; and the least of all,
-    negative in a block with padding. Padding fills the last block.
+    negative in a block with padding.
     """
     ids = in_blocks(ids, VISITED.value)
     batch, blocks, _ = ids.shape
@@ -112,7 +109,7 @@ def segment_ranges(ids: Tensor) -> Tensor:
 
 
 def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
-    """Return the ids of queries and of keys, without ranges, or None."""
+    """Return the ids, without ranges, or None."""
     if not isinstance(operands, FlashOperands) or operands.q_segment_ids is None:
         return None
     assert operands.kv_segment_ids is not None
@@ -120,10 +117,10 @@ def segments_of(operands: AttentionOperands[Tensor]) -> Segments | None:
 
 
 def visiting_keys(segments: Segments | None) -> Segments | None:
-    """Return the segments of a kernel that visits keys."""
+    """Return segments for a kernel that visits keys."""
     return segments and segments._replace(ranges=segment_ranges(segments.kv))
 
 
 def visiting_queries(segments: Segments | None) -> Segments | None:
-    """Return the segments of a kernel that visits queries."""
+    """Return segments for a kernel that visits queries."""
     return segments and segments._replace(ranges=segment_ranges(segments.q))

@@ -4,8 +4,8 @@ A tile never holds two sequences, so each gives the same bits as alone. The host
 lengths, so sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, at least as many as it
 needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
 
-Offsets are unchecked data, clamped to the tensors; the search always ends. The first offset counts
-as 0, so no row comes before all sequences.
+Offsets are unchecked data, clamped to the tensors; the search always ends. The first counts as 0,
+so no row comes before all sequences.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ SEARCH_WIDTH = tl.constexpr(128)
 
 
 class Offsets(NamedTuple):
-    """Offsets of queries and of keys, [num_sequences + 1] int32; None for a dense batch."""
+    """Offsets, [num_sequences + 1] int32; None for a dense batch."""
 
     q: Any = None
     kv: Any = None
@@ -98,7 +98,7 @@ def locate_tokens(
 
     Return (sequence, first, tokens, start): the sequence's first token and how many it has; the
     tile's first row, counted from the sequence's first. A tile after its sequence's last one starts
-    after the sequence's last row.
+    after the sequence's rows.
     """
     owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
     return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
@@ -127,7 +127,7 @@ def first_tile(first, sequence, BLOCK: tl.constexpr):
 
 @triton.jit
 def padded_row(head, num_rows, num_sequences, first, sequence):
-    """Return where a sequence of a head begins in lse2 and delta, as the backward pads them.
+    """Return where a sequence of a head begins in padded lse2 and delta.
 
     `head` counts the heads of all batch elements, int64. `num_sequences` is None if dense.
     """
@@ -143,7 +143,7 @@ def find_sequence(
 ):
     """Return the last sequence whose tiles begin at or before `tile`, 0 .. N.
 
-    With ROWS, `tile` counts the tiles after the sequences' first ones, as in `locate_tokens`.
+    With ROWS, `tile` counts the tiles after the sequences' first ones.
     """
     first = 0
     count = num_sequences + 1
@@ -166,7 +166,7 @@ def find_sequence(
 
 @triton.jit
 def rows_of_sequence(cu_seqlens_ptr, sequence, num_rows, num_sequences, end_of_padding):
-    """Return a sequence's first row and how many it has, within an axis of `num_rows`."""
+    """Return a sequence's first row and how many it has."""
     first = tl.load(cu_seqlens_ptr + sequence, mask=sequence > 0, other=0)
     end = tl.load(
         cu_seqlens_ptr + sequence + 1, mask=sequence < num_sequences, other=end_of_padding
@@ -184,7 +184,7 @@ def num_sequence_tiles(spec: AttentionSpec, num_rows: int, block: int) -> int:
 
 
 def num_padded_rows(spec: AttentionSpec) -> int:
-    """Return the rows of the row vectors that the backward's kernels share."""
+    """Return the rows of the backward's row vectors."""
     return num_sequence_tiles(spec, spec.seq_q, ROW_PADDING.value) * ROW_PADDING.value
 
 

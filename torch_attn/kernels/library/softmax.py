@@ -53,7 +53,7 @@ def rest_of_lse(lse, m_i, l_safe):
     """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key.
 
     Next to a maximum of -1e9 the whole logarithm is lost; without it p of the backward would be 1
-    for each of n equal scores, in place of 1 / n (Knuth 1997, the error of a sum).
+    for each of n equal scores, not 1 / n (Knuth 1997, the error of a sum).
     """
     log_l = tl.log(l_safe)
     kept = lse - m_i
@@ -63,7 +63,7 @@ def rest_of_lse(lse, m_i, l_safe):
 
 @triton.jit
 def load_lse(lse2_ptr, terms, first, rows):
-    """Load lse2 and rest2 of padded rows from `first` on.
+    """Load lse2 and rest2 of padded rows.
 
     lse2 is lse in base 2, and rest2 is 0. With added terms, lse2 is lse itself, and rest2 the
     `rest_of_lse` in base 2.
@@ -76,7 +76,7 @@ def load_lse(lse2_ptr, terms, first, rows):
 
 @triton.jit
 def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = False):
-    """Compute p = exp(s - lse) of a tile with queries down, or keys down with OF_KEYS."""
+    """Compute p = exp(s - lse), with queries down, or keys down with OF_KEYS."""
     lse2 = lse2[None, :] if OF_KEYS else lse2[:, None]
     if terms.rest2 is None:
         exponent = s * exp2_scale - lse2
@@ -88,7 +88,7 @@ def probabilities(s, lse2, rest2, terms, exp2_scale, OF_KEYS: tl.constexpr = Fal
 
 @triton.jit
 def add_sink(sink, m_i, l_i, ADDED: tl.constexpr = False):
-    """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
+    """Add a logit without a value to a running softmax (Xiao et al. 2023).
 
     Return (alpha, m_i, l_i), as `online_softmax_update` does.
     """

@@ -16,11 +16,10 @@ from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
-# The most batch elements whose gradients of a bias are added in its 16 bits. The sum of two is
-# rounded once. Of three, a partial sum would be rounded, which is too coarse where large ones
-# cancel.
+# The most batch elements whose gradients of a bias are added in its 16 bits. A sum of two is
+# rounded once; one of three would be too coarse where large parts cancel.
 MOST_SHARING = 2
-# Slopes above the first are rounded, and all are at most the second.
+# Slopes above the first are rounded; all are at most the second.
 STEEP = tl.constexpr(16.0)
 STEEPEST = tl.constexpr(2.0**100)
 
@@ -33,7 +32,7 @@ class Bias(NamedTuple):
         batch, head, row: strides in elements, 0 for an axis of 1.
         align: a divisor of the strides: how wide a load may be.
         of_rows, of_keys: it has more than one row, more than one key.
-        boxes: TMA descriptor of the entries, if a kernel loads tiles by TMA.
+        boxes: TMA descriptor of the entries, or None.
         adds: batch elements share the gradient, and a kernel adds each one's part.
     """
 
@@ -57,10 +56,10 @@ class Terms(NamedTuple):
         relative: [Hq, 2R + 1].
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
         seed: [2] int32 or uint32.
-        dbias: the bias's gradient, if a kernel that computes ds stores it.
+        dbias: the bias's gradient, if a kernel stores it.
         drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
-        rest: as lse, what a forward stores of `softmax.rest_of_lse`.
-        rest2: as lse2, the same in base 2, for a backward.
+        rest: `softmax.rest_of_lse` of a forward, shaped as lse.
+        rest2: the same in base 2, for a backward, shaped as lse2.
         radius: R.
         of_batch: from one batch element's slopes to the next's, 0 if they share them.
         count: batch elements with slopes.
@@ -86,8 +85,8 @@ class Terms(NamedTuple):
 def added_scores(terms, rows, others, MASKED: tl.constexpr, OF_KEYS: tl.constexpr):
     """Return what is added to a tile's scores, in turn, each [BLOCK, BLOCK_OTHER] float32.
 
-    Every kernel adds in this order: another one rounds otherwise beside a value of -1e9. MASKED:
-    the tile has nonexistent keys.
+    Every kernel adds in this order: another one rounds otherwise beside -1e9. MASKED: the tile has
+    nonexistent keys.
     """
     BLOCK: tl.constexpr = rows.rows.shape[0]
     BLOCK_OTHER: tl.constexpr = others.rows.shape[0]
@@ -152,7 +151,7 @@ def bias_tile(
     BLOCK_KV: tl.constexpr,
     TRANSPOSED: tl.constexpr = False,
 ):
-    """Return the pointers to a tile of a bias, which has one row or column for an axis of 1.
+    """Return the pointers to a tile of a bias, with one row or column for an axis of 1.
 
     Nonexistent queries get the last query's pointers, nonexistent keys pointers past the end.
     """
@@ -184,7 +183,7 @@ def store_bias_tile(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Store a tile of the gradient of a bias that has all queries and keys."""
+    """Store a tile of a bias's gradient that has all queries and keys."""
     tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
     x = x.to(dbias.entries.dtype.element_ty)
     # Stores without a mask are wide.
@@ -197,7 +196,6 @@ def store_bias_tile(
 
 @triton.jit
 def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Return the table's entries for some distances."""
     added = tl.zeros(distance.shape, tl.float32)
     # Far off the diagonal, all distances share an entry.
     if (offset - BLOCK_Q + 1 >= radius) | (offset + BLOCK_KV - 1 <= -radius):
@@ -210,7 +208,7 @@ def _relative_scores(row, radius, offset, distance, BLOCK_Q: tl.constexpr, BLOCK
 
 
 def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
-    """Return the terms of a problem, without their numbers."""
+    """Return the terms, without their numbers."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return Terms()
     given = operands.relative_bias, operands.alibi_slopes
@@ -227,7 +225,7 @@ def added_gradient(terms: Terms, spec: AttentionSpec) -> Tensor | None:
 
 
 def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
-    """Return an empty bias gradient for a kernel to store; none if several pairs share a value."""
+    """Return an empty bias gradient to store; none if several pairs share a value."""
     if bias.entries is None or "bias" in spec.frozen or shares_values(bias.entries.shape, spec):
         return Bias()
     values = bias.entries.new_empty(bias.entries.shape)
@@ -236,7 +234,7 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 
 
 def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
-    """Return a zero gradient of a bias, to which TMA adds each batch element's; none for others."""
+    """Return a zero bias gradient, to which TMA adds each batch element's, or none."""
     own = (1, spec.heads_q, spec.seq_q, spec.seq_kv)
     if bias.entries is None or "bias" in spec.frozen:
         return Bias()
@@ -248,10 +246,9 @@ def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
 
 
 def is_multiplied(dbias: Bias, q: Tensor) -> bool:
-    """Return True if a bias' gradient, if any, has q's dtype, as products take it, and TMA can
-    store it.
+    """Return True if a bias' gradient has q's dtype, as products take it, and TMA can store it.
 
-    TMA stores rows of a multiple of 16 bytes.
+    TMA stores rows of a multiple of 16 bytes. True without a gradient.
     """
     values = dbias.entries
     if values is None:
@@ -260,7 +257,7 @@ def is_multiplied(dbias: Bias, q: Tensor) -> bool:
 
 
 def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
-    """Return True if several pairs share a value of a bias, or there is only one query or key."""
+    """Return True if pairs share a value of a bias, or there is only one query or key."""
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
     return tuple(shape) != whole or 1 in whole[2:]
 
@@ -273,7 +270,7 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         radius = terms.relative.shape[1] // 2
     if terms.slopes is not None:
         is_own = len(terms.slopes.shape) == 2
-        # Triton 3.6 loses the constants of inner tuples if the outer tuple has none: this is one.
+        # Triton 3.6 loses inner tuples' constants if the outer tuple has none: this is one.
         of_batch = tl.constexpr(spec.heads_q if is_own else 0)
         batch = spec.num_sequences if isinstance(spec, VarlenSpec) else spec.batch
         # The padding's sequence has no slopes.

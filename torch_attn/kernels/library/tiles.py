@@ -1,9 +1,9 @@
-"""Tiles: which tiles a row sees, and how rows and columns of a head are read and written.
+"""Tiles: which tiles a row sees, and how a head's rows and columns are read and written.
 
 A view may span more than 2^31 elements. Indices of rows, heads, pages and parts have 32 bits; every
 kernel widens one to 64 bits before it multiplies it by a stride. Rows counted from a tile's first
-row keep 32 bits, unless the tile spans 2^31 elements (`load_tile`), and so do pages and slots of a
-pool whose heads span less.
+keep 32 bits, unless the tile spans 2^31 elements (`load_tile`), and so do pages and slots of a pool
+whose heads span less.
 """
 
 import math
@@ -15,8 +15,8 @@ import triton.language as tl
 from torch_attn.layouts import Layout
 from twin_attention.targets import config
 
-# Rows of the backward's row vectors are padded to a multiple of this, so that a tile of them is
-# loaded without a mask. block_q of the backward divides it.
+# The backward's row vectors are padded to a multiple of this, so that their tiles are loaded
+# without a mask. Its block_q divides this.
 ROW_PADDING = tl.constexpr(128)
 
 
@@ -58,9 +58,9 @@ def visible_tiles(
 ):
     """Return which tiles of the other axis the rows start .. start + BLOCK see.
 
-    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
-    p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
-    ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
+    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left .. p +
+    right`` (None is unlimited). Queries see keys with the window's (left, right) and ``diagonal =
+    seq_kv - seq_q``, keys see queries with (right, left) and its negative.
 
     Return (begin, before, full, after): the first visible tile starts at `begin`; from there
     `before` tiles need a mask, then `full` tiles need none, then `after` tiles need one.
@@ -82,7 +82,7 @@ def visible_tiles(
 
 @triton.jit
 def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
-    """Return what `visible_tiles` does, from bounds of the visible rows.
+    """Return what `visible_tiles` does, from bounds.
 
     Some row sees begin .. end, where `begin` starts a tile; all rows see full_begin .. full_end.
     """
@@ -95,7 +95,7 @@ def tiles_between(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def count_tiles(before, full, after, MASKED: tl.constexpr):
-    """Return the number of tiles of one kind: those at the edges, or the full ones."""
+    """Return the number of tiles at the edges, or of full ones."""
     count = full
     if MASKED:
         count = before + after
@@ -128,7 +128,7 @@ def split_step(step, count, GROUP_SIZE: tl.constexpr):
 
 @triton.jit
 def head_base(pointer, strides, batch, head, first=None):
-    """Return where one head of a tensor begins, or row `first` of it."""
+    """Return where a head begins, or its row `first`."""
     offset = tl.cast(batch, tl.int64) * strides.batch + head.to(tl.int64) * strides.head
     if first is not None:
         offset += tl.cast(first, tl.int64) * strides.row
@@ -146,10 +146,9 @@ def load_tile(
     MASK_ROWS: tl.constexpr,
     exists=None,
 ):
-    """Load rows start .. start + BLOCK_ROWS of a [num_rows, SIZE] matrix.
+    """Load rows of a [num_rows, SIZE] matrix, with columns padded with zeros to a power of two.
 
-    Columns are padded with zeros to a power of two. With MASK_ROWS, rows past `num_rows` give 0, or
-    those where `exists` [BLOCK_ROWS] is False.
+    With MASK_ROWS, rows past `num_rows` give 0, or those where `exists` [BLOCK_ROWS] is False.
     """
     BLOCK_SIZE: tl.constexpr = padded_head_dim(SIZE)
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -177,7 +176,7 @@ def store_tile(
     BLOCK_ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Store the rows and columns of a tile that exist."""
+    """Store a tile's rows and columns that exist."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
@@ -188,7 +187,7 @@ def store_tile(
 def load_stored(
     base, start, num_rows, stride, BLOCK_ROWS: tl.constexpr, SIZE: tl.constexpr, exists=None
 ):
-    """Load what `store_tile` stored, padded with zeros; 0 where `exists` [BLOCK_ROWS] is False."""
+    """Load what `store_tile` stored; 0 where `exists` [BLOCK_ROWS] is False."""
     rows = tl.arange(0, BLOCK_ROWS)[:, None]
     cols = tl.arange(0, padded_head_dim(SIZE))[None, :]
     pointers = base + (start + rows).to(tl.int64) * stride + cols
@@ -199,10 +198,9 @@ def load_stored(
 
 
 def strides_of(**layouts: Layout) -> FlashStrides:
-    """Return the strides of [B, S, H, D] tensors, or packed ones, by the names of `FlashStrides`.
+    """Return the `FlashStrides` of tensors by name.
 
-    With a constant row stride, a tile's addresses are one register and constant offsets, which
-    saves spills.
+    A constant row stride makes a tile's addresses one register and constant offsets.
     """
     every = (stride for layout in layouts.values() for stride in layout.strides[:-1])
     align = tl.constexpr(math.gcd(16, *every))

@@ -1,14 +1,12 @@
 """Trees: keys that have an end, and windows of depths.
 
-Key j is seen by the queries before ``ends[j]`` that `causal` allows. For every BLOCK_TOKENS keys
-the host computes the greatest and the least end. A tile of keys is skipped if no end is after the
-first
+Key j is seen by the queries before ``ends[j]`` that `causal` allows. The host computes the greatest
+and the least end of every BLOCK_TOKENS keys. A tile of keys is skipped if no end is after the first
 query, and needs no mask if all ends are after the last query. The remaining tiles form runs: in
 depth-first order, one for each stretch of the path from the root. A program walks each run like
 dense rows. The queries of a tile of keys are one run.
 
 A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
-
 Ends and depths are unchecked data: a program visits only tiles that the window shows.
 """
 
@@ -25,10 +23,9 @@ from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
 
 class Tree(NamedTuple):
-    """Ends of the keys, [B, Skv], or [Tkv] for packed sequences, int32.
+    """Ends of the keys, [B, Skv] or [Tkv], int32.
 
-    `ranges` are `tree_ranges`, for kernels that visit keys; in the explicit kernels, the lists of
-    `kernels.tile_lists`.
+    `ranges` are `tree_ranges` for kernels that visit keys, or the lists of `kernels.tile_lists`.
     """
 
     ends: Any
@@ -36,7 +33,7 @@ class Tree(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """Depths of queries [B, Sq], or [Tq], and each key's reach, shaped as `Tree.ends`, int32.
+    """Depths of queries [B, Sq] or [Tq], and keys' reach, shaped as `Tree.ends`, int32.
 
     They are not part of `Tree`: Triton 3.6 takes no None in a nested tuple.
     """
@@ -47,7 +44,7 @@ class Depths(NamedTuple):
 
 @triton.jit
 def in_branch(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr = False):
-    """Return which keys end after each query, and reach its depth, [BLOCK, BLOCK_OTHER]."""
+    """Return which keys end after each query, and reach its depth."""
     own, other = rows.rows[:, None], others.rows[None, :]
     in_own, in_other = own < rows.end, other < rows.size_other
     if ANY_START:
@@ -71,7 +68,7 @@ def in_branch(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr
 
 @triton.jit
 def find_path(mask, rows):
-    """Return a batch element's ranges, and the queries' least and greatest depth, or 0."""
+    """Return an element's ranges, and its queries' least and greatest depth, or 0."""
     num_ranges: tl.constexpr = 2 if mask.depths is None else 4
     ranges = mask.tree.ranges + rows.batch * num_ranges * tl.cdiv(rows.size_other, BLOCK_TOKENS)
     least, greatest = 0, 0
@@ -85,7 +82,7 @@ def find_path(mask, rows):
 
 @triton.jit
 def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return how many runs of tiles with a mask, or without, there are: 1 without a tree."""
+    """Return the number of runs of tiles with a mask, or without; 1 without a tree."""
     count = 1
     if mask.tree is not None:
         begun = tl.zeros([SCAN_WIDTH], tl.int32)
@@ -100,7 +97,7 @@ def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return the begin and end of the next run of one kind from `tile` on, 0 or the end of a run.
+    """Return begin and end of the next run of one kind from `tile` on, 0 or the end of a run.
 
     Without a tree, the run has all tiles of the kind.
     """
@@ -125,7 +122,7 @@ def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr)
 def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Return which tiles are visited with a mask, or which without."""
     exists = (tile >= 0) & (tile < tiles.before + tiles.full + tiles.after)
-    # Ranges begin with the batch element, or with the first packed sequence.
+    # Ranges begin with the batch element, or the first packed sequence.
     row = rows.first_other + tiles.begin + tile * BLOCK
     last_row = rows.first_other + rows.size_other - 1
     block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, last_row)
@@ -148,7 +145,7 @@ def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def ending_tiles(mask, keys, begin, before, full, after, BLOCK: tl.constexpr):
-    """Narrow the result of `visible_tiles` to the tiles of queries before the end of some keys."""
+    """Narrow the result of `visible_tiles` to queries before the end of some keys."""
     is_key = keys.rows < keys.end
     ends = tl.load(mask.tree.ends + keys.batch * keys.end + keys.rows, mask=is_key, other=0)
     size = keys.end - keys.first
@@ -167,11 +164,9 @@ def ending_tiles(mask, keys, begin, before, full, after, BLOCK: tl.constexpr):
 
 
 def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
-    """Return the ranges of ends, [B, Skv] or [Tkv], for every BLOCK_TOKENS keys, [B, blocks, 2]
-    int32.
+    """Return ranges for every BLOCK_TOKENS keys [B, Skv] or [Tkv], [B, blocks, 2] int32.
 
     They are the greatest and the least end; with `reach`, its greatest and least follow, 4 in all.
-    Zeros fill the last block.
     """
     values = [in_blocks(x.view(-1, x.shape[-1]), 0) for x in (ends, reach) if x is not None]
     batch, blocks, _ = values[0].shape

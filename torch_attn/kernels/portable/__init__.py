@@ -1,1 +1,1 @@
-"""Triton kernels. Read each beside its twin of the same name in `pallas_attn.kernels.portable`."""
+"""Triton kernels. Read each beside its twin in `pallas_attn.kernels.portable`."""

@@ -1,4 +1,4 @@
-"""Write the keys and values of new tokens into the pages of a cache."""
+"""Write new tokens' keys and values into a cache's pages."""
 
 from collections.abc import Sequence
 
@@ -54,10 +54,9 @@ def append_kv_kernel(
 
     Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], and a `Cache`. Grid: (head tiles, tokens,
     batch) in one axis. Token t goes to position ``len - TOKENS + t``; a position outside the table,
-    or a page outside the pool, is not written.
-
-    Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv] and cu_seqlens [B + 1], otherwise None.
-    Grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
+    or a page outside the pool, is not written. Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv,
+    Dv] and cu_seqlens [B + 1]; grid: (head tiles, tiles of one row of `locate_tokens`). Padding is
+    not written.
 
     rotation: a `Rotation` of num_positions, or None. It rotates keys in float32, and queries q of
     the same tokens, or None; q_out is contiguous and 0 in the padding. Tiles of heads cover q's
@@ -145,7 +144,7 @@ def copy_rows(
 ):
     """Copy rows, with the first PAIRS pairs of columns rotated, and quantised if there is a scale.
 
-    `reads` and `writes` say which rows are; a row that is not read is 0.
+    `reads` and `writes` say which rows; a row that is not read is 0.
     """
     if cos is None:
         x = load_rows_at(source, source_index, source_strides, reads, SIZE, BLOCK_SIZE)
@@ -197,7 +196,7 @@ def store_new(
 def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
-    """Launch `append_kv_kernel`; return the rotated queries, contiguous, or None without q."""
+    """Launch `append_kv_kernel`; return the rotated queries, contiguous, or None."""
     bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
     q = operands.q
     q_out = None if q is None else q.new_empty(q.shape)
@@ -208,7 +207,6 @@ def append_kv(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `append_kv_kernel`."""
     spec = call.spec
     k_new, v_new, cache, _cu_seqlens, q, rotation, _q_out = call.layouts
     pairs = spec.rotary_dim // 2

@@ -1,8 +1,8 @@
 """Cascades: pages that several sequences begin with are read once for a tile of sequences.
 
-The rows of a tile's sequences see the shared pages like rows of one sequence, and each gets a
-running softmax, which `paged_decode` continues over other keys. Ye et al. 2024 (cascade inference);
-Juravsky et al. 2024 (Hydragen).
+Its rows see the shared pages like rows of one sequence, and each gets a running softmax, which
+`paged_decode` continues over other keys. Ye et al. 2024 (cascade inference); Juravsky et al. 2024
+(Hydragen).
 """
 
 from typing import Any, NamedTuple
@@ -89,12 +89,11 @@ def shared_pages_kernel(
     """One program computes BLOCK_ROWS rows of one kv head of tiles, over a split of their prefixes.
 
     Row r is a row of `paged_decode_kernel`, of the tile's sequence ``r // (TOKENS * GROUP_SIZE)``.
-    Operands: as there; it writes a `Cascade`; tiles: the constants of `CascadeTiles`. Grid: (row
-    tiles, kv heads, sequences by tiles.members) in one axis, row tiles fastest, and splits. A
-    program takes the tiles whose first sequence is one of its `members`: a single tile if all share
-    pages. All rows see all keys. Accumulation: as in the decode.
-
-    PDL: the decode may begin to start once only these products are left.
+    Operands and accumulation: as there; it writes a `Cascade`; tiles: the constants of
+    `CascadeTiles`. Grid: (row tiles, kv heads, sequences by tiles.members) in one axis, row tiles
+    fastest, and splits. A program takes the tiles whose first sequence is one of its `members`: a
+    single tile if all share pages. All rows see all keys. PDL: the decode may begin to start once
+    only these products are left.
     """
     # Locate the tiles that have a prefix.
     num_tiles: tl.constexpr = (tiles.members * TOKENS * GROUP_SIZE + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -175,8 +174,7 @@ def join_prefix(
 ):  # fmt: skip
     """Merge a running softmax with the ones over a prefix's keys; return acc, m_i and l_i.
 
-    lse_row and out_row are the query rows of acc's rows, in maxima and sums, and in accs, which
-    have `rows` rows a state.
+    lse_row and out_row are acc's rows in maxima and sums, and in accs, which have `rows` a state.
     """
     size: tl.constexpr = SIZE * len(acc)
     for state in tl.range(0, splits_with_keys(0, keys, cascade.num_states, cascade.block_kv)):
@@ -200,8 +198,8 @@ def attend_to_shared_pages(
 ) -> tuple[Cascade, CascadeTiles] | None:
     """Launch `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
 
-    `block_kv` is of the decode over the other keys. An 8-bit pool is packed. On SM90 the next
-    launch may start while it runs.
+    `block_kv` is the decode's. An 8-bit pool is packed. On SM90 the next launch may start while
+    this runs.
     """
     tile = cascade_tile(spec)
     if tile is None:
@@ -226,7 +224,6 @@ def attend_to_shared_pages(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `shared_pages_kernel`."""
     tile, (tiles, block_kv) = call.spec, call.constants
     assert call.config.block_kv == block_kv, "the decode counts other tiles"
     q, cache, cascade = call.layouts

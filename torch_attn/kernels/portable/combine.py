@@ -52,8 +52,7 @@ def combine_kernel(
     strides; sinks [H] float32 or None; out [B, S, H, Dv] and lse [B, H, S] contiguous. Grid:
     (heads, tokens, batch) in one axis, heads fastest. A part whose lse is -inf has no keys: its
     output may hold anything. Accumulation: float32, BLOCK_STATES parts at a time. The maximum
-    log-sum-exp is subtracted before the conversion to base 2: equal ones, however large, give
-    weights of 1.
+    log-sum-exp is subtracted before the conversion to base 2, so equal ones give weights of 1.
 
     BLOCK_KEYS: the states are splits of `paged_decode_kernel`, with tiles of that many keys and
     lengths lens [B] int32. Only splits with keys are read; if there is at most one, the result is
@@ -113,10 +112,7 @@ def combine_kernel(
 
 
 def combine(outs: Tensor, lses: Tensor, spec: MergeSpec, backend: Backend) -> tuple[Tensor, Tensor]:
-    """Launch `combine_kernel` on results over disjoint keys.
-
-    Return out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32, contiguous.
-    """
+    """Launch `combine_kernel`; return out in spec's dtype and lse in float32, contiguous."""
     shape = (spec.batch, spec.tokens, spec.heads, spec.head_dim_v)
     out = outs.new_empty(shape, dtype=getattr(torch, spec.dtype))
     lse = lses.new_empty((spec.batch, spec.heads, spec.tokens))
@@ -173,7 +169,6 @@ def _launch(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `combine_kernel`."""
     spec, (decode, block_keys, overlap) = call.spec, call.constants
     outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {

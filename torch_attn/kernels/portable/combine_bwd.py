@@ -1,7 +1,7 @@
 """The gradients of a merge of attention over disjoint sets of keys.
 
-With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``.
+With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and ``d lse_n = w_n
+(dp_n - Σ_m w_m dp_m + dlse)``.
 """
 
 import triton
@@ -50,9 +50,8 @@ def combine_bwd_kernel(
     """One program computes the gradients of one row of all parts.
 
     Operands: those of `combine_kernel`; dout [B, S, H, Dv] and dlse [B, H, S] (float32) or None,
-    with the given strides; douts and dlses like outs and lses, contiguous, `rows` rows a part.
-    Grid: (heads, tokens, batch) in one axis, heads fastest. A part whose lse is -inf has gradients
-    0; its output may hold anything. Accumulation: float32, BLOCK_STATES parts at a time.
+    with the given strides; douts and dlses like outs and lses, contiguous, `rows` rows a part. Grid
+    and accumulation: as there. A part whose lse is -inf has gradients 0.
     """
     # Locate the row.
     head = (tl.program_id(0) % HEADS).to(tl.int64)
@@ -120,7 +119,7 @@ def combine_bwd(
     spec: MergeSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `combine_bwd_kernel`; see `kernels.reference.combine_bwd`."""
+    """Launch `combine_bwd_kernel`."""
     douts, dlses = outs.new_empty(outs.shape), lses.new_empty(lses.shape)
     operands = (dout, dlse, outs, lses, douts, dlses)
     launch("combine", combine_bwd_kernel, _prepare, operands, spec, backend)
@@ -128,7 +127,6 @@ def combine_bwd(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `combine_bwd_kernel`."""
     spec = call.spec
     dout, dlse, outs, lses, *_ = call.layouts
     return (spec.batch * spec.tokens * spec.heads,), {

@@ -81,8 +81,8 @@ def flash_bwd_dq_kernel(
     Operands and grid: as in `flash_fwd_kernel`; lse2 and delta of `flash_bwd_preprocess_kernel`; dq
     [B, Sq, Hq, D] contiguous. Loop invariant: dq is Σ ds k over the keys so far. Accumulation:
     float32, exponents in base 2, ds cast to k's dtype. A row that sees no key gives 0. CARRY: dq,
-    in float32, holds the gradient through other keys, to which this one is added. If terms have
-    dbias, ds is stored there.
+    in float32, holds the gradient through other keys, to which this one is added. ds is stored if
+    terms have dbias.
     """
     # Locate the tile of queries.
     rows = own_queries(mask, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, BLOCK_Q)

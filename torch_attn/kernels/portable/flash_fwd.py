@@ -86,8 +86,7 @@ def flash_fwd_kernel(
     row_max [B, Hq, Sq] float32, each row's largest score, or None; carry [B, Sq, Hq, Dv] float32, a
     result over other keys, whose lse is in lse and to which these keys are added, or None; `Terms`,
     `Mask` and `twin_attention.contract.spec.ScoreRule`. Query i stands at key position i +
-    diagonal.
-    Grid: (query tiles · heads · batch), in the order of `longest_first`. Loop invariant:
+    diagonal. Grid: (query tiles · heads · batch), in the order of `longest_first`. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to v's dtype for
     p·v. A row that sees no key gives 0, and -inf or its sink. BLOCK_Q and BLOCK_KV are powers of
     two, at least 16, and divide a block mask's tile.
@@ -149,8 +148,7 @@ def _begin_rows(
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     if sinks_ptr is not None and row_max_ptr is None:
-        # Include the sink in the maximum from the start, so that the end need not rescale acc for
-        # it.
+        # The sink is in the maximum from the start, so the end need not rescale acc for it.
         sink = tl.load(sinks_ptr + rows.head)
         m_i = tl.maximum(m_i, sink if ADDED else sink * LOG2E)
     acc = tl.zeros([BLOCK_Q, padded_head_dim(HEAD_DIM_V)], tl.float32)
@@ -199,7 +197,7 @@ def flash_fwd(
     """Launch `flash_fwd_kernel`.
 
     Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; then, as lse, `rest_of_lse`
-    if there are terms, and each row's largest score if the problem asks for it. All are contiguous.
+    if there are terms, and each row's largest score if the problem asks for it; all contiguous.
     """
     q = operands.q
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
@@ -239,7 +237,7 @@ def launch_forward(
 
 
 def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
-    """Return the register limit of a thread; None leaves it to the compiler.
+    """Return the register limit of a thread, or None.
 
     At head size 64, 128 registers suffice and let four programs share an SM.
     """
@@ -251,7 +249,6 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `flash_fwd_kernel`."""
     spec = call.spec
     q, k, v, *_ = call.layouts
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)

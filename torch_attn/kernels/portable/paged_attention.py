@@ -219,7 +219,6 @@ def paged_attention(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `paged_attention_kernel`."""
     spec, (splits,) = call.spec, call.constants
     q, cache, _, _, tree, *_ = call.layouts
     rows = block_rows(spec, call.config)

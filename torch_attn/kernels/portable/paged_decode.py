@@ -91,22 +91,20 @@ def paged_decode_kernel(
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that keys
     and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides; a
-    `Cache`; sinks [Hq], float32, or None; tree, a `TreeEnds`, or None; a `Cascade`, or None; out
-    [B, T, Hq, Dv] and lse [B, Hq, T] (float32, natural log), contiguous. If more than one split has
-    keys, each of them writes its `Parts` instead; in a cascade all splits do. With a single split
-    there are none. Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits.
-    Loop invariant: `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to
-    the products' dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool
-    spans 2^31 elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
+    `Cache`; sinks [Hq], float32, a `TreeEnds` and a `Cascade`, each or None; out [B, T, Hq, Dv] and
+    lse [B, Hq, T] (float32, natural log), contiguous. If more than one split has keys, each of them
+    writes its `Parts` instead; in a cascade all splits do. With a single split there are none.
+    Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
+    `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
+    dtype. A row that sees no key has lse -inf, or its sink. PAST_2G: a head of a pool spans 2^31
+    elements or more. BLOCK_ROWS and BLOCK_KV are powers of two, at least 16.
 
     UPCAST: the pools are 8-bit, given as packed pairs of columns, and the products are in float16;
     HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles (`quantized`).
 
     PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch). In a cascade this one has started early itself, and waits for the shared keys.
-
-    Cascade: the prefix's keys are skipped. The first split, which always has keys, continues the
-    running softmaxes over them.
+    launch). In a cascade this one has started early itself, and waits for the shared keys. The
+    first split, which always has keys, continues the running softmaxes over them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -260,7 +258,6 @@ def paged_decode(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    """Prepare the launch of `paged_decode_kernel`."""
     spec, (splits, tiles, block_kv) = call.spec, call.constants
     assert call.config.block_kv == block_kv, "the merge counts other tiles"
     q, cache, _, tree, cascade, *_ = call.layouts

@@ -1,7 +1,6 @@
 """Attention over some of the keys, added to a result over others: the forward kernel with a carry.
 
-Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax is carried from one set of keys
-to the next, in float32.
+Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax is carried in float32.
 """
 
 from torch import Tensor

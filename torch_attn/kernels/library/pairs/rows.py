@@ -22,10 +22,10 @@ class Rows(NamedTuple):
     Attributes:
         batch: batch element of the tensors, 0 for packed sequences.
         element: the batch element, or the packed sequence.
-        head: the query head, or the kv head of a tile of keys.
+        head: the query head, or a tile of keys' kv head.
         start, end: the tile's first row, and the end of the sequence's rows.
         first: the sequence's first row.
-        first_other, size_other: its first row on the other axis, and how many it has there.
+        first_other, size_other: its first row, and how many it has, on the other axis.
         diagonal: position on the other axis of row 0.
         ids, exists: segments of the rows, and which are not padding.
         ids_other, ranges: segments of the other axis, and their `segment_ranges`.
@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 def own_queries(
     mask, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, BLOCK_Q: tl.constexpr
 ):
-    """Return the queries of a program, in the order of `longest_first`."""
+    """Return a program's queries, in the order of `longest_first`."""
     index, tile = longest_first(count_sequence_tiles(seq_q, num_sequences, BLOCK_Q), together)
     head, batch = index % heads_q, (index // heads_q).to(tl.int64)
     element, first, start, first_kv = batch, 0, tile * BLOCK_Q, 0
@@ -72,7 +72,7 @@ def own_queries(
 def own_keys(
     mask, seq_q, seq_kv, diagonal, num_sequences, heads_kv, together, BLOCK_KV: tl.constexpr
 ):
-    """Return the keys of a program; the first keys, which most queries see, come first."""
+    """Return a program's keys; the first keys, which most queries see, come first."""
     num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
     index, tile = longest_first(num_tiles, together)
     tile = num_tiles - 1 - tile

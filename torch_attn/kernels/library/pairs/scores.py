@@ -33,8 +33,8 @@ def pair_scores(
     `a` and `b` are the own and the visited rows of q and k. MASKED: the tile has hidden keys.
     OF_KEYS: the own rows are keys. ANY_START: others may begin before the first key.
 
-    Return (s, dcap), float32: a · bᵀ scaled, with terms, capped and masked; and the derivative of
-    the cap, 1 without one.
+    Return (s, dcap), float32: a · bᵀ scaled, with terms, capped and masked; and the cap's
+    derivative, 1 without one.
     """
     seen = None
     if MASKED and mask.intervals is not None:

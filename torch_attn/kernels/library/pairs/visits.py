@@ -1,4 +1,4 @@
-"""Which tiles of the other axis a program's rows see, and how it loads one."""
+"""Which tiles of the other axis rows see, and how one is loaded."""
 
 from typing import Any, NamedTuple
 
@@ -16,8 +16,7 @@ from torch_attn.kernels.library.tree import ending_tiles, find_path
 class Tiles(NamedTuple):
     """The tiles of the other axis that some rows see, as `visible_tiles` returns them.
 
-    `list_ptr` is the list of a block mask, whose concatenated rows these are, and `ranges`,
-    `least`, `greatest` are of `tree.find_path`; 0 where absent.
+    `list_ptr` is a block mask's list; ranges, least and greatest are of `tree.find_path`; or 0.
     """
 
     begin: Any
@@ -35,7 +34,6 @@ class Visited(NamedTuple):
 
     Attributes:
         head: the query head.
-        start, rows: its first row, and its rows, [BLOCK].
         ids, exists: segments of the rows, and which are to be loaded; 0 without segments.
         stored, stored_end: its first row in the tensors, and the end of the sequence's rows.
     """
@@ -51,7 +49,7 @@ class Visited(NamedTuple):
 
 @triton.jit
 def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
-    """Return the `Tiles` of keys that queries see, which `count_runs` divides."""
+    """Return the keys that queries see, which `count_runs` divides."""
     begin, before, full, after = _seen_tiles(mask, queries, left, right, BLOCK_KV)
     list_ptr, begin, before, full, after = kept_tiles(
         mask.lists, queries, queries.head, begin, before, full, after, BLOCK_KV
@@ -64,7 +62,7 @@ def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def tiles_of_queries(mask, keys, head_q, left, right, BLOCK_Q: tl.constexpr):
-    """Return the `Tiles` of a head's queries that see keys."""
+    """Return a head's queries that see keys."""
     begin, before, full, after = _seen_tiles(mask, keys, right, left, BLOCK_Q)
     if mask.tree is not None:
         begin, before, full, after = ending_tiles(mask, keys, begin, before, full, after, BLOCK_Q)
