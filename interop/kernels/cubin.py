@@ -47,7 +47,7 @@ class Pointer(NamedTuple):
 class Descriptor(NamedTuple):
     """A parameter that is a TMA descriptor of one of the launch's tensors.
 
-    `element` and `swizzle` are numbers of CUDA's driver; sizes are in elements.
+    `element` and `swizzle` are CUDA's numbers; sizes are in elements.
     """
 
     operand: int
@@ -59,7 +59,7 @@ class Descriptor(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number as a parameter, and Triton's name of its type, such as "i32"."""
+    """A number as a parameter; `kind` is Triton's, such as "i32"."""
 
     value: int | float
     kind: str
@@ -71,7 +71,7 @@ Parameter = Pointer | Descriptor | Number
 class Compiled(NamedTuple):
     """A kernel for JAX to launch.
 
-    Two addresses of scratch memory follow `parameters`; they are not used. `metadata` is Triton's.
+    Two unused addresses of scratch memory follow `parameters`. `metadata` is Triton's.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Compiled(NamedTuple):
 
 
 def compile_launch(launch: Launch, card: Card) -> Compiled:
-    """Return a launch's kernel for a card; a thread may have compiled it.
+    """Return a launch's kernel for a card.
 
     Raise `NotImplementedError` if no configuration fits the card's shared memory.
     """
@@ -94,7 +94,7 @@ def compile_launch(launch: Launch, card: Card) -> Compiled:
 
 
 def compile_in_thread(launch: Launch, card: Card) -> None:
-    """Compile a launch's kernel in a thread, for `compile_launch`."""
+    """Compile in a thread what `compile_launch` returns."""
 
     def compile() -> None:
         with suppress(Exception):  # `compile_launch` says what is wrong
@@ -147,10 +147,7 @@ def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
 
 
 def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:
-    """Return PTX with the function's parameters declared in another order.
-
-    `order` has the old numbers of the first parameters; others follow.
-    """
+    """Return PTX with the function's first parameters in another order, given by old numbers."""
     found = re.search(rf"\.entry {re.escape(name)}\(([^)]*)\)", ptx)
     assert found is not None, "a kernel without its function"
     declared = [x.strip() for x in found[1].split(",")]
@@ -194,7 +191,6 @@ def _source_class(kernel: Any) -> Any:
 
 
 def _parameters(compiled: Any, arguments: list[Any], launch: Launch) -> Iterator[Parameter]:
-    """Yield a kernel's parameters, made from the launch's arguments."""
     operands = placeholders_of(launch.layouts)
     maps = iter(compiled.metadata.tensordesc_meta or ())
     for x, kind in pairs(arguments, tuple(compiled.src.signature.values())):

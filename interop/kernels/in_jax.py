@@ -1,4 +1,4 @@
-"""Which kernels of `torch_attn` JAX launches; `run_in_jax` launches them."""
+"""Which kernels of `torch_attn` JAX launches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RULES = {"sm80": sm80.supports, "sm90": sm90.supports, "portable": lambda *_: N
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that a family of `torch_attn` runs in JAX, else the reason.
 
-    `folder` is the family's; the rest is as in `Family.supports`.
+    `folder` is the family's.
     """
     for package in ("triton", "torch"):
         if find_spec(package) is None:

@@ -1,7 +1,4 @@
-"""Which kernels of `pallas_attn` PyTorch launches; `run_in_torch` launches them.
-
-JAX runs nothing.
-"""
+"""Which kernels of `pallas_attn` PyTorch launches."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from twin_attention.targets.kernels import Spec
 def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that a family of `pallas_attn` runs in PyTorch, else the reason.
 
-    `folder` is the family's; the rest is as in `Family.supports`.
+    `folder` is the family's.
     """
     attends = isinstance(spec, AttentionSpec | DecodeSpec)
     if not attends or isinstance(spec, BlockSparseSpec | PartialSpec):

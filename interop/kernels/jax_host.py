@@ -1,7 +1,7 @@
 """Describe what a host function of `pallas_attn` does, as a plan for torch.
 
-It is traced once on types. Mosaic GPU kernels are operations of the trace; between them are the
-functions that XLA fuses, kept whole (`pallas_attn.fusions`), and a few that move nothing.
+It is traced once on types. The trace has Mosaic GPU kernels; between them are the functions that
+XLA fuses, kept whole (`pallas_attn.fusions`), and a few that move nothing.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Lower, compile and launch Mosaic GPU kernels of `pallas_attn` for one of torch's streams.
 
-JAX lowers a kernel to a module. A C function of JAX's CUDA plugin compiles it for the current CUDA
-context, and returns the kernel and a C function that launches it. The latter takes the kernel, a
-stream and the addresses of operands, then of results, and encodes the TMA descriptors. JAX's own
-`as_torch_gpu_kernel` calls the same functions, on torch's default stream. Checked with jaxlib
-0.11.2; ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards the lowering.
+A C function of JAX's CUDA plugin compiles a module for the current CUDA context, and returns the
+kernel and a C function. The latter takes the kernel, a stream and the addresses of operands, then
+of results; it encodes the TMA descriptors and launches. JAX's own `as_torch_gpu_kernel` calls the
+same functions, on torch's default stream. Checked with jaxlib 0.11.2;
+``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards the lowering.
 
 If a launch fails, C ends the process. So addresses are checked here, and a thread gets its CUDA
 context before its first launch.
@@ -35,7 +35,7 @@ _threads = threading.local()
 
 
 class Compiled(NamedTuple):
-    """A kernel on one device, kept for as long as the process runs; `launch` is C's."""
+    """A kernel on one device, kept for as long as the process runs."""
 
     kernel: int
     launch: Any
@@ -100,7 +100,6 @@ def _library(path: str) -> Any:
 
 
 def _bind_context(device: int) -> None:
-    """Give this thread the current device's CUDA context."""
     torch.cuda.mem_get_info(device)  # asks CUDA, not torch's allocator
     _threads.devices = getattr(_threads, "devices", frozenset()) | {device}
 

@@ -1,7 +1,7 @@
 """What a host function does, so that another framework can do it instead.
 
 A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates memory, computes a little
-and launches kernels, which all follows from its operands' shapes. A plan lists these steps.
+and launches kernels: a plan lists these steps, which follow from its operands' shapes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 class Value:
     """A contiguous array of a plan, as a step sees it.
 
-    `number` is its memory's: operands have the first numbers, in order. `dtype` is a name.
+    `number` is its memory's: operands have the first numbers, in order.
     """
 
     number: int
@@ -42,11 +42,10 @@ class Kernel(NamedTuple):
 
     Attributes:
         code: a `torch_attn.launch.Launch`, or the operation of a JAX trace.
-        operands: its memory, results included. A NumPy array is a constant; None is memory that no
-            argument uses.
+        operands: its memory, results included; NumPy arrays are constants, None is unused memory.
         read: which operands have values before the launch, by position.
         written: which may have new values after it.
-        zeroed: which of the written operands are 0 before it.
+        zeroed: which of these are 0 before it.
     """
 
     code: Any

@@ -1,8 +1,7 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
-While JAX traces, the host function is planned once on shapes (`torch_host`). Launches become
-operations of JAX's program (`triton_call`), and the few other operations become XLA's. A PyTorch
-without CUDA will do.
+While JAX traces, the host function is planned on shapes (`torch_host`). Launches become operations
+of JAX's program (`triton_call`), the few others become XLA's. A PyTorch without CUDA will do.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ _OPERATIONS = {
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function of a family of `torch_attn`, on arrays in tuples.
 
-    `vmap` merges dense problems into one with a larger batch; for others it calls the kernels once
-    for each element.
+    `vmap` merges dense problems into a larger batch; for others it repeats the launches.
     """
 
     @jax.custom_batching.custom_vmap

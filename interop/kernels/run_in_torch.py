@@ -1,9 +1,9 @@
 """Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
-The host function is planned once for given shapes (`jax_host`), and JAX's CUDA plugin compiles its
-kernels (`mosaic`). A call then allocates and launches what the plan says, so torch's allocator,
-streams and CUDA graphs, and `torch_attn.replay`, work as with any other family. Torch computes what
-XLA would compute between the kernels.
+The host function is planned once for given shapes (`jax_host`), and its kernels are compiled
+(`mosaic`). A call then allocates and launches what the plan says, so torch's allocator, streams and
+CUDA graphs, and `torch_attn.replay`, work as with any other family. Torch computes what XLA would
+compute between the kernels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Launch(NamedTuple):
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function of a family of `pallas_attn`, on tensors in tuples.
 
-    A tensor that is not compact, as JAX's arrays are, is copied; a pool of pages is refused.
+    A tensor that is not compact is copied; such a pool of pages is refused.
     """
     if isinstance(spec, DecodeSpec):
         _check_pools(operands[0])
@@ -69,7 +69,6 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
 
 
 def _check_pools(operands: DecodeOperands[Tensor]) -> None:
-    """Refuse pools that would be copied at each call."""
     for name in ("k_pages", "v_pages"):
         x = getattr(operands, name)
         if not is_compact(x):
@@ -130,10 +129,7 @@ def _sinks_gradient(
 
 
 def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> Tensor:
-    """Return which rows of lse2 and delta belong to a token, padding tokens included.
-
-    Each sequence begins a tile of ROW_PADDING rows. Offsets [N + 1] are clamped.
-    """
+    """Return which rows of lse2 and delta belong to a token, padding tokens included."""
     padding = ROW_PADDING.value
     starts = cu_seqlens.clamp(0, num_rows)
     numbers = torch.arange(len(starts), device=starts.device, dtype=starts.dtype)

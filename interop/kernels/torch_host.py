@@ -1,6 +1,6 @@
 """Describe what a host function of `torch_attn` does, as a plan for JAX.
 
-On tensors of the "meta" device, which hold no values, it only describes its steps. A build of torch
+On tensors of the "meta" device, which have no values, it only describes its steps. A build of torch
 for the CPU will do.
 """
 

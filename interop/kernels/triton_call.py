@@ -1,10 +1,9 @@
 """A kernel of `torch_attn`, written in Triton or Gluon, as an operation of JAX.
 
-`kernel_call` is lowered to jaxlib's ``triton_kernel_call_ffi``, which launches machine code on the
-program's stream. jaxlib passes the operands and then the results to a kernel's parameters, in
-order, and encodes their TMA descriptors. So each parameter gets an operand, and a result shares an
-operand's memory. If a second parameter takes such a result, it gets the result itself; the kernel
-is then recompiled with that parameter last.
+jaxlib's ``triton_kernel_call_ffi`` passes the operands and then the results to a kernel's
+parameters, in order, and encodes their TMA descriptors. So each parameter gets an operand, and a
+result shares an operand's memory. If a second parameter takes such a result, it gets the result
+itself; the kernel is then recompiled with that parameter last.
 
 This uses jaxlib's private API (`pallas_attn.private`); checked with JAX 0.11.2, whose
 ``jaxlib/gpu/triton.proto`` has the fields that are written here.
@@ -58,8 +57,8 @@ class Buffer(NamedTuple):
 class Buffers(NamedTuple):
     """The buffers of a call, in jaxlib's order.
 
-    A result among the operands shares the memory of that result. Results that a parameter takes
-    come first.
+    A result among the operands shares that result's memory. Results that a parameter takes come
+    first.
     """
 
     operands: tuple[Buffer, ...]
@@ -123,7 +122,7 @@ def _call(*inputs, kernel, card):
 def arrange_buffers(
     parameters: Sequence[Parameter], written: tuple[int, ...], zeroed: tuple[int, ...]
 ) -> Buffers:
-    """Return the buffers of a call, from numbers of operands as in `Kernel`.
+    """Return the buffers of a call, from numbers of operands.
 
     Raise `NotImplementedError` if a result has more parameters than jaxlib can give it.
     """

@@ -1,8 +1,8 @@
 """Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
 
 With all queries and keys, a program adds up one tile over batch elements and heads, in order: the
-same bits every time, and no other memory that grows with the square of a length. Otherwise a
-program adds up a row or a column of tiles of one head.
+same bits every time, and no further memory that grows with the square of a length. Otherwise it
+adds up a row or a column of tiles of one head.
 """
 
 import triton
@@ -59,11 +59,10 @@ def flash_bwd_bias_kernel(
     """One program adds up ds over the tiles that share a tile of the sums.
 
     Operands: as in `flash_bwd_dq_kernel`, and sums, a `Bias`. With all queries and keys, it is the
-    gradient itself, in its dtype; programs are (tiles, heads, batch elements) of it, in one axis,
-    tiles fastest, and each adds up `shared` heads and batch elements, shared_heads of each.
-    Otherwise it is [B, Hq, Sq, 1] or [B, Hq, 1, Skv] float32; programs are (tiles of its axis,
-    heads, batch elements). Loop invariant: acc is Σ ds over the tiles so far. Accumulation:
-    float32.
+    gradient itself; programs are (tiles, heads, batch elements) of it, in one axis, tiles fastest,
+    and each adds up `shared` heads and batch elements, shared_heads of each. Otherwise it is [B,
+    Hq, Sq, 1] or [B, Hq, 1, Skv] float32; programs are (tiles of its axis, heads, batch elements).
+    Loop invariant: acc is Σ ds over the tiles so far. Accumulation: float32.
     """
     tiles_q, tiles_kv = tl.cdiv(seq_q, BLOCK_Q), tl.cdiv(seq_kv, BLOCK_KV)
     if sums.of_rows and sums.of_keys:

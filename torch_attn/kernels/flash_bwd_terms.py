@@ -1,7 +1,7 @@
 """Flash attention, backward of the terms added to the scores: sums of ds, recomputed by tile.
 
 The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles whose queries and
-keys start equally far apart have the same distances in the same places: they form a band. A program
+keys start equally far apart form a band: they have the same distances in the same places. A program
 adds up one band, so only its sum is split by distances: the same bits every time, and no memory
 that grows with the square of a length.
 """
@@ -60,8 +60,7 @@ def score_gradients(
 ):
     """Compute ds [BLOCK_Q, BLOCK_KV] of one tile, in float32: the gradient of scaled scores.
 
-    Operands: as in `flash_bwd_dq_kernel`; row: of `padded_row`. Keys before the first, from a
-    negative start_kv on, do not exist.
+    Operands: as in `flash_bwd_dq_kernel`; row: of `padded_row`. start_kv may be negative.
     """
     q = load_own(q_ptr, strides.q, mask, rows, rule, HEAD_DIM)
     # s = scale · q kᵀ
@@ -214,10 +213,7 @@ def _prepare(call: KernelCall) -> Prepared:
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
-    """Return warps and stages in place of the dq kernel's.
-
-    A step loads four tiles, and no accumulator is as wide as a head.
-    """
+    """Return warps and stages: a step loads four tiles, and no accumulator is as wide as a head."""
     size = max(spec.head_dim, spec.head_dim_v)
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and size <= 128 else 1}
 

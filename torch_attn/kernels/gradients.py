@@ -63,7 +63,7 @@ class Passes(NamedTuple):
     """What the fused kernel reads and writes for its `OwnPasses`, or None.
 
     Attributes:
-        dq_rows: dq by its address, if the kernel needs it besides a descriptor.
+        dq_rows: dq by its address, if needed besides a descriptor.
         dout, out, statistics: None if the rows are prepared before.
     """
 
@@ -77,7 +77,7 @@ class Passes(NamedTuple):
 class Sums(NamedTuple):
     """The float32 sums of gradients that a kernel adds to, or None.
 
-    They start at 0; with `passes` the kernel clears those of dq itself.
+    They start at 0, but with `passes` the kernel clears those of dq.
     """
 
     dq: Any = None
@@ -91,7 +91,7 @@ class Fused(NamedTuple):
 
     Attributes:
         postprocess: turns float32 sums into a gradient.
-        sum_columns: returns the columns of the sums, from the head size.
+        sum_columns: returns the sums' columns, from the head size.
         splits: programs may share a tile of keys, and then sum dk and dv too.
         own_passes: its last argument is how many query heads a tile of keys visits.
     """
@@ -109,11 +109,10 @@ class BackwardKernels(NamedTuple):
         dkdv: the kernel of dk and dv, or one for each, with the same operands.
         fused: how the first of `dkdv` also computes dq, where configured.
         dq_prepares_rows: the dq kernel computes lse2 and delta.
-        terms_gradients: compute gradients of terms, by name, in portable kernels. The other kernels
+        terms_gradients: compute gradients of terms, by name, in portable kernels. Other kernels
             then take the terms before the mask. None without terms.
         item_counter: makes a launch's counter, which precedes terms and mask.
         mask_of: makes a kernel's mask; None for ranges that torch computes.
-        num_warps: None for the configuration's.
     """
 
     dq: Kernel
@@ -168,7 +167,7 @@ class Computation:
         terms: tuple[Terms, ...],
         **needs: bool,
     ) -> None:
-        """Launch a kernel with a mask of its own, in which programs count their work."""
+        """Launch a kernel with its own mask and counter."""
         (q, *_), kernels = self.operands, self.kernels
         if kernels.mask_of is not None:
             mask = kernels.mask_of(name, self.operands, self.spec, self.backend)
@@ -231,7 +230,6 @@ def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
 
 
 def _with_added(terms: Terms, q: Tensor, spec: AttentionSpec) -> Terms:
-    """Return terms with the gradients that the fused kernel adds to."""
     shared = shared_gradient(terms.bias, q, spec)
     dbias = terms.dbias if shared.entries is None else shared
     return terms._replace(dbias=dbias, drelative=added_gradient(terms, spec))
@@ -252,10 +250,9 @@ def make_flash_bwd(kernels: BackwardKernels) -> Callable[..., AttentionOperands[
     ) -> AttentionOperands[Tensor]:
         """Launch the backward kernels that the problem has configurations for.
 
-        `dout` is [B, Sq, Hq, Dv], with strides that the family takes; `dlse` [B, Hq, Sq] float32,
-        contiguous, or None; `rest` the forward's `rest_of_lse`, None without terms. Packed
-        sequences have no batch axis. Return the gradient of each operand that is not frozen,
-        contiguous.
+        `dout` [B, Sq, Hq, Dv] has strides that the family takes, `dlse` [B, Hq, Sq] float32 is
+        contiguous or None, `rest` the forward's `rest_of_lse` or None. Packed sequences have no
+        batch axis. Return the gradient of each operand that is not frozen, contiguous.
         """
         rows = (spec.batch, spec.heads_q, num_padded_rows(spec))
         lse2, delta = (lse.new_empty(rows) for _ in range(2))

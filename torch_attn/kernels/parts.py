@@ -11,7 +11,7 @@ def result_memory(
 ) -> tuple[Tensor, Tensor]:
     """Return where a part's out and lse are written: a carry's memory, or new memory.
 
-    The last out is in q's dtype, so it has its own memory.
+    The last out has its own: it is in q's dtype.
     """
     if carry is None or spec.last:
         dtype = q.dtype if spec.last else torch.float32

@@ -178,9 +178,8 @@ def combine_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `combine` in float32, one part at a time, which saves memory.
 
-    With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and ``d lse_n =
-    w_n (dp_n - Σ_m w_m dp_m + dlse)``. dout is [B, S, H, Dv], dlse [B, H, S] float32 or None, outs
-    [N, B, S, H, Dv] and lses [N, B, H, S]; so are their gradients, contiguous.
+    The formulas are in `portable.combine_bwd`. dout is [B, S, H, Dv], dlse [B, H, S] float32 or
+    None, outs [N, B, S, H, Dv] and lses [N, B, H, S]; so are their gradients, contiguous.
     """
     # A row that saw no key in any part would have NaN; a part that saw none has weight 0.
     weight = lses.softmax(0).masked_fill_(lses == -torch.inf, 0)

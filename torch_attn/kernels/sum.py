@@ -23,8 +23,8 @@ _LAUNCHERS_MAX = 1024
 def sum_rows_kernel(out_ptr, x_ptrs, place_ptrs, x_strides, num_rows, width, BLOCK: tl.constexpr):
     """One program sums a row of float32 tensors, in their order, and rounds it once.
 
-    Result [B, num_rows, width], inputs [B, any, width], places [num_rows] as in `sum_rows`;
-    x_strides are between batch elements.
+    The result is [B, num_rows, width], the tensors [B, any, width], with x_strides between batch
+    elements.
     """
     row, batch = tl.program_id(0) % num_rows, (tl.program_id(0) // num_rows).to(tl.int64)
     for start in range(0, width, BLOCK):

@@ -1,9 +1,9 @@
 """List the tiles that each tile of rows visits, in the kernel that runs before the explicit ones.
 
 Segment ids and ends of keys are data on the device, and all roles of an explicit kernel must visit
-the same tiles. So a kernel lists them, once per launch for all heads: tiles that need a mask, and
-tiles that every row sees in full (Wang et al. 2024, FlashMask). Ids and ends are unchecked: a list
-has only tiles that the window shows, and omits none that is seen.
+the same tiles. So a kernel lists them once for all heads: tiles that need a mask, and tiles that
+every row sees in full (Wang et al. 2024, FlashMask). Ids and ends are unchecked: a list has only
+tiles that the window shows, and omits none that is seen.
 """
 
 import torch
@@ -274,7 +274,6 @@ def check_lists(call: KernelCall, of_keys: bool) -> None:
 
 
 def _num_tiles(spec: AttentionSpec, of_keys: bool, block_q: int, block_kv: int) -> tuple[int, int]:
-    """Return how many lists there are, and how many tiles one may have."""
     sides = [(spec.seq_q, block_q), (spec.seq_kv, block_kv)]
     stays, visited = sides if of_keys else reversed(sides)
     return spec.batch * num_sequence_tiles(spec, *stays), max(triton.cdiv(*visited), 1)

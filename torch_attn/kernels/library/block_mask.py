@@ -1,9 +1,8 @@
 """Block masks: the tiles that a list keeps, out of those visible to some rows.
 
 A list (`twin_attention.contract.block_mask.BlockMask`) has tiles of the other axis in increasing
-order. So those that the window hides are at its two ends, those visible in full are adjacent, and a
-program walks the listed tiles' concatenated rows like dense rows. Lists are unchecked data: counts
-are clamped to the lists, tiles to the tensors.
+order. So a program walks the listed tiles' concatenated rows like dense rows, of which some at both
+ends are hidden. Lists are unchecked data: counts are clamped to them, tiles to the tensors.
 """
 
 from typing import Any, NamedTuple
@@ -24,8 +23,7 @@ class Lists(NamedTuple):
     """The lists of a block mask, of keys for each tile of queries, or the other way round.
 
     Attributes:
-        counts: tiles of each list, int32.
-        tiles: the lists, `width` tiles each, int32.
+        counts, tiles: tiles of each list, and the lists of `width` tiles, int32.
         batch_stride, head_stride: lists per sequence and per head, 0 if all share theirs.
         tile, tile_other: rows of a tile that has a list, and of a listed tile.
         of_group: lists of a kv head's query heads: one each, or one for all.
@@ -54,8 +52,8 @@ def find_list(lists, batch, head, tile):
 def kept_tiles(lists, rows, head, begin, before, full, after, BLOCK: tl.constexpr):
     """Narrow the result of `visible_tiles` to the tiles that a head's list keeps.
 
-    BLOCK divides `lists.tile_other`. Return the list, 0 without lists; and (begin, before, full,
-    after) of the listed tiles' concatenated rows.
+    BLOCK divides `lists.tile_other`. Return the list, or 0; and (begin, before, full, after) of the
+    listed tiles' concatenated rows.
     """
     list_ptr = 0
     if lists is not None:
@@ -70,7 +68,6 @@ def kept_tiles(lists, rows, head, begin, before, full, after, BLOCK: tl.constexp
 def _count_kept(
     list_ptr, count, begin, before, full, after, BLOCK: tl.constexpr, TILE: tl.constexpr
 ):
-    """Do `kept_tiles` for the first `count` tiles of TILE rows of a list."""
     # Tiles from `whole` to `whole_end` are visible in full.
     first = begin // TILE
     whole = tl.cdiv(begin + before * BLOCK, TILE)

@@ -14,8 +14,8 @@ WEYL = tl.constexpr(dropout.WEYL)
 def kept_pairs(terms, rows, others, OF_KEYS: tl.constexpr = False, ANY_START: tl.constexpr = False):
     """Return a tile's dropout weights, [BLOCK, BLOCK_OTHER] float32; 1 without dropout.
 
-    Without ANY_START, tiles start at multiples of their sizes, counted from the sequence's first
-    row. If one thread has all eight pairs of a block, they are drawn once.
+    Without ANY_START, tiles start at multiples of their sizes in the sequence. If one thread has
+    all eight pairs of a block, they are drawn once.
     """
     weights = 1.0
     if terms.seed is not None:
@@ -68,6 +68,6 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _product(x, multiplier: tl.constexpr):
-    """Return the upper and the lower 32 bits: one instruction gives both."""
+    """Return both halves of a product: one instruction gives both."""
     product = x.to(tl.uint64) * multiplier
     return (product >> 32).to(tl.uint32), product.to(tl.uint32)

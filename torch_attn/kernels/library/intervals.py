@@ -1,7 +1,7 @@
 """Intervals: each row of one part of a sequence sees an interval of another part's rows.
 
-The bounds are data on the device, and never decrease. So those of a tile's first and last rows say
-which tiles it visits.
+The bounds are data on the device that never decrease, so a tile's first and last rows say which
+tiles it visits.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Trees of new tokens: which of their keys a query sees in addition to the older keys.
 
-A token sees new token u if ``u <= token < ends[u]``: its ancestors and itself. `new` is negative
-for an older key, and past all tokens for a nonexistent one.
+A token sees new token u if ``u <= token < ends[u]``. `new` is negative for an older key, and past
+all tokens for a nonexistent one.
 """
 
 from typing import Any, NamedTuple
@@ -14,10 +14,7 @@ from twin_attention.contract.operands import DecodeOperands, PagedOperands
 
 
 class TreeEnds(NamedTuple):
-    """Ends of new tokens, [B, T], or [Tq] of packed tokens, int32.
-
-    `stride` is from one sequence, or one packed token, to the next.
-    """
+    """Ends of new tokens, [B, T] or [Tq], int32, and the stride between sequences or packed tokens."""
 
     ends: Any
     stride: Any = None
@@ -25,7 +22,7 @@ class TreeEnds(NamedTuple):
 
 @triton.jit
 def tree_mask(s, ends_ptr, token, new, exists):
-    """Hide keys that a token does not see; `ends_ptr` points to the sequence's first token."""
+    """Hide keys that a token does not see; `ends_ptr` points to the sequence's first."""
     end = tl.load(ends_ptr + new, mask=exists & (new >= 0), other=2147483647)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
     return tl.where(seen, s, float("-inf"))
@@ -35,7 +32,7 @@ def tree_mask(s, ends_ptr, token, new, exists):
 def tree_words(ends_ptr, token, TOKENS: tl.constexpr):
     """Return which tokens each row's token sees, as bits of two words; TOKENS is at most 64.
 
-    A tile of keys then needs no load of ends, whose buffers would take shared memory.
+    Tiles of keys then load no ends, whose buffers would take shared memory.
     """
     low = _tree_word(ends_ptr, token, 0, TOKENS)
     high = low

@@ -33,8 +33,7 @@ class Cache(NamedTuple):
     `torch_attn.kernels.library.mask.Mask`.
 
     Attributes:
-        tables: [B, max_pages], int32.
-        lens: [B], int32.
+        tables, lens: [B, max_pages] and [B], int32.
         k_scale, v_scale: [] or [Hkv], float32, or None; their strides are 0 if heads share one.
     """
 
@@ -64,10 +63,7 @@ def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left):
 
 @triton.jit
 def keys_of_tokens(length, tokens, first, last, window_left):
-    """Return begin and end of the keys that tokens first .. last see, none if `first` is no token.
-
-    Token t is at position length - tokens + t.
-    """
+    """Return begin and end of the keys that tokens first .. last see, none if `first` is no token."""
     diagonal = length - tokens
     end = tl.where(first < tokens, tl.maximum(diagonal + last + 1, 0), 0)
     begin = 0
@@ -78,10 +74,7 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 
 @triton.jit
 def tiles_at_edges(position, last_position, first, count, window_left, BLOCK: tl.constexpr):
-    """Divide tiles first .. first + count into (before, full, after), as `visible_tiles` does.
-
-    The queries are at position .. last_position.
-    """
+    """Divide tiles into (before, full, after), as `visible_tiles` does, for some positions."""
     before = 0
     if window_left is not None:
         begin = tl.cdiv(tl.maximum(last_position - window_left, 0), BLOCK)
@@ -121,9 +114,9 @@ def locate_keys(
     BLOCK_KV: tl.constexpr,
     PAST_2G: tl.constexpr,
 ):
-    """Return the pages and slots of keys from `start` on, 64-bit if PAST_2G.
+    """Return the pages and slots of keys, 64-bit if PAST_2G.
 
-    Table entries past the last page are not read. A page id out of range is clamped to the pool.
+    Table entries past the last page are not read; page ids are clamped to the pool.
     """
     offset = tl.arange(0, BLOCK_KV)
     if PAGE_SIZE % BLOCK_KV == 0:
@@ -186,7 +179,7 @@ def rows_at(
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Return pointers to rows ``[*index]``, and which of their elements exist.
+    """Return pointers to rows ``[*index]``, and which elements exist.
 
     `index` has a scalar or a vector for each leading dimension.
     """

@@ -1,7 +1,7 @@
 """Prefixes: which sequences of a batch begin with the same pages, and how many they share.
 
-Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all begin
-with, before any new token.
+Sequences with the same first page form tiles. A tile's prefix is the pages that all begin with,
+before any new token.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """8-bit caches: int8, and float8_e4m3fn as its bits (uint8).
 
 A decode reads packed pairs: each int16 holds two columns. Upcast to float16, the even and the odd
-columns form two tiles, and so do q and the output. A 16-bit cache has tuples of one tile, and an
-UPCAST (`twin_attention.targets.ptx.Upcast`) of None.
+columns form two tiles, and so do q and the output. A 16-bit cache has one tile, and an UPCAST
+(`twin_attention.targets.ptx.Upcast`) of None.
 """
 
 import torch
@@ -58,7 +58,7 @@ def load_q(
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return the tiles of q, of SIZE columns without padding, and the scale of each row's scores."""
+    """Return q's tiles, of SIZE columns without padding, and the scale of each row's scores."""
     if UPCAST is None:
         q = (load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE),)
     else:
@@ -147,8 +147,8 @@ def upcast_bytes(x, FLOAT8: tl.constexpr):
 def to_float16(x, y):
     """Return two tiles of the same rows as float16, and the factor that divided each row.
 
-    A bfloat16 row may exceed float16's range, so a power of two brings its largest element to 2^13
-    .. 2^14. That is exact except below 2^-31 of the largest.
+    A bfloat16 row may exceed float16's range, so a power of two brings its largest element to
+    2^13 .. 2^14, exactly except below 2^-31 of it.
     """
     factor = tl.full([x.shape[0]], 1.0, tl.float32)
     if x.dtype == tl.bfloat16:

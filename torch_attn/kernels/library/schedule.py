@@ -14,8 +14,8 @@ from twin_attention.targets.schedule import heads_together
 def longest_first(num_tiles, together):
     """Return a program's head and tile, for heads whose later tiles take longer.
 
-    A GPU starts programs in order. One head follows another, each with its last tile first. The
-    last `together` heads (`heads_together`) are interleaved: the grid ends with the shortest tiles.
+    GPUs start programs in order. One head follows another, last tile first. The last `together`
+    heads (`heads_together`) are interleaved: the grid ends with the shortest tiles.
     """
     place = tl.num_programs(0) - 1 - tl.program_id(0)  # counted from the end
     together = tl.minimum(together, tl.num_programs(0) // num_tiles)

@@ -82,7 +82,7 @@ def tanh(x):
 def attention_mask(s, position, key, end, window_left, window_right):
     """Hide keys that a query at `position` does not see, or from `end` on.
 
-    Positions and keys have any one origin. `end` is None if all exist, or are not stored.
+    `end` is None if all keys exist, or are not stored.
     """
     if end is not None:
         s = tl.where(key < end, s, float("-inf"))

@@ -1,8 +1,8 @@
 """Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
 
 Ids come in any order. The host computes their range for every BLOCK_TOKENS tokens. A program visits
-the tiles from the first to the last block whose range overlaps its own, and masks all by ids. Tiles
-before the first block with padding are loaded without a mask, so these loads do not wait for ids.
+the tiles from the first to the last block whose range overlaps its own, and masks all by ids. Those
+before the first block with padding are loaded without a mask, so their loads do not wait for ids.
 Padding has negative ids and may hold NaN, so it is loaded as 0.
 """
 
@@ -96,8 +96,8 @@ def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
 def segment_ranges(ids: Tensor) -> Tensor:
     """Return the ranges of ids [B, S] for every BLOCK_TOKENS tokens, [B, 3, blocks] int32.
 
-    They are the least id that is not negative, or LARGEST; the greatest; and the least of all,
-    negative in a block with padding.
+    They are the least nonnegative id, or LARGEST; the greatest; and the least, negative in a block
+    with padding.
     """
     ids = in_blocks(ids, VISITED.value)
     batch, blocks, _ = ids.shape

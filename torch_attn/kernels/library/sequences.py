@@ -3,9 +3,7 @@
 A tile never holds two sequences, so each gives the same bits as alone. The host does not know the
 lengths, so sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, at least as many as it
 needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
-
-Offsets are unchecked data, clamped to the tensors; the search always ends. The first counts as 0,
-so no row comes before all sequences.
+Offsets are unchecked data, clamped to the tensors; the first counts as 0.
 """
 
 from typing import Any, NamedTuple
@@ -51,9 +49,9 @@ def locate_tile(
     """Find the sequence that owns a tile.
 
     Return (sequence, first, start, end, first_other, size_other): the sequence's first row, the
-    tile's first row and the end of the sequence's rows, all within the axis; the sequence's first
-    row on the other axis, and how many it has there. A tile after its sequence's last one belongs
-    to an empty sequence: start and end are first, and size_other is 0.
+    tile's first row and the end of the sequence's rows; the sequence's first row on the other axis,
+    and how many it has there. A tile after its sequence's last one belongs to an empty sequence:
+    start and end are first, and size_other is 0.
     """
     sequence = find_sequence(cu_seqlens_ptr, tile, num_sequences, BLOCK)
     return rows_of_tile(
@@ -94,11 +92,9 @@ def locate_tokens(
 
     The first tiles of all sequences come before the others, so that in a batch of single tokens the
     first programs have all the work. Among the others, sequence n owns the tiles from
-    ``cu_seqlens[n] * ROWS // BLOCK`` on.
-
-    Return (sequence, first, tokens, start): the sequence's first token and how many it has; the
-    tile's first row, counted from the sequence's first. A tile after its sequence's last one starts
-    after the sequence's rows.
+    ``cu_seqlens[n] * ROWS // BLOCK`` on. Return (sequence, first, tokens, start): the sequence's
+    first token and how many it has; the tile's first row, counted from the sequence's, which for a
+    tile too many is after its last.
     """
     owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
     return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)
@@ -127,9 +123,9 @@ def first_tile(first, sequence, BLOCK: tl.constexpr):
 
 @triton.jit
 def padded_row(head, num_rows, num_sequences, first, sequence):
-    """Return where a sequence of a head begins in padded lse2 and delta.
+    """Return where a sequence begins in padded lse2 and delta.
 
-    `head` counts the heads of all batch elements, int64. `num_sequences` is None if dense.
+    `head` counts the heads of all batch elements, int64.
     """
     row = head * count_sequence_tiles(num_rows, num_sequences, ROW_PADDING) * ROW_PADDING
     if num_sequences is not None:

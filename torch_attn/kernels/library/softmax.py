@@ -65,8 +65,7 @@ def rest_of_lse(lse, m_i, l_safe):
 def load_lse(lse2_ptr, terms, first, rows):
     """Load lse2 and rest2 of padded rows.
 
-    lse2 is lse in base 2, and rest2 is 0. With added terms, lse2 is lse itself, and rest2 the
-    `rest_of_lse` in base 2.
+    They are lse in base 2 and 0; with added terms, lse itself and `rest_of_lse` in base 2.
     """
     rest2 = 0
     if terms.rest2 is not None:

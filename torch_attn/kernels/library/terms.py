@@ -30,9 +30,9 @@ class Bias(NamedTuple):
     Attributes:
         entries: [B, Hq, Sq, Skv], or 1 in place of any.
         batch, head, row: strides in elements, 0 for an axis of 1.
-        align: a divisor of the strides: how wide a load may be.
+        align: divides the strides: how wide a load may be.
         of_rows, of_keys: it has more than one row, more than one key.
-        boxes: TMA descriptor of the entries, or None.
+        boxes: TMA descriptor of the entries.
         adds: batch elements share the gradient, and a kernel adds each one's part.
     """
 
@@ -53,15 +53,14 @@ class Terms(NamedTuple):
     Kernels compare single attributes: Triton 3.6 cannot compare a tuple that holds None.
 
     Attributes:
-        relative: [Hq, 2R + 1].
+        relative: [Hq, 2R + 1], with radius R.
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
         seed: [2] int32 or uint32.
         dbias: the bias's gradient, if a kernel stores it.
         drelative: [Hq, 2R + 1] float32, the table's gradient, if a kernel adds to it.
         rest: `softmax.rest_of_lse` of a forward, shaped as lse.
         rest2: the same in base 2, for a backward, shaped as lse2.
-        radius: R.
-        of_batch: from one batch element's slopes to the next's, 0 if they share them.
+        of_batch: from one batch element's slopes to the next's, or 0.
         count: batch elements with slopes.
         falling: no query sees a key after it.
     """
@@ -153,7 +152,7 @@ def bias_tile(
 ):
     """Return the pointers to a tile of a bias, with one row or column for an axis of 1.
 
-    Nonexistent queries get the last query's pointers, nonexistent keys pointers past the end.
+    Nonexistent queries get the last query's, nonexistent keys pointers past the end.
     """
     query = tl.minimum(start_q + tl.arange(0, BLOCK_Q), seq_q - 1).to(tl.int64)
     key = start_kv + tl.arange(0, BLOCK_KV)
@@ -246,9 +245,9 @@ def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
 
 
 def is_multiplied(dbias: Bias, q: Tensor) -> bool:
-    """Return True if a bias' gradient has q's dtype, as products take it, and TMA can store it.
+    """Return True if a bias' gradient, if any, has q's dtype, as products and the store take it.
 
-    TMA stores rows of a multiple of 16 bytes. True without a gradient.
+    TMA stores rows of a multiple of 16 bytes.
     """
     values = dbias.entries
     if values is None:

@@ -1,9 +1,9 @@
 """Tiles: which tiles a row sees, and how a head's rows and columns are read and written.
 
 A view may span more than 2^31 elements. Indices of rows, heads, pages and parts have 32 bits; every
-kernel widens one to 64 bits before it multiplies it by a stride. Rows counted from a tile's first
-keep 32 bits, unless the tile spans 2^31 elements (`load_tile`), and so do pages and slots of a pool
-whose heads span less.
+kernel widens one to 64 bits before it multiplies it by a stride. Rows within a tile keep 32 bits,
+unless it spans 2^31 elements (`load_tile`), and so do pages and slots of a pool whose heads span
+less.
 """
 
 import math
@@ -58,9 +58,9 @@ def visible_tiles(
 ):
     """Return which tiles of the other axis the rows start .. start + BLOCK see.
 
-    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left .. p +
-    right`` (None is unlimited). Queries see keys with the window's (left, right) and ``diagonal =
-    seq_kv - seq_q``, keys see queries with (right, left) and its negative.
+    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
+    p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
+    ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
 
     Return (begin, before, full, after): the first visible tile starts at `begin`; from there
     `before` tiles need a mask, then `full` tiles need none, then `after` tiles need one.

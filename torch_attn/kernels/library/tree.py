@@ -2,9 +2,8 @@
 
 Key j is seen by the queries before ``ends[j]`` that `causal` allows. The host computes the greatest
 and the least end of every BLOCK_TOKENS keys. A tile of keys is skipped if no end is after the first
-query, and needs no mask if all ends are after the last query. The remaining tiles form runs: in
-depth-first order, one for each stretch of the path from the root. A program walks each run like
-dense rows. The queries of a tile of keys are one run.
+query, and needs no mask if all are after the last. The others form runs: in depth-first order, one
+for each stretch of the path from the root. The queries of a tile of keys are one run.
 
 A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
 Ends and depths are unchecked data: a program visits only tiles that the window shows.
@@ -97,10 +96,7 @@ def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return begin and end of the next run of one kind from `tile` on, 0 or the end of a run.
-
-    Without a tree, the run has all tiles of the kind.
-    """
+    """Return begin and end of the next run of one kind from `tile` on, 0 or the end of a run."""
     if mask.tree is None:
         begin, stop = 0, count_tiles(tiles.before, tiles.full, tiles.after, MASKED)
     else:
@@ -120,7 +116,6 @@ def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return which tiles are visited with a mask, or which without."""
     exists = (tile >= 0) & (tile < tiles.before + tiles.full + tiles.after)
     # Ranges begin with the batch element, or the first packed sequence.
     row = rows.first_other + tiles.begin + tile * BLOCK
@@ -166,7 +161,7 @@ def ending_tiles(mask, keys, begin, before, full, after, BLOCK: tl.constexpr):
 def tree_ranges(ends: Tensor, reach: Tensor | None) -> Tensor:
     """Return ranges for every BLOCK_TOKENS keys [B, Skv] or [Tkv], [B, blocks, 2] int32.
 
-    They are the greatest and the least end; with `reach`, its greatest and least follow, 4 in all.
+    They are the greatest and the least end, then the same of reach, 4 in all.
     """
     values = [in_blocks(x.view(-1, x.shape[-1]), 0) for x in (ends, reach) if x is not None]
     batch, blocks, _ = values[0].shape

@@ -53,10 +53,9 @@ def append_kv_kernel(
     """One program writes BLOCK_HEADS heads of one token of one sequence.
 
     Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], and a `Cache`. Grid: (head tiles, tokens,
-    batch) in one axis. Token t goes to position ``len - TOKENS + t``; a position outside the table,
-    or a page outside the pool, is not written. Packed tokens: k_new [Tq, Hkv, D], v_new [Tq, Hkv,
-    Dv] and cu_seqlens [B + 1]; grid: (head tiles, tiles of one row of `locate_tokens`). Padding is
-    not written.
+    batch) in one axis. Token t goes to position ``len - TOKENS + t``; one outside the table, or a
+    page outside the pool, is not written. Packed tokens: [Tq, Hkv, D], [Tq, Hkv, Dv] and cu_seqlens
+    [B + 1]; grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
 
     rotation: a `Rotation` of num_positions, or None. It rotates keys in float32, and queries q of
     the same tokens, or None; q_out is contiguous and 0 in the padding. Tiles of heads cover q's

@@ -50,7 +50,6 @@ class Cascade(NamedTuple):
         prefixes: shared keys of each sequence, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
         maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
-        num_states: N.
         block_kv: keys of a tile of shared keys.
     """
 
@@ -198,8 +197,7 @@ def attend_to_shared_pages(
 ) -> tuple[Cascade, CascadeTiles] | None:
     """Launch `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
 
-    `block_kv` is the decode's. An 8-bit pool is packed. On SM90 the next launch may start while
-    this runs.
+    `block_kv` is the decode's. An 8-bit pool is packed.
     """
     tile = cascade_tile(spec)
     if tile is None:

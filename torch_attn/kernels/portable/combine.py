@@ -133,7 +133,7 @@ def merge_splits(
     """Launch `combine_kernel` on the splits of a paged decode.
 
     `block_kv` is the decode's; None if every split has written its part, even without keys. On SM90
-    the merge starts while the decode still runs; the decode expects this.
+    the merge starts early, as the decode expects.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
@@ -152,7 +152,6 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> None:
-    """Launch the kernel; `decode` is given if the states are splits."""
     overlap = decode is not None and backend.target == "sm90"
     launch(
         "combine",

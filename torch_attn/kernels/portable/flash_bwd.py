@@ -168,10 +168,10 @@ def flash_bwd_dkdv_kernel(
 
     Operands: as in `flash_bwd_dq_kernel`, with the mask of a kernel that visits queries; dk [B,
     Skv, Hkv, D] and dv [B, Skv, Hkv, Dv] contiguous. Grid: (key tiles · kv heads · batch), in the
-    order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys down, queries across), so
-    that they can be left operands directly. Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over
-    the query heads and queries so far. Accumulation: float32, exponents in base 2, p and ds cast to
-    the inputs' dtype. A key that no query sees gives 0.
+    order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys down), so that they can be
+    left operands directly. Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads
+    and queries so far. Accumulation: float32, exponents in base 2, p and ds cast to the inputs'
+    dtype. A key that no query sees gives 0.
     """
     # Locate the tile of keys.
     heads_kv = heads_q // GROUP_SIZE

@@ -169,7 +169,6 @@ def _store_rows(
     sinks_ptr, out_ptr, lse_ptr, row_max_ptr, rest_ptr, rows, m_i, l_i, acc, seq_q, heads_q,
     HEAD_DIM_V: tl.constexpr,
 ):  # fmt: skip
-    """Add the sink, normalise, and store each result whose pointer is given."""
     ADDED: tl.constexpr = rest_ptr is not None
     head_row = (rows.batch * heads_q + rows.head) * seq_q
     exists = rows.rows < rows.end

@@ -1,8 +1,7 @@
 """Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys.
 
-The new tokens of all sequences are packed (`sequences`). Otherwise it works like a paged decode.
-FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
-(Kwon et al. 2023).
+Like a paged decode, but with packed tokens (`sequences`). FlashAttention-2 (Dao 2023) and
+Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
 """
 
 import torch
@@ -84,10 +83,9 @@ def paged_attention_kernel(
 
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
     group. Operands and accumulation: as in `paged_decode_kernel`, without a cascade; q [Tq, Hq, D];
-    cu_seqlens_q [B + 1], int32; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]: the result if
-    there is one split, otherwise the parts, and then sinks are None. Grid: (kv heads, row tiles of
-    `locate_tokens`) in one axis, kv heads fastest, and splits. A row that sees no key, such as
-    padding, gives 0, and -inf or its sink.
+    cu_seqlens_q [B + 1], int32; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq], without sinks if
+    there are several splits. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
+    fastest, and splits. A row that sees no key, such as padding, gives 0, and -inf or its sink.
 
     SKIPS_MASKS: tiles of keys that all rows see have a separate loop, without a mask. PDL: a launch
     that depends on this one may begin to start.

@@ -28,7 +28,7 @@ class Rows(NamedTuple):
         first_other, size_other: its first row, and how many it has, on the other axis.
         diagonal: position on the other axis of row 0.
         ids, exists: segments of the rows, and which are not padding.
-        ids_other, ranges: segments of the other axis, and their `segment_ranges`.
+        ids_other, ranges: the other axis's segments and `segment_ranges`.
         begins, ends: intervals that the rows see.
     """
 

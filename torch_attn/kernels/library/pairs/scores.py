@@ -30,11 +30,9 @@ def pair_scores(
 ):
     """Compute a tile's scores; everything that changes or hides a score is applied here.
 
-    `a` and `b` are the own and the visited rows of q and k. MASKED: the tile has hidden keys.
-    OF_KEYS: the own rows are keys. ANY_START: others may begin before the first key.
-
-    Return (s, dcap), float32: a · bᵀ scaled, with terms, capped and masked; and the cap's
-    derivative, 1 without one.
+    a, b: the own and the visited rows. MASKED: the tile has hidden keys. OF_KEYS: the own rows are
+    keys. ANY_START: others may begin before the first key. Return (s, dcap), float32: a · bᵀ
+    scaled, with terms, capped and masked; and the cap's derivative, or 1.
     """
     seen = None
     if MASKED and mask.intervals is not None:

@@ -32,10 +32,8 @@ class Tiles(NamedTuple):
 class Visited(NamedTuple):
     """A visited tile of the other axis.
 
-    Attributes:
-        head: the query head.
-        ids, exists: segments of the rows, and which are to be loaded; 0 without segments.
-        stored, stored_end: its first row in the tensors, and the end of the sequence's rows.
+    `ids` and `exists` are the rows' segments, and which are to be loaded; 0 without segments.
+    `stored` is its first row in the tensors, `stored_end` the end of the sequence's rows.
     """
 
     head: Any
@@ -74,7 +72,6 @@ def tiles_of_queries(mask, keys, head_q, left, right, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr):
-    """Return the tiles that the window, intervals and segments show."""
     if mask.intervals is not None:
         begin, before, full, after = tiles_of_intervals(rows, BLOCK_OTHER)
     else:
