@@ -70,7 +70,7 @@ class _Writer:
         return [value(x) for x in jaxpr.outvars]
 
     def plan(self, results: Any) -> Plan:
-        """Return the plan, in which arrays in the same memory have the same number."""
+        """Return the plan, with one number for each memory."""
         used: list[Any] = [results]
         for step in self._steps:
             if isinstance(step, Kernel):

@@ -110,7 +110,7 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
 
 
 def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any, ...]:
-    """Return the operands that torch writes in place; in JAX they are results."""
+    """Return the operands that torch writes in place: JAX's results."""
     written: tuple[Any, ...] = ()
     if operation == "append_kv":
         written = (operands[0].k_pages, operands[0].v_pages)

@@ -163,7 +163,7 @@ def compiled_plan(
     device: torch.device,
     changes: Any,
 ) -> tuple[tuple[_Launch | Operation, ...], Any]:
-    """Plan a host function and compile its kernels; return the steps and results."""
+    """Plan a host function, compile its kernels; return steps and results."""
     # JAX starts on the card to compile for it; it must not reserve most of the memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     function = backend.family.function(operation)

@@ -147,7 +147,7 @@ def arrange_buffers(
 def _opaque(
     name: str, compiled: Compiled, capability: int, buffers: Buffers, sizes: dict[int, int]
 ) -> bytes:
-    """Return what jaxlib launches; `sizes` has the bytes of results that start at 0."""
+    """Return what jaxlib launches; `sizes` are the bytes to zero, by result."""
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")

@@ -219,7 +219,7 @@ def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
 
 
 def sums_of_distances(tiles: Tensor, sums: Tensor, bands: Bands) -> Tensor:
-    """Return the sums over each clipped distance [Hq, 2R + 1] from those of the bands."""
+    """Return the bands' sums over each clipped distance, [Hq, 2R + 1]."""
     heads, near, block_q, block_kv = tiles.shape
     # Row i of a tile, counted from the last query, moves i columns to the right.
     skewed = pad(tiles.flip(2), (0, block_q)).flatten(2)[..., :-block_q]

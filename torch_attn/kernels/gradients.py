@@ -1,4 +1,4 @@
-"""Run the backward with the same sequence of kernels in every family."""
+"""Run the backward's kernels, in every family."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class Computation:
 
     @cached_property
     def computed_mask(self) -> Mask:
-        """Return the mask over queries, with ranges that torch computes."""
+        """Return the mask with ranges that torch computes."""
         return mask_of_keys(self.operands, self.spec)
 
     def prepare_rows(self) -> None:
@@ -197,7 +197,7 @@ def launch_dkdv(x: Computation) -> None:
 
 
 def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
-    """Launch the kernel of all gradients and its passes; return the terms with gradients."""
+    """Launch the fused kernel and its passes; return the terms with gradients."""
     spec, (q, *_), lse2 = x.spec, x.operands, x.statistics.lse2
     splits = fused.splits and _splits_group(spec, x.backend, q.device)
     own = OwnPasses()

@@ -69,7 +69,7 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Tensor, Tensor]:
-    """Add the operands' keys to a result, in float32 except for the last part."""
+    """Add the operands' keys to a result, in float32 until the last part."""
     q = operands.q
     if carry is None or lse is None:
         carry, lse = result_memory(q, None, None, replace(spec, last=False))

@@ -14,7 +14,7 @@ from twin_attention.contract.operands import DecodeOperands, PagedOperands
 
 
 class TreeEnds(NamedTuple):
-    """Ends of new tokens, [B, T] or [Tq], int32, and the stride between sequences or packed tokens."""
+    """Ends of new tokens, [B, T] or [Tq] int32; `stride` is between sequences or packed tokens."""
 
     ends: Any
     stride: Any = None

@@ -9,7 +9,7 @@ from torch_attn.layouts import Layout
 
 
 class StateStrides(NamedTuple):
-    """Strides of states [N, B, S, H, Dv], or of their log-sum-exps [N, B, H, S]; without N too."""
+    """Strides of outputs [N, B, S, H, Dv] or log-sum-exps [N, B, H, S]; `state` may be None."""
 
     state: Any
     batch: Any
@@ -63,7 +63,7 @@ def keys_of_sequence(lens_ptr, batch, capacity, tokens, window_left):
 
 @triton.jit
 def keys_of_tokens(length, tokens, first, last, window_left):
-    """Return begin and end of the keys that tokens first .. last see, none if `first` is no token."""
+    """Return begin and end of the keys that tokens first .. last see; none if past the tokens."""
     diagonal = length - tokens
     end = tl.where(first < tokens, tl.maximum(diagonal + last + 1, 0), 0)
     begin = 0

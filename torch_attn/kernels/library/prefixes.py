@@ -1,4 +1,4 @@
-"""Prefixes: which sequences of a batch begin with the same pages, and how many they share.
+"""Prefixes: which sequences begin with the same pages, and how many they share.
 
 Sequences with the same first page form tiles. A tile's prefix is the pages that all begin with,
 before any new token.

@@ -38,7 +38,7 @@ def as_bits(pages: Tensor) -> Tensor:
 
 
 def swizzled_alike(block_dv: int, block_d: int) -> int:
-    """Return the padded columns of a packed tile of v that let wgmma read it as it reads k's.
+    """Return the padded columns of a packed tile of v that wgmma reads as it reads k's.
 
     Tiles of k and v share memory in turn. If their rows need different swizzles (up to 64 columns
     of float16, 128 bytes), ptxas 12.8 of Triton 3.6 takes v's address from a register that was

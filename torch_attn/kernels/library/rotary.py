@@ -20,7 +20,7 @@ class Rotation(NamedTuple):
 
 @triton.jit
 def load_rotation(rotation, position, num_positions, PAIRS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load a position's cosine and sine, [1, BLOCK] float32; NaN if there is no such position."""
+    """Load a position's cosine and sine, [1, BLOCK] float32; NaN out of range."""
     pair = tl.arange(0, BLOCK)[None, :]
     exists = (pair < PAIRS) & (position >= 0) & (position < num_positions)
     row = position.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
+"""Segment ids: which tiles may hold a query's segment, and which tokens do.
 
 Ids come in any order. The host computes their range for every BLOCK_TOKENS tokens. A program visits
 the tiles from the first to the last block whose range overlaps its own, and masks all by ids. Those

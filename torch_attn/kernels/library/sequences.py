@@ -3,7 +3,8 @@
 A tile never holds two sequences, so each gives the same bits as alone. The host does not know the
 lengths, so sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, at least as many as it
 needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
-Offsets are unchecked data, clamped to the tensors; the first counts as 0.
+Offsets are unchecked data, clamped to the tensors; the search always ends, and the first counts as
+0.
 """
 
 from typing import Any, NamedTuple

@@ -50,7 +50,7 @@ def row_statistics(m_i, l_i, ADDED: tl.constexpr = False):
 
 @triton.jit
 def rest_of_lse(lse, m_i, l_safe):
-    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key.
+    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``; 0 without a key.
 
     Next to a maximum of -1e9 the whole logarithm is lost; without it p of the backward would be 1
     for each of n equal scores, not 1 / n (Knuth 1997, the error of a sum).

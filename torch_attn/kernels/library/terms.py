@@ -182,7 +182,7 @@ def store_bias_tile(
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ):
-    """Store a tile of a bias's gradient that has all queries and keys."""
+    """Store a tile of the gradient of a whole bias."""
     tile = bias_tile(dbias, element, head, start_q, start_kv, seq_q, BLOCK_Q, BLOCK_KV)
     x = x.to(dbias.entries.dtype.element_ty)
     # Stores without a mask are wide.
@@ -217,7 +217,7 @@ def terms_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Terms:
 
 
 def added_gradient(terms: Terms, spec: AttentionSpec) -> Tensor | None:
-    """Return zeros, to which a kernel adds a table's gradient, or None."""
+    """Return zeros for a table's gradient, or None."""
     if terms.relative is None or "relative_bias" in spec.frozen:
         return None
     return terms.relative.new_zeros(terms.relative.shape, dtype=torch.float32)
@@ -233,7 +233,7 @@ def stored_gradient(bias: Bias, spec: AttentionSpec) -> Bias:
 
 
 def shared_gradient(bias: Bias, q: Tensor, spec: AttentionSpec) -> Bias:
-    """Return a zero bias gradient, to which TMA adds each batch element's, or none."""
+    """Return a zero bias gradient, to which TMA adds, or none."""
     own = (1, spec.heads_q, spec.seq_q, spec.seq_kv)
     if bias.entries is None or "bias" in spec.frozen:
         return Bias()

@@ -36,7 +36,7 @@ class Strides(NamedTuple):
 
 
 class FlashStrides(NamedTuple):
-    """The `Strides` of a kernel's operands; None for an operand that it lacks."""
+    """The `Strides` of a kernel's operands, or None."""
 
     q: Strides | None = None
     k: Strides | None = None

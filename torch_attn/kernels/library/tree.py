@@ -96,7 +96,7 @@ def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return begin and end of the next run of one kind from `tile` on, 0 or the end of a run."""
+    """Return begin and end of the next run from `tile` on, 0 or the end of a run."""
     if mask.tree is None:
         begin, stop = 0, count_tiles(tiles.before, tiles.full, tiles.after, MASKED)
     else:
@@ -193,7 +193,7 @@ def depths_of(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Depth
 def tree_of(
     operands: AttentionOperands[Tensor], spec: AttentionSpec
 ) -> tuple[Tree | None, Depths | None]:
-    """Return the ends of keys, and the depths that the window counts, or None."""
+    """Return the ends of keys, and the depths, or None."""
     ends = ends_of(operands)
     if ends is None:
         return None, None

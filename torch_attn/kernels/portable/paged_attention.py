@@ -182,7 +182,7 @@ def paged_attention_kernel(
 def paged_attention(
     operands: PagedOperands[Tensor], spec: PagedSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Launch `paged_attention_kernel`, and `combine` where there is more than one split.
+    """Launch `paged_attention_kernel`, and `combine` for several splits.
 
     Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32, contiguous.
     """

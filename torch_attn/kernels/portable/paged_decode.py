@@ -1,6 +1,6 @@
 """Paged decode: attention of a few new tokens over a paged KV cache, split over the keys.
 
-Each split of a sequence's keys gives a partial output and its log-sum-exp; `combine` merges them.
+Each split gives a partial output and its log-sum-exp; `combine` merges them.
 Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
 """
 
@@ -218,7 +218,7 @@ def paged_decode_kernel(
 def paged_decode(
     operands: DecodeOperands[Tensor], spec: DecodeSpec, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """Launch `paged_decode_kernel`, and `combine` where there is more than one split.
+    """Launch `paged_decode_kernel`, and `combine` for several splits.
 
     Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, contiguous.
     """

@@ -33,7 +33,7 @@ def partial_bwd(
 ) -> tuple[GradientCarry[Tensor], Tensor, Tensor]:
     """Return the carry, and dk and dv, float32 and contiguous; dout, out and lse are over all keys.
 
-    dq is added in place to the carry of the call for other keys, None for the first call.
+    dq is added in place to the carry of the previous call, or None.
     """
     q, k, v = operands[:3]
     if carry is None:

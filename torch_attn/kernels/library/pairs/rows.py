@@ -1,4 +1,4 @@
-"""Where a program's tile is: queries that visit keys, or keys that visit queries."""
+"""Where a program's tile is."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch_attn.kernels.library.tiles import head_base, load_tile
 
 
 class Rows(NamedTuple):
-    """A program's tile of one axis; it visits tiles of the other axis.
+    """A program's tile of one axis, which visits tiles of the other.
 
     Own rows are counted from the first row of all sequences, rows of the other axis from the
     sequence's first. What a mask lacks is 0: Triton 3.6 cannot return None in a tuple.
@@ -93,7 +93,7 @@ def rows_at(
     mask, batch, element, head, start, end, first, first_other, size_other, diagonal,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the `Rows` from `start` on, with what the mask says of them."""
+    """Return the `Rows` from `start` on."""
     rows = start + tl.arange(0, BLOCK)
     ids, exists, ids_other, ranges, begins, ends = 0, 0, 0, 0, 0, 0
     if mask.segments is not None:

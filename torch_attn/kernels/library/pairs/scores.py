@@ -1,4 +1,4 @@
-"""Scores of pairs: from q and k to the input of the softmax."""
+"""From q and k to the input of the softmax."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Which tiles of the other axis rows see, and how one is loaded."""
+"""Which tiles of the other axis rows see."""
 
 from typing import Any, NamedTuple
 
@@ -96,7 +96,7 @@ def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.co
 
 @triton.jit
 def first_row(mask, rows, tiles, index, BLOCK_OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first row of tile `index` of one kind: with a mask, or without."""
+    """Return the first row of tile `index`, of those with a mask, or without."""
     row = tile_start(index, tiles.begin, tiles.before, tiles.full, BLOCK_OTHER, MASKED)
     if mask.lists is not None:
         row = kept_row(tiles.list_ptr, row, rows.size_other, mask.lists.tile_other, MASKED)
