@@ -1,6 +1,6 @@
-"""Cascades: pages that several sequences begin with are read once for all of a tile.
+"""Cascades: pages that several sequences begin with are read once for a tile of sequences.
 
-Its rows see the shared pages like rows of one sequence, and each gets a running softmax, which
+The tile's rows see them like rows of one sequence, and each gets a running softmax, which
 `paged_decode` continues over other keys. Ye et al. 2024 (cascade inference); Juravsky et al. 2024
 (Hydragen).
 """
