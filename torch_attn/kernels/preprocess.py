@@ -57,7 +57,7 @@ def flash_bwd_preprocess_kernel(
     Operands: dout and out [B, Sq, Hq, Dv] with the given strides; lse, dlse (or None) and rest [B,
     Hq, Sq], lse2, delta and rest2 [B, Hq, Sq rounded up to ROW_PADDING], float32 and contiguous.
     With packed sequences the latter have `count_sequence_tiles` of ROW_PADDING rows. dout counts as
-    0 in padding, also of q_segment_ids [B, Sq] int32. Grid: (query tiles, heads, batch) in one axis.
+    0 in padding, also of q_segment_ids [B, Sq]. Grid: (query tiles, heads, batch) in one axis.
     """
     num_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
     num_tiles = num_rows // BLOCK_Q

@@ -1,7 +1,7 @@
 """The gradients of a merge of attention over disjoint sets of keys.
 
-With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and ``d lse_n = w_n
-(dp_n - Σ_m w_m dp_m + dlse)``.
+With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
+``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``.
 """
 
 import triton

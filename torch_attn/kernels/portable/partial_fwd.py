@@ -23,7 +23,7 @@ def partial_fwd(
 
     carry and lse are that result, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, contiguous; None if the
     spec says that there is none. Where lse is -inf, the carry may hold anything, which stays in a
-    row that sees no key here either. The last out is in q's dtype, with 0 in such rows.
+    row that sees no key here either. The last out is in q's dtype, with 0 there.
     """
     out, lse = result_memory(operands.q, carry, lse, spec)
     launch_forward(operands, out, lse, spec, backend, carry=carry)
