@@ -83,8 +83,10 @@ def paged_attention_kernel(
 
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
     group. Operands and accumulation: as in `paged_decode_kernel`, without a cascade; q [Tq, Hq, D];
-    cu_seqlens_q [B + 1], int32; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]: with several splits parts, without sinks. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
-    fastest, and splits. A row that sees no key, such as padding, gives 0, and -inf or its sink.
+    cu_seqlens_q [B + 1], int32; out [splits, Tq, Hq, Dv] and lse [splits, Hq, Tq]: with several
+    splits parts, without sinks. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv
+    heads fastest, and splits. A row that sees no key, such as padding, gives 0, and -inf or its
+    sink.
 
     SKIPS_MASKS: tiles of keys that all rows see have a separate loop, without a mask. PDL: a launch
     that depends on this one may begin to start.
