@@ -1,5 +1,5 @@
-"""Building blocks of the kernels of every family: tiles, scores, softmax, sequences, masks, pages.
+"""Building blocks of the kernels of every family.
 
-This package has no kernels. Every family imports it; it imports no family, and nothing from
-`pallas_attn.kernels.explicit`.
+This package imports no family, and nothing from `pallas_attn.kernels.explicit`. The files of the
+same path in `torch_attn` say what both share.
 """

@@ -12,7 +12,7 @@ from twin_attention.targets.config import padded_head_dim
 def decode_arguments(
     spec: DecodeSpec, k_pages: Any, v_pages: Any, target: str | None
 ) -> dict[str, Any]:
-    """Return the arguments that describe a paged decode, except its tokens and its splits."""
+    """Return the arguments of a paged decode, except its tokens and its splits."""
     return cache_arguments(k_pages, v_pages) | {
         "rule": spec.scores,
         "window_left": spec.bounded_window.left,
@@ -22,7 +22,6 @@ def decode_arguments(
 
 
 def cache_arguments(k_pages: Any, v_pages: Any) -> dict[str, Any]:
-    """Return the arguments that describe a paged cache."""
     return {
         "head_dim": k_pages.shape[3],
         "head_dim_v": v_pages.shape[3],

@@ -1,13 +1,4 @@
-"""Block masks: the tiles that a list keeps, out of those visible to some rows.
-
-`twin_attention.contract.block_mask.BlockMask` has a list for each tile of an axis: the tiles of the
-other axis that it keeps, in increasing order. Tiles that the window hides are at the two ends of a
-list, and tiles that it shows in full are adjacent. So a program walks a part of its list like dense
-rows: the concatenated rows of the kept tiles replace the other axis. It visits one tile at a time,
-with or without a mask.
-
-Lists are unchecked data. Counts are clamped to the lists, and tiles to the tensors.
-"""
+"""Block masks: the tiles that a list keeps, out of those visible to some rows."""
 
 from typing import Any, NamedTuple
 
@@ -27,24 +18,14 @@ NO_TILE = 2**31 - 1
 
 
 class Lists(NamedTuple):
-    """Hold lists of the tiles that each tile of an axis keeps; None without a mask.
-
-    Attributes:
-        counts: [..., tiles] int32, how many tiles each list has.
-        tiles: [..., tiles, width] int32.
-    """
+    """Lists of all tiles: counts [..., tiles] and tiles [..., tiles, width], int32, or None."""
 
     counts: Any = None
     tiles: Any = None
 
 
 class List(NamedTuple):
-    """Hold a list of tiles: ``tiles_ref[head, tile]``.
-
-    Attributes:
-        count: how many tiles it has, at most its width.
-        rows: rows of each tile.
-    """
+    """Tiles of `rows` rows, ``tiles_ref[head, :count]``, at most as many as a list is wide."""
 
     tiles_ref: Any
     head: Any
@@ -54,27 +35,24 @@ class List(NamedTuple):
 
 
 def find_list(lists, head, tile, rows):
-    """Return a tile's list, whose tiles have `rows` rows."""
     count = jnp.minimum(lists.counts[head, tile], lists.tiles.shape[2])
     return List(lists.tiles, head, tile, count, rows)
 
 
 def kept_tiles(tiles, visible, block):
-    """Narrow the result of `visible_tiles` to the tiles of a list.
+    """Narrow the result of `visible_tiles` to the tiles of a list; `kept_row` finds their rows.
 
     block: rows of a kernel's tile of the other axis; they divide the rows of a listed tile.
-
-    Returns the `Visible` concatenated rows of the listed tiles; `kept_row` finds them.
     """
     begin, before, full, after = visible
     tile, count = tiles.rows, tiles.count
-    # Find the visible tiles of the mask; tiles from `whole` to `whole_end` are visible in full.
+    # Find the visible tiles of the mask; from `whole` to `whole_end` they are visible in full.
     first = begin // tile
     whole = cdiv(begin + before * block, tile)
     whole_end = jnp.maximum((begin + (before + full) * block) // tile, whole)
     end = cdiv(begin + (before + full + after) * block, tile)
 
-    # Count the listed tiles before each of these bounds.
+    # Count the listed tiles before each bound.
     def scan(step, carry):
         n_first, n_whole, n_whole_end, n_end = carry
         i = lax.convert_element_type(step, jnp.int32) * LIST_SCAN_WIDTH + arange(LIST_SCAN_WIDTH)
@@ -112,27 +90,24 @@ def kept_row(tiles, row, size_other, masked):
 
 
 def lists_of_keys(operands: AttentionOperands[Array]) -> Lists:
-    """Return the lists of the keys that queries keep."""
     if not isinstance(operands, BlockSparseOperands):
         return Lists()
     return Lists(operands.kv_counts, operands.kv_tiles)
 
 
 def lists_of_queries(operands: AttentionOperands[Array]) -> Lists:
-    """Return the lists of the queries that keep keys."""
     if not isinstance(operands, BlockSparseOperands):
         return Lists()
     return Lists(operands.q_counts, operands.q_tiles)
 
 
 def list_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that describe the tiles of a mask."""
     if not isinstance(spec, BlockSparseSpec):
         return dict.fromkeys(("tile_q", "tile_kv"))
     return {"tile_q": spec.tile_q, "tile_kv": spec.tile_kv}
 
 
 def num_lists_of_group(spec: AttentionSpec) -> int:
-    """Return how many masks the query heads of one kv head have: one each, or one for all."""
+    """Return how many lists the query heads of one kv head have: one each, or one for all."""
     has_own = isinstance(spec, BlockSparseSpec) and spec.mask_heads > 1
     return spec.group_size if has_own else 1

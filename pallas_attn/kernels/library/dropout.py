@@ -1,7 +1,4 @@
-"""Dropout: the weights that multiply probabilities, from a counter-based generator.
-
-`twin_attention.contract.dropout` defines the bits of each pair of query and key.
-"""
+"""Dropout: the weights that multiply probabilities, from a counter-based generator."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +11,8 @@ from twin_attention.contract.dropout import MULTIPLIERS, ROUNDS, WEYL
 def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
     """Return a tile's dropout weights, [block, block_other] float32; 1 without dropout.
 
-    If one thread has all eight pairs of a block, they are drawn once: the compiler sees that they
-    come from the same numbers.
-
-    Args:
-        terms, rows, others: `Terms`, `Rows` and the `Visited` tile. Both tiles start at multiples
-            of their sizes, counted from the sequence's first row, except others with any_start.
-        rule: `twin_attention.contract.dropout.DropoutRule`, or None.
-        of_keys: the rows are keys.
+    Both tiles start at multiples of their sizes, counted from the sequence's first row, except
+    others with any_start.
     """
     if rule is None:
         return 1
@@ -57,7 +48,7 @@ def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
 
 
 def philox(counter, key):
-    """Return the words of Philox 4x32 (Salmon et al. 2011) for counters and a key, all uint32."""
+    """Return the words of Philox 4x32 (Salmon et al. 2011), all uint32."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         high0, low0 = _product(c0, MULTIPLIERS[0])
@@ -68,9 +59,9 @@ def philox(counter, key):
 
 
 def _product(x, multiplier):
-    """Return the upper and the lower 32 bits of a product: one instruction gives both.
+    """Return the upper and the lower 32 bits of a product.
 
-    The kernel uses 64-bit integers even if JAX has them disabled.
+    The kernel uses 64-bit integers even if JAX has them disabled: one instruction gives both.
     """
     with jax.enable_x64(True):
         product = lax.convert_element_type(x, jnp.uint64) * jnp.uint64(multiplier)

@@ -1,8 +1,4 @@
-"""Intervals: each row of one part of a sequence sees an interval of another part's rows.
-
-The bounds are data on the device. They never decrease from one row to the next, so a program finds
-the tiles to visit from the bounds of its first and last rows.
-"""
+"""Intervals: each row of one part of a sequence sees an interval of another part's rows."""
 
 from typing import Any, NamedTuple
 
@@ -16,16 +12,15 @@ LARGEST_ROW = 2**31 - 1
 
 
 class RowIntervals(NamedTuple):
-    """Hold the bounds of what each resident row sees of the other axis, [S] int32, or None."""
+    """The bounds of what each resident row sees of the other axis, [S] int32, or None."""
 
     begins: Any = None
     ends: Any = None
 
 
 def load_intervals(intervals, start, num_rows, block):
-    """Load the bounds of rows start .. start + block; rows past `num_rows` see nothing.
-
-    Returns (begins, ends); None for both without intervals.
+    """Load (begins, ends) of a tile, (None, None) without intervals; rows past `num_rows` see
+    nothing.
     """
     if intervals.begins is None:
         return None, None
@@ -35,7 +30,6 @@ def load_intervals(intervals, start, num_rows, block):
 
 
 def tiles_of_intervals(begins, ends, block_other):
-    """Return the `Visible` tiles of the other axis for rows with these bounds."""
     exists = begins < LARGEST_ROW
     begin, end = jnp.min(begins), jnp.max(ends)
     full_begin = jnp.max(jnp.where(exists, begins, 0))
@@ -46,20 +40,19 @@ def tiles_of_intervals(begins, ends, block_other):
 
 
 def in_interval(rows, others):
-    """Return which rows of a `Visited` tile each own row sees, [block, block_other]."""
     other = others.rows[None, :]
     return (other >= rows.begins[:, None]) & (other < rows.ends[:, None])
 
 
 def intervals_of_keys(operands: AttentionOperands[Any]) -> RowIntervals:
-    """Return each query's interval of keys; no intervals if a window says what it sees."""
+    """Return each query's interval of keys, none under a window."""
     if not isinstance(operands, PartialOperands):
         return RowIntervals()
     return RowIntervals(operands.key_begins, operands.key_ends)
 
 
 def intervals_of_queries(operands: AttentionOperands[Any]) -> RowIntervals:
-    """Return each key's interval of queries; no intervals if a window says what sees it."""
+    """Return each key's interval of queries, none under a window."""
     if not isinstance(operands, PartialOperands):
         return RowIntervals()
     return RowIntervals(operands.query_begins, operands.query_ends)

@@ -1,8 +1,4 @@
-"""Masks: the operands that say which keys a query sees.
-
-Each kind of mask is a tuple of operands, whose fields are None if a problem lacks it. The window is
-a parameter of the problem.
-"""
+"""Masks: the operands that say which keys a query sees."""
 
 from typing import Any, NamedTuple
 
@@ -25,11 +21,10 @@ from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
 
 class Mask(NamedTuple):
-    """Hold the operands of a kernel that say which keys a query sees.
+    """Operands that say which keys a query sees; fields are None if a problem lacks them.
 
-    A program reads all offsets and intervals; segment ids, the ranges of the axis that it visits,
-    ends and depths of its batch element; and lists of its head, or of each head of its group if
-    these have their own.
+    A program reads all offsets and intervals; segment ids, ranges, ends and depths of its batch
+    element; and lists of its head, or of each head of its group if these have their own.
     """
 
     offsets: Offsets
@@ -41,14 +36,14 @@ class Mask(NamedTuple):
 
 
 def mask_of_keys(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel whose programs own tiles of queries and visit keys."""
+    """Return the mask of a kernel that visits keys."""
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     intervals = intervals_of_keys(operands)
     return Mask(offsets_of(operands), _segments(operands, 1), lists, *tree, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel whose programs own tiles of keys and visit queries."""
+    """Return the mask of a kernel that visits queries."""
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
     intervals = intervals_of_queries(operands)
     return Mask(offsets_of(operands), _segments(operands, 0), lists, *tree, intervals)

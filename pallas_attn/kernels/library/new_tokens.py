@@ -9,12 +9,7 @@ from pallas_attn.kernels.library.tiles import arange
 def tree_mask(s, ends_ref, first, token, new, exists):
     """Set to -inf the scores of keys that a tree's token does not see.
 
-    A token sees the keys before the new tokens, and new token u if ``u <= token < ends[u]``: its
-    ancestors and itself. A nonexistent key comes after all tokens.
-
     Args:
-        s: scores of rows of q and rows of k.
-        ends_ref: the ends of new tokens, int32: tokens from u to before its end see token u.
         first: the sequence's first new token in `ends_ref`.
         token: which new token each row of q is.
         new: which new token each key is, negative for an older key.
@@ -26,14 +21,8 @@ def tree_mask(s, ends_ref, first, token, new, exists):
 
 
 def tree_words(ends_ref, token, tokens):
-    """Return which new tokens each row's token sees, as bits: the first 32, and the others.
-
-    A tile of keys then needs no load of ends, whose buffers would take shared memory.
-
-    Args:
-        ends_ref: the ends of a sequence's new tokens, as `tree_mask` takes them.
-        token: as `tree_mask` takes it.
-        tokens: how many new tokens there are, at most 64.
+    """Return which new tokens each row's token sees, as bits: the first 32, and the others up to
+    64.
     """
     bit = arange(32)
 
@@ -47,13 +36,7 @@ def tree_words(ends_ref, token, tokens):
 
 
 def tree_mask_of_words(s, words, new, tokens):
-    """Set to -inf the scores of keys that a tree's token does not see, by its `tree_words`.
-
-    Args:
-        s, new: as `tree_mask` takes them. A nonexistent key comes after all tokens.
-        words: what `tree_words` returned.
-        tokens: how many new tokens there are.
-    """
+    """Do what `tree_mask` does, by `tree_words`; a nonexistent key comes after all tokens."""
     low, high = words
     word = low[:, None]
     if high is not None:

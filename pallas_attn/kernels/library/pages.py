@@ -18,7 +18,7 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
 def keys_of_tokens(length, tokens, first, last, window_left):
     """Return the range begin .. end of keys that tokens first .. last of a sequence see.
 
-    The range is empty if `first` is not a token. Token t is at position length - tokens + t.
+    It is empty if `first` is not a token.
     """
     diagonal = length - tokens
     end = jnp.where(first < tokens, jnp.maximum(diagonal + last + 1, 0), 0)
@@ -31,8 +31,7 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 def tiles_at_edges(position, last_position, first, count, window_left, block):
     """Return which of the tiles first .. first + count need a mask, as a `Visible` from `first` on.
 
-    The queries are at position .. last_position: `before` tiles are at the window's edge, then all
-    queries see `full` tiles in full, then `after` tiles are at the diagonal.
+    The queries are at position .. last_position.
     """
     before = 0
     if window_left is not None:
@@ -44,10 +43,8 @@ def tiles_at_edges(position, last_position, first, count, window_left, block):
 
 
 def share_of_tiles(begin, end, split, num_splits, block):
-    """Return the tiles of keys begin .. end that one split visits, as (first, count, total).
-
-    Splits get equal shares, the last ones less or none. A share is `count` tiles from tile `first`
-    on; all splits together have `total` tiles.
+    """Return the tiles of keys begin .. end that a split visits: (first, count, total of all
+    splits).
     """
     first = begin // block
     total = cdiv(end, block) - first
@@ -57,7 +54,7 @@ def share_of_tiles(begin, end, split, num_splits, block):
 
 
 def splits_with_keys(begin, end, num_splits, block):
-    """Return how many of the splits have a tile of the keys begin .. end."""
+    """Return how many splits have a tile of the keys begin .. end."""
     _, share, total = share_of_tiles(begin, end, 0, num_splits, block)
     return cdiv(total, jnp.maximum(share, 1))
 
@@ -65,10 +62,8 @@ def splits_with_keys(begin, end, num_splits, block):
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequence=None):
     """Return the page and the slot of keys start .. start + block_kv of a sequence.
 
-    `table_ref` is the sequence's table, or all sequences' tables if `sequence` is given.
-
-    Table entries past the sequence's last page are not read. A page id out of range, which is the
-    caller's mistake, is clamped to the pool.
+    `table_ref` is the sequence's table, or all sequences' tables if `sequence` is given. Entries
+    past the last page are not read; a page id out of range is clamped to the pool.
     """
     row = () if sequence is None else (sequence,)
     offset = arange(block_kv)

@@ -1,8 +1,4 @@
-"""Prefixes: which sequences of a batch begin with the same pages, and how many they share.
-
-Sequences with the same first page form tiles, in order. A tile's prefix is the pages that all of
-its sequences begin with, before any new token.
-"""
+"""Prefixes: which sequences of a batch begin with the same pages, and how many they share."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,12 +14,8 @@ _NO_PAGE = 2**31 - 1
 def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
     """Find which of the sequences first .. first + members are the first of a tile.
 
-    Args:
-        tiles: `twin_attention.targets.splits.CascadeTiles`, as in the functions below.
-
-    Returns:
-        The sequences; which of them are the first of a tile of several; and which are alone in a
-        tile. Each is [members].
+    Returns the sequences; which are the first of a tile of several; and which are alone. Each is
+    [members].
     """
     own, other = first + arange(tiles.members), arange(tiles.block_batch)
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)

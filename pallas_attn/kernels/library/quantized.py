@@ -1,9 +1,6 @@
 """8-bit caches: int8, and float8_e4m3fn.
 
-A decode reads an 8-bit cache as packed pairs: each int16 holds two columns. Upcast to float16, the
-even and the odd columns form two tiles; q and the output are split the same way. The decode's
-helpers here take and return such tiles as a list, which has one tile for a 16-bit cache. upcast is
-a `twin_attention.targets.ptx.Upcast`, or None for a 16-bit cache.
+The decode's helpers here take and return lists of tiles, where the twin has tuples.
 """
 
 import jax
@@ -16,9 +13,9 @@ from pallas_attn.kernels.library.scores import attention_scores, dot
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
-# 1.5 * 2^23 + 2: adding it rounds away the fraction. If the last byte of its bits were 0, the
-# compiler would take an int8 from the last byte of the float sum, but ptxas 12.8 and 12.9 convert
-# the sum instead.
+# 1.5 * 2^23 + 2: adding it rounds away the fraction. The last byte of its bits must not be 0:
+# the compiler would take an int8 from the last byte of the float sum, and ptxas 12.8 and 12.9
+# convert the sum instead.
 ROUND_TO_INTEGER = 12582914.0
 ROUND_TO_INTEGER_BITS = 0x4B400002
 
@@ -69,7 +66,6 @@ def scores(q, k, rule):
 
 
 def add_pv(acc, p, v):
-    """Return acc + p · v."""
     return [x + dot(p, y) for x, y in zip(acc, v, strict=True)]
 
 
@@ -89,10 +85,7 @@ def add_stored(out, ref, index, is_row, factor, size, block_size):
 
 
 def upcast_bytes(x, float8):
-    """Return int8, or the bits of a float8_e4m3fn, as float16.
-
-    A float8's bits below the sign, shifted to their place in a float16, give the number times 2^-8.
-    """
+    """Return int8, or the bits of a float8_e4m3fn, as float16 (a float8 times 2^-8)."""
     if float8:
         magnitude = x.astype(jnp.int16) & 0x7F
         bits = (x.astype(jnp.int16) & 0x80) << 8 | magnitude << 7
@@ -102,12 +95,7 @@ def upcast_bytes(x, float8):
 
 
 def to_float16(x, y):
-    """Return two tiles of the same rows as float16, and the factor that each row was divided by.
-
-    A row of bfloat16 may exceed float16's range, so it is divided by the power of two that brings
-    its largest element to 2^13 .. 2^14. That is exact except for elements below 2^-31 of the
-    largest.
-    """
+    """Return two tiles of the same rows as float16, and the power of two that divided each row."""
     factor = jnp.ones(x.shape[0], jnp.float32)
     if x.dtype == jnp.bfloat16:
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
@@ -123,25 +111,21 @@ def to_float16(x, y):
 def round_to_integer(x):
     """Round float32 below 2^22 to int32, to nearest, ties to even.
 
-    The sum's last bits are the integer. Subtracting the constant again would also work, but XLA
-    folds it away.
+    The sum's last bits are the integer. Subtracting the constant again does not work: XLA folds it
+    away.
     """
     bits = lax.bitcast_convert_type(x + ROUND_TO_INTEGER, jnp.int32)
     return bits - ROUND_TO_INTEGER_BITS
 
 
 def quantize(x, scale, dtype, compiled):
-    """Round x / scale to int8 or float8_e4m3fn, to nearest, ties to even.
-
-    A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn.
-    """
+    """Round x / scale to int8 or float8_e4m3fn, to nearest, ties to even; int8 has 0 for NaN."""
     return round_to(
         divide(x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape), compiled), dtype
     )
 
 
 def round_to(x, dtype):
-    """Round float32 to int8 or float8_e4m3fn; see `quantize`."""
     if dtype == jnp.int8:
         x = jnp.where(x == x, x, 0.0)
         x = jnp.minimum(jnp.maximum(x, -127.0), 127.0)

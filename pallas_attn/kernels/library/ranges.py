@@ -6,9 +6,8 @@ from jax import Array, lax
 
 from pallas_attn.kernels.library.tiles import arange, cdiv, maximum
 
-# Tokens of a block; a block has one range of ids, or of ends.
 BLOCK_TOKENS = 64
-# Blocks, or tiles, that one step of a search reads: 32768 tokens in the case of blocks.
+# Blocks, or tiles, that one step of a search reads.
 SCAN_WIDTH = 512
 # Greater than all values: where the range of a block without a value begins.
 LARGEST = 2**31 - 1
@@ -22,7 +21,7 @@ def scan(start, end, visit, carry):
 
 
 def in_blocks(x: Array, padding: int) -> Array:
-    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS], with the last block filled by `padding`."""
+    """Return [B, S] as [B, blocks, BLOCK_TOKENS], with the last block filled by `padding`."""
     batch, size = x.shape
     blocks = cdiv(size, BLOCK_TOKENS)
     widths = ((0, 0), (0, blocks * BLOCK_TOKENS - size))

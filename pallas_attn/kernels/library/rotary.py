@@ -1,8 +1,4 @@
-"""Rotary embedding: rotate pairs of a head's dimensions by the angles of the token's position.
-
-RoFormer (Su et al. 2021). Pair i is dimensions i and i + R / 2 (GPT-NeoX), or 2i and 2i + 1
-(GPT-J, interleaved), so that each side of all pairs is a tile of evenly spaced columns.
-"""
+"""Rotary embedding: rotate pairs of a head's dimensions by the angles of the token's position."""
 
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
@@ -11,9 +7,8 @@ from pallas_attn.kernels.library.tiles import arange
 
 
 def load_rotation(cos_ref, sin_ref, position, pairs, block):
-    """Load cosine and sine of each pair's angle at a position, [1, block] each, float32.
-
-    They are NaN if the tables [positions, pairs] have no such position.
+    """Load cosine and sine of each pair's angle, [1, block] float32; NaN past the tables'
+    positions.
     """
     num_positions = cos_ref.shape[0]
     pair = arange(block)
@@ -25,6 +20,5 @@ def load_rotation(cos_ref, sin_ref, position, pairs, block):
 
 
 def rotate(x, y, cos, sin):
-    """Return both sides of the rotated pairs, in float32."""
     x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     return x * cos - y * sin, y * cos + x * sin

@@ -7,12 +7,7 @@ from twin_attention.targets.schedule import heads_together, programs_of_sm
 
 
 def longest_first(program, num_tiles, num_heads, together):
-    """Return the head and the tile of a program, for heads whose later tiles take longer.
-
-    A GPU starts programs in order, each when another ends. One head follows another, each with its
-    last tile first. The last `together` heads are interleaved: the last tiles of all of them come
-    first, so that the grid ends with the shortest tiles; see `heads_together`.
-    """
+    """Return the head and the tile of a program, for heads whose later tiles take longer."""
     place = num_tiles * num_heads - 1 - program  # counted from the end
     together = min(together, num_heads)
     is_last = place < together * num_tiles
@@ -25,7 +20,6 @@ def last_heads(spec, backend, programs, summed_heads=None):
     """Return `together` for `longest_first`, as a function of a head's number of tiles.
 
     programs: how many programs an SM holds at a time.
-    summed_heads: as `heads_together` takes it.
     """
     at_a_time = programs * num_sms(backend.target)
     return lambda num_tiles: heads_together(spec, num_tiles, at_a_time, summed_heads)
@@ -35,7 +29,6 @@ def order_programs(spec, backend, block, *sizes):
     """Return the order of `longest_first`, as `pallas_attn.launch.launch` takes it.
 
     Args:
-        spec, backend: problem and target.
         block: the configuration's name for the rows of a program's tile.
         sizes: columns of each of a program's accumulators.
     """

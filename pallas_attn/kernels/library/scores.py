@@ -9,8 +9,7 @@ from pallas_attn.kernels.library.softmax import LOG2E
 def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee", added=()):
     """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
 
-    `more`, the product of further columns, is added to the product. `added` is added after the
-    scale, which is then not left to the exponent.
+    `more`, the product of further columns, is added before the scale, and `added` after it.
     """
     s = dot(a, b.T, precision)
     if more is not None:
@@ -27,9 +26,8 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ie
 def add_product(acc, a, b, precision):
     """Compute acc + a · b, accumulated in float32.
 
-    In IEEE float32 the product is first summed by itself, so that a sum over a long sequence is
-    rounded at acc's magnitude once per tile instead of once per row. Its negative is subtracted,
-    because Triton turns an addition back into a product that starts from acc.
+    In IEEE float32 the product is first summed by itself. Its negative is subtracted, because
+    Triton turns an addition back into a product that starts from acc.
     """
     if a.dtype == jnp.float32 and precision == "ieee":
         return acc - dot(-a, b, precision)
@@ -37,11 +35,7 @@ def add_product(acc, a, b, precision):
 
 
 def round_operand(x, precision):
-    """Round an operand of a product for TF32: tensor cores cut its mantissa to 10 bits.
-
-    Adding half of the last kept bit rounds to nearest, ties away from 0, as ``cvt.rna.tf32`` does.
-    Infinities and NaN are unchanged.
-    """
+    """Round an operand of a TF32 product to nearest, ties away from 0, as ``cvt.rna.tf32`` does."""
     if x.dtype == jnp.float32 and precision == "tf32":
         bits = lax.bitcast_convert_type(x, jnp.int32)
         x = x + lax.bitcast_convert_type(bits & -(1 << 23), jnp.float32) * 2**-11
@@ -49,7 +43,7 @@ def round_operand(x, precision):
 
 
 def as_multiplied(x, precision):
-    """Return an operand of a product as tensor cores take it: see `round_operand`."""
+    """Return an operand of a product as tensor cores take it."""
     x = round_operand(x, precision)
     if x.dtype == jnp.float32 and precision == "tf32":
         bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -73,10 +67,9 @@ def tanh(x):
 
 
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Set to -inf the scores of keys that a query at `position` does not see.
+    """Set to -inf the scores of keys that a query does not see, and of keys from `end` on.
 
-    The same holds for keys from `end` on, which do not exist; None means that all keys exist, or
-    that their rows are not stored. Positions and keys may be counted from any one origin.
+    None: all keys exist. Positions and keys may be counted from any one origin.
     """
     if end is not None:
         s = jnp.where(key < end, s, float("-inf"))

@@ -1,12 +1,4 @@
-"""Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it.
-
-Ids come in any order. For every BLOCK_TOKENS tokens the host computes the range of their ids. A
-program visits the tiles of the other axis from the first to the last block whose range overlaps
-that of its own tokens. All of these tiles are masked by their ids. Tiles before the first block
-with padding are loaded without a mask, so that their loads do not wait for ids.
-
-Padding has negative ids and may hold NaN, so it is loaded as 0.
-"""
+"""Segment ids: which tiles may hold keys of a query's segment, and which tokens belong to it."""
 
 from typing import Any, NamedTuple
 
@@ -22,11 +14,8 @@ STAYS, VISITED = -2, -1
 
 
 class Segments(NamedTuple):
-    """Hold the segment ids of a batch element; None without them.
-
-    Attributes:
-        q_ids, kv_ids: [Sq] and [Skv] int32.
-        ranges: [3, blocks] int32, the `segment_ranges` of the axis that programs visit.
+    """Segment ids of a batch element, int32: [Sq], [Skv], and ranges [3, blocks]; None without
+    them.
     """
 
     q_ids: Any = None
@@ -35,11 +24,7 @@ class Segments(NamedTuple):
 
 
 def load_segments(ids_ref, start, num_rows, block, padding):
-    """Load the ids of rows start .. start + block; `padding` for padding and past `num_rows`.
-
-    Returns:
-        (ids, exists): [block] each, or None, None without ids. exists: a row is not padding.
-    """
+    """Load the ids, `padding` for padding and past `num_rows`, and which rows are not padding."""
     if ids_ref is None:
         return None, None
     ids = load_rows(ids_ref, start, num_rows, block, padding)
@@ -50,15 +35,8 @@ def load_segments(ids_ref, start, num_rows, block, padding):
 def meeting_tiles(ids, ranges_ref, size_other, visible, block):
     """Narrow the result of `visible_tiles` to the tiles that may hold tokens of some segments.
 
-    Args:
-        ids: segments of the resident rows, negative for padding.
-        ranges_ref: [3, blocks] int32, what `segment_ranges` computed for the other axis.
-        size_other: length of the other axis.
-        visible: the result of `visible_tiles`.
-        block: rows of a tile of the other axis.
-
-    Returns the `Visible` tiles, except that every tile needs its scores masked. The full ones need
-    no mask for their loads: their rows exist, and none is padding.
+    Every tile needs its scores masked; the full ones need no mask for their loads. ids are those of
+    the resident rows, negative for padding; the ranges and size are the other axis'.
     """
     begin, before, full, after = visible
     least = jnp.min(jnp.where(ids < 0, LARGEST, ids))
@@ -94,15 +72,9 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
 
 def segment_ranges(ids: Array | None) -> Array | None:
-    """Compute the range of ids for every BLOCK_TOKENS tokens.
+    """Compute [B, 3, blocks] int32: least id that is not negative, greatest, and least of all.
 
-    Args:
-        ids: [B, S] int32, or None.
-
-    Returns:
-        None without ids, otherwise [B, 3, blocks] int32: the least id that is not negative, LARGEST
-        if there is none; the greatest; and the least of all, which is negative in a block with
-        padding. The last block is filled by padding.
+    LARGEST replaces an absent least id. The last block is filled by padding. None without ids.
     """
     if ids is None:
         return None

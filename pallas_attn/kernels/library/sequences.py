@@ -1,13 +1,4 @@
-"""Packed sequences: which sequence a tile belongs to, and where its rows are.
-
-Rows of N sequences lie one after the other; sequence n begins at ``cu_seqlens[n]``. A tile never
-holds two sequences, so each gives the same bits as alone. The host does not know the lengths, so
-sequence n owns the tiles from ``cu_seqlens[n] // block + n`` on, which are at least as many as it
-needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
-
-Offsets are unchecked data. Any values are clamped to the tensors, and the search always ends. The
-first offset counts as 0, so that no row comes before all sequences.
-"""
+"""Packed sequences: which sequence a tile belongs to, and where its rows are."""
 
 from typing import Any, NamedTuple
 
@@ -24,25 +15,23 @@ SEARCH_WIDTH = 128
 
 
 class Offsets(NamedTuple):
-    """Hold the offsets of packed sequences, [N + 1] int32 each; None for a dense batch."""
+    """Offsets of packed sequences, [N + 1] int32 each; None for a dense batch."""
 
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
 
     @property
     def num_sequences(self):
-        """Return the number of sequences, None for a dense batch."""
         return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
 
 class TileRows(NamedTuple):
-    """Hold the rows of a tile, counted from the first row of all sequences.
+    """The rows of a tile, counted from the first row of all sequences.
 
     Attributes:
         sequence, first: the sequence that owns the tile, and its first row.
         start, end: the tile's first row, and the end of its sequence's rows.
-        first_other, size_other: the sequence's first row on the other axis, and how many rows it
-            has there.
+        first_other, size_other: the sequence's first row on the other axis, and its rows there.
     """
 
     sequence: Any
@@ -66,15 +55,7 @@ def locate_tile(
     """Return the `TileRows` of a tile, all within the axes.
 
     A tile after the last one of its sequence belongs to an empty sequence: start and end are first,
-    and size_other is 0.
-
-    Args:
-        cu_seqlens_ref, cu_seqlens_other_ref: [N + 1] offsets of the tile's axis and of the other;
-            None for a dense batch, which is one sequence.
-        tile: number among all sequences' tiles.
-        num_rows, num_rows_other: lengths of the axes.
-        block: rows of a tile.
-        find: the search to use, `find_sequence` if None.
+    and size_other is 0. find: the search to use, `find_sequence` if None.
     """
     if cu_seqlens_ref is None:
         return TileRows(0, 0, tile * block, num_rows, 0, num_rows_other)
@@ -92,22 +73,9 @@ def locate_tile(
 def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
     """Find the sequence that owns a tile, where each token has `rows` consecutive rows.
 
-    The first tiles of all sequences come before the others, so that in a batch of single tokens the
-    first programs have all the work. Among the others, sequence n owns the tiles from
-    ``cu_seqlens[n] * rows // block`` on, which are again at least as many as it needs.
-
-    Args:
-        cu_seqlens_ref: [N + 1] offsets, in tokens.
-        tile: number among all sequences' tiles.
-        num_tokens: tokens of the axis.
-        rows: rows of a token.
-        block: rows of a tile.
-        find: the search to use, `find_sequence` if None.
-
-    Returns:
-        (sequence, first, tokens, start): the sequence's first token and how many it has, within the
-        axis; the tile's first row, counted from the sequence's first. A tile after the last one of
-        its sequence starts after the sequence's last row.
+    Returns (sequence, first, tokens, start): the sequence's first token and how many it has; the
+    tile's first row, counted from the sequence's first. A tile after the last one of its sequence
+    starts after the sequence's last row.
     """
     owner = (find or find_sequence)(cu_seqlens_ref, tile - cu_seqlens_ref.shape[0], block, rows)
     num_sequences = cu_seqlens_ref.shape[0] - 1
@@ -120,7 +88,6 @@ def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
 
 
 def first_tile(first, sequence, block):
-    """Return the first tile that a sequence owns, from its first row."""
     return first // block + sequence
 
 
@@ -164,7 +131,6 @@ def num_sequences_of(spec: AttentionSpec) -> int | None:
 
 
 def offsets_of(operands: AttentionOperands[Any]) -> Offsets:
-    """Return the offsets of packed sequences."""
     if isinstance(operands, VarlenOperands):
         return Offsets(operands.cu_seqlens_q, operands.cu_seqlens_kv)
     return Offsets()

@@ -1,12 +1,4 @@
-"""The running softmax.
-
-Scores are kept in base 2: ``exp(x) = exp2(x * log2(e))``, so that one hardware instruction gives p.
-`exp2_scale` converts a score to base 2 and includes the scale where it can
-(`twin_attention.contract.spec.ScoreRule`): the product folds into the exponent's subtraction. Where
-terms are added, a score may be any float32 number, such as -1e9 for a key that is to be hidden. The
-rounding of such a product would be the exponent, so the maximum stays a score, and is subtracted
-first.
-"""
+"""The running softmax."""
 
 import jax.numpy as jnp
 
@@ -17,12 +9,9 @@ LN2 = 0.6931471805599453
 def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
     """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
-    Invariant: m_i is the row maximum so far, in base 2, or the score itself where terms are added;
-    l_i is the sum of ``exp2(s * exp2_scale - m_i)``, or ``exp2((s - m_i) * exp2_scale)``, and the
-    caller's acc the product of that with v. A row without a key so far keeps m_i = -inf, l_i = 0.
-
-    Returns (p, alpha, m_i, l_i): p of this tile, the factor that rescales acc to the new maximum,
-    and the new m_i and l_i.
+    m_i is the row maximum so far, in base 2, or the score itself where terms are added; l_i is the
+    sum of p. A row without a key so far keeps m_i = -inf, l_i = 0. Returns (p, alpha, m_i, l_i);
+    alpha rescales acc.
     """
     if added:
         m_new = jnp.maximum(m_i, jnp.max(s, 1))
@@ -39,12 +28,9 @@ def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
 
 
 def add_sink(sink, m_i, l_i, in_base_2=True):
-    """Add one more logit, without a value, to a running softmax (Xiao et al. 2023).
+    """Add one more logit, without a value (Xiao et al. 2023); return (alpha, m_i, l_i).
 
     in_base_2: m_i is in base 2, otherwise a natural logarithm.
-
-    Returns (alpha, m_i, l_i): the factor that rescales acc to the new maximum, and the new m_i and
-    l_i.
     """
     scale = 1.0 if in_base_2 else LOG2E
     sink = sink * LOG2E if in_base_2 else sink
@@ -56,9 +42,7 @@ def add_sink(sink, m_i, l_i, in_base_2=True):
 
 
 def row_statistics(m_i, l_i, in_base_2=True):
-    """Return the divisor of a row's sums, and its log-sum-exp.
-
-    A row without a key or a sink has divisor 1 and lse -inf.
+    """Return the divisor of a row's sums, and its log-sum-exp: 1 and -inf without a key or a sink.
 
     in_base_2: m_i is in base 2, otherwise a natural logarithm.
     """
@@ -68,11 +52,7 @@ def row_statistics(m_i, l_i, in_base_2=True):
 
 
 def rest_of_lse(lse, m_i, l_safe):
-    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key.
-
-    Next to a maximum of -1e9 the whole logarithm is lost, and without it p of the backward would be
-    1 for each of n equal scores, in place of 1 / n (Knuth 1997, the error of a sum).
-    """
+    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key."""
     log_l = jnp.log(l_safe)
     kept = lse - m_i
     rest = (m_i - (lse - kept)) + (log_l - kept)

@@ -1,8 +1,4 @@
-"""Terms: what is added to the scaled scores before the softcap and the masks; and dropout.
-
-With d the key's position less the query's: ``relative_bias[h, clip(d, -R, R) + R]`` (Raffel et al.
-2020, T5), ``-alibi_slopes[h] * |d|`` (Press et al. 2022, ALiBi).
-"""
+"""Terms: what is added to the scaled scores before the softcap and the masks; and dropout."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +16,7 @@ STEEP, STEEPEST = 16.0, 2.0**100
 
 
 class Terms(NamedTuple):
-    """Hold the operands that are added to scores, and dropout's; None for what a problem lacks.
+    """Operands that are added to scores, and dropout's; None for what a problem lacks.
 
     Attributes:
         relative: [Hq, 2R + 1].
@@ -41,22 +37,15 @@ NO_TERMS = Terms()
 
 
 def adds_terms(terms: Terms) -> bool:
-    """Return True if something is added to scores."""
     return not (terms.relative is None and terms.slopes is None and terms.bias is None)
 
 
 def added_scores(terms, rows, others, masked, of_keys):
     """Return what is added to a tile's scores, in turn, each [block, block_other] float32.
 
-    Every kernel adds them in this order: another order rounds otherwise beside a value of -1e9.
-
-    Args:
-        terms: `Terms` of a head: relative [2R + 1], slopes [] or, for packed sequences, [N], and
-            bias [Sq or 1, Skv or 1]. `Terms` of several heads have the heads, or 1 for all, as
-            first axis. A bias of all batch elements has the batch axis before that.
-        rows, others: `Rows` and the `Visited` tile.
-        masked: the tile has keys that do not exist.
-        of_keys: the rows are keys.
+    Every kernel adds them in this order. terms have relative [2R + 1], slopes [] or, for packed
+    sequences, [N], and bias [Sq or 1, Skv or 1], all of one head. `Terms` of several heads have the
+    heads, or 1 for all, as first axis. A bias of all batch elements has the batch axis before that.
     """
     if not adds_terms(terms):
         return []
@@ -103,11 +92,7 @@ def added_scores(terms, rows, others, masked, of_keys):
 
 
 def round_steep(slope):
-    """Return a slope; one above STEEP is rounded to 16 bits of mantissa.
-
-    The penalties of up to 256 positions are then exact, and so are sums of two such. A query sees
-    nothing but its nearest key beside such a slope, and lse changes by less than its budget.
-    """
+    """Return a slope; one above STEEP is rounded to 16 bits of mantissa."""
     bits = lax.bitcast_convert_type(slope, jnp.int32)
     rounded = lax.bitcast_convert_type((bits + jnp.int32(128)) & jnp.int32(-256), jnp.float32)
     rounded = jnp.minimum(jnp.maximum(rounded, -STEEPEST), STEEPEST)
@@ -157,7 +142,6 @@ def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
 
 
 def terms_of(operands: AttentionOperands[Any], spec: AttentionSpec) -> Terms:
-    """Return the terms of a problem."""
     if not isinstance(operands, FlashOperands | VarlenOperands):
         return NO_TERMS
     slopes = operands.alibi_slopes

@@ -13,13 +13,12 @@ from jax.experimental.pallas import triton as plt
 
 from twin_attention.targets.config import padded_head_dim
 
-# Row vectors that the backward's kernels share are padded to a multiple of this many rows, so that
-# a tile of them is loaded without a mask. block_q of the backward divides it.
+# Row vectors that the backward's kernels share are padded to a multiple of this many rows.
 ROW_PADDING = 128
 
 
 class Visible(NamedTuple):
-    """Hold the tiles of the other axis that some rows see. Every other tile is skipped.
+    """The tiles of the other axis that some rows see. Every other tile is skipped.
 
     Attributes:
         begin: the first row of the first tile.
@@ -41,9 +40,7 @@ class Visible(NamedTuple):
 def visible_tiles(start, size, size_other, diagonal, left, right, block, block_other):
     """Return the `Visible` tiles of the other axis for the rows start .. start + block.
 
-    Row i stands at position ``p = i + diagonal`` of the other axis and sees ``p - left ..
-    p + right`` (None is unlimited). Queries see keys with the window's (left, right) and
-    ``diagonal = seq_kv - seq_q``, keys see queries with (right, left) and its negative.
+    Row i stands at ``p = i + diagonal`` of the other axis and sees ``p - left .. p + right``.
     """
     first = start + diagonal
     last = minimum(start + block, size) - 1 + diagonal
@@ -63,11 +60,8 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
 def tiles_between(begin, full_begin, full_end, end, block):
     """Return the `Visible` tiles, from bounds of the visible rows.
 
-    Args:
-        begin, end: the first row of the first tile that any row sees, and the end of the rows that
-            any row sees.
-        full_begin, full_end: the first row that all rows see, and the end of the rows that all see.
-        block: rows of a tile.
+    Any row sees rows from begin, where the first tile starts, to end. All rows see the rows
+    full_begin .. full_end.
     """
     visible = cdiv(maximum(end - begin, 0), block)
     before = minimum(cdiv(full_begin - begin, block), visible)
@@ -82,7 +76,6 @@ def count_tiles(visible, masked):
 
 
 def tile_start(index, visible, block, masked):
-    """Return the first row of tile `index` of one kind."""
     if masked:
         tile = jnp.where(index < visible.before, index, index + visible.full)
     else:
@@ -118,7 +111,7 @@ def split_step(step, count, group_size):
 
 
 class Rows(NamedTuple):
-    """Hold a reference's rows from `first` on; the functions below take it like a reference."""
+    """A reference's rows from `first` on; the functions below take it like a reference."""
 
     ref: Any
     first: Any
@@ -134,8 +127,8 @@ def locate_rows(ref, start):
     if not isinstance(ref, Rows):
         return ref, start
     # The mask clears no bit. It tells the compiler that the sum does not overflow, so that the rows
-    # of a tile share an address: the forward of head size 64 on SM90 then has 128 registers instead
-    # of 136 (Triton 3.6), and four programs share an SM.
+    # of a tile share an address. This saves registers in the forward of head size 64 on SM90
+    # (Triton 3.6): four programs fit an SM.
     bits = max(ref.ref.shape).bit_length()
     return ref.ref, ref.first + (start & (2**bits - 1))
 
@@ -176,17 +169,14 @@ def tile_of(ref, start, block_rows, block_size, head=None):
 
 
 def load_rows(ref, start, num_rows, block_rows, other):
-    """Load elements start .. start + block_rows of a vector of `num_rows`; `other` past its end."""
+    """Load elements start .. start + block_rows of a vector; `other` from `num_rows` on."""
     exists = start + arange(block_rows) < num_rows
     ref, start = locate_rows(ref, start)
     return plt.load(ref.at[pl.ds(start, block_rows)], mask=exists, other=other)
 
 
 def load_padded_rows(ref, start, block_rows, head=None):
-    """Load what `load_rows` does from a vector that is padded to ROW_PADDING: all rows exist.
-
-    head: the vector is ``ref[head, :]``.
-    """
+    """Load elements of a vector, or of ``ref[head, :]``, that is padded to ROW_PADDING."""
     ref, start = locate_rows(ref, start)
     rows = pl.ds(start, block_rows)
     return ref[rows] if head is None else ref[head, rows]

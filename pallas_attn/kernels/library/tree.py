@@ -1,17 +1,4 @@
-"""Trees: keys that have an end, and windows of depths.
-
-Key j is seen by the queries at positions before ``ends[j]`` that `causal` allows. For every
-BLOCK_TOKENS keys the host computes the greatest and the least end. A tile of keys is skipped if no
-end is after the first query, and needs no mask if all ends are after the last query. The remaining
-tiles of the window form runs: in depth-first order, one for each stretch of the path from the root.
-A program walks one run after the other, each like dense rows. The queries of a tile of keys are one
-run.
-
-A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
-
-Ends and depths are unchecked data. Whatever their values, a program visits only tiles that the
-window shows.
-"""
+"""Trees: keys that have an end, and windows of depths."""
 
 from typing import Any, NamedTuple
 
@@ -26,7 +13,7 @@ from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
 
 class Tree(NamedTuple):
-    """Hold the ends of a batch element's keys; None without them.
+    """The ends of a batch element's keys; None without them.
 
     Attributes:
         ends: [Skv] int32, or [Tkv] for packed sequences.
@@ -38,7 +25,7 @@ class Tree(NamedTuple):
 
 
 class Depths(NamedTuple):
-    """Hold the depths that a window counts, for a batch element; None without them.
+    """The depths that a window counts, for a batch element; None without them.
 
     Attributes:
         q: depths of the queries, [Sq] int32, or [Tq] for packed sequences.
@@ -50,7 +37,7 @@ class Depths(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Hold the numbers that tell which tiles of keys some queries see.
+    """Numbers that tell which tiles of keys some queries see.
 
     Attributes:
         ranges: ranges of the batch element's keys.
@@ -58,7 +45,6 @@ class Runs(NamedTuple):
         visible: tiles that the window shows; the full ones need no mask for it.
         first, last: positions of the first and of the last query.
         least, greatest: least and greatest depth of the queries, None without depths.
-        block: rows of a tile of keys.
     """
 
     ranges: Any
@@ -78,10 +64,7 @@ class Runs(NamedTuple):
 
 
 def in_branch(mask, rows, others, of_keys):
-    """Return which keys end after each query, and reach its depth, [block, block_other].
-
-    of_keys: the rows are keys.
-    """
+    """Return which keys end after each query, and reach its depth, [block, block_other]."""
     own, other = rows.rows[:, None], others.rows[None, :]
     position, other_row = own + rows.diagonal, rows.first_other + other
     query, is_query, key, is_key = own, own < rows.end, other_row, other < rows.size_other
@@ -97,13 +80,7 @@ def in_branch(mask, rows, others, of_keys):
 
 
 def find_runs(mask, rows, visible, block):
-    """Return the `Runs` of a program's queries; None without a tree.
-
-    Args:
-        mask, rows: `Mask`, and the queries' `Rows`.
-        visible: the result of `visible_tiles`.
-        block: keys of a tile.
-    """
+    """Return the `Runs` of a program's queries in `visible` tiles; None without a tree."""
     if mask.tree.ends is None:
         return None
     least = greatest = None
@@ -150,9 +127,8 @@ def next_run(runs, tile, masked):
 
 
 def walk_runs(runs, masked, visit, carry):
-    """Call `visit` for the tiles of one kind, run after run; return the last call's result.
-
-    visit: takes a tile's number and the carry, as for `lax.fori_loop`.
+    """Return the last ``carry = visit(tile, carry)``, called for the tiles of one kind, run after
+    run.
     """
 
     def walk(_run, state):
@@ -194,10 +170,7 @@ def _is_kind(runs, tile, masked):
 
 
 def ending_tiles(mask, keys, visible, block):
-    """Narrow the `Visible` tiles of queries to those before the end of some keys.
-
-    block: queries of a tile.
-    """
+    """Narrow the `Visible` tiles of queries to those before the end of some keys."""
     if mask.tree.ends is None:
         return visible
     begin, before, full, after = visible
@@ -219,13 +192,8 @@ def ending_tiles(mask, keys, visible, block):
 def tree_ranges(ends: Array, reach: Array | None) -> Array:
     """Compute the ranges of ends, and of reaches, for every BLOCK_TOKENS keys.
 
-    Args:
-        ends: [B, Skv] int32.
-        reach: as `ends`, or None.
-
-    Returns:
-        [B, blocks, 2] int32: the greatest and the least end; with `reach`, its greatest and least
-        follow, 4 in all. The last block is filled by 0.
+    [B, blocks, 2] int32: the greatest and the least end; with `reach`, its greatest and least
+    follow, 4 in all. The last block is filled by 0.
     """
     values = (in_blocks(x, 0) for x in (ends, reach) if x is not None)
     return jnp.stack([extreme for x in values for extreme in (x.max(2), x.min(2))], 2)

@@ -21,7 +21,7 @@ from pallas_attn.kernels.library.tiles import (
 
 
 class Rows(NamedTuple):
-    """A program's tile of one axis; it visits tiles of the other axis.
+    """A program's tile of one axis. What a mask lacks is None.
 
     Own rows are counted from the first row of all sequences, rows of the other axis from the
     sequence's first.
@@ -34,10 +34,9 @@ class Rows(NamedTuple):
         first_other, size_other: its first row on the other axis, and how many it has there.
         diagonal: position on the other axis of row 0.
         padded: what is added to a query's row to find it in lse2 and delta.
-        rows: the rows, [block].
-        ids, exists: segments of the rows, and which are not padding; None without segments.
-        begins, ends: intervals that the rows see, or None.
-        member: the head in references that have several; None if they have one.
+        ids, exists: segments of the rows, and which are not padding.
+        begins, ends: intervals that the rows see.
+        member: the head in references that have several.
     """
 
     element: Any
@@ -90,7 +89,6 @@ def rows_at(mask, ids_ref, element, head, found: TileRows, padded, block, member
 
 
 def load_own(ref, rows, rule, size):
-    """Load the rows of one operand, which has `size` columns."""
     block = rows.rows.shape[0]
     x = load_tile(ref, rows.start, rows.end, block, size, True, rows.exists, rows.member)
     return round_operand(x, rule.precision)

@@ -13,21 +13,11 @@ from pallas_attn.kernels.library.tree import in_branch
 
 
 def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=False):
-    """Compute the scores of a tile, from the operands of q·k to the input of the softmax.
+    """Compute a tile's (s, dcap), float32; everything that changes or hides a score is applied
+    here.
 
-    Everything that changes or hides a score is applied here.
-
-    Args:
-        a, b: the own rows and the visited rows of q and k.
-        mask, terms, rule: `Mask`, `Terms` and `twin_attention.contract.spec.ScoreRule`.
-        rows, others: `Rows` and the `Visited` tile.
-        window: keys seen on each side of a position, `twin_attention.contract.spec.Window`.
-        masked: the tile has hidden keys.
-        of_keys: the rows are keys.
-
-    Returns:
-        (s, dcap): a · bᵀ scaled, with terms, capped and masked, float32; and the derivative of the
-        cap, 1 without one.
+    s is a · bᵀ scaled, with terms, capped and masked; dcap is the derivative of the cap, or 1.
+    a and b are rows of q and k of `rows` and `others`, or of k and q if of_keys.
     """
     added = added_scores(terms, rows, others, masked or of_keys, of_keys)
     s = attention_scores(

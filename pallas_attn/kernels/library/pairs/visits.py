@@ -29,7 +29,6 @@ class Visited(NamedTuple):
 
     Attributes:
         head, member: the query head; and the tile's head in references that have several, or None.
-        start, rows: its first row, and its rows, [block].
         ids, exists: segments of the rows, and which rows are to be loaded; None for all.
     """
 
@@ -45,8 +44,6 @@ class Visits(NamedTuple):
     """The tiles of the other axis that a program visits; only tiles at the edges are masked.
 
     Attributes:
-        visible: how many tiles there are, and which need a mask.
-        block: rows of each tile.
         size: length of the other axis.
         kept: the list that the tiles are taken from, or None.
         runs: the runs of a tree, which replace `visible`, or None.
@@ -59,7 +56,6 @@ class Visits(NamedTuple):
     runs: Runs | None = None
 
     def keep(self, lists, member, tile, rows):
-        """Return the visits narrowed to a list of tiles; see `find_list`."""
         kept = find_list(lists, member, tile, rows)
         return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
 
@@ -84,10 +80,7 @@ class Visits(NamedTuple):
         return carry
 
     def walk_members(self, first, members, visit, carry):
-        """Do what `walk` does with ``visit(member, start, carry, masked)``, for heads of a group.
-
-        first, members: the first head, and how many there are.
-        """
+        """Call ``visit(member, start, carry, masked)`` for `members` heads from `first` on."""
         for masked in (False, True):
             count = count_tiles(self.visible, masked)
 
@@ -106,7 +99,6 @@ class GroupVisits(NamedTuple):
         of_all: the tiles before a list narrows them.
         lists, list_tile: lists of queries, and the tile of the block mask; or None.
         start: the first key.
-        group_size: how many query heads.
     """
 
     of_all: Visits
@@ -118,7 +110,7 @@ class GroupVisits(NamedTuple):
     def walk(self, visit, carry):
         """Return the last ``carry = visit(member, start, carry, masked)``.
 
-        If each head has lists, visit one head after the other, otherwise the whole group together.
+        Visit one head after the other if each has lists, otherwise the whole group together.
         """
         if self.list_tile is None:
             return self.of_all.walk_members(0, self.group_size, visit, carry)
@@ -138,10 +130,7 @@ class GroupVisits(NamedTuple):
 def tiles_of_keys(mask, queries, window, block, list_tile):
     """Return the `Visits` of the keys that a program's queries see.
 
-    Args:
-        mask, queries, window: the mask, the `Rows`, and the keys seen on each side of a position.
-        block: keys of a tile.
-        list_tile: queries and keys of a block mask's tile, or None.
+    list_tile: queries and keys of a block mask's tile, or None.
     """
     visits = _seen_tiles(mask, queries, window.left, window.right, block)
     if list_tile is not None:
@@ -151,7 +140,7 @@ def tiles_of_keys(mask, queries, window, block, list_tile):
 
 
 def tiles_of_queries(mask, keys, window, block, list_tile, group_size):
-    """Return the `GroupVisits` of the queries that see a program's keys, as `tiles_of_keys`."""
+    """Return the `GroupVisits` of the queries that see a program's keys."""
     visits = _seen_tiles(mask, keys, window.right, window.left, block)
     visits = visits._replace(visible=ending_tiles(mask, keys, visits.visible, block))
     return GroupVisits(visits, mask.lists, list_tile, keys.start, group_size)
@@ -171,21 +160,21 @@ def _seen_tiles(mask, rows, left, right, block):
 
 
 def load_keys(k_ref, mask, queries, start, rule, block, size, masked):
-    """Load a tile of keys; return it, and its `Visited`, for `load_values` and `pair_scores`."""
+    """Load a tile of keys; return it, and its `Visited`."""
     ids = load_segments(mask.segments.kv_ids, start, queries.size_other, block, VISITED)
     keys = Visited(queries.head, None, start, start + arange(block), *ids)
     return load_values(k_ref, queries, keys, rule, size, masked), keys
 
 
 def load_queries(q_ref, mask, keys, member, start, rule, block, size, masked):
-    """Load a tile of a head's queries; return it, and its `Visited`, as `load_keys` does."""
+    """Load a tile of a head's queries; return it, and its `Visited`."""
     ids = load_segments(mask.segments.q_ids, start, keys.size_other, block, VISITED)
     queries = Visited(keys.head + member, member, start, start + arange(block), *ids)
     return load_values(q_ref, keys, queries, rule, size, masked), queries
 
 
 def load_values(ref, rows, others, rule, size, masked):
-    """Load the rows of another operand, v or dout, of a tile of `load_keys` or `load_queries`."""
+    """Load another operand, v or dout, of a tile of `load_keys` or `load_queries`."""
     start, end, block = others.start, rows.size_other, others.rows.shape[0]
     ref = rows_from(ref, rows.first_other)
     x = load_tile(ref, start, end, block, size, masked, others.exists, others.member)
@@ -206,7 +195,7 @@ def keys_from_anywhere(mask, queries, member, start, block):
 
 
 def load_from_anywhere(ref, queries, keys, rule, size):
-    """Load the rows of an operand, of a tile of `keys_from_anywhere`."""
+    """Load an operand of a tile of `keys_from_anywhere`."""
     shape = (keys.rows.shape[0], padded_head_dim(size))
     row = jnp.broadcast_to((queries.first_other + keys.rows)[:, None], shape)
     column = jnp.broadcast_to(arange(shape[1])[None, :], shape)
