@@ -26,14 +26,7 @@ from twin_attention.targets.family import Backend
 
 
 class Inputs(NamedTuple):
-    """Hold the operands of the backward kernels.
-
-    Attributes:
-        q, k, v: inputs of the forward.
-        dout: the gradient of the output, [B, Sq, Hq, Dv].
-        lse2, delta: per-row statistics, [B, Hq, Sq rounded up to ROW_PADDING] float32; see
-            `portable.flash_bwd.flash_bwd_preprocess_kernel`.
-    """
+    """Operands of the backward kernels; lse2 and delta are those of the preprocess."""
 
     q: Array
     k: Array
@@ -44,14 +37,7 @@ class Inputs(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """Hold the operands from which lse2 and delta are computed.
-
-    Attributes:
-        q, k, v, dout: as in `Inputs`.
-        out, lse: outputs of the forward.
-        dlse: the gradient of lse, or None for zero.
-        rest: what lse lacks, if there are terms.
-    """
+    """Operands from which lse2 and delta are computed; rest is what lse lacks under terms."""
 
     q: Array
     k: Array
@@ -67,11 +53,7 @@ Launch = Callable[..., Any]  # from inputs, problem, backend and `Mask`
 
 
 def _rows_of_tiles(cu_seqlens: Array, num_rows: int) -> tuple[Array, Array, Array]:
-    """Map rows of lse2 and delta, in which each sequence begins a tile, to rows of the axis.
-
-    Returns:
-        The row of the axis; whether there is one; and whether it is not padding.
-    """
+    """Return the axis' row of each row of lse2, whether there is one, and whether it is a token."""
     numbers = jnp.arange(cu_seqlens.shape[0], dtype=jnp.int32)
     tiles = count_sequence_tiles(num_rows, cu_seqlens.shape[0] - 1, ROW_PADDING)
     tile = jnp.arange(tiles, dtype=jnp.int32)[:, None]
@@ -102,16 +84,12 @@ def make_flash_bwd(
     """Return the `flash_bwd` of a kernel family.
 
     Args:
-        preprocess: computes lse2 and delta from `Sources`. None if launch_dq takes `Sources`
-            itself, and returns dq, lse2 and delta.
-        launch_dq: calls the dq kernel and returns dq.
-        launch_dkdv: calls the kernel of dk and dv and returns both.
-        launch_fused: calls the kernel that computes all three, and the steps before and after it.
-            It takes `Sources` and returns dq, dk, dv, lse2 and delta. It runs if the problem has a
-            configuration for it. None if the family has no such kernel.
+        preprocess: computes lse2 and delta from `Sources`; None if launch_dq takes these, and
+            returns dq, lse2 and delta.
+        launch_fused: returns dq, dk, dv, lse2 and delta from `Sources`, for problems with its
+            configuration; or None.
         terms_gradients: each computes the gradients of some terms, by name. launch_dq and
-            launch_dkdv then take `terms`, and launch_dq may return the gradient of a bias along
-            with dq. Empty for a family without terms.
+            launch_dkdv then take `terms`, and launch_dq may return a bias' gradient along with dq.
     """
 
     def flash_bwd(
@@ -124,16 +102,9 @@ def make_flash_bwd(
         spec: AttentionSpec,
         backend: Backend,
     ) -> AttentionOperands[Array]:
-        """Call the backward kernels. Packed sequences have no batch axis.
+        """Return the gradient of each operand that is not frozen, in its dtype.
 
-        Args:
-            dout: [B, Sq, Hq, Dv].
-            dlse: [B, Hq, Sq] float32, or None for zero.
-            operands, out, lse: inputs and outputs of the forward, as is rest, its `rest_of_lse`,
-                None without terms.
-
-        Returns:
-            The gradient of each operand that is not frozen, in its dtype.
+        dlse is None for zero, and rest, the forward's `rest_of_lse`, without terms.
         """
         q, k, v, dout, dlse, out, lse, rest = with_batch(
             spec, operands.q, operands.k, operands.v, dout, dlse, out, lse, rest
@@ -180,16 +151,9 @@ def sinks_gradient(
     num_rows: int = 0,
     rest2: Array | None = None,
 ) -> Array:
-    """Compute the gradient of the sinks [Hq] from lse2 and delta of all rows.
+    """Compute the gradient of the sinks [Hq] from lse2 and delta of all `num_rows` rows.
 
-    With packed sequences, lse2 and delta have rows between the sequences that belong to no query.
-
-    Args:
-        sinks: [Hq] float32.
-        lse2, delta: as in `Inputs`.
-        cu_seqlens_q: offsets of packed sequences.
-        num_rows: number of rows of the packed axis.
-        rest2: as in `Terms`.
+    With packed sequences, lse2 and delta also have rows that belong to no query.
     """
     exists = cu_seqlens_q is None or _rows_of_tiles(cu_seqlens_q, num_rows)[1]
     of_heads = sinks[:, None]

@@ -1,6 +1,6 @@
 """The reference family: the operations in plain JAX, on any device, for any supported problem.
 
-Each function takes and returns the same values as the kernel of the same name.
+Each function takes and returns what the kernel of the same name does, and computes in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from twin_attention.targets.family import Backend
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Compute out, lse and any other requested result in float32, with O(Sq · Skv) memory."""
+    """Compute with O(Sq · Skv) memory."""
     forward = forward_of(spec)
     with jax.default_matmul_precision("highest"):
         out, lse, *of_rows = forward(operands, spec, jnp.float32)
@@ -50,7 +50,7 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Array]:
-    """Compute the operands' gradients in float32, with O(Sq · Skv) memory."""
+    """Compute with O(Sq · Skv) memory."""
     backward = backward_of(spec)
     with jax.default_matmul_precision("highest"):
         gradients = backward(dout, dlse, operands, spec, jnp.float32)
@@ -65,7 +65,6 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Return a result with the operands' keys added, in float32 except for the last part."""
     carry, lse = result_before(carry, lse, spec)
     with jax.default_matmul_precision("highest"):
         out, lse = partial_forward(operands, carry, lse, spec, jnp.float32)
@@ -82,7 +81,7 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Array], Array, Array]:
-    """Compute gradients through the operands' keys in float32; the carry's lse2 holds lse."""
+    """Return a carry whose lse2 holds lse."""
     with jax.default_matmul_precision("highest"):
         if carry is None:
             products = dout.astype(jnp.float32) * out.astype(jnp.float32)
@@ -97,14 +96,13 @@ def partial_bwd(
 def partial_dq(
     like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
 ) -> Array:
-    """Return the carry's dq in the dtype of the first array."""
     return carry.dq.astype(like.dtype)
 
 
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Compute out and lse in float32, from keys and values copied out of their pages."""
+    """Copy keys and values out of their pages."""
     with jax.default_matmul_precision("highest"):
         out, lse = paged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
@@ -113,7 +111,7 @@ def paged_decode(
 def paged_attention(
     operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Compute out and lse in float32, with O(Tq · B · capacity) memory."""
+    """Compute with O(Tq · B · capacity) memory."""
     with jax.default_matmul_precision("highest"):
         out, lse = ragged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
@@ -122,7 +120,6 @@ def paged_attention(
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Return the pools with the new tokens written, and the rotated queries if there are any."""
     k_new, q = rotate_new(operands, spec, jnp.float32)
     pools = operands.k_pages, operands.v_pages
     if not spec.is_empty:
@@ -135,11 +132,7 @@ def append_kv(
 
 
 def _slots(operands, spec):
-    """Return the page and the slot of each new token, [B, T] or [Tq] each.
-
-    A token without a page gets one past the pool. Negative page ids would index from the end of the
-    pool, so they also become ids past it.
-    """
+    """Return the page, past the pool for a token without one, and the slot of each new token."""
     page_size = spec.cache.page_size
     position, sequence, is_token = positions_of_new(operands, spec)
     column, slot = position // page_size, position % page_size
@@ -155,25 +148,15 @@ def _write(pages, new, slots, scale, cache):
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
-    """Merge partial results over disjoint keys."""
     out, lse = merge(outs, lses, jnp.float32)
     return out.astype(outs.dtype), lse
 
 
 def combine_bwd(dout: Array, dlse: Array, outs: Array, lses: Array) -> tuple[Array, Array]:
-    """Compute the gradients of `combine` in float32: the backward of every family.
+    """Compute the gradients of `combine`: the backward of every family.
 
     With ``w = softmax(lses)`` and ``dp_n = dout · out_n``: ``d out_n = w_n dout`` and
-    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``. XLA fuses the products with their sums, so
-    memory besides the gradients is a few arrays of `lses`' size.
-
-    Args:
-        dout: gradient of out, [B, S, H, Dv].
-        dlse: gradient of lse, [B, H, S] float32.
-        outs, lses: inputs of the forward, [N, B, S, H, Dv] and [N, B, H, S].
-
-    Returns:
-        The gradients of outs and lses, in their dtypes.
+    ``d lse_n = w_n (dp_n - Σ_m w_m dp_m + dlse)``.
     """
     douts, dlses = merge_backward(dout, dlse, outs, lses, jnp.float32)
     return douts.astype(outs.dtype), dlses

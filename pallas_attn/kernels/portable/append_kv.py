@@ -51,17 +51,13 @@ def append_kv_kernel(
 
     Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; the pools k [P,
     page_size, Hkv, D] and v [P, page_size, Hkv, Dv], inputs whose memory the outputs reuse; table
-    [max_pages] and len [], int32; scales [] or [Hkv], float32, or None. Grid: (head tiles, tokens,
-    batch). Token t goes to position ``len - tokens + t``; a position outside the table, or a page
-    outside the pool, is not written.
+    [max_pages] and len [], int32; scales [] or [Hkv], float32, or None; cos and sin [positions,
+    pairs]
+    or None. Grid: (head tiles, tokens, batch).
 
     Packed tokens: all of k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv], tables [B, max_pages], lens [B]
     and cu_seqlens [B + 1], otherwise None. Grid: (tiles of one row of `locate_tokens`, head tiles),
-    since only the first axis can have more than 65535 programs. Padding is not written.
-
-    Rotation: cos and sin [positions, pairs], otherwise None. Keys are rotated in float32 by the
-    angles of their positions, and so are queries q of the same tokens, or None; q_out is 0 in the
-    padding. Tiles of heads cover q's heads, or those of keys and values without q.
+    since only the first axis can have more than 65535 programs.
     """
     # Locate the token and its slot.
     num_pages, page_size, heads_kv, _ = k_ref.shape
@@ -136,7 +132,7 @@ def copy_rows(
     interleaved,
     compiled,
 ):
-    """Copy rows of one tensor to another, rotated with cos and sin, quantised with a scale.
+    """Copy rows, rotated with cos and sin, quantised with a scale.
 
     `reads` and `writes` say which rows are read and written; a row that is not read is 0. The first
     `pairs` pairs of columns are rotated.
@@ -174,11 +170,9 @@ def load_scale(ref, head, writes):
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Call `append_kv_kernel`.
+    """Call `append_kv_kernel`; return k_pages, v_pages, and the rotated queries if there are any.
 
-    Returns:
-        k_pages and v_pages with the new tokens, in the memory of the given pools where XLA allows
-        it; and the rotated queries, if there are any.
+    The pages are in the memory of the given pools where XLA allows it.
     """
     cache, q, cos = spec.cache, operands.q, operands.rotary_cos
     pairs = spec.rotary_dim // 2

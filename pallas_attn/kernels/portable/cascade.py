@@ -1,9 +1,4 @@
-"""Cascades: pages that several sequences begin with are read once for a tile of sequences.
-
-The rows of a tile's sequences see the shared pages like rows of one sequence, and each gets a
-running softmax. `paged_decode` continues it over a sequence's other keys. Ye et al. 2024 (cascade
-inference); Juravsky et al. 2024 (Hydragen).
-"""
+"""Cascades: pages that several sequences begin with are read once for a tile of sequences."""
 
 from typing import Any, NamedTuple
 
@@ -40,7 +35,7 @@ from twin_attention.targets.splits import block_rows, cascade_tile, cascade_tile
 
 
 class Cascade(NamedTuple):
-    """Hold running softmaxes over keys that sequences share.
+    """Running softmaxes over keys that sequences share.
 
     Attributes:
         prefixes: how many shared keys each sequence begins with, [B] int32.
@@ -80,15 +75,10 @@ def shared_pages_kernel(
 ):
     """One program computes block_rows rows of one kv head of tiles, over a split of their prefixes.
 
-    Row r is a row of `paged_decode_kernel`, of the tile's sequence ``r // (tokens * group_size)``.
-    Operands, of this program's kv head: q [B, T, group, D], the pools and k's scale as there;
-    tables [B, max_pages] and lens [B]; a `Cascade`'s prefixes, and the split's accs [B, T, group,
-    Dv], maxima and sums [B, group, T]. Grid: (row tiles, kv heads, sequences by tiles.members,
-    splits). A program takes the tiles whose first sequence is one of its `members`: a single tile
-    if all sequences share pages. All rows see all keys. Loop invariant: `online_softmax_update`.
-    Accumulation: float32, exponents in base 2, p cast to the products' dtype.
-
-    tiles: `CascadeTiles`.
+    Operands, of this program's kv head: q [B, T, group, D], the pools and k's scale as in
+    `paged_decode_kernel`; tables [B, max_pages] and lens [B]; a `Cascade`'s prefixes, and the
+    split's accs [B, T, group, Dv], maxima and sums [B, group, T]. Grid: (row tiles, kv heads,
+    sequences by tiles.members, splits).
     """
     # Locate the tiles that have a prefix.
     tile, split = pl.program_id(0), pl.program_id(3)
@@ -159,18 +149,10 @@ def shared_pages_kernel(
 
 
 def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, block_size):
-    """Merge a running softmax with the ones over the keys of a prefix.
+    """Merge m_i, l_i and acc with the running softmax over the `keys` of a prefix.
 
-    Args:
-        cascade: the `Cascade` of this program's sequence and kv head.
-        block_kv: keys of a tile of shared keys.
-        keys: how many keys the prefix has.
-        token, head: token of each row, and its head within the group.
-        softmax: m_i, l_i and acc.
-        size, block_size: columns of a tile of acc, without and with padding.
-
-    Returns:
-        m_i, l_i and acc.
+    The cascade is that of this program's sequence and kv head. token, head: of each row, the head
+    within the group. size, block_size: columns of a tile of acc, without and with padding.
     """
 
     def visit(state, softmax):
@@ -195,12 +177,8 @@ def attend_to_shared_pages(
 ) -> tuple[Cascade, int] | None:
     """Call `shared_pages_kernel`; None if a cascade gains nothing for these shapes.
 
-    Args:
-        operands: operands of the decode; an 8-bit pool is packed.
-        block_kv: keys of a tile of the decode over the other keys.
-
-    Returns:
-        The running softmaxes, and how many keys a tile of shared keys has.
+    block_kv: keys of a tile of the decode over the other keys. Returns the `Cascade`, and how many
+    keys a tile of shared keys has.
     """
     tile = cascade_tile(spec)
     if tile is None:

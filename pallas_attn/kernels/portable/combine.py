@@ -1,7 +1,4 @@
-"""Merge attention over disjoint sets of keys into attention over their union.
-
-``lse = log Σ exp lse_n`` and ``out = Σ exp(lse_n - lse) out_n``. Flash-Decoding's second step.
-"""
+"""Merge attention over disjoint sets of keys into attention over their union."""
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +39,9 @@ def combine_kernel(
     """One program merges one row.
 
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
-    [] float32 or None; out [Dv] and lse []. Grid: (heads and tokens, batch), heads fastest; only
-    the first axis can have more than 65535 programs. A part whose lse is -inf has no keys: its
-    output does not count, and may hold anything. Accumulation: float32, block_states parts at a
-    time. The maximum log-sum-exp is subtracted before the conversion to base 2: equal ones, however
-    large, give weights of 1.
-
-    block_keys: the states are the splits of `paged_decode_kernel`, whose tiles have that many keys,
-    and len [] is the length, int32. Only splits with keys are read. If there is at most one, the
-    result is already in out and lse, which are inputs as well. None: any states; len is None.
+    [] float32 or None; len [] int32; out [Dv] and lse []. Grid: (heads and tokens, batch), heads
+    fastest; only the first axis can have more than 65535 programs. With block_keys, out and lse are
+    inputs as well: with one split at most, they hold the result already.
     """
     # Locate the row.
     if block_keys is not None:
@@ -93,11 +84,7 @@ def combine_kernel(
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
-    """Call `combine_kernel` on results over disjoint keys.
-
-    Returns:
-        out [B, S, H, Dv] in spec's dtype and lse [B, H, S] float32.
-    """
+    """Call `combine_kernel` on results over disjoint keys; return out in spec's dtype, and lse."""
     return _launch(outs, lses, None, None, None, None, spec, backend)
 
 
@@ -113,13 +100,8 @@ def merge_splits(
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
-    Args:
-        operands: operands of the decode.
-        block_kv: keys of a tile of the decode; None if every split has written its part, even
-            without keys. Then out and lse are None.
-
-    Returns:
-        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
+    block_kv: keys of a tile of the decode; None if every split has written its part, even without
+    keys. Then out and lse are None.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens

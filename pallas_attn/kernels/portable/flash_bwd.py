@@ -1,12 +1,4 @@
-"""Flash attention, backward: a preprocess of rows, then dq, then dk and dv.
-
-With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0. With
-dropout, dp and the p of dv are multiplied by `kept_pairs`.
-Dao 2023, FlashAttention-2, algorithm 2, with a separate kernel for dq instead of atomic additions:
-the result has the same bits every time.
-"""
+"""Flash attention, backward: a preprocess of rows, then dq, then dk and dv."""
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +71,11 @@ def flash_bwd_preprocess_kernel(
     precision,
     block_q,
 ):
-    """Prepare the rows for the other kernels; one program takes block_q rows of a head.
+    """Prepare the rows for the other kernels, as `torch_attn.kernels.preprocess` describes.
 
-    ``delta = rowsum(dout ∘ out) - dlse``, and lse2 is lse in base 2, or +inf where a row saw no key
-    or does not exist, so that ``exp2(s - lse2)`` is 0 there. Where terms were added, lse2 is lse
-    itself (`softmax.probabilities`), and rest2 is rest (`softmax.rest_of_lse`) in base 2. dlse
-    counts as 0 in a row that saw no key. dout is rounded as products of the precision take it, so
-    that ds cancels in a row that sees one key. Operands, of this program's batch and head: dout and
-    out [Sq, Dv], lse, dlse and rest [Sq] (dlse is None for zero, rest without terms); lse2, delta
-    and rest2 [Sq rounded up to ROW_PADDING], all float32. Grid: (query tiles, heads, batch).
-
-    Packed sequences, as in `flash_fwd_kernel`: lse2 and delta have `count_sequence_tiles` of
-    ROW_PADDING rows, so that each sequence begins a tile. dout counts as 0 in padding, including
-    the padding of segment ids q_segment_ids [Sq] int32, or None.
+    Operands, of this program's batch and head: dout and out [Sq, Dv], lse, dlse and rest [Sq] (dlse
+    is None for zero, rest without terms); lse2, delta and rest2 [Sq rounded up to ROW_PADDING], all
+    float32; q_segment_ids [Sq] int32 or None. Grid: (query tiles, heads, batch).
     """
     # Locate the rows.
     padded = pl.program_id(0) * block_q
@@ -152,13 +136,10 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv], dout [Sq,
-    Dv], lse2 and delta of `flash_bwd_preprocess_kernel`. Grid, place, rule: as in
-    `flash_fwd_kernel`. Loop invariant: dq is Σ ds k over the keys so far. Accumulation: float32,
-    exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no key gives 0. Mask, terms
-    and list_tile: as in `flash_fwd_kernel`. carry [Sq, D] float32: the gradient through other keys,
-    to which the gradient through these keys is added; or None. dbias [Sq, Skv]: the gradient of a
-    bias that no two pairs share, which is ds. It is 0 at first, in the memory of the result, or
-    None.
+    Dv], lse2 and delta of `flash_bwd_preprocess_kernel`; the rest as in `flash_fwd_kernel`. carry
+    [Sq, D] float32: the gradient through other keys, to which the gradient through these keys is
+    added; or None. dbias [Sq, Skv]: the gradient of a bias that no two pairs share, which is ds; or
+    None. It is 0 at first, in the memory of the result.
     """
     # Locate the tile of queries.
     rows = own_queries(mask, place(pl.program_id(0)), seq_q, seq_kv, block_q)
@@ -229,13 +210,9 @@ def flash_bwd_dkdv_kernel(
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
     Operands, of this program's batch and kv head: q [Sq, group, D], k and dk [Skv, D], v and dv
-    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]. Grid: (key tiles · kv heads
-    · batch), and place, as in `flash_fwd_kernel`. Tiles of s, p, dp, ds are transposed (keys down,
-    queries across), so that they can be left operands directly. Loop invariant: dk is Σ dsᵀ q and
-    dv is Σ pᵀ dout over the query heads and queries so far. Accumulation: float32, exponents in
-    base 2, p and ds cast to the inputs' dtype for their products. A key that no query sees gives 0.
-    Mask and list_tile: as in `flash_fwd_kernel`, but for a kernel that visits queries, with
-    `count_sequence_tiles` of keys. Terms: of all heads of the group.
+    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]; terms of all heads of the
+    group.
+    Grid: (key tiles · kv heads · batch), `count_sequence_tiles` of keys in packed sequences.
     """
     # Locate the tile of keys.
     rows = own_keys(mask, place(pl.program_id(0)), group_size, seq_q, seq_kv, block_kv)
@@ -280,7 +257,7 @@ def flash_bwd_dkdv_kernel(
 
 
 def launch_preprocess(sources, spec, backend, mask):
-    """Call `flash_bwd_preprocess_kernel`; returns lse2, delta, and rest2 where there are terms."""
+    """Call `flash_bwd_preprocess_kernel`; return lse2, delta, and rest2 where there are terms."""
     *_, dout, out, lse, dlse, rest = sources
     offsets, segments = mask.offsets, mask.segments
     num_rows = count_sequence_tiles(spec.seq_q, offsets.num_sequences, ROW_PADDING) * ROW_PADDING
@@ -307,12 +284,7 @@ def launch_preprocess(sources, spec, backend, mask):
 
 
 def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
-    """Call `flash_bwd_dq_kernel`.
-
-    Returns:
-        dq, in the memory and dtype of a `carry`; and the gradient of a bias that no two pairs
-        share, unless it is frozen.
-    """
+    """Return dq, in the memory and dtype of a `carry`, and the bias' gradient if it is stored."""
     q, k, v, *of_rows = inputs
     before = (*inputs, terms, mask)
     dbias = None
@@ -357,7 +329,7 @@ def launch_dq(inputs, spec, backend, mask, carry=None, terms=NO_TERMS):
 
 
 def launch_dkdv(inputs, spec, backend, mask, dtype=None, terms=NO_TERMS):
-    """Call `flash_bwd_dkdv_kernel`; returns dk and dv, in `dtype` if one is given."""
+    """Call `flash_bwd_dkdv_kernel`; return dk and dv, in `dtype` if one is given."""
     (q, k, v, *of_rows), group = inputs, spec.group_size
     num_lists = num_lists_of_group(spec)
 

@@ -1,10 +1,4 @@
-"""Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
-
-Where a bias has 1 in place of the batch, heads, queries or keys, its gradient is a sum over them.
-If the bias has all queries and keys, a program adds up one tile over batch elements and heads, in
-order: the result has the same bits every time, and only the gradient's own memory grows with the
-square of a length. Otherwise a program adds up a row or a column of tiles of one head.
-"""
+"""Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile."""
 
 from typing import Any
 
@@ -66,13 +60,9 @@ def flash_bwd_bias_kernel(
     """One program adds up ds over the tiles that share a tile of the sums.
 
     Operands, of all batch elements and heads: q [B · Sq, Hq, D], k [B · Skv, Hkv, D], v [B · Skv,
-    Hkv, Dv], dout [B · Sq, Hq, Dv], lse2 and delta of `flash_bwd_preprocess_kernel`, [B · Hq,
-    padded Sq]. kind "pairs": sums [Sq, Skv] are the gradient itself, in its dtype. A program adds
-    up one tile over `shared` heads and batch elements, shared_heads of each; the grid has (tiles,
-    heads, batch elements) of the gradient. "rows" or "keys": sums are [Sq] or [Skv] float32. A
-    program of the grid (tiles of that axis, heads, batch elements) adds up all tiles of the other
-    axis. Terms and mask: as in `flash_bwd_relative_kernel`, of all heads. Loop invariant: acc is
-    Σ ds over the tiles so far. Accumulation: float32.
+    Hkv, Dv], dout [B · Sq, Hq, Dv], lse2 and delta [B · Hq, padded Sq]. Grid: (tiles, heads, batch
+    elements). kind "pairs": sums [Sq, Skv] are the gradient itself, in its dtype; "rows" or "keys":
+    they are [Sq] or [Skv] float32.
     """
     tile, head, element = (pl.program_id(i) for i in range(3))
     start_q, start_kv, diagonal = tile * block_q, tile * block_kv, seq_kv - seq_q
@@ -134,11 +124,7 @@ def bias_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradient of a bias that pairs share, by name; empty without one, or if frozen.
-
-    Args:
-        inputs, terms, mask, spec, backend: as `relative_gradient` takes them.
-    """
+    """Compute the gradient of a bias that pairs share, by name; empty without one, or if frozen."""
     bias = terms.bias
     if bias is None or "bias" in spec.frozen or not shares_values(bias.shape, spec):
         return {}

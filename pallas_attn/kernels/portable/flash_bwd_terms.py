@@ -1,10 +1,4 @@
-"""Flash attention, backward of the terms added to the scores: sums of ds, recomputed by tile.
-
-The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles of queries and of
-keys that start equally far apart have the same distances in the same places: they form a band. A
-program adds up the tiles of one band, so that only its sum has to be split by distances. The result
-has the same bits every time, and no memory grows with the square of a length.
-"""
+"""Flash attention, backward of the terms added to the scores: sums of ds, recomputed by tile."""
 
 from typing import Any
 
@@ -68,8 +62,7 @@ def score_gradients(
         refs: q, k, v, dout, lse2 and delta of the head. The first four have the rows of all
             sequences one after the other. If they have all heads, rows.member is the head, and
             group_size how many share a kv head.
-        terms, mask, rule, window: as in `flash_bwd_dq_kernel`, of all sequences.
-        rows, prepared: the `Rows` of the tile's queries, and how `load_prepared` finds them.
+        terms, mask: of all sequences.
         start_kv: the tile's first key in the sequence. It may be negative: keys before the first do
             not exist.
     """
@@ -119,12 +112,9 @@ def flash_bwd_relative_kernel(
     """One program adds up ds over the tiles of one band of one query head.
 
     Operands, of this program's head: q [B · Sq, D], k [B · Skv, D], v [B · Skv, Dv], dout [B · Sq,
-    Dv], lse2 and delta of `flash_bwd_preprocess_kernel`, [B, padded Sq]; tiles [near, block_q,
-    block_kv] float32, the sums of the near bands; sums [bands] float32, the sums over all pairs of
-    the other bands. Grid: (bands, heads, 1). bands: `twin_attention.targets.bands.Bands`; elements:
-    how many batch elements, or packed sequences; seq_q and seq_kv are lengths of one element, or of
-    all packed sequences. Terms: slopes [], or [elements]. mask: `flat_mask`. Loop invariant: acc is
-    Σ ds over the tiles so far. Accumulation: float32.
+    Dv], lse2 and delta [B, padded Sq]; tiles [near, block_q, block_kv] float32; sums [bands]
+    float32; terms with slopes [], or [elements]; mask: `flat_mask`. Grid: (bands, heads, 1). seq_q
+    and seq_kv are lengths of one element, or of all packed sequences.
     """
     band, head = pl.program_id(0), pl.program_id(1)
     # How far after its queries' positions a band's keys start.
@@ -183,14 +173,7 @@ def relative_gradient(
     spec: AttentionSpec,
     backend: Backend,
 ) -> dict[str, Array]:
-    """Compute the gradient of `relative_bias`, by name; empty without it, or if frozen.
-
-    Args:
-        inputs: `pallas_attn.kernels.gradients.Inputs`.
-        terms: of the call, as the kernel of dq takes them.
-        mask: as the kernel of dq takes it.
-        spec, backend: the problem, and what runs.
-    """
+    """Compute the gradient of `relative_bias`, by name; empty without it, or if frozen."""
     if terms.relative is None or "relative_bias" in spec.frozen:
         return {}
     config = config_of("flash_bwd_dq", spec, backend)
@@ -257,10 +240,7 @@ def flat_mask(mask: Mask) -> Mask:
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:
-    """Return the warps and stages that replace those of the dq kernel.
-
-    Four tiles are loaded in each step, and no accumulator is as wide as a head.
-    """
+    """Return the warps and stages that replace those of the dq kernel."""
     size = max(spec.head_dim, spec.head_dim_v)
     return {"num_warps": 8, "num_stages": 2 if spec.dtype_bits == 16 and 64 < size <= 128 else 1}
 

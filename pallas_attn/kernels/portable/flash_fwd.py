@@ -1,8 +1,4 @@
-"""Flash attention, forward.
-
-``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
-Dao 2023, FlashAttention-2, algorithm 1.
-"""
+"""Flash attention, forward."""
 
 from typing import Any, NamedTuple
 
@@ -79,21 +75,14 @@ def flash_fwd_kernel(
 
     Operands, of this program's batch and head: q [Sq, D], k [Skv, D], v [Skv, Dv], the head's sink
     [] float32 or None, out [Sq, Dv], lse [Sq] (float32, natural log); then, as lse, `rest_of_lse`
-    if there are terms, and each row's largest score if it is asked for. Query i stands at key
-    position i + Skv - Sq; rule: `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles ·
-    heads · batch), in the order of `longest_first`; place: returns a program's tile, head and batch
-    element, from its number. Loop invariant: `online_softmax_update`. Accumulation: float32,
-    exponents in base 2, p cast to v's dtype for p·v. A row that sees no key gives 0, and -inf or
-    its sink. block_q and block_kv are powers of two, at least 16.
+    if there are terms, and each row's largest score if it is asked for. Grid: (query tiles · heads
+    · batch), or `count_sequence_tiles` of queries.
 
-    Terms that are added to the scores: `Terms` of the head. dropout: `DropoutRule` or None.
-
-    carry: out in float32 and lse of a result over other keys, to which these keys are added; or
-    None.
-
-    The mask: `pallas_attn.kernels.library.mask.Mask`. With packed sequences Sq and Skv count all
-    tokens, and the grid has `count_sequence_tiles` of queries. list_tile: queries and keys of a
-    block mask's tile, multiples of block_q and block_kv; or None.
+    Args:
+        carry: out in float32 and lse of a result over other keys; or None.
+        place: returns a program's tile, head and batch element, from its number.
+        list_tile: queries and keys of a block mask's tile, multiples of block_q and block_kv; or
+            None.
     """
     added_to = adds_terms(terms)
     row_max_ref = more[-1] if len(more) > added_to else None
@@ -152,12 +141,10 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Call `flash_fwd_kernel`.
+    """Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, without B if packed.
 
-    Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; then, shaped as lse,
-        `rest_of_lse` if there are terms, and each row's largest score if the problem asks for it;
-        without B for packed sequences.
+    Then, as lse, `rest_of_lse` if there are terms, and each row's largest score if the problem asks
+    for it.
     """
     return without_batch(spec, *launch_forward(operands, None, spec, backend))
 

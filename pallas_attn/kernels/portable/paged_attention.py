@@ -1,10 +1,4 @@
-"""Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys.
-
-The new tokens of all sequences are packed (`sequences`). Otherwise it works like a paged decode:
-each split of the keys gives a partial output and its log-sum-exp; `combine` merges them.
-FlashAttention-2 (Dao 2023) and Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention
-(Kwon et al. 2023).
-"""
+"""Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys."""
 
 import jax
 import jax.numpy as jnp
@@ -78,20 +72,11 @@ def paged_attention_kernel(
 ):
     """One program computes block_rows rows of one kv head of a sequence over one split of the keys.
 
-    Row r of a sequence is its token ``r // group_size`` of query head ``r % group_size`` of the
-    group, so that the keys and values are read once for all of them. Operands, of this program's kv
-    head: q [Tq, group, D], pools k [P, page_size, D] and v [P, page_size, Dv]; tables [B,
-    max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group] and scales [], float32, or
-    None; tree [Tq], int32, or None, the ends of `tree_mask`; out [Tq, group, Dv] and lse [group,
-    Tq] (float32, natural log) of its split: the result if there is one split, otherwise a part, and
-    then sinks are None. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv heads
-    fastest, and splits. Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
-    in base 2, p cast to the products' dtype. A row that sees no key, such as padding, gives 0, and
-    -inf or its sink. block_rows and block_kv are powers of two, at least 16.
-
-    upcast: as in `paged_decode_kernel`. q, k, v, acc and out are lists of tiles.
-
-    skips_masks: tiles of keys that all rows see have a separate loop, without a mask.
+    Operands, of this program's kv head: q [Tq, group, D], pools k [P, page_size, D] and v [P,
+    page_size, Dv]; tables [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group]
+    and scales [], float32, or None; tree [Tq], int32, or None, the ends of `tree_mask`; out [Tq,
+    group, Dv] and lse [group, Tq] (float32, natural log) of its split. Grid: (kv heads, row tiles
+    of `locate_tokens`) in one axis, kv heads fastest, and splits.
     """
     # Locate the rows and the split's share of the keys that they see.
     (num_pages, page_size, _), scale, split = k_ref.shape, rule.scale, pl.program_id(1)
@@ -177,11 +162,7 @@ def paged_attention_kernel(
 def paged_attention(
     operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `paged_attention_kernel`, and `combine` where there is more than one split.
-
-    Returns:
-        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32.
-    """
+    """Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32."""
     kernel = decode_kernel(spec)
     config = config_of(kernel, spec, backend)
     rows, group, heads_kv = block_rows(spec, config), spec.group_size, spec.heads_kv

@@ -1,8 +1,4 @@
-"""Paged decode: attention of a few new tokens over a paged KV cache, split over the keys.
-
-Each split of a sequence's keys gives a partial output and its log-sum-exp; `combine` merges them.
-Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
-"""
+"""Paged decode: attention of a few new tokens over a paged KV cache, split over the keys."""
 
 import jax
 import jax.numpy as jnp
@@ -72,25 +68,14 @@ def paged_decode_kernel(
 ):
     """One program computes block_rows rows of one kv head over one split of the keys.
 
-    Row r is token ``r // group_size`` of query head ``r % group_size`` of the group, so that the
-    keys and values are read once for all of them. Operands, of this program's batch and kv head: q
-    [T, group, D], pools k [P, page_size, D] and v [P, page_size, Dv], table [max_pages] and len [],
-    int32; sinks [group] and scales [], float32, or None; tree [T], int32, or None, the ends of
-    `tree_mask`; out [T, group, Dv] and lse [group, T] (float32, natural log). If more than one
-    split has keys, each of these splits writes its outs [T, group, Dv] and lses [group, T] instead,
-    float32; with a single split both are None. In a cascade, all splits do so. Grid: (row tiles, kv
-    heads, batch, splits). Loop invariant: `online_softmax_update`. Accumulation: float32, exponents
-    in base 2, p cast to the products' dtype. A row that sees no key has lse -inf, or its sink.
-    block_rows and block_kv are powers of two, at least 16.
+    Operands, of this program's batch and kv head: q [T, group, D], pools k [P, page_size, D] and v
+    [P, page_size, Dv], table [max_pages] and len [], int32; sinks [group] and scales [], float32,
+    or None; tree [T], int32, or None, the ends of `tree_mask`; out [T, group, Dv] and lse [group,
+    T] (float32, natural log); outs [T, group, Dv] and lses [group, T] float32, None with a single
+    split. Grid: (row tiles, kv heads, batch, splits).
 
     cascade: the `Cascade` of this sequence, with its prefix [], accs [N, T, group, Dv], maxima and
-    sums [N, group, T]; or None. The keys of the prefix are skipped; the first split, which always
-    has keys, continues the running softmaxes over them. block_shared: keys of a tile of shared
-    keys.
-
-    upcast: the pools are 8-bit, given as packed pairs of columns, and the products are in float16;
-    head_dim and head_dim_v count pairs. q, k, v, acc and out are lists of tiles, of one tile where
-    upcast is None (see `quantized`).
+    sums [N, group, T]; or None. block_shared: keys of a tile of shared keys.
     """
     # Locate the rows and the split's share of the keys.
     tile, split = pl.program_id(0), pl.program_id(3)
@@ -197,13 +182,7 @@ def paged_decode_kernel(
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `paged_decode_kernel`, and `combine` where there is more than one split.
-
-    In a cascade `shared_pages_kernel` comes first.
-
-    Returns:
-        out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32.
-    """
+    """Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32."""
     config = config_of("paged_decode", spec, backend)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, num_sms(backend.target))

@@ -1,7 +1,4 @@
-"""Gradients through some of the keys: the backward kernels, adding to the dq through other keys.
-
-Liu et al. 2023 (Ring Attention), appendix A.
-"""
+"""Gradients through some of the keys: the backward kernels, adding to the dq through other keys."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -25,17 +22,9 @@ def partial_bwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[GradientCarry[Array], Array, Array]:
-    """Compute the gradients of q, k and v through the keys of the operands.
+    """Return the carry, whose dq reuses the memory of the given one where possible, and dk and dv.
 
-    Args:
-        dout, dlse, out, lse: as `flash_bwd` takes them, for the result over all keys.
-        operands, spec: the problem.
-        carry: the carry that the call for other keys returned; the new dq reuses its memory where
-            possible. None for the first call.
-        backend: what runs.
-
-    Returns:
-        The carry, and dk and dv, float32.
+    dk and dv are float32. carry: None in the first call.
     """
     q, k, v, mask = *operands[:3], mask_of_keys(operands, spec)
     if carry is None:

@@ -10,11 +10,5 @@ from twin_attention.targets.family import Backend
 def partial_dq(
     like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
 ) -> Array:
-    """Return the carry's dq.
-
-    Args:
-        like: an array of dq's shape and dtype.
-        carry: the carry that `partial_bwd` returned for the last keys.
-        spec, backend: as `partial_bwd` took them.
-    """
+    """Return the carry's dq in the dtype of the first array."""
     return carry.dq.astype(like.dtype)

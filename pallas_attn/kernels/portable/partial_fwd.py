@@ -1,8 +1,4 @@
-"""Attention over some of the keys, added to a result over others: the forward kernel with a carry.
-
-Liu et al. 2023 (Ring Attention), algorithm 1: the running softmax is carried from one set of keys
-to the next, in float32.
-"""
+"""Attention over some of the keys, added to a result over others: the forward with a carry."""
 
 from jax import Array
 
@@ -20,16 +16,10 @@ def partial_fwd(
     spec: PartialSpec,
     backend: Backend,
 ) -> tuple[Array, Array]:
-    """Add the keys of the operands to a result.
+    """Return out and lse with the keys added, in the carry's memory where possible.
 
-    Args:
-        operands, spec: the problem.
-        carry, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, whose
-            memory the new result reuses where possible; None if the spec says that there is none.
-        backend: what runs.
-
-    Returns:
-        out and lse. The last out is in q's dtype, with 0 in rows that saw no key.
+    carry, lse: [B, Sq, Hq, Dv] and [B, Hq, Sq] float32; None if the spec says that there is none.
+    The last out is in q's dtype, with 0 in rows that saw no key.
     """
     result = Result(*result_before(carry, lse, spec))
     out, lse = launch_forward(operands, result, spec, backend)

@@ -1,12 +1,4 @@
-"""Flash attention, backward.
-
-With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out) - dlse``:
-``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
-``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0.
-Dao 2023, FlashAttention-2, algorithm 2. dq is computed in one of two ways. Its own kernel makes
-the same bits every time, with seven products in all. Or the kernel of dk and dv adds it up in
-float32, in any order, with five.
-"""
+"""Flash attention, backward, for SM80, in the ways of its twin."""
 
 import functools
 from typing import Any, NamedTuple
@@ -93,13 +85,10 @@ def flash_bwd_dq_kernel(
     """One program computes block_q rows of dq of one query head.
 
     Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
-    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32. lse2 is in base 2, and +inf
-    where a row saw no key or does not exist. Shared memory holds a tile of q and of dout, and
-    num_stages tiles of k and of v (1: the next tiles are fetched at the end of a step; 2: during
-    the whole step). Grid, rule, together: as in `flash_fwd_kernel`. Packed sequences: as there,
-    with lse2 and delta of `preprocess`. Loop invariant: dq is Σ ds k over the keys so far.
-    Accumulation: float32, exponents in base 2, ds cast to k's dtype for ds·k. A row that sees no
-    key gives 0.
+    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32. Shared memory holds a tile of
+    q and of dout, and num_stages tiles of k and of v (1: the next tiles are fetched at the end of a
+    step;
+    2: during the whole step).
     """
     # Locate the tile of queries.
     rows = own_queries(offsets, q_ref, seq_q, seq_kv, block_q, num_warps, together)
@@ -112,13 +101,11 @@ def flash_bwd_dq_kernel(
     steps = tiles_of_keys(rows, window, block_kv)
 
     def fetch(step, slot):
-        """Fetch the keys and values of a step."""
         start = steps.fetched(step)
         for source, tiles in ((k, k_tiles), (v, v_tiles)):
             fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot):
-        """Fetch the keys and values of the next step, if there is one."""
         pl.when(step + 1 < steps.count)(lambda: fetch(step + 1, slot))
         commit()
 
@@ -215,20 +202,14 @@ def flash_bwd_dkdv_kernel(
 ):
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
-    Operands and packed sequences as in `flash_bwd_dq_kernel`, dk and dv like k and v. dq_sum is
-    None, or dq's float32 sums in the order of `add_to_sums`, 0 at first, with the rows of lse2. The
-    program adds ds k to them; the order of these additions is not fixed. Shared memory holds a tile
-    of k and of v, num_stages tiles of q and of dout (1: the next dout is fetched after dv, and the
-    next q after dk; 2: both during the whole step), and what p and ds need. Grid: (key tiles · kv
-    heads · batch), in the order of `longest_first`. Tiles of s, p, dp, ds are transposed (keys
-    down, queries across). Loop invariant: dk is Σ dsᵀ q and dv is Σ pᵀ dout over the query heads
-    and queries so far. Accumulation: float32, exponents in base 2, p and ds cast to the inputs'
-    dtype for their products. A key that no query sees gives 0.
+    Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v. dq_sum is None, or dq's float32
+    sums in the order of `add_to_sums`, 0 at first, with the rows of lse2; the order of the
+    additions is not
+    fixed. num_stages 1: the next dout is fetched after dv, and the next q after dk; 2: both during
+    the whole step.
 
-    Where each warp can have 32 rows, it has them whole, so p and ds are left operands in the
-    registers where they were computed. Otherwise two warps share 32 rows, each with half of the
-    columns, and p and ds go through shared memory. This reads less shared memory than 16 whole rows
-    a warp.
+    If a warp can have 32 whole rows, p and ds stay in registers. Otherwise two warps share 32 rows,
+    each with half of the columns, and p and ds go through shared memory.
     """
     k_tiles, v_tiles, q_tiles, dout_tiles, p_tiles, ds_tiles = tiles
     # Locate the tile of keys.
@@ -253,7 +234,6 @@ def flash_bwd_dkdv_kernel(
             fetch_tile(source, tiles.at[slot], start, block_q, warpgroup, warpgroups, fills_q)
 
     def fetch_next(operands, member, step, slot):
-        """Fetch the rows of the next step, if there is one."""
         is_last = step + 1 == steps.count
         next_member = jnp.where(is_last, member + 1, member)
         next_step = jnp.where(is_last, 0, step + 1)
@@ -362,21 +342,17 @@ def flash_bwd_dkdv_kernel(
 
 
 def dq_columns(size, window):
-    """Return how many of dq's `size` columns to multiply at a time.
-
-    That is all of them where parts were not faster or were not timed: `docs/history/sm80.md`.
-    """
+    """Return how many of dq's `size` columns to multiply at a time (`docs/history/sm80.md`)."""
     has_parts = size > 128 or (size > 96 and window != Window())
     return 64 if has_parts else padded_columns(size)
 
 
 def add_dq(ds_tiles, k_tiles, width, sums_ref, *place):
-    """Add ds k to the sums of dq, adding some columns while multiplying others.
+    """Add ds k to the sums of dq, adding some columns while multiplying `width` others.
 
     Args:
         ds_tiles: tiles of dsᵀ with queries down, one for the keys of each tile of k.
         k_tiles: [tiles, keys, columns].
-        width: how many columns to multiply at a time.
         sums_ref, *place: see `add_to_sums`.
     """
     columns = k_tiles.shape[2]

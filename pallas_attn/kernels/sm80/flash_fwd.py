@@ -1,15 +1,9 @@
-"""Flash attention, forward.
+"""Flash attention, forward, for SM80.
 
-``out = softmax(mask(softcap(scale · q kᵀ))) v`` and ``lse = log Σ exp``, one pass over the keys.
-Dao 2023, FlashAttention-2, algorithm 1. The mathematics is that of
-`pallas_attn.kernels.portable.flash_fwd`; here the copies, their waits and the operands of the
-products are placed by hand.
-
-The running maximum of a row, the reference of p and of the sums, is updated only when a score is
-more than 2^RESCALE_ABOVE above it (Zadouri et al. 2026, FlashAttention-4, conditional rescaling). p
-is then at most 2^RESCALE_ABOVE instead of 1, which bfloat16 and float16 represent with the same
-relative precision. l_i and acc refer to the same maximum as p, so out and lse do not change. In
-most steps acc would be multiplied by 1; a warp skips this where it holds for all of its rows.
+The running maximum of a row, the reference of p, l_i and acc, is updated only when a score is more
+than 2^RESCALE_ABOVE above it (Zadouri et al. 2026, FlashAttention-4, conditional rescaling). p is
+then at most 2^RESCALE_ABOVE, with the same relative precision, and out and lse do not change. A
+warp skips the multiplication of acc where its rows need none.
 """
 
 import functools
@@ -82,15 +76,10 @@ def flash_fwd_kernel(
 
     Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
     out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log). Shared memory holds a tile of q,
-    and num_stages tiles of k and of v. Query i is at key position i + Skv - Sq; rule:
-    `twin_attention.contract.spec.ScoreRule`. Grid: (query tiles · heads · batch), in the order of
-    `longest_first`; together: its argument of that name, as a function of a head's tiles. Packed
-    sequences: as in the portable `flash_fwd_kernel`, a batch of one. Loop invariant: m_i is at most
-    RESCALE_ABOVE below the row maximum so far (base 2), and with p = exp2(s · exp2_scale - m_i),
-    l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
-    Accumulation: float32, exponents in base 2, p cast to v's dtype for p·v. For a row that sees no
-    key, out is 0 and lse is -inf or the sink. Each group of four warps has
-    block_q · 4 / num_warps rows, a multiple of 64.
+    and num_stages tiles of k and of v. together: of `longest_first`, as a function of a head's
+    tiles. Each group of four warps has block_q · 4 / num_warps rows, a multiple of 64. Loop
+    invariant: m_i is at most RESCALE_ABOVE below the row maximum so far (base 2), and with p =
+    exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
     """
     # Locate the tile of queries.
     rows = own_queries(offsets, q_ref, seq_q, seq_kv, block_q, num_warps, together)
@@ -103,12 +92,10 @@ def flash_fwd_kernel(
     steps = tiles_of_keys(rows, window, block_kv)
 
     def fetch(source, tiles, step, slot):
-        """Fetch the tile of a step."""
         start = steps.fetched(step)
         fetch_tile(source, tiles.at[slot], start, block_kv, warpgroup, warpgroups, fills_kv)
 
     def fetch_next(step, slot, *pairs):
-        """Fetch the tiles of the step that follows, if there is one."""
 
         @pl.when(step + 1 < steps.count)
         def _():
@@ -194,12 +181,7 @@ def flash_fwd_kernel(
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `flash_fwd_kernel`.
-
-    Returns:
-        out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32; without B for packed
-        sequences.
-    """
+    """Return out [B, Sq, Hq, Dv] in q's dtype and lse [B, Hq, Sq] float32, without B if packed."""
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     offsets = offsets_of(operands)
     sizes = (spec.head_dim, spec.head_dim_v)
