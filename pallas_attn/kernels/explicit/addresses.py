@@ -9,7 +9,6 @@ def if_traced(num_rows):
 
 
 def as_scalar(num_rows):
-    """Return a number, Python's or traced, as an MLIR value."""
     if isinstance(num_rows, int):
         return mgpu.c(num_rows, ir.IntegerType.get_signless(32))
     return num_rows.registers.item()

@@ -20,8 +20,8 @@ NAMED_BARRIERS = 16  # of a program
 class Numbers(NamedTuple):
     """The first named barrier of each range of an SM90 kernel: one barrier for each consumer.
 
-    turn: the consumer has the turn. exchange: a single barrier, where all consumers meet.
-    dq_written, dq_free: the consumer's part of dq is written, and is free.
+    exchange: a single barrier, where all consumers meet. dq_written, dq_free: the consumer's part
+    of dq is written, and is free.
     """
 
     turn: int
@@ -31,7 +31,6 @@ class Numbers(NamedTuple):
 
 
 def number_barriers(consumers: int) -> Numbers:
-    """Number the barriers of a kernel with these consumers and one warpgroup that loads."""
     counts = (consumers, 1, consumers, consumers)
     *starts, end = accumulate(counts, initial=consumers + 2)
     assert end <= NAMED_BARRIERS
@@ -49,7 +48,6 @@ def synchronize(text: str, operands: Sequence[Any] = ()) -> None:
 
 
 def synchronize_warpgroup() -> None:
-    """Wait for the other threads of this warpgroup, in MLIR."""
     i32 = ir.IntegerType.get_signless(32)
     warpgroup = arith.shrui(mgpu_utils.thread_idx(), mgpu.c(7, i32))
     synchronize("bar.sync $0, 128;", [arith.addi(warpgroup, mgpu.c(1, i32))])
@@ -79,12 +77,10 @@ def program_barrier(warpgroups: int) -> None:
 
 
 def take_turn(warpgroup: int, warpgroups: int) -> None:
-    """Wait until the previous warpgroup has passed the turn."""
     named_barrier("sync", number_barriers(warpgroups).turn + warpgroup, 256)
 
 
 def pass_turn(warpgroup: int, warpgroups: int) -> None:
-    """Give the turn to the next warpgroup."""
     following = (warpgroup + 1) % warpgroups
     named_barrier("arrive", number_barriers(warpgroups).turn + following, 256)
 

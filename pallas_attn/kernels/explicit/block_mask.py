@@ -23,17 +23,13 @@ class List(NamedTuple):
 
 
 def find_list(lists, batch, head, tile, rows):
-    """Return a tile's list, whose tiles have `rows` rows."""
     batches, heads, _, width = lists.tiles.shape
     place = batch if batches > 1 else 0, head if heads > 1 else 0, tile
     return List(lists.tiles, place, jnp.clip(lists.counts[place], 0, width), rows)
 
 
 def kept_tiles(kept, visible, window, block):
-    """Narrow visible tiles to those of a list, as the library's `kept_tiles`.
-
-    block: keys of a kernel's tile, a divisor of those of the list's tiles.
-    """
+    """Narrow visible tiles to those of a list, as the library's `kept_tiles`."""
     begin, before, full, after = visible
     tile, count, width = kept.rows, kept.count, kept.tiles_ref.shape[3]
 

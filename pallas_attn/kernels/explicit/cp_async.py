@@ -31,20 +31,15 @@ def fills_tiles(num_rows, block: int) -> bool:
 
 
 def padded_columns(size: int) -> int:
-    """Return the columns of a tile that holds rows of `size` elements."""
     return -(-size // 16) * 16
 
 
 def block_columns(size: int) -> int:
-    """Return the columns of a block of such a tile: 64, 32 or 16."""
     return next(columns for columns in (64, 32, 16) if padded_columns(size) % columns == 0)
 
 
 def tile_transforms(size: int, block: int | None = None):
-    """Return the layout in shared memory of a tile of 16-bit rows of `size` elements.
-
-    block: columns of a block; reads begin at one.
-    """
+    """Return the layout in shared memory of a tile of 16-bit rows of `size` elements."""
     columns = block or block_columns(size)
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
 
@@ -55,10 +50,7 @@ def allocate_tile(dtype, count, rows, size, block=None):
 
 
 def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=False):
-    """Copy this warpgroup's share of rows start .. start + rows to a tile; the caller commits.
-
-    all_exist: no row is missing.
-    """
+    """Copy this warpgroup's share of rows start .. start + rows to a tile; the caller commits."""
     share = rows // warpgroups
     first = warpgroup * share
     copy_rows(
@@ -158,7 +150,6 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
     layout = fragmented_array.tiled_copy_smem_gmem_layout(
         row_tiles, column_tiles, swizzle, mgpu.bitwidth(element)
     )
-    # Row and column of this thread's first transfer.
     place = [
         arith.addi(
             linear_index(layout.lane_indices(), strides),
@@ -171,7 +162,6 @@ def _units(matrix, tile, transforms, batch, head, start, num_rows):
         arith.muli(arith.extui(i64, row), mgpu.c(stride, i64)), arith.extui(i64, column)
     )
     base = mgpu_utils.getelementptr(pointer_to(matrix, batch, start, head), [offset], element)
-    # How many rows exist from this thread's first on.
     left = None
     if num_rows is not None:
         left = arith.subi(arith.subi(as_scalar(num_rows), start.registers.item()), row)

@@ -1,7 +1,7 @@
 """Packed sequences: programs take tiles from a counter in global memory, so that they end together.
 
-The host cannot deal them out, because lengths are data on the device. A program's producer takes
-an item, finds the sequence of its tile, and hands its place to the other warps.
+Lengths are data on the device, so the host cannot deal them out. A program's producer takes an
+item, finds the sequence of its tile, and hands its place to the other warps.
 """
 
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ class Items(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Locate the tile of a work item.
+    """The tile of a work item.
 
     head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
     start, end: its first row, and the end of its sequence's rows.
@@ -55,11 +55,7 @@ class Place(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """The tiles of a program.
-
-    schedule: each program's tiles, see `make_schedule`; None for packed sequences.
-    counter, items, hand_over: of packed sequences.
-    """
+    """The tiles of a program: of its schedule, or from the counter for packed sequences."""
 
     program: Any
     schedule: Any
@@ -68,16 +64,14 @@ class Queue(NamedTuple):
     hand_over: Any
 
     def give(self, body):
-        """Call body(item, steps before, turn) for each tile, in the producer, which takes them.
+        """Call body(item, steps before, turn) for each tile, in the producer; return all steps.
 
-        body returns its steps plus those before. turn: how many tiles the program has had. Return
-        all steps.
+        body returns its steps plus those before. turn: how many tiles the program has had.
         """
         return self._for_each(self._hand_over, body)
 
     def give_ahead(self, body):
-        """Call body(item, steps before, turn, take_next) as `give` does, with a hand-over of two
-        slots.
+        """Call body(item, steps before, turn, take_next), with a hand-over of two slots.
 
         body calls take_next() once, when the next tile is to be taken.
         """
@@ -197,7 +191,7 @@ def take_place(counter_ref, items):
 # Can go when plgpu has atomic operations.
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=NUMBER)
 def take_item(_, counter):
-    """Take an item, and return how many all programs took before; runs in one warp."""
+    """Return how many items all programs took before this one; runs in one warp."""
     i32 = ir.IntegerType.get_signless(32)
     lane = arith.remui(mgpu_utils.thread_idx(), mgpu.c(32, i32))
     text = (

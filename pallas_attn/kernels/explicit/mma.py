@@ -23,12 +23,10 @@ def zeros(rows, columns, dtype, m_warps=4):
 
 
 def load_left(tile, m_warps=4):
-    """Load a tile as a left operand; see `zeros`."""
     return plgpu.load(tile, layout=plgpu.Layout.MMA_LHS(tile.dtype, m_warps=m_warps))
 
 
 def load_right(tile, m_warps=4):
-    """Load a tile as a right operand; see `zeros`."""
     return plgpu.load(tile, layout=plgpu.Layout.MMA_RHS(tile.dtype, m_warps=m_warps))
 
 
@@ -62,7 +60,6 @@ def add_product_shared(acc, a, b):
 
 
 def chunks(a):
-    """Return CHUNK columns of a tile at a time."""
     return [a.at[:, pl.ds(start, CHUNK)] for start in range(0, a.shape[1], CHUNK)]
 
 
@@ -75,10 +72,7 @@ def add_chunks(acc, left, b):
 
 # Can go when `layout_cast` takes MMA_ACC to MMA_LHS.
 def as_left_operand(p):
-    """Convert p from the layout of an accumulator to that of a left operand.
-
-    A thread holds the same elements in both, so no instruction is needed.
-    """
+    """Return p, an accumulator, as a left operand; this takes no instruction."""
     dtype = p.dtype
     left = Layout.MMA_LHS(dtype)
 

@@ -19,17 +19,9 @@ from twin_attention.contract.spec import Window
 
 
 class Rows(NamedTuple):
-    """A program's tile of one axis, of which each warpgroup has a part.
-
-    Own rows are counted from the first row of all sequences, rows of the other axis from the
-    sequence's first.
+    """A program's tile, of which each warpgroup has a part; see `library.pairs.rows.Rows`.
 
     Attributes:
-        batch, head: the batch element, and the head.
-        start, end: the tile's first row, and the end of the sequence's rows.
-        first_other, size_other: the sequence's first row on the other axis, and how many it has.
-        diagonal: position on the other axis of row 0.
-        padded: what is added to a query's row to find it in lse2 and delta.
         block, packed: rows of the tile; packed sequences.
         warpgroup, warpgroups: the own warpgroup, and how many there are.
         part, size: the first row of the warpgroup's part, and its rows.
@@ -91,10 +83,8 @@ class Steps(NamedTuple):
     """The tiles of the other axis that a program visits, edges first; only these are masked.
 
     Attributes:
-        visible, block: which tiles, and rows of each.
         first_other: the sequence's first row.
         last_start: the first row of the last tile; None if every step has a tile.
-        count: the number of steps.
     """
 
     visible: Visible
@@ -104,7 +94,6 @@ class Steps(NamedTuple):
     count: Any
 
     def start(self, step):
-        """Return the first row of a step's tile."""
         return step_start(step, self.visible, self.block)
 
     def fetched(self, step):
@@ -157,12 +146,10 @@ def pair_scores(a, b, size, rows, start, end, rule, window, masked, m_warps=4, o
     """Compute the scores of a warpgroup's part of a tile, and the derivative of the cap.
 
     Args:
-        a, b, size: the own and the visited tile of q and k, which have `size` columns.
-        rows, start: `Rows`, and the first visited row.
+        a, b: the own and the visited tile of q and k, of `size` columns.
+        start: the first visited row.
         end: the first key that does not exist, counted as the visited rows; None hides none.
-        rule, window, masked: as `visible_scores` takes them.
         m_warps: how many warps share the rows, see `mma.zeros`.
-        of_keys: the rows are keys.
     """
     s, layout = product_scores(a, b, size, m_warps), plgpu.Layout.MMA_ACC(b.dtype, m_warps=m_warps)
     position = key = None

@@ -13,16 +13,10 @@ from twin_attention.targets.tanh import LIMIT, P, Q
 
 
 def visible_scores(s, position, key, end, rule, window, masked, layout):
-    """Compute scores as `pallas_attn.kernels.library.scores.visible_scores`, with s in `layout`.
+    """Compute (s, dcap) as `library.pairs.scores.pair_scores`, from products in `layout`.
 
-    Args:
-        s: products, in `layout`.
-        position, key: in the shape of `s`; the key position of each query, and each key.
-        end: the first key that does not exist; None hides none.
-        rule, window, masked: see `pallas_attn.kernels.library.pairs.scores.pair_scores`.
-
-    Returns:
-        (s, dcap): the scores; and the derivative of the cap, or 1.
+    position and key have the shape of `s`: each query's position, and each key. end: the first key
+    that does not exist; None hides none.
     """
     if rule.scale_first:
         s = s * rule.scale

@@ -14,12 +14,10 @@ PRODUCT = Layout.MMA_ACC(np.dtype("bfloat16"), m_warps=2)
 def add_to_sums(x, sums, batch, head, start, first_column=0):
     """Add rows start .. of a product, two warps sharing rows, to float32 sums of one head.
 
-    The sums are stored in blocks of 16 rows and 8 columns. A block has the order in which a
-    product's registers hold it (row half, column parity, 8 rows, 4 column pairs), so that the lanes
-    of a warp add to 32 neighbours.
-
-    sums: [B, H, S, columns] in global memory.
-    start, first_column: where x begins, multiples of 16.
+    The sums [B, H, S, columns] are stored in blocks of 16 rows and 8 columns. A block has the order
+    in which a product's registers hold it (row half, column parity, 8 rows, 4 column pairs), so
+    that the
+    lanes of a warp add to 32 neighbours. start, first_column: where x begins, multiples of 16.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT, *[SCALAR] * 3))

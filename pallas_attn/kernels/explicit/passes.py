@@ -1,7 +1,4 @@
-"""The passes over rows before and after the kernels of a backward, for SM80 and SM90.
-
-Dao 2023, algorithm 2.
-"""
+"""The passes over rows before and after the kernels of a backward, for SM80 and SM90."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Sums(NamedTuple):
-    """Describe how a family adds up gradients.
+    """How a family adds up gradients.
 
     columns: returns the columns of the sums from those of a gradient.
     read: reads rows of sums in the order in which the family's kernels added them.
@@ -55,7 +52,7 @@ class Sums(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Locate the rows of a program.
+    """The rows of a program.
 
     padded: the first row in lse2, delta and the sums, where each sequence begins a tile of
         ROW_PADDING rows.
@@ -95,9 +92,9 @@ def count_tiles(cu_seqlens, num_rows):
 def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq_sum_ref=None):
     """One program prepares ROWS rows of a head for the kernels that compute gradients.
 
-    As the portable `flash_bwd_preprocess_kernel`, without terms. Operands: `Sources`; lse2 and
-    delta [B, Hq, rows] float32, rows as in `Rows`; dq_sum [B, Hq, rows, columns] float32, which
-    becomes 0, or None. Grid: (rows · batch · heads). Packed sequences: cu_seqlens [N + 1], or None.
+    As the portable `flash_bwd_preprocess_kernel`, without terms. lse2 and delta [B, Hq, rows]
+    float32 have rows as in `Rows`; dq_sum [B, Hq, rows, columns] float32 becomes 0, or is None.
+    Grid: (rows · batch · heads).
     """
     seq, heads = sources.dout.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
@@ -152,8 +149,7 @@ def clear_sums(sums, batch, head, start):
 def flash_bwd_postprocess_kernel(sums_ref, cu_seqlens_ref, gradient_ref, tile, *, read, scale):
     """One program scales ROWS rows of a head's float32 sums, and stores them as a gradient.
 
-    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D]. Grid and
-    cu_seqlens as in `flash_bwd_preprocess_kernel`.
+    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D].
     """
     seq, heads = gradient_ref.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
@@ -175,7 +171,7 @@ def flash_bwd_postprocess_kernel(sums_ref, cu_seqlens_ref, gradient_ref, tile, *
 def preprocess(
     rows: Sources, cu_seqlens: Array | None, sums: Sums, has_sums: bool
 ) -> tuple[Array, Array, Array | None]:
-    """Call `flash_bwd_preprocess_kernel`; return lse2, delta, and the sums of dq or None."""
+    """Return lse2, delta, and the sums of dq, which are 0, or None."""
     batch, seq, heads, _ = rows.dout.shape
     num_tiles = count_tiles(cu_seqlens, seq)
     shape = batch, heads, num_tiles * ROWS
@@ -198,7 +194,7 @@ def postprocess(
     scale: float = 1.0,
     cu_seqlens: Array | None = None,
 ) -> Array:
-    """Call `flash_bwd_postprocess_kernel`; return the gradient of an operand `like`."""
+    """Return the gradient of an operand `like`."""
     batch, seq, heads, head_dim = like.shape
     num_tiles = count_tiles(cu_seqlens, seq)
     (gradient,) = _launch(

@@ -41,9 +41,7 @@ def divide(x, y):
 
 
 def upcast_pairs(x, code):
-    """Return one byte of each packed pair, int16, as float16, by
-    `twin_attention.targets.ptx.Upcast`.
-    """
+    """Return one byte of each packed pair, int16, as float16, by `targets.ptx.Upcast`."""
     layout = Layout.MMA_RHS(np.dtype("int16"))
 
     @plgpu.inline_mgpu(

@@ -26,9 +26,8 @@ def load_vector(ref, layout):
 
 
 def load_row_values(vector, batch, head, start, num_rows, other):
-    """Load one number for each row of a product, [64] float32.
+    """Load one number for each row of a product, [64] float32, from a vector [B, H, S] float32.
 
-    vector: [B, H, S] float32 in global memory.
     num_rows: rows from this one on give `other`; None if all exist. At least one exists.
     """
     layout = plgpu.Layout.WGMMA.reduce(1)
@@ -63,10 +62,8 @@ def load_row_values(vector, batch, head, start, num_rows, other):
 def dot_loaded_rows(a, b, batch, head, start, num_rows):
     """Multiply rows start .. of two matrices element by element, and sum each row: [64] float32.
 
-    The four threads that share a row of a product read 16 bytes each at a time.
-
-    a, b: [B, S, H, D] in global memory, D a multiple of 8.
-    num_rows: rows from this one on give 0; None if all exist. At least one exists.
+    The four threads that share a row of a product read 16 bytes each at a time. a and b are
+    [B, S, H, D], D a multiple of 8. Rows from num_rows on give 0, as in `load_row_values`.
     """
     layout = plgpu.Layout.WGMMA
     shape = (64, 8)
@@ -94,7 +91,6 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
             if end is not None:
                 left = arith.subi(as_scalar(end), start)
                 exists = arith.cmpi(less, place, left)
-                # Rows that do not exist read the last row.
                 place = arith.minsi(place, arith.subi(left, mgpu.c(1, i32)))
             place = [(0, batch), (1, arith.addi(start, place)), (2, head)]
             sums = none
@@ -181,9 +177,9 @@ def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
 def store_rows_of_heads(x, lse, out_ref, lse_ref, token, head, left, group_size):
     """Store rows of a product: row r is token r // group_size of head r % group_size of a group.
 
-    x, lse: [64, columns] and [64] float32.
-    out_ref, lse_ref: [Tq, Hq, Dv] and [Hq, Tq] in global memory.
-    token, head: of the first row. left: rows from this one on are not stored.
+    x, lse: [64, columns] and [64] float32. out_ref, lse_ref: [Tq, Hq, Dv] and [Hq, Tq]. token,
+        head:
+    of the first row. left: rows from this one on are not stored.
     """
     layout = plgpu.Layout.WGMMA
     scalars = [plgpu.Layout.WG_SPLAT] * 3

@@ -30,10 +30,11 @@ def make_schedule(
 ) -> np.ndarray:
     """Return which tiles of queries each program works on, in order.
 
-    The tiles of one section of heads are dealt out at a time. The longest tiles go first, each to
-    the program that is free first. The keys and values of a section fit in the L2 cache. Its long
-    tiles read them from memory first: if each program had a long tile of another head, all would
-    wait for memory at the same time. So a section is no larger than needed.
+    The tiles of one section of heads are dealt out at a time, the longest first, each to the
+    program that is free first. The keys and values of a section fit in the L2 cache. Its long tiles
+    read them
+    from memory first: with long tiles of many heads, all programs would wait for memory at the same
+    time. So a section is no larger than needed.
 
     most: the most programs. members: how many heads a tile visits, one after the other.
 

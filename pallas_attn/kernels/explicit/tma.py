@@ -103,10 +103,10 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
 
 
 def value_views(dtype, count, rows, size):
-    """Return the same as `tile_views` for values that begin at any row, in blocks of 64 by 64.
+    """Return `tile_views` for values that begin at any row, in blocks of 64 by 64.
 
-    One product takes all columns. With pieces, each product has 64 columns, and at head size 256
-    the assembler runs these one after the other.
+    One product takes all columns: the assembler would run the products of 64-column pieces one
+    after the other at head size 256.
     """
     if size % BLOCK or size == BLOCK:
         return tile_views(dtype, (count, rows), size, False)
@@ -166,10 +166,9 @@ def await_reads(_):
 
 
 def clear_values(tile, count, before=False):
-    """Set the rows from `count` on of a tile to 0, or those before it.
+    """Set the rows from `count` on of a tile, or those before it, to 0: they may be NaN.
 
-    They may be NaN, which a product with 0 keeps. Each consumer clears them for itself: what
-    another consumer reads meanwhile either becomes 0 or does not change.
+    Each consumer clears them for itself: what another one reads meanwhile is 0 or does not change.
     """
 
     @pl.when(count > 0 if before else count < tile.multiplied[0].shape[0])

@@ -35,7 +35,6 @@ def zeros(rows, columns) -> Array:
 
 
 def columns_of(ref, lower, upper):
-    """Return columns lower .. upper of an accumulator or of a piece of a tile."""
     if upper - lower == ref.shape[-1]:
         return ref
     return ref.at[:, pl.ds(lower, upper - lower)]

@@ -76,8 +76,7 @@ def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
 def hide_queries(s, first_key, start_q, end, window, end_q=None):
     """Set the scores of queries that do not see a key to -inf: `hide_keys`, transposed.
 
-    s: [64, queries], of the queries from `start_q` on.
-    first_key: the first key, in query coordinates.
+    s: [64, queries]. first_key: the first key, in query coordinates.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
     column = iota((s.shape[0], 8), 1, WGMMA)
@@ -184,7 +183,7 @@ def rounding_of_one_key(l_i, position, seq_kv, window, dtype):
     """Return the factor of out in a row that sees one key, 1 in other rows.
 
     Without a maximum, p of that key is not 1, and p·v uses its rounded value. With the factor, out
-    is exactly v, and the row's ds is 0. l_i: row sums, which for such a row are p itself.
+    is exactly v, and the row's ds is 0. l_i: row sums, here p itself.
     """
     row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position
     first, last = row * 0, row * 0 + (seq_kv - 1)

@@ -19,8 +19,8 @@ def append_kv_kernel(
 ):
     """One program writes block_heads heads of one token of one sequence.
 
-    As the portable `append_kv_kernel`, with k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], table
-    [B, max_pages] and len [B], and scales [1] or [Hkv]. The grid is one axis.
+    k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], table [B, max_pages], len [B], scales [1] or [Hkv].
+    The grid is one axis.
     """
     # Locate the token's slot.
     _, tokens, heads, _ = k_new_ref.shape

@@ -40,9 +40,8 @@ def combine_kernel(
     """One program merges one row.
 
     Operands: outs [N · B, T, H, Dv], lses [N · B, H, T] (float32, natural log); sinks [H] float32
-    or None; out [B, T, H, Dv] and lse [B, H, T]. Shared memory holds a row and two numbers for each
-    warp. Grid: (heads · tokens · batch). Accumulation: float32, block_states parts of a warp at a
-    time. Parts without keys and block_keys: as in the portable kernel, with the lengths in len [B].
+    or None; len [B]; out [B, T, H, Dv] and lse [B, H, T]. Shared memory holds a row and two numbers
+    for each warp, which merges block_states parts at a time.
     """
     # Locate the row.
     batches, num_tokens, heads, size = out_ref.shape
@@ -146,11 +145,8 @@ def merge_splits(
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it updates out and lse in place.
 
-    Args:
-        outs, lses: [splits · B, T, Hq, Dv] and [splits · B, Hq, T].
-        out, lse: hold the results of the sequences that have one split with keys.
-        operands: the decode's.
-        block_kv: keys of a tile of the decode.
+    outs, lses: [splits · B, T, Hq, Dv] and [splits · B, Hq, T]. out, lse: hold the results of the
+    sequences that have one split with keys. block_kv: keys of a tile of the decode.
     """
     states = spec.merge(outs.shape[0] // spec.batch)
     sinks, seq_lens = operands.sinks, operands.seq_lens
@@ -168,7 +164,6 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> tuple[Array, Array]:
-    """Call the kernel; optional arguments are given if the states are splits."""
     return launch(
         "combine",
         combine_kernel,

@@ -1,9 +1,9 @@
 """Load, copy and store the data of paged attention.
 
 Each warp has its own keys, and all warps have the same query rows. An array of the kernel has 16
-rows a warp, as in a product of four warps. So one array holds what the four warps know of the same
-rows. It can go when cp.async takes indices and a size to fetch to L2, and a kernel can be written
-for a warp.
+rows a warp, as in a product of four warps: it holds what the four warps know of the same rows. It
+can go when cp.async takes indices and a size to fetch to L2, and a kernel can be written for a
+warp.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ def store_number(x, array, *index):
 
 
 def load_unit(array, index):
-    """Return the `UNIT` numbers from ``array[*index]`` on in global memory."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), (SCALAR,) * len(index)),
@@ -66,8 +65,8 @@ def load_unit(array, index):
 def store_unit(numbers, array, index):
     """Store `UNIT` numbers from ``array[*index]`` on in global memory.
 
-    Single bytes would be wrong: for the low byte of an int8 that `round_to` rounds, ptxas 13 emits
-    a conversion of the float that it rounds by.
+    Single bytes would be wrong: ptxas 13 converts the float that `round_to` rounds an int8 by,
+    instead of taking its low byte.
     """
 
     @plgpu.inline_mgpu(
@@ -92,7 +91,6 @@ def copy_keys(pool, tile, transforms, head, places):
     Args:
         pool: [P, page_size, H, D] in global memory.
         tile: [keys, width] in shared memory, width at least D; its columns from D on become 0.
-        head: int32.
         places: int32; lane i holds the place of key i in the pool, below 0 for a key that does not
             exist, whose row becomes 0.
     """
@@ -201,8 +199,7 @@ def load_queries(q, batch, head, rows, total, group_size, width):
 def load_split_queries(q, batch, head, rows, total, group_size, width):
     """Load rows like `load_queries`, in float16: (even columns, odd columns, factor).
 
-    A row of bfloat16 may exceed float16's range. It is divided by the factor, a power of two that
-    brings its largest element to 2^13 .. 2^14.
+    The factor is a power of two by which rows are divided, as in `library.quantized.to_float16`.
     """
     shape = (*rows.shape, width)
     layout = Layout.MMA_LHS(np.dtype("float16"))

@@ -79,14 +79,11 @@ def paged_decode_kernel(
 ):
     """One program computes block_rows rows of one kv head over one split of the keys.
 
-    Rows and operands are those of the portable `paged_decode_kernel`, of all sequences and heads;
-    scales are [1] or [Hkv]. If more than one split has keys, each of them writes outs
-    [splits · B, T, Hq, Dv] and lses [splits · B, Hq, T] float32 instead of out and lse; with a
-    single split both are None. Shared memory holds num_stages tiles of k and of v,
-    block_kv / WARPS keys for each warp, and room to merge. Grid: (row tiles · kv heads · batch ·
-    splits). Accumulation and loop invariant: `pallas_attn.kernels.sm80.flash_fwd`, for each warp.
-    For a row that sees no key, out is 0 and lse is -inf or the sink. block_rows is a multiple of
-    16. upcast: as in the portable kernel, with lists of tiles of q, k, v and acc.
+    Operands are those of the portable kernel, of all sequences and heads; scales are [1] or [Hkv],
+    outs [splits · B, T, Hq, Dv], lses [splits · B, Hq, T]. Shared memory holds num_stages tiles of
+    k and of v, block_kv / WARPS keys for each warp, and room to merge. Grid: (row tiles · kv heads
+    · batch · splits). Accumulation and loop invariant: `pallas_attn.kernels.sm80.flash_fwd`, for
+    each warp. block_rows is a multiple of 16.
     """
     # Locate the rows and the split's share of the keys.
     batches, heads_kv = len_ref.shape[0], k_ref.shape[2]
@@ -257,9 +254,7 @@ def add_pv(acc, p, v, upcast):
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `paged_decode_kernel`, and `combine` if there is more than one split; return out and
-    lse.
-    """
+    """Return out and lse, merged if there is more than one split."""
     pools = operands.k_pages, operands.v_pages
     if spec.cache.is_quantized:
         pools = tuple(map(as_packed, pools))
