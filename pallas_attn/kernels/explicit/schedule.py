@@ -32,9 +32,8 @@ def make_schedule(
 
     The tiles of one section of heads are dealt out at a time, the longest first, each to the
     program that is free first. The keys and values of a section fit in the L2 cache. Its long tiles
-    read them
-    from memory first: with long tiles of many heads, all programs would wait for memory at the same
-    time. So a section is no larger than needed.
+    read them from memory first: with long tiles of many heads, all programs would wait for memory
+    at the same time. So a section is no larger than needed.
 
     most: the most programs. members: how many heads a tile visits, one after the other.
 

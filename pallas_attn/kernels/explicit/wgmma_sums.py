@@ -16,8 +16,7 @@ def add_to_sums(x, sums, batch, head, start):
 
     The sums [B, H, S, columns] are stored in blocks of 64 rows and 8 columns. A block has the order
     in which a product's registers hold it (warp, row, column pair, row half, column), so that a
-    thread
-    adds 16 bytes, and the lanes of a warp add to neighbours. start: a multiple of 64.
+    thread adds 16 bytes, and the lanes of a warp add to neighbours. start: a multiple of 64.
     """
     scalar = plgpu.Layout.WG_SPLAT
 
@@ -90,8 +89,8 @@ def add_dq(buffer, columns, sums, batch, head, start):
     """Start to add what `write_dq` wrote to one head's float32 sums; runs in one warp.
 
     A barrier comes before. The thread that copies makes the stores of all threads visible to the
-    copy,
-    so the others need not wait. columns: a slice of 64 rows, which one thread adds by one copy.
+    copy, so the others need not wait. columns: a slice of 64 rows, which one thread adds by one
+    copy.
     """
     first, size = 64 * columns.start, 64 * (columns.stop - columns.start)
 

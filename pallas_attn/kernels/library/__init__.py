@@ -1,5 +1,4 @@
 """Building blocks of the kernels of every family.
 
-This package imports no family, and nothing from `pallas_attn.kernels.explicit`. The files of the
-same path in `torch_attn` say what both share.
+This package imports no family, and nothing from `pallas_attn.kernels.explicit`.
 """

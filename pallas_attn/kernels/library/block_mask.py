@@ -40,10 +40,7 @@ def find_list(lists, head, tile, rows):
 
 
 def kept_tiles(tiles, visible, block):
-    """Narrow the result of `visible_tiles` to the tiles of a list; `kept_row` finds their rows.
-
-    block: rows of a kernel's tile of the other axis; they divide the rows of a listed tile.
-    """
+    """Narrow the result of `visible_tiles` to the tiles of a list; `kept_row` finds their rows."""
     begin, before, full, after = visible
     tile, count = tiles.rows, tiles.count
     # Find the visible tiles of the mask; from `whole` to `whole_end` they are visible in full.
@@ -79,10 +76,7 @@ def kept_tiles(tiles, visible, block):
 
 
 def kept_row(tiles, row, size_other, masked):
-    """Return the row of the other axis that is `row` of the listed tiles' concatenated rows.
-
-    It is within the axis and, without `masked`, in a tile that lies fully within the axis.
-    """
+    """Return the row of the other axis that is `row` of the listed tiles' concatenated rows."""
     tile = tiles.rows
     num_tiles = cdiv(size_other, tile) if masked else size_other // tile
     listed = tiles.tiles_ref[tiles.head, tiles.tile, row // tile]
@@ -108,6 +102,5 @@ def list_arguments(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def num_lists_of_group(spec: AttentionSpec) -> int:
-    """Return how many lists the query heads of one kv head have: one each, or one for all."""
     has_own = isinstance(spec, BlockSparseSpec) and spec.mask_heads > 1
     return spec.group_size if has_own else 1

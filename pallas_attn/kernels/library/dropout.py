@@ -9,11 +9,7 @@ from twin_attention.contract.dropout import MULTIPLIERS, ROUNDS, WEYL
 
 
 def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
-    """Return a tile's dropout weights, [block, block_other] float32; 1 without dropout.
-
-    Both tiles start at multiples of their sizes, counted from the sequence's first row, except
-    others with any_start.
-    """
+    """Return a tile's dropout weights, [block, block_other] float32; 1 without dropout."""
     if rule is None:
         return 1
     query, key = arange(rows.rows.shape[0]), arange(others.rows.shape[0])
@@ -59,10 +55,7 @@ def philox(counter, key):
 
 
 def _product(x, multiplier):
-    """Return the upper and the lower 32 bits of a product.
-
-    The kernel uses 64-bit integers even if JAX has them disabled: one instruction gives both.
-    """
+    """Return the upper and the lower 32 bits, from one instruction with 64-bit integers."""
     with jax.enable_x64(True):
         product = lax.convert_element_type(x, jnp.uint64) * jnp.uint64(multiplier)
         upper = lax.convert_element_type(product >> jnp.uint64(32), jnp.uint32)

@@ -12,16 +12,14 @@ LARGEST_ROW = 2**31 - 1
 
 
 class RowIntervals(NamedTuple):
-    """The bounds of what each resident row sees of the other axis, [S] int32, or None."""
+    """Bounds of what each resident row sees of the other axis, [S] int32, or None."""
 
     begins: Any = None
     ends: Any = None
 
 
 def load_intervals(intervals, start, num_rows, block):
-    """Load (begins, ends) of a tile, (None, None) without intervals; rows past `num_rows` see
-    nothing.
-    """
+    """Load (begins, ends) of a tile, or None for both; rows past `num_rows` see nothing."""
     if intervals.begins is None:
         return None, None
     begins = load_rows(intervals.begins, start, num_rows, block, LARGEST_ROW)
@@ -45,14 +43,12 @@ def in_interval(rows, others):
 
 
 def intervals_of_keys(operands: AttentionOperands[Any]) -> RowIntervals:
-    """Return each query's interval of keys, none under a window."""
     if not isinstance(operands, PartialOperands):
         return RowIntervals()
     return RowIntervals(operands.key_begins, operands.key_ends)
 
 
 def intervals_of_queries(operands: AttentionOperands[Any]) -> RowIntervals:
-    """Return each key's interval of queries, none under a window."""
     if not isinstance(operands, PartialOperands):
         return RowIntervals()
     return RowIntervals(operands.query_begins, operands.query_ends)

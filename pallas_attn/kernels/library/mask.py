@@ -21,7 +21,7 @@ from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
 
 class Mask(NamedTuple):
-    """Operands that say which keys a query sees; fields are None if a problem lacks them.
+    """Operands that say which keys a query sees, or None.
 
     A program reads all offsets and intervals; segment ids, ranges, ends and depths of its batch
     element; and lists of its head, or of each head of its group if these have their own.
@@ -57,7 +57,6 @@ def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:
 
 
 def pair_arguments(spec: AttentionSpec, interpreted: bool) -> dict[str, Any]:
-    """Return the arguments that describe a problem to the portable kernels."""
     list_tile = (spec.tile_q, spec.tile_kv) if isinstance(spec, BlockSparseSpec) else None
     arguments = flash_arguments(spec, interpreted)
     return arguments | {"dropout": spec.dropout, "list_tile": list_tile}

@@ -9,11 +9,8 @@ from pallas_attn.kernels.library.tiles import arange
 def tree_mask(s, ends_ref, first, token, new, exists):
     """Set to -inf the scores of keys that a tree's token does not see.
 
-    Args:
-        first: the sequence's first new token in `ends_ref`.
-        token: which new token each row of q is.
-        new: which new token each key is, negative for an older key.
-        exists: which keys exist.
+    token: which new token each row of q is. new: which one each key is, negative for an older key.
+    first: the sequence's first in `ends_ref`.
     """
     end = plt.load(ends_ref.at[first + new], mask=exists & (new >= 0), other=2**31 - 1)
     seen = (new[None, :] <= token[:, None]) & (token[:, None] < end[None, :])
@@ -21,9 +18,7 @@ def tree_mask(s, ends_ref, first, token, new, exists):
 
 
 def tree_words(ends_ref, token, tokens):
-    """Return which new tokens each row's token sees, as bits: the first 32, and the others up to
-    64.
-    """
+    """Return which new tokens each row's token sees, as bits: the first 32, and up to 32 others."""
     bit = arange(32)
 
     def word(first):

@@ -7,7 +7,7 @@ from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 
 
 def keys_of_sequence(len_ref, capacity, tokens, window_left):
-    """Return the range begin .. end of keys that a sequence's new tokens see; end is its length."""
+    """Return the range begin .. end of keys that new tokens see; end is the sequence's length."""
     end = jnp.minimum(jnp.maximum(len_ref[...], 0), capacity)
     begin = 0
     if window_left is not None:
@@ -16,10 +16,7 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
 
 
 def keys_of_tokens(length, tokens, first, last, window_left):
-    """Return the range begin .. end of keys that tokens first .. last of a sequence see.
-
-    It is empty if `first` is not a token.
-    """
+    """Return the range of keys that tokens first .. last see, empty if `first` is not a token."""
     diagonal = length - tokens
     end = jnp.where(first < tokens, jnp.maximum(diagonal + last + 1, 0), 0)
     begin = 0
@@ -29,10 +26,7 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 
 
 def tiles_at_edges(position, last_position, first, count, window_left, block):
-    """Return which of the tiles first .. first + count need a mask, as a `Visible` from `first` on.
-
-    The queries are at position .. last_position.
-    """
+    """Return which of tiles first .. first + count need a mask, as a `Visible` from `first` on."""
     before = 0
     if window_left is not None:
         begin = cdiv(jnp.maximum(last_position - window_left, 0), block)
@@ -43,9 +37,7 @@ def tiles_at_edges(position, last_position, first, count, window_left, block):
 
 
 def share_of_tiles(begin, end, split, num_splits, block):
-    """Return the tiles of keys begin .. end that a split visits: (first, count, total of all
-    splits).
-    """
+    """Return a split's tiles of keys begin .. end: (first, count, total of all splits)."""
     first = begin // block
     total = cdiv(end, block) - first
     share = cdiv(total, num_splits)
@@ -54,7 +46,6 @@ def share_of_tiles(begin, end, split, num_splits, block):
 
 
 def splits_with_keys(begin, end, num_splits, block):
-    """Return how many splits have a tile of the keys begin .. end."""
     _, share, total = share_of_tiles(begin, end, 0, num_splits, block)
     return cdiv(total, jnp.maximum(share, 1))
 
@@ -62,8 +53,7 @@ def splits_with_keys(begin, end, num_splits, block):
 def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequence=None):
     """Return the page and the slot of keys start .. start + block_kv of a sequence.
 
-    `table_ref` is the sequence's table, or all sequences' tables if `sequence` is given. Entries
-    past the last page are not read; a page id out of range is clamped to the pool.
+    `table_ref` is the sequence's table, or all sequences' tables if `sequence` is given.
     """
     row = () if sequence is None else (sequence,)
     offset = arange(block_kv)
@@ -79,7 +69,7 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequen
 
 
 def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
-    """Load rows ``[*index]`` of the tensor at `ref`; rows where `is_row` is False give 0.
+    """Load rows ``[*index]`` of the tensor at `ref`, 0 unless `is_row`.
 
     The `size` columns are first, first + step, ..., padded with zeros to block_size.
     """
@@ -88,13 +78,13 @@ def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
 
 
 def store_rows_at(ref, x, index, is_row, size, block_size, first=0, step=1):
-    """Store what `load_rows_at` loads; rows where `is_row` is False are not written."""
+    """Store rows where `is_row`, as `load_rows_at` loads them."""
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     plt.store(tile, x.astype(ref.dtype), mask=mask)
 
 
 def rows_at(ref, index, is_row, size, block_size, first, step):
-    """Return a view of rows ``[*index]`` of a tensor, and which of its elements exist.
+    """Return a view of rows ``[*index]``, and which of its elements exist.
 
     `index` has a scalar or a vector for each leading dimension.
     """

@@ -14,8 +14,7 @@ _NO_PAGE = 2**31 - 1
 def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
     """Find which of the sequences first .. first + members are the first of a tile.
 
-    Returns the sequences; which are the first of a tile of several; and which are alone. Each is
-    [members].
+    Returns the sequences; which are the first of several; and which are alone. Each is [members].
     """
     own, other = first + arange(tiles.members), arange(tiles.block_batch)
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)
@@ -30,10 +29,7 @@ def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
 
 
 def find_members(table_ref, len_ref, tiles, leader, page_size, tokens):
-    """Return the sequences of the tile that `leader` begins, and how many keys they share.
-
-    The sequences are [members], with -1 after the last one.
-    """
+    """Return the sequences of the leader's tile, then -1, and how many keys they share."""
     other, max_pages = arange(tiles.block_batch), table_ref.shape[1]
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)
     first_page = jnp.max(jnp.where(other == leader, page, -(2**31)), 0)

@@ -27,10 +27,7 @@ def as_packed(pages):
 
 
 def load_q(ref, index, is_row, scale, size, block_size, upcast):
-    """Load the tiles of q, and return them with the scale of each row's scores.
-
-    size and block_size are a tile's columns, without and with padding.
-    """
+    """Load the tiles of q, of `size` columns each, and the scale of each row's scores."""
     if upcast is None:
         q = [load_rows_at(ref, index, is_row, size, block_size)]
     else:
@@ -70,7 +67,6 @@ def add_pv(acc, p, v):
 
 
 def store_out(ref, out, index, is_row, size, block_size):
-    """Store rows of the output, whose tiles are split as `load_q` splits q."""
     for half in range(len(out)):
         store_rows_at(ref, out[half], index, is_row, size, block_size, half, len(out))
 
@@ -85,7 +81,7 @@ def add_stored(out, ref, index, is_row, factor, size, block_size):
 
 
 def upcast_bytes(x, float8):
-    """Return int8, or the bits of a float8_e4m3fn, as float16 (a float8 times 2^-8)."""
+    """Return int8, or a float8_e4m3fn times 2^-8, as float16."""
     if float8:
         magnitude = x.astype(jnp.int16) & 0x7F
         bits = (x.astype(jnp.int16) & 0x80) << 8 | magnitude << 7
@@ -109,7 +105,7 @@ def to_float16(x, y):
 
 
 def round_to_integer(x):
-    """Round float32 below 2^22 to int32, to nearest, ties to even.
+    """Round float32 below 2^22 to int32, ties to even.
 
     The sum's last bits are the integer. Subtracting the constant again does not work: XLA folds it
     away.
@@ -119,7 +115,7 @@ def round_to_integer(x):
 
 
 def quantize(x, scale, dtype, compiled):
-    """Round x / scale to int8 or float8_e4m3fn, to nearest, ties to even; int8 has 0 for NaN."""
+    """Round x / scale to int8 or float8_e4m3fn, ties to even; int8 has 0 for NaN."""
     return round_to(
         divide(x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape), compiled), dtype
     )

@@ -17,10 +17,7 @@ def longest_first(program, num_tiles, num_heads, together):
 
 
 def last_heads(spec, backend, programs, summed_heads=None):
-    """Return `together` for `longest_first`, as a function of a head's number of tiles.
-
-    programs: how many programs an SM holds at a time.
-    """
+    """Return `together` for `longest_first`, as a function of a head's number of tiles."""
     at_a_time = programs * num_sms(backend.target)
     return lambda num_tiles: heads_together(spec, num_tiles, at_a_time, summed_heads)
 
@@ -28,9 +25,8 @@ def last_heads(spec, backend, programs, summed_heads=None):
 def order_programs(spec, backend, block, *sizes):
     """Return the order of `longest_first`, as `pallas_attn.launch.launch` takes it.
 
-    Args:
-        block: the configuration's name for the rows of a program's tile.
-        sizes: columns of each of a program's accumulators.
+    block names the rows of a program's tile in the configuration. sizes: columns of each
+    accumulator.
     """
 
     def order(grid, config):

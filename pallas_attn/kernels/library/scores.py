@@ -24,10 +24,10 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ie
 
 
 def add_product(acc, a, b, precision):
-    """Compute acc + a · b, accumulated in float32.
+    """Compute acc + a · b in float32.
 
-    In IEEE float32 the product is first summed by itself. Its negative is subtracted, because
-    Triton turns an addition back into a product that starts from acc.
+    An IEEE product is first summed by itself. Its negative is subtracted, because Triton turns an
+    addition back into a product that starts from acc.
     """
     if a.dtype == jnp.float32 and precision == "ieee":
         return acc - dot(-a, b, precision)
@@ -43,7 +43,6 @@ def round_operand(x, precision):
 
 
 def as_multiplied(x, precision):
-    """Return an operand of a product as tensor cores take it."""
     x = round_operand(x, precision)
     if x.dtype == jnp.float32 and precision == "tf32":
         bits = lax.bitcast_convert_type(x, jnp.int32)
@@ -67,10 +66,7 @@ def tanh(x):
 
 
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Set to -inf the scores of keys that a query does not see, and of keys from `end` on.
-
-    None: all keys exist. Positions and keys may be counted from any one origin.
-    """
+    """Set to -inf the scores of keys that a query does not see, and of keys from `end` on."""
     if end is not None:
         s = jnp.where(key < end, s, float("-inf"))
     if window_left is not None:
@@ -81,7 +77,7 @@ def attention_mask(s, position, key, end, window_left, window_right):
 
 
 def dot(a, b, precision="ieee"):
-    """Compute a · b, accumulated in float32; float32 operands multiply in the given precision."""
+    """Compute a · b in float32; float32 operands multiply in the given precision."""
     chosen = {"ieee": lax.Precision.HIGHEST, "tf32": lax.Precision.HIGH}[precision]
     chosen = chosen if a.dtype == jnp.float32 else None
     return jnp.dot(a, b, precision=chosen, preferred_element_type=jnp.float32)

@@ -14,9 +14,7 @@ STAYS, VISITED = -2, -1
 
 
 class Segments(NamedTuple):
-    """Segment ids of a batch element, int32: [Sq], [Skv], and ranges [3, blocks]; None without
-    them.
-    """
+    """Segment ids of a batch element, [Sq] and [Skv] int32, and ranges [3, blocks]; or None."""
 
     q_ids: Any = None
     kv_ids: Any = None
@@ -33,11 +31,7 @@ def load_segments(ids_ref, start, num_rows, block, padding):
 
 
 def meeting_tiles(ids, ranges_ref, size_other, visible, block):
-    """Narrow the result of `visible_tiles` to the tiles that may hold tokens of some segments.
-
-    Every tile needs its scores masked; the full ones need no mask for their loads. ids are those of
-    the resident rows, negative for padding; the ranges and size are the other axis'.
-    """
+    """Narrow `visible_tiles` to the tiles that may hold tokens of the resident rows' ids."""
     begin, before, full, after = visible
     least = jnp.min(jnp.where(ids < 0, LARGEST, ids))
     greatest = jnp.max(ids)
@@ -72,10 +66,7 @@ def meeting_tiles(ids, ranges_ref, size_other, visible, block):
 
 
 def segment_ranges(ids: Array | None) -> Array | None:
-    """Compute [B, 3, blocks] int32: least id that is not negative, greatest, and least of all.
-
-    LARGEST replaces an absent least id. The last block is filled by padding. None without ids.
-    """
+    """Compute [B, 3, blocks] int32, or None: least id that is not negative, greatest, and least."""
     if ids is None:
         return None
     ids = in_blocks(ids, VISITED)

@@ -28,10 +28,8 @@ class Offsets(NamedTuple):
 class TileRows(NamedTuple):
     """The rows of a tile, counted from the first row of all sequences.
 
-    Attributes:
-        sequence, first: the sequence that owns the tile, and its first row.
-        start, end: the tile's first row, and the end of its sequence's rows.
-        first_other, size_other: the sequence's first row on the other axis, and its rows there.
+    first: the sequence's first row. end: of the sequence's rows. first_other, size_other: its first
+    row on the other axis, and its rows there.
     """
 
     sequence: Any
@@ -43,7 +41,6 @@ class TileRows(NamedTuple):
 
 
 def count_sequence_tiles(num_rows, num_sequences, block):
-    """Return how many tiles an axis has; `num_sequences` is None for a dense axis."""
     if num_sequences is None:
         return cdiv(num_rows, block)
     return num_rows // block + num_sequences + 1
@@ -52,10 +49,9 @@ def count_sequence_tiles(num_rows, num_sequences, block):
 def locate_tile(
     cu_seqlens_ref, cu_seqlens_other_ref, tile, num_rows, num_rows_other, block, find=None
 ):
-    """Return the `TileRows` of a tile, all within the axes.
+    """Return the `TileRows` of a tile; after the last one of a sequence, those of an empty one.
 
-    A tile after the last one of its sequence belongs to an empty sequence: start and end are first,
-    and size_other is 0. find: the search to use, `find_sequence` if None.
+    find: the search to use, `find_sequence` if None.
     """
     if cu_seqlens_ref is None:
         return TileRows(0, 0, tile * block, num_rows, 0, num_rows_other)
@@ -73,9 +69,8 @@ def locate_tile(
 def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
     """Find the sequence that owns a tile, where each token has `rows` consecutive rows.
 
-    Returns (sequence, first, tokens, start): the sequence's first token and how many it has; the
-    tile's first row, counted from the sequence's first. A tile after the last one of its sequence
-    starts after the sequence's last row.
+    Returns the sequence, its first token and how many it has, and the tile's first row, counted
+    from the sequence's first.
     """
     owner = (find or find_sequence)(cu_seqlens_ref, tile - cu_seqlens_ref.shape[0], block, rows)
     num_sequences = cu_seqlens_ref.shape[0] - 1
@@ -92,10 +87,7 @@ def first_tile(first, sequence, block):
 
 
 def find_sequence(cu_seqlens_ref, tile, block, rows=None):
-    """Return the last sequence whose tiles begin at or before `tile`, 0 .. N.
-
-    With `rows`, tiles are the ones after the sequences' first tiles, as in `locate_tokens`.
-    """
+    """Return the last sequence whose tiles begin at or before `tile`, 0 .. N."""
     first = np.int32(0)
     count = cu_seqlens_ref.shape[0]
     while count > 1:
@@ -115,7 +107,7 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=None):
 
 
 def rows_of_sequence(cu_seqlens_ref, sequence, num_rows, end_of_padding):
-    """Return the first row of a sequence and how many rows it has, within an axis of `num_rows`."""
+    """Return the first row of a sequence and how many rows it has."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
     first = jnp.where(sequence > 0, cu_seqlens_ref[sequence], 0)
     end = cu_seqlens_ref[jnp.minimum(sequence + 1, num_sequences)]
@@ -126,7 +118,6 @@ def rows_of_sequence(cu_seqlens_ref, sequence, num_rows, end_of_padding):
 
 
 def num_sequences_of(spec: AttentionSpec) -> int | None:
-    """Return how many packed sequences a problem has; None for a dense one."""
     return spec.num_sequences if isinstance(spec, VarlenSpec) else None
 
 

@@ -9,9 +9,8 @@ LN2 = 0.6931471805599453
 def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
     """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
-    m_i is the row maximum so far, in base 2, or the score itself where terms are added; l_i is the
-    sum of p. A row without a key so far keeps m_i = -inf, l_i = 0. Returns (p, alpha, m_i, l_i);
-    alpha rescales acc.
+    Returns (p, alpha, m_i, l_i), where alpha rescales acc. m_i is in base 2, or the score itself
+    where terms are added.
     """
     if added:
         m_new = jnp.maximum(m_i, jnp.max(s, 1))
@@ -42,10 +41,7 @@ def add_sink(sink, m_i, l_i, in_base_2=True):
 
 
 def row_statistics(m_i, l_i, in_base_2=True):
-    """Return the divisor of a row's sums, and its log-sum-exp: 1 and -inf without a key or a sink.
-
-    in_base_2: m_i is in base 2, otherwise a natural logarithm.
-    """
+    """Return the divisor of a row's sums, and its lse: 1 and -inf without a key or a sink."""
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     maximum = m_i * LN2 if in_base_2 else m_i
     return l_safe, maximum + jnp.log(l_safe)
@@ -62,8 +58,7 @@ def rest_of_lse(lse, m_i, l_safe):
 def probabilities(s, lse2, rest2, exp2_scale):
     """Compute p = exp(s - lse) from statistics of the rows, broadcast against s.
 
-    lse2 is lse in base 2 if rest2 is None. Where terms are added, lse2 is lse itself, which is
-    subtracted first, and rest2 the `rest_of_lse` in base 2.
+    lse2 is in base 2, or lse itself where terms are added; rest2 is then `rest_of_lse` in base 2.
     """
     if rest2 is None:
         return jnp.exp2(s * exp2_scale - lse2)
@@ -71,6 +66,5 @@ def probabilities(s, lse2, rest2, exp2_scale):
 
 
 def lse_to_subtract(lse, in_base_2=True):
-    """Return lse2 of `probabilities`, with which p is 0 where a row saw no key."""
     lse = jnp.where(lse == float("-inf"), float("inf"), lse)
     return lse * LOG2E if in_base_2 else lse

@@ -19,7 +19,6 @@ class Terms(NamedTuple):
     """Operands that are added to scores, and dropout's; None for what a problem lacks.
 
     Attributes:
-        relative: [Hq, 2R + 1].
         slopes: [Hq] or [B, Hq] float32; for packed sequences [Hq] or [N, Hq].
         seed: seed of dropout, [2] int32 or uint32.
         bias: [B, Hq, Sq, Skv], or 1 in place of any.
@@ -43,9 +42,9 @@ def adds_terms(terms: Terms) -> bool:
 def added_scores(terms, rows, others, masked, of_keys):
     """Return what is added to a tile's scores, in turn, each [block, block_other] float32.
 
-    Every kernel adds them in this order. terms have relative [2R + 1], slopes [] or, for packed
-    sequences, [N], and bias [Sq or 1, Skv or 1], all of one head. `Terms` of several heads have the
-    heads, or 1 for all, as first axis. A bias of all batch elements has the batch axis before that.
+    terms have relative [2R + 1], slopes [] or, for packed sequences, [N], and bias [Sq or 1, Skv or
+    1]. `Terms` of several heads have these, or 1 for all, as first axis; a bias of all batch
+    elements has the batch axis before that.
     """
     if not adds_terms(terms):
         return []
@@ -100,7 +99,6 @@ def round_steep(slope):
 
 
 def _bias_scores(bias, rows, others, member, masked, of_keys):
-    """Return a tile of a bias. Nonexistent queries have the last query's values."""
     *axes, size_q, size_kv = bias.shape
     of_axes = (member,) if member is not None else (rows.element,)
     of_axes = (rows.element, member) if len(axes) == 2 else of_axes
@@ -127,7 +125,6 @@ def _bias_scores(bias, rows, others, member, masked, of_keys):
 
 
 def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv):
-    """Store a tile of the gradient of a bias that has all queries and keys."""
     block_q, block_kv = x.shape
     query, key = start_q + arange(block_q), start_kv + arange(block_kv)
     exists = (query < seq_q)[:, None] & (key < seq_kv)[None, :]
@@ -136,7 +133,6 @@ def store_pairs(ref, x, start_q, start_kv, seq_q, seq_kv):
 
 
 def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
-    """Return True if several pairs share a value of a bias, or there is only one query or key."""
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
     return tuple(shape) != whole or 1 in whole[2:]
 

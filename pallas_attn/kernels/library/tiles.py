@@ -18,7 +18,7 @@ ROW_PADDING = 128
 
 
 class Visible(NamedTuple):
-    """The tiles of the other axis that some rows see. Every other tile is skipped.
+    """The tiles of the other axis that some rows see.
 
     Attributes:
         begin: the first row of the first tile.
@@ -58,11 +58,7 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
 
 
 def tiles_between(begin, full_begin, full_end, end, block):
-    """Return the `Visible` tiles, from bounds of the visible rows.
-
-    Any row sees rows from begin, where the first tile starts, to end. All rows see the rows
-    full_begin .. full_end.
-    """
+    """Return the `Visible` tiles: any row sees begin .. end, all see full_begin .. full_end."""
     visible = cdiv(maximum(end - begin, 0), block)
     before = minimum(cdiv(full_begin - begin, block), visible)
     full = maximum(full_end - begin, 0) // block - before
@@ -134,10 +130,10 @@ def locate_rows(ref, start):
 
 
 def load_tile(ref, start, num_rows, block_rows, size, mask_rows, exists=None, head=None):
-    """Load rows start .. start + block_rows of a [num_rows, size] matrix.
+    """Load rows start .. start + block_rows of ``ref`` [num_rows, size], or of ``ref[:, head, :]``.
 
-    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows` give 0, and so
-    do rows where `exists` [block_rows] is False. head: the matrix is ``ref[:, head, :]``.
+    Columns are padded with zeros to a power of two. mask_rows: rows past `num_rows`, and where
+    `exists` is False, give 0.
     """
     block_size = padded_head_dim(size)
     rows = arange(block_rows)[:, None]
@@ -183,7 +179,6 @@ def load_padded_rows(ref, start, block_rows, head=None):
 
 
 def store_rows(ref, x, start, num_rows, block_rows):
-    """Store what `load_rows` loads; elements past `num_rows` are not written."""
     exists = start + arange(block_rows) < num_rows
     ref, start = locate_rows(ref, start)
     plt.store(ref.at[pl.ds(start, block_rows)], x, mask=exists)

@@ -13,12 +13,7 @@ from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
 
 class Tree(NamedTuple):
-    """The ends of a batch element's keys; None without them.
-
-    Attributes:
-        ends: [Skv] int32, or [Tkv] for packed sequences.
-        ranges: `tree_ranges`, which kernels that visit keys read.
-    """
+    """Ends of a batch element's keys, [Skv] or [Tkv] int32, and their `tree_ranges`; or None."""
 
     ends: Any = None
     ranges: Any = None
@@ -27,9 +22,7 @@ class Tree(NamedTuple):
 class Depths(NamedTuple):
     """The depths that a window counts, for a batch element; None without them.
 
-    Attributes:
-        q: depths of the queries, [Sq] int32, or [Tq] for packed sequences.
-        reach: the greatest depth that sees each key, shaped as `Tree.ends`.
+    q: depths of the queries, [Sq] or [Tq] int32. reach: the greatest depth that sees each key.
     """
 
     q: Any = None
@@ -64,7 +57,7 @@ class Runs(NamedTuple):
 
 
 def in_branch(mask, rows, others, of_keys):
-    """Return which keys end after each query, and reach its depth, [block, block_other]."""
+    """Return which keys end after each query, and reach its depth."""
     own, other = rows.rows[:, None], others.rows[None, :]
     position, other_row = own + rows.diagonal, rows.first_other + other
     query, is_query, key, is_key = own, own < rows.end, other_row, other < rows.size_other
@@ -96,7 +89,6 @@ def find_runs(mask, rows, visible, block):
 
 
 def count_runs(runs, masked):
-    """Return how many runs of tiles of one kind there are."""
 
     def visit(tile, begun):
         is_first = _is_kind(runs, tile, masked) & ~_is_kind(runs, tile - 1, masked)
@@ -107,10 +99,7 @@ def count_runs(runs, masked):
 
 
 def next_run(runs, tile, masked):
-    """Return the first tile, and the end, of the next run of one kind from `tile` on.
-
-    `tile` is 0 or the end of a run.
-    """
+    """Return the first tile, and the end, of the next run of one kind from `tile` on."""
     count = runs.count
 
     def visit(i, carry):
@@ -127,9 +116,7 @@ def next_run(runs, tile, masked):
 
 
 def walk_runs(runs, masked, visit, carry):
-    """Return the last ``carry = visit(tile, carry)``, called for the tiles of one kind, run after
-    run.
-    """
+    """Return the last ``carry = visit(tile, carry)``, called for all tiles of one kind."""
 
     def walk(_run, state):
         end, carry = state
@@ -170,7 +157,6 @@ def _is_kind(runs, tile, masked):
 
 
 def ending_tiles(mask, keys, visible, block):
-    """Narrow the `Visible` tiles of queries to those before the end of some keys."""
     if mask.tree.ends is None:
         return visible
     begin, before, full, after = visible
@@ -190,17 +176,12 @@ def ending_tiles(mask, keys, visible, block):
 
 
 def tree_ranges(ends: Array, reach: Array | None) -> Array:
-    """Compute the ranges of ends, and of reaches, for every BLOCK_TOKENS keys.
-
-    [B, blocks, 2] int32: the greatest and the least end; with `reach`, its greatest and least
-    follow, 4 in all. The last block is filled by 0.
-    """
+    """Compute [B, blocks, 2] int32: the greatest and the least end; with `reach`, also its own."""
     values = (in_blocks(x, 0) for x in (ends, reach) if x is not None)
     return jnp.stack([extreme for x in values for extreme in (x.max(2), x.min(2))], 2)
 
 
 def tree_of(operands: AttentionOperands[Array], spec: AttentionSpec) -> tuple[Tree, Depths]:
-    """Return the ends of keys, and the depths that the window counts, with a batch axis."""
     if not isinstance(operands, FlashOperands | VarlenOperands) or operands.kv_ends is None:
         return Tree(), Depths()
     ends, depths = operands.kv_ends, Depths()

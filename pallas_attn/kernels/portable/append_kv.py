@@ -52,8 +52,7 @@ def append_kv_kernel(
     Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; the pools k [P,
     page_size, Hkv, D] and v [P, page_size, Hkv, Dv], inputs whose memory the outputs reuse; table
     [max_pages] and len [], int32; scales [] or [Hkv], float32, or None; cos and sin [positions,
-    pairs]
-    or None. Grid: (head tiles, tokens, batch).
+    pairs] or None. Grid: (head tiles, tokens, batch).
 
     Packed tokens: all of k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv], tables [B, max_pages], lens [B]
     and cu_seqlens [B + 1], otherwise None. Grid: (tiles of one row of `locate_tokens`, head tiles),

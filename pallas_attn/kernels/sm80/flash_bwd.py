@@ -87,8 +87,7 @@ def flash_bwd_dq_kernel(
     Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
     Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32. Shared memory holds a tile of
     q and of dout, and num_stages tiles of k and of v (1: the next tiles are fetched at the end of a
-    step;
-    2: during the whole step).
+    step; 2: during the whole step).
     """
     # Locate the tile of queries.
     rows = own_queries(offsets, q_ref, seq_q, seq_kv, block_q, num_warps, together)
@@ -204,9 +203,8 @@ def flash_bwd_dkdv_kernel(
 
     Operands as in `flash_bwd_dq_kernel`, dk and dv like k and v. dq_sum is None, or dq's float32
     sums in the order of `add_to_sums`, 0 at first, with the rows of lse2; the order of the
-    additions is not
-    fixed. num_stages 1: the next dout is fetched after dv, and the next q after dk; 2: both during
-    the whole step.
+    additions is not fixed. num_stages 1: the next dout is fetched after dv, and the next q after
+    dk; 2: both during the whole step.
 
     If a warp can have 32 whole rows, p and ds stay in registers. Otherwise two warps share 32 rows,
     each with half of the columns, and p and ds go through shared memory.

@@ -1,7 +1,7 @@
 """Flash attention, backward, in the ways of its twin, which describes them.
 
-The formulas are in `pallas_attn.kernels.portable.flash_bwd`. A step begins with the last products
-of the previous step, so that these and the next scores are in flight together.
+A step begins with the last products of the previous step, so that these and the next scores are in
+flight together.
 """
 
 from jax import Array
@@ -36,6 +36,5 @@ def flash_bwd(
     spec: AttentionSpec,
     backend: Backend,
 ) -> AttentionOperands[Array]:
-    """Call the kernels of the backward for the head size."""
     run = _flash_bwd_large if has_large_heads(spec) else _flash_bwd_small
     return run(dout, dlse, operands, out, lse, rest, spec, backend)

@@ -56,14 +56,11 @@ class Outputs(NamedTuple):
 def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory, problem):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, one after the other.
 
-    Operands: `Inputs`, dk and dv like k and v; schedule [programs, 1 + most tiles] of tiles of
-    keys. Tiles, accumulation and a key that no query sees: as in the portable kernel. Loop
-    invariant: dv is Σ pᵀ dout over the query heads and queries so far, dk is Σ dsᵀ q over those
-    before the previous tile, and ds is that tile's.
+    Loop invariant: dv is Σ pᵀ dout over the query heads and queries so far, dk is Σ dsᵀ q over
+    those before the previous tile, and ds is that tile's.
 
-    Packed sequences: as in `flash_bwd_dq_kernel`, the first tiles of keys first. Keys whose
-    sequence has no queries have factors of 0. Rows of q and dout past the sequence's end are
-    cleared.
+    Packed sequences: the first tiles of keys come first. Keys whose sequence has no queries have
+    factors of 0. Rows of q and dout past the sequence's end are cleared.
     """
     heads_q, heads_kv = inputs.q.shape[2], inputs.k.shape[2]
     size = heads_q // heads_kv
@@ -84,7 +81,7 @@ def flash_bwd_dkdv_kernel(inputs, offsets, schedule, outputs, counter, *, memory
 
 
 class Consumers(NamedTuple):
-    """State of the consumer warpgroups; size, size_v: columns of dk and of dv, padded."""
+    """size, size_v: columns of dk and of dv, padded."""
 
     inputs: Inputs
     outputs: Outputs
@@ -97,7 +94,6 @@ class Consumers(NamedTuple):
 
 
 def consume(kernel, w):
-    """Run consumer warpgroup w, a Python int."""
     release_all(kernel.memory, w)
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
@@ -166,8 +162,7 @@ class Step(NamedTuple):
     Attributes:
         x: its number among the tiles that see the keys; masked ones come first.
         q_slot, previous, slot: the slots of its q, of the previous q, and of its dout.
-        fresh: 0, but unknown to the compiler if it should not hoist the descriptors of k and v out
-            of the loop, as there are no registers for them.
+        fresh: 0, but unknown to the compiler if it should not hoist the descriptors of k and v.
         multiplied: the previous q, which ds multiplies; in the first step its own, as ds is 0 then.
     """
 
@@ -273,7 +268,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
 
 
 def store(kernel, keys, dk, dv):
-    """Scale dk; store a warpgroup's rows of dk and dv from where k and v were."""
+    """Store a warpgroup's rows of dk and dv from where k and v were."""
     work = keys.work
     k, v = kernel.memory.k_tiles.tile(keys.tile), kernel.memory.v_tiles.tile(keys.tile)
     dk = dk * kernel.problem.rule.scale

@@ -49,11 +49,9 @@ from twin_attention.targets.sm90 import has_large_heads
 class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
-    Attributes:
-        q_tiles, dout_tiles, out_tiles: 64 rows for each consumer, for one work item, or for two to
-            load the next one early. out_tiles is None without room: out is then read from global
-            memory.
-        v_tiles: one fewer than k_tiles if out_tiles is None.
+    q_tiles, dout_tiles and out_tiles have 64 rows for each consumer, for one work item, or for two
+    to load the next one early. Without room for out it is read from global memory: out_tiles is
+    None, and v has one tile fewer than k.
     """
 
     dout_tiles: Any
@@ -94,17 +92,14 @@ class Kernel(NamedTuple):
 def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory, problem):
     """One program computes tiles of block_q rows of dq of a query head, one after the other.
 
-    Before a tile's products it computes lse2 and delta of its rows, as the portable
-    `flash_bwd_preprocess_kernel` does, and stores them for the kernel of dk and dv. Operands:
-    `Sources`; dq like q; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING, which is block_q]
-    float32; schedule as in `flash_fwd_kernel`. Accumulation and a row that sees no key: as in the
-    portable kernel. Loop invariant: dq is Σ ds k over the keys before the previous tile, and ds is
-    that tile's. Large heads have separate code for the first tile of keys. In small heads it would
-    overflow the instruction cache, so they multiply a ds of 0.
+    Before a tile's products it computes lse2 and delta of its rows, and stores them for the kernel
+    of dk and dv, padded to ROW_PADDING, which is block_q. Loop invariant: dq is Σ ds k over the
+    keys before the previous tile, and ds is that tile's. Large heads have separate code for the
+    first tile of keys. In small heads it would overflow the instruction cache, so they multiply a
+    ds of 0.
 
-    Packed sequences, for small heads: as in `flash_fwd_kernel`. Each sequence begins a tile of lse2
-    and delta; tiles without rows are not stored. Rows past a sequence's end are not stored, and
-    those of k and v are cleared in shared memory. Queries without a key are loaded as 0.
+    Packed sequences, for small heads: rows past a sequence's end are not stored, and those of k and
+    v are cleared in shared memory. Queries without a key are loaded as 0.
     """
     k_tiles, scored_tiles = values_and_factors(memory.k_tiles)
     tiles = {
@@ -127,7 +122,6 @@ def flash_bwd_dq_kernel(sources, offsets, schedule, outputs, counter, *, memory,
 
 
 def locate(kernel, item):
-    """Locate a tile of queries, counted from the first of all."""
     problem = kernel.problem
     work, visible, last_start = locate_queries(problem, kernel.sources.q.shape[2], item)
     masked_steps, steps = count_steps(visible)
@@ -139,7 +133,7 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load the consumers' tiles as slots become free; runs in the producer warp."""
+    """Load the consumers' tiles as slots become free."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     of_queries = (sources.q, memory.q_tiles), (sources.dout, memory.dout_tiles)
@@ -180,7 +174,6 @@ def produce(kernel):
 
 
 def consume(kernel, w):
-    """Run consumer warpgroup w, a Python int."""
     memory, packed = kernel.memory, kernel.problem.packed
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
 
@@ -200,9 +193,8 @@ def consume(kernel, w):
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows of a tile of queries.
+    """A warpgroup's rows of a tile of queries, in a tile of q, dout and out.
 
-    tile: which tile of q, dout and out has them.
     first_step: the number of steps before this tile.
     """
 

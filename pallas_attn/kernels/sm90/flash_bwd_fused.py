@@ -62,7 +62,7 @@ SUMS = Sums(AliasingParams, value_columns, read_sums)
 
 
 class Outputs(NamedTuple):
-    """References of dk and dv, or their sums, and dq's sums, in the order of `add_to_sums`."""
+    """dk and dv, or their sums, and dq's sums, in the order of `add_to_sums`."""
 
     dk: Any
     dv: Any
@@ -76,18 +76,16 @@ def flash_bwd_fused_kernel(
 ):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, and adds ds k to dq.
 
-    As `flash_bwd_dkdv_kernel`, with these differences. dq_sum is dq's float32 sums in the order of
-    `add_to_sums`, 0 at first; the order of the additions is not fixed.
-    members: how many query heads of a GQA group a work item visits, all or 1. With 1, programs
-    share a tile of keys, and add to the sums dk_sum and dv_sum [B, Hkv, Skv rounded up to
-    ROW_PADDING, columns], in the same order; dk and dv are None. Otherwise these sums are None.
+    As `flash_bwd_dkdv_kernel`, but also adds to dq_sum, which is 0 at first and has the rows of
+    lse2, in any order. A work item visits `members` query heads of a GQA group, all or 1. With 1,
+    programs share a tile of keys, and add to dk_sum and dv_sum [B, Hkv, Skv rounded up to
+    ROW_PADDING, columns], while dk and dv are None. Otherwise these sums are None. All sums are in
+    the order of `add_to_sums`.
 
     Products overlap all arithmetic: dq and dk of the previous tile, and dp, the exponentials; dv,
     ds; s of the next tile, the stores of ds. Small heads hold k and v in registers. With a softcap
     there is no room for these: dq leaves its registers before the exponentials, and s of the next
-    tile is issued with dv.
-
-    Packed sequences: rows of k and v are cleared as well, and dq_sum has the rows of lse2.
+    tile is issued with dv. Packed sequences: rows of k and v are cleared as well.
     """
     heads_q, warpgroups = inputs.q.shape[2], memory.kv_full.shape[0]
     hides_missing = problem.packed or problem.seq_kv % problem.block_kv > 0
@@ -111,7 +109,7 @@ def flash_bwd_fused_kernel(
 
 
 class Plan(NamedTuple):
-    """Say how a consumer's registers are used.
+    """How a consumer's registers are used.
 
     Attributes:
         size, size_v: columns of dk and of dv, padded.
@@ -154,7 +152,6 @@ class Plan(NamedTuple):
 
     @property
     def holds_keys(self) -> bool:
-        """Return True if a consumer has its rows of k and v in registers."""
         return self.small and not self.capped
 
     @property
@@ -164,8 +161,6 @@ class Plan(NamedTuple):
 
 
 class Consumers(NamedTuple):
-    """State of the consumer warpgroups and of the warp that adds dq."""
-
     inputs: Inputs
     outputs: Outputs
     memory: Memory
@@ -205,7 +200,6 @@ def add(kernel):
 
 
 def consume(kernel, w):
-    """Run consumer warpgroup w, a Python int."""
     release_all(kernel.memory, w)
     kernel.queue.take(functools.partial(compute_tile, kernel, w))
     plgpu.wait_smem_to_gmem(0)
@@ -214,7 +208,6 @@ def consume(kernel, w):
 class Keys(NamedTuple):
     """A tile of keys, of one warpgroup.
 
-    first_step: the number of steps before the tile.
     steps: how many tiles of queries see it; unknown to the compiler.
     keys, values: its rows of k and v in registers, or None.
     """
@@ -229,7 +222,6 @@ class Keys(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, _turn):
-    """Compute dk and dv of a warpgroup's rows of a tile; return the steps so far."""
     memory, plan, members = kernel.memory, kernel.plan, kernel.group.members
     q_stages = memory.lse2_rows.shape[0]
     work = locate(kernel.problem, kernel.group, item)
@@ -296,7 +288,6 @@ class Step(NamedTuple):
 
     now: its number among all tiles of queries of the program.
     q_slot, previous, following: the slots of its q, of the previous q and of the next.
-    slot: the slot of its dout.
     """
 
     x: Any
@@ -525,7 +516,6 @@ def start_dq(kernel, w, dq_ref, stored):
 
 
 def accumulator_of_dq(plan, w):
-    """Return the register type of a warpgroup's part of dq."""
     return accumulator(WGMMA_ROWS, plan.dq_columns[w].stop - plan.dq_columns[w].start)
 
 
@@ -536,7 +526,6 @@ def write_part(kernel, w, dq):
 
 
 def share_ds(kernel, w, ds, step):
-    """Write ds to where all warpgroups read it."""
     kernel.memory.ds_tiles.at[step % 2, w][...] = ds
     fence_async()
     exchange_barrier(len(kernel.plan.dq_columns))

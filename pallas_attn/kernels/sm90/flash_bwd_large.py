@@ -80,7 +80,6 @@ class Rows(NamedTuple):
         return step % self.tiles.multiplied[0].shape[0]
 
     def load(self, step, batch, head, start):
-        """Load the tile of a step, as soon as its slot is free."""
         slot = self.slot(step)
         plgpu.barrier_wait(self.empty.at[slot])
         load_tile(self.matrix, self.tiles.tile(slot), batch, head, start, self.full.at[slot])
@@ -121,8 +120,7 @@ class Kernel(NamedTuple):
 def flash_bwd_large_kernel(inputs, schedule, gradient, *, memory, problem, visit):
     """One program computes tiles of block_kv rows of dk or dv of a kv head, one after the other.
 
-    As `flash_bwd_dkdv_kernel`; dv has no v and delta. Shared memory has one more tile of what ds
-    or p multiplies.
+    Shared memory has one more tile of what ds or p multiplies; dv has no v and delta.
     """
     q_tiles, dout_tiles = map(values_and_factors, (memory.q_tiles, memory.dout_tiles))
     if memory.v_tiles is None:
@@ -185,7 +183,6 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load the consumers' tiles as slots become free; runs in the producer warp."""
     memory, inputs = kernel.memory, kernel.inputs
     keys = [(inputs.k, kernel.k, memory.k_full)]
     if kernel.v is not None:
@@ -217,7 +214,6 @@ def produce(kernel):
 
 
 def consume(kernel, w):
-    """Run consumer warpgroup w, a Python int."""
     plgpu.barrier_arrive(kernel.memory.kv_empty.at[w])
     for rows in (kernel.queries, kernel.douts):
         for slot in range(rows.empty.shape[0]):
@@ -293,12 +289,10 @@ def exponents(kernel, keys, s, lse2, x, masked):
 
 
 def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
-    """Call `flash_bwd_large_kernel`; return the gradient.
+    """Call `flash_bwd_large_kernel`; return the gradient of the operand `gradient`.
 
     Args:
         inputs: operands; None for what the kernel does not read.
-        gradient: the operand whose gradient it computes.
-        memory: types of the shared memory for its keys.
         values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles".
         stages: the number of tiles of q and of dout in shared memory.
     """

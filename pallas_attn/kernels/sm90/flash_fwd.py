@@ -1,8 +1,7 @@
 """Flash attention, forward: the formula and division of work of the twin.
 
 Here consumers take turns issuing their products, and m_i grows only if a score passes it by
-RESCALE_ABOVE, as in `pallas_attn.kernels.sm80.flash_fwd`. Dao 2023, FlashAttention-2, algorithm 1;
-Shah et al. 2024, FlashAttention-3.
+RESCALE_ABOVE, as in `pallas_attn.kernels.sm80.flash_fwd`.
 """
 
 import functools
@@ -83,11 +82,7 @@ ONE_CODE_HEAD = 128
 
 
 class Inputs(NamedTuple):
-    """Operands; None for what a problem lacks.
-
-    q, k, v: [B, Sq, Hq, D], [B, Skv, Hkv, D] and [B, Skv, Hkv, Dv]. sinks: [Hq] float32.
-    offsets, lists: `Offsets` of packed sequences (a batch of one); `lists_of_keys`.
-    """
+    """Operands; None for what a problem lacks. Packed sequences are a batch of one."""
 
     q: Any
     k: Any
@@ -105,10 +100,7 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program, in the order of addresses.
-
-    hand_over: where warps find their next tile of packed sequences, else None.
-    """
+    """Shared memory of a program, in the order of addresses."""
 
     hand_over: Any
     k_empty: Any
@@ -128,7 +120,7 @@ class Kernel(NamedTuple):
     Attributes:
         list_tile: queries and keys of a tile of the block mask, or None.
         last_first: visit the last tiles of keys first, which only the later warpgroups see.
-        ping_pong: as configured; turns begin with the second tile of keys, or, at 2, the first.
+        ping_pong: turns begin with the second tile of keys, or, at 2, the first.
         bounded: m_i stays 0, as capped scores need no maximum in a dtype with float32's range.
         out_sizes: columns of out that are stored at a time.
     """
@@ -160,16 +152,14 @@ def flash_fwd_kernel(
 ):
     """One program computes tiles of block_q rows of a query head, one after the other.
 
-    Operands: `Inputs` and `Outputs`; schedule [programs, 1 + most tiles] int32 (see
-    `make_schedule`). out_sizes: how many columns of out each store takes, all through
-    the same memory; one number if there is room for all. Loop invariant: m_i is
-    at most RESCALE_ABOVE below the row maximum so far (base 2), and with
-    p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
-    Accumulation and a row that sees no key: as in the portable `flash_fwd_kernel`.
+    out_sizes: how many columns of out each store takes, all through the same memory; one number if
+    there is room for all. Loop invariant: m_i is at most RESCALE_ABOVE below the row maximum so far
+    (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc
+    is Σ p v.
 
-    Packed sequences: as there; schedule is None. Items are tiles of a head, the last ones first, as
-    they see most keys. Programs take them from counter [1], which is 0 at first; for a dense batch
-    counter and hand_over are None. Block mask: tile_q and tile_kv are the sizes of its tiles.
+    Packed sequences: instead of a schedule, programs take items from counter [1], which is 0 at
+    first. Items are tiles of a head, the last ones first, as they see most keys. tile_q and tile_kv
+    are the sizes of a block mask's tiles.
     """
     q, _k, v, _sinks, offsets, lists = inputs
     large = max(q.shape[3], v.shape[3]) > LARGE_HEAD
@@ -287,7 +277,6 @@ class Turns(NamedTuple):
             take_turn(self.w, self.warpgroups)
 
     def wait(self, full):
-        """Wait for a tile's mbarrier, if this warpgroup is one that waits."""
         pl.when(self.waits)(lambda: plgpu.barrier_wait(full))
 
     def end(self, in_turn=True):
@@ -314,11 +303,7 @@ def consume(kernel, w):
 
 
 class Queries(NamedTuple):
-    """A warpgroup's rows of a tile of queries.
-
-    first_step: the number of steps before this tile.
-    end_masked: the first step after the masked ones.
-    """
+    """A warpgroup's rows of a tile of queries; end_masked: the first step after the masked ones."""
 
     work: Any
     first_step: Any
@@ -539,7 +524,7 @@ def store_out(kernel, queries, w, out):
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `flash_fwd_kernel`; return out and lse, without B for packed sequences."""
+    """Return out and lse, without B for packed sequences."""
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     dtype, num_sequences = q.dtype, num_sequences_of(spec)
     is_packed = num_sequences is not None  # sequences' tiles begin at any row

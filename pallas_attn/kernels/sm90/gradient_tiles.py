@@ -20,8 +20,6 @@ from pallas_attn.kernels.library.sequences import num_sequences_of
 def make_tiles(spec, ds_is_shared, values=None, **counts):
     """Return the types of tiles of q, k, v and dout, and how many pieces each has.
 
-    Rows are padded to `value_columns`.
-
     Args:
         ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
         values: names of the tiles that p or ds in registers multiplies. Tiles of 64 rows and two
@@ -51,7 +49,7 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
 
 
 def block_tiles(spec, values=None, **counts):
-    """Return the same as `make_tiles`, with rows padded with zeros to blocks of 64 columns.
+    """Return what `make_tiles` does, with rows padded with zeros to blocks of 64 columns.
 
     values: name of the tiles, `value_block_views` of 64 rows, that ds or p multiplies.
     """

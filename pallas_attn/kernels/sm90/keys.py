@@ -27,12 +27,9 @@ from pallas_attn.kernels.sm90.work import CONSUMERS, Work, last_tile, own_tile, 
 
 
 class Group(NamedTuple):
-    """The query heads that share a kv head, a GQA group.
+    """The query heads that share a kv head, of which a work item visits `members`.
 
-    Attributes:
-        members: how many of them a work item visits.
-        heads: query heads in all.
-        hides_missing: hide keys that do not exist in every tile of queries.
+    hides_missing: hide keys that do not exist in every tile of queries.
     """
 
     members: int
@@ -50,7 +47,6 @@ class Memory(NamedTuple):
             one early.
         ds_tiles, dq_tiles: if dq is summed, two tiles of dsᵀ for each consumer, and its part of a
             tile of dq.
-        hand_over: where warps find their next tile of packed sequences, else None.
         places: each consumer's copy of its tile's place if dq of packed sequences is summed.
     """
 
@@ -125,7 +121,7 @@ def release_all(memory: Memory, w: int) -> None:
 
 
 def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queue: Queue) -> None:
-    """Load the consumers' tiles as slots become free; runs in the producer warp.
+    """Load the consumers' tiles; runs in the producer warp.
 
     If dq is summed, one more tile of q is loaded at the end, for scores that are not used.
     """
@@ -191,8 +187,8 @@ def allocate_memory(
 ) -> Memory:
     """Return the types of a program's shared memory.
 
-    sums_dq: dq is summed as well, with one more tile of q, and ds in shared memory.
-    kv_stages: for how many work items there are tiles of k and v.
+    sums_dq: one more tile of q, and ds in shared memory. kv_stages: for how many work items there
+    are tiles of k and v.
     """
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
     queries, douts = (stages + sums_dq, config.block_q), (stages, config.block_q)

@@ -1,9 +1,8 @@
 """Paged attention of long chunks of new tokens, for SM90.
 
-The same formula as `pallas_attn.kernels.portable.paged_attention`, with the division of work of
+The formula of `pallas_attn.kernels.portable.paged_attention`, with the division of work of
 `pallas_attn.kernels.sm90.flash_fwd`: one warp loads, with a TMA copy for each page of a tile of
-keys, and warpgroups compute. Shah et al. 2024, FlashAttention-3, over the pages of
-PagedAttention (Kwon et al. 2023).
+keys, and warpgroups compute.
 """
 
 import functools
@@ -52,14 +51,7 @@ from twin_attention.targets.splits import num_row_tiles
 
 
 class Inputs(NamedTuple):
-    """Operands.
-
-    Attributes:
-        q: [Tq, Hq, D].
-        k, v: pools, [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
-        tables, lens, cu_seqlens_q: [B, max_pages], [B] and [B + 1], int32.
-        sinks: [Hq] float32, or None.
-    """
+    """Operands: q [Tq, Hq, D], pools [P, page_size, Hkv, D] and Dv, sinks [Hq] float32 or None."""
 
     q: Any
     k: Any
@@ -78,14 +70,6 @@ class Outputs(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Shared memory of a program, in the order of addresses.
-
-    Attributes:
-        k_empty, k_full, v_empty, v_full: mbarriers of each tile of k and of v: free, and loaded.
-        k_tiles, v_tiles: num_stages tiles of keys and of values.
-        q_full, q_tiles: each consumer's mbarrier and tile of q.
-    """
-
     k_empty: Any
     k_full: Any
     k_tiles: Any
@@ -97,14 +81,7 @@ class Memory(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Operands and state of the producer and of the consumer warpgroups.
-
-    Attributes:
-        inputs, outputs, memory: operands, outputs and shared memory.
-        rule, window: the `ScoreRule`, and the keys seen on each side of a position.
-        block_q, block_kv: rows of a program, and keys of a tile.
-        ping_pong: the consumers take turns.
-    """
+    """Operands and state of the producer and of the consumer warpgroups."""
 
     inputs: Inputs
     outputs: Outputs
@@ -117,17 +94,14 @@ class Kernel(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        """Return the number of consumer warpgroups."""
         return self.memory.q_full.shape[0]
 
     @property
     def num_stages(self) -> int:
-        """Return how many tiles of keys shared memory holds."""
         return self.memory.k_full.shape[0]
 
     @property
     def group_size(self) -> int:
-        """Return how many query heads share a kv head."""
         return self.inputs.q.shape[1] // self.inputs.k.shape[2]
 
 
@@ -135,8 +109,6 @@ class Work(NamedTuple):
     """A program's rows, and the keys that they see.
 
     Attributes:
-        program: the program's number.
-        head_kv, sequence: the kv head, and the sequence.
         first_token, tokens: the sequence's first token, and how many new ones it has.
         first: the tile's first token, counted from the sequence's.
         diagonal: key position of the sequence's first token.
@@ -166,13 +138,9 @@ def paged_attention_kernel(
     """One program computes block_q rows of one kv head of a sequence.
 
     Rows, and what they see, are those of the portable `paged_attention_kernel`, without splits. The
-    warps divide the work as in `pallas_attn.kernels.sm90.flash_fwd`: a producer, and consumers of
-    64 rows each, which take turns with ping_pong. The group size is a power of two up to 64, and
-    the page size a power of two from 16 on.
-
-    Operands: `Inputs` and `Outputs`. Grid: (kv heads, row tiles of `locate_tokens`) in one axis, kv
-    heads fastest and the last tiles first, as they see most keys. Loop invariant and accumulation:
-    as in `flash_fwd_kernel`.
+    group size is a power of two up to 64, and the page size a power of two from 16 on. Grid: (kv
+    heads, row tiles of `locate_tokens`) in one axis, kv heads fastest and the last tiles first, as
+    they see most keys. Loop invariant: as in `flash_fwd_kernel`.
     """
     memory = memory._replace(
         q_tiles=[Tiles(*tile) for tile in memory.q_tiles],
@@ -190,7 +158,6 @@ def paged_attention_kernel(
 
 
 def locate(kernel):
-    """Return the program's `Work`."""
     inputs, block_q, block_kv = kernel.inputs, kernel.block_q, kernel.block_kv
     _, page_size, heads_kv, _ = inputs.k.shape
     num_sequences, max_pages = inputs.tables.shape
@@ -220,7 +187,6 @@ def locate(kernel):
 
 
 def key_of(kernel, work, step):
-    """Return the first key of a step's tile."""
     of_sequence = work.visible._replace(begin=work.first_tile * kernel.block_kv)
     last_start = kernel.inputs.tables.shape[1] * kernel.inputs.k.shape[1]
     return tile_start(step, of_sequence, kernel.block_kv, last_start)
@@ -260,12 +226,9 @@ def produce(kernel, work):
 
 
 class Queries(NamedTuple):
-    """A consumer warpgroup's rows.
+    """A consumer warpgroup's rows: each warpgroup w has its own code.
 
-    Attributes:
-        w: the warpgroup, a Python int: each has its own code.
-        start_token: the first token, counted from the sequence's first.
-        sink: each row's sink, in base 2, or None.
+    start_token: counted from the sequence's first. sink: each row's sink, in base 2, or None.
     """
 
     w: int
@@ -274,7 +237,6 @@ class Queries(NamedTuple):
 
 
 def consume(kernel, work, w):
-    """Compute the rows of consumer warpgroup w."""
     inputs, memory, group_size = kernel.inputs, kernel.memory, kernel.group_size
     start_token = work.first + w * (WGMMA_ROWS // group_size)
 
@@ -420,7 +382,6 @@ def _load_queries(q_ref, tile, token, head, barrier):
 
 
 def _sinks_of_rows(sinks_ref, head, group_size, like):
-    """Return the sink of each row's head."""
     of_group = lax.rem(iota(like.shape, 0, WGMMA.reduce(1)), group_size)
     sinks = like
     for i in range(group_size):
@@ -431,11 +392,7 @@ def _sinks_of_rows(sinks_ref, head, group_size, like):
 def paged_attention(
     operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `paged_attention_kernel`.
-
-    Returns:
-        out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32.
-    """
+    """Return out [Tq, Hq, Dv] in q's dtype and lse [Hq, Tq] float32."""
     dtype, cache = operands.q.dtype, spec.cache
     config = backend.configs(spec)["paged_attention"]
     warpgroups, stages = config.num_warps // 4 - 1, config.num_stages
@@ -475,7 +432,7 @@ def paged_attention(
 
 
 def _query_views(dtype, group_size, size):
-    """Return the types of a tile of queries, `tile_views`; TMA sees tokens of a GQA group."""
+    """Return `tile_views` of queries; TMA sees tokens of a GQA group."""
     copied, multiplied = tile_views(dtype, (WGMMA_ROWS,), size, False)
     shape = WGMMA_ROWS // group_size, group_size
     copied = tuple(

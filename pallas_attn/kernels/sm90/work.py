@@ -15,7 +15,6 @@ class Work(NamedTuple):
     """A tile of queries or of keys, and the tiles of the other axis that it visits.
 
     Attributes:
-        head_kv: the kv head of a tile of keys.
         first_row: its first row of lse2 and delta; for a tile of keys, that of its sequence.
         diagonal: the key position of query 0 of its sequence.
         visited: returns the first row of a step's tile; in `flash_fwd`, the end of keys as well.
@@ -36,7 +35,6 @@ def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> t
     """Return the batch element and the place of an item.
 
     item: a number of `make_schedule`, or the place among packed sequences.
-    rows, rows_other: lengths of the tile's axis and of the other.
     """
     if isinstance(item, Place):
         return item.head * 0, item
@@ -48,10 +46,7 @@ def place_of(item: Any, rows: int, rows_other: int, heads: int, block: int) -> t
 
 
 def locate_queries(problem: Problem, heads: int, item: Any) -> tuple[Work, Visible, Any]:
-    """Locate a tile of queries.
-
-    Return its work, the tiles of keys that its rows see, and the first key of the last tile of all.
-    """
+    """Return a tile of queries as `Work`, its tiles of keys, and the last tile's first key."""
     batch, place = place_of(item, problem.seq_q, problem.seq_kv, heads, problem.block_q)
     first_row = place.tile * problem.block_q
     diagonal, window = place.size_other - place.end, problem.window

@@ -30,8 +30,6 @@ class Rows(NamedTuple):
         element: the batch element, or the packed sequence.
         head: the query head, or the first query head of a tile of keys.
         start, end: the tile's first row, and the end of the sequence's rows.
-        first: the sequence's first row.
-        first_other, size_other: its first row on the other axis, and how many it has there.
         diagonal: position on the other axis of row 0.
         padded: what is added to a query's row to find it in lse2 and delta.
         ids, exists: segments of the rows, and which are not padding.
@@ -78,7 +76,7 @@ def own_keys(mask, place, group_size, seq_q, seq_kv, block):
 
 
 def rows_at(mask, ids_ref, element, head, found: TileRows, padded, block, member=None):
-    """Return the `Rows` of a tile, with what the mask says of them; ids_ref: their segments."""
+    """Return the `Rows` of a tile; ids_ref: their segments."""
     _sequence, first, start, end, first_other, size_other = found
     rows = start + arange(block)
     return Rows(
@@ -95,10 +93,7 @@ def load_own(ref, rows, rule, size):
 
 
 def load_prepared(ref, first, start, block, member=None, across=False):
-    """Load rows first + start .. of what `flash_bwd_preprocess_kernel` computed; None for None.
-
-    across: tiles of scores have queries across.
-    """
+    """Load rows first + start .. of what `flash_bwd_preprocess_kernel` computed; None for None."""
     if ref is None:
         return None
     x = load_padded_rows(rows_from(ref, first), start, block, member)

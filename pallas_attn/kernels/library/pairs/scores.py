@@ -13,10 +13,10 @@ from pallas_attn.kernels.library.tree import in_branch
 
 
 def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=False):
-    """Compute a tile's (s, dcap), float32; all that changes or hides a score is applied here.
+    """Compute a tile's scores, and the derivative of the cap, or 1; both are float32.
 
-    s is a · bᵀ scaled, with terms, capped and masked; dcap is the derivative of the cap, or 1.
-    a and b are rows of q and k of `rows` and `others`, or of k and q if of_keys.
+    All that changes or hides a score is applied here. a and b are the own and the visited rows of q
+    and k, or of k and q if of_keys.
     """
     added = added_scores(terms, rows, others, masked or of_keys, of_keys)
     s = attention_scores(

@@ -27,9 +27,8 @@ from twin_attention.targets.config import padded_head_dim
 class Visited(NamedTuple):
     """A visited tile of the other axis.
 
-    Attributes:
-        head, member: the query head; and the tile's head in references that have several, or None.
-        ids, exists: segments of the rows, and which rows are to be loaded; None for all.
+    member is the head in references that have several. ids are segments of the rows, and exists
+    says which are to be loaded; None for all.
     """
 
     head: Any
@@ -43,10 +42,7 @@ class Visited(NamedTuple):
 class Visits(NamedTuple):
     """The tiles of the other axis that a program visits; only tiles at the edges are masked.
 
-    Attributes:
-        size: length of the other axis.
-        kept: the list that the tiles are taken from, or None.
-        runs: the runs of a tree, which replace `visible`, or None.
+    kept: the list that the tiles are taken from. runs: of a tree; they replace `visible`.
     """
 
     visible: Visible
@@ -60,7 +56,6 @@ class Visits(NamedTuple):
         return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
 
     def start(self, index, masked):
-        """Return the first row of tile `index` of one kind: at the edges if masked, or full."""
         if self.runs is not None:
             return self.visible.begin + index * self.block
         row = tile_start(index, self.visible, self.block, masked)
@@ -95,10 +90,7 @@ class Visits(NamedTuple):
 class GroupVisits(NamedTuple):
     """The tiles of queries that see a tile of keys, of all query heads of a kv head.
 
-    Attributes:
-        of_all: the tiles before a list narrows them.
-        lists, list_tile: lists of queries, and the tile of the block mask; or None.
-        start: the first key.
+    of_all: the tiles before a list narrows them. start: the first key.
     """
 
     of_all: Visits
@@ -108,10 +100,7 @@ class GroupVisits(NamedTuple):
     group_size: int
 
     def walk(self, visit, carry):
-        """Return the last ``carry = visit(member, start, carry, masked)``.
-
-        Visit one head after the other if each has lists, otherwise the whole group together.
-        """
+        """Visit one head after the other if each has lists, otherwise the whole group together."""
         if self.list_tile is None:
             return self.of_all.walk_members(0, self.group_size, visit, carry)
         tile_q, tile_kv = self.list_tile
@@ -128,10 +117,6 @@ class GroupVisits(NamedTuple):
 
 
 def tiles_of_keys(mask, queries, window, block, list_tile):
-    """Return the `Visits` of the keys that a program's queries see.
-
-    list_tile: queries and keys of a block mask's tile, or None.
-    """
     visits = _seen_tiles(mask, queries, window.left, window.right, block)
     if list_tile is not None:
         tile_q, tile_kv = list_tile
@@ -140,14 +125,13 @@ def tiles_of_keys(mask, queries, window, block, list_tile):
 
 
 def tiles_of_queries(mask, keys, window, block, list_tile, group_size):
-    """Return the `GroupVisits` of the queries that see a program's keys."""
     visits = _seen_tiles(mask, keys, window.right, window.left, block)
     visits = visits._replace(visible=ending_tiles(mask, keys, visits.visible, block))
     return GroupVisits(visits, mask.lists, list_tile, keys.start, group_size)
 
 
 def _seen_tiles(mask, rows, left, right, block):
-    """Return which tiles the window, intervals and segments show, as `Visits`."""
+    """Return which tiles the window, intervals and segments show."""
     size = rows.size_other
     if rows.begins is not None:
         visible = tiles_of_intervals(rows.begins, rows.ends, block)
@@ -174,7 +158,7 @@ def load_queries(q_ref, mask, keys, member, start, rule, block, size, masked):
 
 
 def load_values(ref, rows, others, rule, size, masked):
-    """Load another operand, v or dout, of a tile of `load_keys` or `load_queries`."""
+    """Load v or dout of a tile of `load_keys` or `load_queries`."""
     start, end, block = others.start, rows.size_other, others.rows.shape[0]
     ref = rows_from(ref, rows.first_other)
     x = load_tile(ref, start, end, block, size, masked, others.exists, others.member)
@@ -195,7 +179,6 @@ def keys_from_anywhere(mask, queries, member, start, block):
 
 
 def load_from_anywhere(ref, queries, keys, rule, size):
-    """Load an operand of a tile of `keys_from_anywhere`."""
     shape = (keys.rows.shape[0], padded_head_dim(size))
     row = jnp.broadcast_to((queries.first_other + keys.rows)[:, None], shape)
     column = jnp.broadcast_to(arange(shape[1])[None, :], shape)
