@@ -15,7 +15,7 @@ def as_scalar(num_rows):
 
 
 def pointer_to(array, *indices):
-    """Return the address, in 64 bits, of ``array[*indices]``; further indices are 0."""
+    """Return the 64-bit address of ``array[*indices]``; further indices are 0."""
     return pointer_at(array, [(axis, x.registers.item()) for axis, x in enumerate(indices)])
 
 

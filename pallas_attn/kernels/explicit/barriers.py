@@ -1,7 +1,7 @@
 """Barriers of a warpgroup, of a program, and between warpgroups.
 
-Barrier 0 is the compiler's, 1 + w that of warpgroup w; the next ones are free. These can go when
-plgpu has named barriers, and barriers of one and of all warpgroups on SM80.
+Barrier 0 is the compiler's, 1 + w that of warpgroup w. These can go when plgpu has named barriers,
+and barriers of one and of all warpgroups on SM80.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,7 @@ NAMED_BARRIERS = 16  # of a program
 class Numbers(NamedTuple):
     """The first named barrier of each range of an SM90 kernel: one barrier for each consumer.
 
-    exchange: a single barrier, where all consumers meet. dq_written, dq_free: the consumer's part
-    of dq is written, and is free.
+    At the single `exchange` all consumers meet; a consumer's part of dq is written, or is free.
     """
 
     turn: int
@@ -62,7 +61,7 @@ def warpgroup_barrier(_):
 def program_barrier(warpgroups: int) -> None:
     """Wait for the other threads of this program.
 
-    Its barrier comes after those of the warpgroups: two thread counts on one are an illegal
+    Its barrier is another than the warpgroups': two thread counts on one are an illegal
     instruction.
     """
     if warpgroups == 1:

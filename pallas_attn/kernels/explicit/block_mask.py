@@ -18,7 +18,6 @@ class List(NamedTuple):
     rows: int
 
     def tile(self, index):
-        """Return the tile at an index, at most the list's last."""
         return self.tiles_ref[(*self.place, jnp.minimum(index, self.tiles_ref.shape[3] - 1))]
 
 
@@ -29,7 +28,6 @@ def find_list(lists, batch, head, tile, rows):
 
 
 def kept_tiles(kept, visible, window, block):
-    """Narrow visible tiles to those of a list, as the library's `kept_tiles`."""
     begin, before, full, after = visible
     tile, count, width = kept.rows, kept.count, kept.tiles_ref.shape[3]
 

@@ -17,8 +17,6 @@ from pallas_attn.private import arith, fragmented_array, ir, llvm, mgpu, mgpu_ut
 
 
 class Head(NamedTuple):
-    """One head of a matrix [B, S, H, D] in global memory, of `num_rows` rows."""
-
     matrix: object
     batch: object
     head: object
@@ -50,7 +48,7 @@ def allocate_tile(dtype, count, rows, size, block=None):
 
 
 def fetch_tile(source, tile, start, rows, warpgroup=0, warpgroups=1, all_exist=False):
-    """Copy this warpgroup's share of rows start .. start + rows to a tile; the caller commits."""
+    """Copy this warpgroup's share of rows to a tile; the caller commits."""
     share = rows // warpgroups
     first = warpgroup * share
     copy_rows(
@@ -82,11 +80,8 @@ def wait(pending, warpgroups=1):
 def copy_rows(matrix, tile, transforms, batch, head, start, num_rows):
     """Start to copy rows start .. of one head to shared memory by cp.async, without a commit.
 
-    Args:
-        matrix: [B, S, H, D] in global memory.
-        tile: [rows, width] in shared memory, width at least D; its columns from D on become 0.
-        num_rows: rows from this one on become 0, a Python int or an int32 scalar; None if all rows
-            of the tile exist.
+    tile is at least as wide as a row; its other columns become 0, and so do rows from num_rows on,
+    a Python int or an int32 scalar, or None.
     """
     scalars = batch, head, start, *if_traced(num_rows)
 
@@ -116,7 +111,6 @@ def commit(_):
 
 # Can go when stores take a mask.
 def store_rows(tile, transforms, matrix, batch, head, start, num_rows):
-    """Store rows and columns that exist from shared memory; see `copy_rows`."""
     scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(

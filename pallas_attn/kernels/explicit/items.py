@@ -38,11 +38,9 @@ class Items(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The tile of a work item.
+    """The tile of a work item, and its rows as in `library.sequences.TileRows`.
 
     head, tile: which one, of all sequences' tiles; head is -1 when no item is left.
-    start, end: its first row, and the end of its sequence's rows.
-    first_other, size_other: the sequence's first row on the other axis, and how many it has.
     """
 
     head: Any
@@ -87,7 +85,7 @@ class Queue(NamedTuple):
         return self._for_each(lambda turn: own_item(self.hand_over, turn, reads=False), visit)
 
     def take(self, body):
-        """Call body as `give` does, in the other warps."""
+        """Call body in the other warps."""
         return self._for_each(lambda turn: own_item(self.hand_over, turn), body)
 
     def _for_each(self, place_of_turn, body):
@@ -118,8 +116,8 @@ def item_counter() -> jax.ShapeDtypeStruct:
 def allocate_hand_over(readers: int, slots: int = 1) -> HandOver:
     """Return the types of the shared memory that hands over places.
 
-    readers: warpgroups and warps that read a place; each calls `HandOver.free` first.
-    slots: with two, the producer may take an item ahead.
+    readers: warpgroups and warps that read a place, after `HandOver.free`. With two slots the
+    producer may take an item ahead.
     """
     return HandOver(
         plgpu.SMEM((slots, len(Place._fields)), jnp.int32),

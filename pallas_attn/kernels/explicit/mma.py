@@ -64,7 +64,7 @@ def chunks(a):
 
 
 def add_chunks(acc, left, b):
-    """Return acc + a · b, where `left` is the `chunks` of a in registers; b is in shared memory."""
+    """Return acc + a · b, where `left` is the `chunks` of a in registers."""
     for i, chunk in enumerate(left):
         acc = plgpu.mma(acc, chunk, load_right(b.at[pl.ds(i * CHUNK, CHUNK)], 2))
     return acc

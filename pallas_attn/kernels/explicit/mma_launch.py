@@ -37,9 +37,8 @@ def launch(
 
     Args:
         name: the kernel's name in the configuration tables.
-        programs: how many to launch, from the configuration.
         operands: inputs, which may be tuples; for None, here and below, the kernel gets None.
-        tiles: a program's shared memory, from the configuration.
+        programs, tiles: how many programs, and one's shared memory, from the configuration.
         problem: the kernel's keyword arguments except the configuration; None for those of flash
             attention.
         aliased: arrays whose memory the last outputs reuse.

@@ -21,10 +21,7 @@ from twin_attention.contract.spec import Window
 class Rows(NamedTuple):
     """A program's tile, of which each warpgroup has a part; see `library.pairs.rows.Rows`.
 
-    Attributes:
-        block, packed: rows of the tile; packed sequences.
-        warpgroup, warpgroups: the own warpgroup, and how many there are.
-        part, size: the first row of the warpgroup's part, and its rows.
+    part, size: the first row of the warpgroup's part, and its rows.
     """
 
     batch: Any
@@ -44,7 +41,6 @@ class Rows(NamedTuple):
 
 
 def own_queries(offsets, q_ref, seq_q, seq_kv, block, num_warps, together):
-    """Return the queries of a program; together: as a function of a head's tiles."""
     index, tile, _ = _place(offsets, q_ref.shape[0] * q_ref.shape[2], seq_q, block, together)
     sequence, first, *rows = locate_tile(*offsets, tile, seq_q, seq_kv, block)
     padded = first_tile(first, sequence, ROW_PADDING) * ROW_PADDING - first
@@ -82,9 +78,8 @@ def _rows(offsets, index, heads, located, padded, block, num_warps):
 class Steps(NamedTuple):
     """The tiles of the other axis that a program visits, edges first; only these are masked.
 
-    Attributes:
-        first_other: the sequence's first row.
-        last_start: the first row of the last tile; None if every step has a tile.
+    first_other: the sequence's first row. last_start: the first row of the last tile; None if every
+    step has a tile.
     """
 
     visible: Visible
@@ -117,15 +112,11 @@ class Steps(NamedTuple):
 
 
 def tiles_of_keys(queries, window, block):
-    """Return the `Steps` of the keys that a program's queries see."""
     return _steps(queries, window, window.left, window.right, block)
 
 
 def tiles_of_queries(keys, window, block, hide_missing=False):
-    """Return the `Steps` of the queries that see a program's keys.
-
-    hide_missing: mask all tiles if not all rows of the program's tile exist.
-    """
+    """Return the `Steps`; hide_missing masks all tiles if not all rows of the own tile exist."""
     return _steps(keys, window, window.right, window.left, block, hide_missing)
 
 
@@ -145,11 +136,9 @@ def _steps(rows, window, left, right, block, hide_missing=False):
 def pair_scores(a, b, size, rows, start, end, rule, window, masked, m_warps=4, of_keys=False):
     """Compute the scores of a warpgroup's part of a tile, and the derivative of the cap.
 
-    Args:
-        a, b: the own and the visited tile of q and k, of `size` columns.
-        start: the first visited row.
-        end: the first key that does not exist, counted as the visited rows; None hides none.
-        m_warps: how many warps share the rows, see `mma.zeros`.
+    a and b, the own and the visited tile of q and k, have `size` columns. start: the first visited
+        row.
+    end: the first key that does not exist, counted as the visited rows; None hides none.
     """
     s, layout = product_scores(a, b, size, m_warps), plgpu.Layout.MMA_ACC(b.dtype, m_warps=m_warps)
     position = key = None

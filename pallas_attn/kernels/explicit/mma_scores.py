@@ -15,8 +15,7 @@ from twin_attention.targets.tanh import LIMIT, P, Q
 def visible_scores(s, position, key, end, rule, window, masked, layout):
     """Compute (s, dcap) as `library.pairs.scores.pair_scores`, from products in `layout`.
 
-    position and key have the shape of `s`: each query's position, and each key. end: the first key
-    that does not exist; None hides none.
+    position and key have the shape of `s`. end: the first key that does not exist; None hides none.
     """
     if rule.scale_first:
         s = s * rule.scale

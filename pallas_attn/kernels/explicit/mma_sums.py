@@ -16,8 +16,7 @@ def add_to_sums(x, sums, batch, head, start, first_column=0):
 
     The sums [B, H, S, columns] are stored in blocks of 16 rows and 8 columns. A block has the order
     in which a product's registers hold it (row half, column parity, 8 rows, 4 column pairs), so
-    that the lanes of a warp add to 32 neighbours. start, first_column: where x begins, multiples of
-    16.
+    that the lanes of a warp add to 32 neighbours. x begins at multiples of 16.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PRODUCT, *[SCALAR] * 3))

@@ -9,8 +9,7 @@ from pallas_attn.kernels.explicit.tma import load_tile
 def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):
     """Return the pages of keys start .. start + block of a sequence.
 
-    A page from `end` on becomes `num_pages`, which stands for no page. An id out of range becomes
-    one within the pool.
+    From `end` on they are `num_pages`, which stands for no page; other ids are within the pool.
     """
     last_page = lax.div(jnp.maximum(end - 1, 0), page_size)
     pages = []
@@ -25,8 +24,7 @@ def find_pages(table_ref, sequence, start, end, num_pages, page_size, block):
 def load_pages(pool, tile, pages, start, head, page_size, barrier):
     """Start to load the keys from `start` on by TMA; keys without a page become 0.
 
-    pool: [P, page_size, Hkv, D]. tile: `Tiles` of one tile. barrier: completes when all pieces of
-    all pages have arrived.
+    The barrier completes when all pieces of all pages have arrived.
     """
     rows = tile.copied[0].shape[0] // len(pages)
     for i, page in enumerate(pages):

@@ -42,7 +42,6 @@ OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 class Sums(NamedTuple):
     """How a family adds up gradients.
 
-    columns: returns the columns of the sums from those of a gradient.
     read: reads rows of sums in the order in which the family's kernels added them.
     """
 
@@ -56,7 +55,6 @@ class Rows(NamedTuple):
 
     padded: the first row in lse2, delta and the sums, where each sequence begins a tile of
         ROW_PADDING rows.
-    start, end: the first row in q, and where its sequence ends.
     is_token: the sequence is not padding.
     """
 
@@ -90,11 +88,10 @@ def count_tiles(cu_seqlens, num_rows):
 
 
 def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq_sum_ref=None):
-    """One program prepares ROWS rows of a head for the kernels that compute gradients.
+    """One program prepares ROWS rows of a head, as the portable `flash_bwd_preprocess_kernel`.
 
-    As the portable `flash_bwd_preprocess_kernel`, without terms. lse2 and delta [B, Hq, rows]
-    float32 have rows as in `Rows`; dq_sum [B, Hq, rows, columns] float32 becomes 0, or is None.
-    Grid: (rows · batch · heads).
+    lse2, delta and the sums of dq, which become 0, have rows as in `Rows`. Grid: (rows · batch ·
+    heads).
     """
     seq, heads = sources.dout.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
@@ -130,7 +127,7 @@ def flash_bwd_preprocess_kernel(sources, cu_seqlens_ref, lse2_ref, delta_ref, dq
 
 
 def clear_sums(sums, batch, head, start):
-    """Set ROWS rows of float32 sums of one head to 0; the rows are contiguous."""
+    """Set ROWS contiguous rows of float32 sums of one head to 0."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[SCALAR] * 3))
     def clear(_, sums, batch, head, start):
@@ -147,10 +144,7 @@ def clear_sums(sums, batch, head, start):
 
 
 def flash_bwd_postprocess_kernel(sums_ref, cu_seqlens_ref, gradient_ref, tile, *, read, scale):
-    """One program scales ROWS rows of a head's float32 sums, and stores them as a gradient.
-
-    Operands: sums [B, H, rows, columns], rows as in `Rows`; the gradient [B, S, H, D].
-    """
+    """One program scales ROWS rows of a head's float32 sums, and stores them as a gradient."""
     seq, heads = gradient_ref.shape[1:3]
     rows = locate_rows(cu_seqlens_ref, seq, heads)
     all_exist = cu_seqlens_ref is None and fills_tiles(seq, ROW_PADDING)
@@ -194,7 +188,6 @@ def postprocess(
     scale: float = 1.0,
     cu_seqlens: Array | None = None,
 ) -> Array:
-    """Return the gradient of an operand `like`."""
     batch, seq, heads, head_dim = like.shape
     num_tiles = count_tiles(cu_seqlens, seq)
     (gradient,) = _launch(

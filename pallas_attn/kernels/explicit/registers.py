@@ -21,7 +21,6 @@ THREADS = 32 * WARPS
 
 @plgpu.inline_mgpu(return_type=NUMBER)
 def thread_index(_):
-    """Return this thread's number in the program; it differs among threads."""
     return mgpu.FragmentedArray.splat(mgpu_utils.thread_idx(), (), is_signed=True)
 
 

@@ -62,8 +62,8 @@ def load_row_values(vector, batch, head, start, num_rows, other):
 def dot_loaded_rows(a, b, batch, head, start, num_rows):
     """Multiply rows start .. of two matrices element by element, and sum each row: [64] float32.
 
-    The four threads that share a row of a product read 16 bytes each at a time. a and b are [B, S,
-    H, D], D a multiple of 8. Rows from num_rows on give 0, as in `load_row_values`.
+    The four threads that share a row of a product read 16 bytes each at a time, so D is a multiple
+    of 8. Rows from num_rows on give 0, as in `load_row_values`.
     """
     layout = plgpu.Layout.WGMMA
     shape = (64, 8)
@@ -124,10 +124,7 @@ def dot_loaded_rows(a, b, batch, head, start, num_rows):
 
 
 def store_row_values(x, vector, batch, head, start, num_rows, layout):
-    """Store one number for each row before `num_rows`; see `copy_rows`.
-
-    x: [rows] float32, in `layout`; vector: [B, H, S] in global memory.
-    """
+    """Store one number for each row before `num_rows` in a vector [B, H, S]."""
     scalars = batch, head, start, *if_traced(num_rows)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[SCALAR] * len(scalars)))
@@ -177,8 +174,8 @@ def store_rows_of_pieces(x, tile, matrix, batch, head, start, num_rows):
 def store_rows_of_heads(x, lse, out_ref, lse_ref, token, head, left, group_size):
     """Store rows of a product: row r is token r // group_size of head r % group_size of a group.
 
-    x [64, columns] and lse [64] are float32; the references are [Tq, Hq, Dv] and [Hq, Tq]. token,
-    head: of the first row. left: rows from this one on are not stored.
+    The references are [Tq, Hq, Dv] and [Hq, Tq]. token, head: of the first row. left: rows from
+    this one on are not stored.
     """
     layout = plgpu.Layout.WGMMA
     scalars = [plgpu.Layout.WG_SPLAT] * 3

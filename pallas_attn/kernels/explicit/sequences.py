@@ -11,7 +11,6 @@ from pallas_attn.kernels.library.sequences import first_tile
 
 
 def find_sequence(cu_seqlens_ref, tile, block, rows=None):
-    """Return the last sequence whose tiles do not begin after `tile`, as the library's."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
 
     def halve(_, range_):

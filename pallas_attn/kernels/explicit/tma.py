@@ -37,7 +37,6 @@ class Tiles(NamedTuple):
 
     @property
     def block_rows(self) -> int:
-        """Return the rows of a block: 8, or those of `value_views`."""
         return 8 if len(self.copied[0].shape) == 2 else BLOCK
 
     def boxes(self):
@@ -76,7 +75,7 @@ def piece_widths(size: int, is_whole: bool) -> tuple[int, ...]:
 
 
 def is_whole(size: int, *lengths: int) -> bool:
-    """Return True if tiles of rows of `size` elements need no pieces: TMA can tile the matrix.
+    """Return True if tiles need no pieces, as TMA can tile the matrix.
 
     lengths: lengths of the sequences that are read or written.
     """
@@ -105,8 +104,8 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
 def value_views(dtype, count, rows, size):
     """Return `tile_views` for values that begin at any row, in blocks of 64 by 64.
 
-    One product takes all columns: the assembler would run the products of 64-column pieces one
-    after the other at head size 256.
+    One product takes all columns: the assembler would run products of pieces one after the other at
+    head size 256.
     """
     if size % BLOCK or size == BLOCK:
         return tile_views(dtype, (count, rows), size, False)
@@ -118,7 +117,6 @@ def value_views(dtype, count, rows, size):
 
 
 def count_boxes(views) -> int:
-    """Return how many copies fill a tile, given the types of tiles."""
     copied, _ = views
     return sum(math.prod(x.shape[1:-2]) for x in copied)
 

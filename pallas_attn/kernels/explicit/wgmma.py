@@ -54,7 +54,7 @@ def finish_before_wait(sums):
     """Keep the next wait for products after the code that computes `sums`, [64, 8], none -inf.
 
     ptxas hoists the wait above independent work, which then no longer overlaps the products, but
-    not above a branch. This branch depends on `sums`, and is never taken.
+    not above a branch. This branch is never taken.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))

@@ -22,10 +22,7 @@ from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
 
 class Problem(NamedTuple):
-    """Numbers of a flash attention problem that all its tiles share.
-
-    Query i of a sequence is at key position i + its number of keys - its number of queries.
-    """
+    """Numbers of a flash attention problem that all its tiles share."""
 
     seq_q: int
     seq_kv: int
@@ -61,7 +58,6 @@ def launch(
         num_sums: how many of the last outputs, sums and counters, are 0 when the kernel starts.
         aliased: arrays whose memory the outputs before these reuse.
         kernel_name: the kernel's name in the code, if it differs.
-        arguments: keyword arguments of the kernel besides memory and the `Problem`.
     """
     problem = Problem(
         spec.seq_q, spec.seq_kv, spec.bounded_window, spec.scores, isinstance(spec, VarlenSpec),

@@ -49,13 +49,9 @@ def cap_products(s, rule, b, exponential=False):
 def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
     """Set the scores of keys that a query does not see to -inf: `library.scores.attention_mask`.
 
-    The window's end and the last key make one bound.
-
-    Args:
-        s: [64, keys], of the keys from `start_kv` on.
-        position: the key position of the first query.
-        end: keys from this one on do not exist; None if all do.
-        rows_of_query: how many consecutive rows a query has.
+    The window's end and the last key make one bound. s: [64, keys], from `start_kv` on. position:
+    of the first query. end: keys from this one on do not exist; None if all do. rows_of_query: how
+    many consecutive rows a query has.
     """
     row = iota((s.shape[0], 8), 0, WGMMA)
     if rows_of_query > 1:
@@ -74,10 +70,7 @@ def hide_keys(s, position, start_kv, end, window, rows_of_query=1):
 
 
 def hide_queries(s, first_key, start_q, end, window, end_q=None):
-    """Set the scores of queries that do not see a key to -inf: `hide_keys`, transposed.
-
-    s: [64, queries]. first_key: the first key, in query coordinates.
-    """
+    """Do what `hide_keys` does, transposed; first_key: the first key, in query coordinates."""
     row = iota((s.shape[0], 8), 0, WGMMA)
     column = iota((s.shape[0], 8), 1, WGMMA)
     key = row + (first_key - start_q) - column
@@ -182,8 +175,8 @@ def softmax_update(s, m_i, rule, masked, bounded):
 def rounding_of_one_key(l_i, position, seq_kv, window, dtype):
     """Return the factor of out in a row that sees one key, 1 in other rows.
 
-    Without a maximum, p of that key is not 1, and p·v uses its rounded value. With the factor, out
-    is exactly v, and the row's ds is 0. l_i: row sums, here p itself.
+    Without a maximum, p of that key, here l_i, is not 1, and p·v uses its rounded value. With the
+    factor, out is exactly v, and the row's ds is 0.
     """
     row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position
     first, last = row * 0, row * 0 + (seq_kv - 1)

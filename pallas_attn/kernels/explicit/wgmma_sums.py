@@ -65,7 +65,7 @@ def write_dq(dq, buffer):
 def _for_each_block(x, pointer, instruction):
     """Move x to memory in blocks of 64 rows and 8 columns, four floats a thread.
 
-    pointer: the place of the first block. instruction: PTX of an address and four floats.
+    instruction: PTX of an address and four floats.
     """
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu.c(128, i32))
@@ -86,11 +86,10 @@ def _for_each_block(x, pointer, instruction):
 
 
 def add_dq(buffer, columns, sums, batch, head, start):
-    """Start to add what `write_dq` wrote to one head's float32 sums; runs in one warp.
+    """Start to add `columns` that `write_dq` wrote, by one copy; runs in one warp.
 
     A barrier comes before. The thread that copies makes the stores of all threads visible to the
-    copy, so the others need not wait. columns: a slice of 64 rows, which one thread adds by one
-    copy.
+    copy, so the others need not wait.
     """
     first, size = 64 * columns.start, 64 * (columns.stop - columns.start)
 

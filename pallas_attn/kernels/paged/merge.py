@@ -90,7 +90,7 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
         out: [N, T, Hq, Dv] in global memory.
         index: (n, head): which of N, and the first query head.
         rows, total, group_size: see `load_queries`; rows from `total` on are not stored.
-        columns, parts: column c of array i of `columns` is column parts · c + i of out.
+        columns, parts: column c of array i, of `columns` each, is column parts · c + i of out.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR, ROWS, ROWS))

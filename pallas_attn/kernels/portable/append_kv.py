@@ -131,11 +131,7 @@ def copy_rows(
     interleaved,
     compiled,
 ):
-    """Copy rows, rotated with cos and sin, quantised with a scale.
-
-    `reads` and `writes` say which rows are read and written; a row that is not read is 0. The first
-    `pairs` pairs of columns are rotated.
-    """
+    """Copy rows, rotated with cos and sin, quantised with a scale; rows not in `reads` are 0."""
 
     def load(*columns):
         return load_rows_at(source, source_index, reads, *columns)
@@ -160,7 +156,6 @@ def copy_rows(
 
 
 def load_scale(ref, head, writes):
-    """Load the scale of each head, from one scale for all heads or one for each."""
     if not ref.shape:
         return jnp.broadcast_to(ref[...], head.shape)
     return plt.load(ref.at[head], mask=writes, other=1.0)
@@ -169,7 +164,7 @@ def load_scale(ref, head, writes):
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, ...]:
-    """Call `append_kv_kernel`; return k_pages, v_pages, and the rotated queries if there are any.
+    """Return k_pages, v_pages, and the rotated queries if there are any.
 
     The pages are in the memory of the given pools where XLA allows it.
     """

@@ -40,7 +40,7 @@ class Cascade(NamedTuple):
     Attributes:
         prefixes: how many shared keys each sequence begins with, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
-        maxima, sums: [N, B, Hq, T], float32, the m_i and l_i of `softmax.online_softmax_update`.
+        maxima, sums: [N, B, Hq, T], float32.
     """
 
     prefixes: Any
@@ -152,7 +152,7 @@ def join_prefix(cascade, block_kv, keys, token, head, is_row, softmax, size, blo
     """Merge m_i, l_i and acc with the running softmax over the `keys` of a prefix.
 
     The cascade is that of this program's sequence and kv head. token, head: of each row, the head
-    within the group. size, block_size: columns of a tile of acc, without and with padding.
+    within the group.
     """
 
     def visit(state, softmax):

@@ -84,7 +84,6 @@ def combine_kernel(
 
 
 def combine(outs: Array, lses: Array, spec: MergeSpec, backend: Backend) -> tuple[Array, Array]:
-    """Call `combine_kernel` on results over disjoint keys; return out in spec's dtype, and lse."""
     return _launch(outs, lses, None, None, None, None, spec, backend)
 
 
@@ -100,8 +99,7 @@ def merge_splits(
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it writes into out and lse.
 
-    block_kv: keys of a tile of the decode; None if every split has written its part, even without
-    keys. Then out and lse are None.
+    If every split has written its part, block_kv, out and lse are None.
     """
     states = spec.merge(len(outs))
     sinks, seq_lens = operands.sinks, None if block_kv is None else operands.seq_lens
@@ -120,7 +118,6 @@ def _launch(
     decode: DecodeSpec | None = None,
     block_keys: int | None = None,
 ) -> tuple[Array, Array]:
-    """Call the kernel; optional arguments are given if the states are splits."""
     rows = (spec.batch, spec.tokens, spec.heads)
     results = (
         jax.ShapeDtypeStruct((*rows, spec.head_dim_v), jnp.dtype(spec.dtype)),

@@ -210,8 +210,7 @@ def flash_bwd_dkdv_kernel(
     """One program computes block_kv rows of dk and dv of one kv head, summed over its query heads.
 
     Operands, of this program's batch and kv head: q [Sq, group, D], k and dk [Skv, D], v and dv
-    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]; terms of all heads of the
-    group.
+    [Skv, Dv], dout [Sq, group, Dv], lse2 and delta [group, padded Sq]; terms of the group's heads.
     Grid: (key tiles · kv heads · batch), `count_sequence_tiles` of keys in packed sequences.
     """
     # Locate the tile of keys.

@@ -58,13 +58,9 @@ def score_gradients(
 ):
     """Compute ds [block_q, block_kv] of one tile, in float32: the gradient of scaled scores.
 
-    Args:
-        refs: q, k, v, dout, lse2 and delta of the head. The first four have the rows of all
-            sequences one after the other. If they have all heads, rows.member is the head, and
-            group_size how many share a kv head.
-        terms, mask: of all sequences.
-        start_kv: the tile's first key in the sequence. It may be negative: keys before the first do
-            not exist.
+    refs are q, k, v, dout, lse2 and delta of a head, or of all if rows.member is one; the rows of
+    all sequences lie one after the other. start_kv may be negative: keys before the first do not
+    exist.
     """
     q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref = refs
     head_kv = None if rows.member is None else rows.member // group_size

@@ -84,10 +84,9 @@ def flash_bwd_dq_kernel(
 ):
     """One program computes block_q rows of dq of one query head.
 
-    Operands: q and dq [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], dout [B, Sq, Hq,
-    Dv]; lse2 and delta [B, Hq, Sq rounded up to ROW_PADDING] float32. Shared memory holds a tile of
-    q and of dout, and num_stages tiles of k and of v (1: the next tiles are fetched at the end of a
-    step; 2: during the whole step).
+    Operands as in the portable kernel, of all heads and batch elements. Shared memory holds a tile
+    of q and of dout, and num_stages tiles of k and of v (1: the next tiles are fetched at the end
+    of a step; 2: during the whole step).
     """
     # Locate the tile of queries.
     rows = own_queries(offsets, q_ref, seq_q, seq_kv, block_q, num_warps, together)

@@ -74,10 +74,9 @@ def flash_fwd_kernel(
 ):
     """One program computes block_q rows of one query head; its warps share the tiles of keys.
 
-    Operands: q [B, Sq, Hq, D], k [B, Skv, Hkv, D], v [B, Skv, Hkv, Dv], sinks [Hq] float32 or None,
-    out [B, Sq, Hq, Dv], lse [B, Hq, Sq] (float32, natural log). Shared memory holds a tile of q,
-    and num_stages tiles of k and of v. together: of `longest_first`, as a function of a head's
-    tiles. Each group of four warps has block_q · 4 / num_warps rows, a multiple of 64. Loop
+    Operands as in the portable kernel, of all heads and batch elements. Shared memory holds a tile
+    of q, and num_stages tiles of k and of v. together: of `longest_first`, as a function of a
+    head's tiles. Each group of four warps has block_q · 4 / num_warps rows, a multiple of 64. Loop
     invariant: m_i is at most RESCALE_ABOVE below the row maximum so far (base 2), and with p =
     exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc is Σ p v.
     """
