@@ -109,7 +109,6 @@ class Keys(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, turn):
-    """Compute dk and dv of a warpgroup's rows of a tile; return the steps so far."""
     memory, members = kernel.memory, kernel.group.members
     work = locate(kernel.problem, kernel.group, item)
     tile, has_two = own_tile(memory.kv_full, turn, w), memory.kv_full.shape[0] > CONSUMERS
@@ -268,7 +267,7 @@ def overlap(kernel, keys, step, now, carry, s_ref, dp_ref, dk_ref, dv_ref):
 
 
 def store(kernel, keys, dk, dv):
-    """Store a warpgroup's rows of dk and dv from where k and v were."""
+    """Store a warpgroup's dk and dv from where k and v were."""
     work = keys.work
     k, v = kernel.memory.k_tiles.tile(keys.tile), kernel.memory.v_tiles.tile(keys.tile)
     dk = dk * kernel.problem.rule.scale

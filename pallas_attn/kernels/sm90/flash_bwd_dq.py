@@ -133,7 +133,6 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load the consumers' tiles as slots become free."""
     sources, memory, problem = kernel.sources, kernel.memory, kernel.problem
     num_stages, v_stages = memory.k_full.shape[0], memory.v_full.shape[0]
     of_queries = (sources.q, memory.q_tiles), (sources.dout, memory.dout_tiles)
@@ -207,7 +206,6 @@ class Rows(NamedTuple):
 
 
 def compute_tile(kernel, w, item, step, turn):
-    """Compute dq of a warpgroup's rows of a tile; return the steps so far."""
     memory, problem = kernel.memory, kernel.problem
     num_stages = memory.k_full.shape[0]
     tile, has_two = own_tile(memory.q_full, turn, w), memory.q_full.shape[0] > CONSUMERS
@@ -300,8 +298,7 @@ class Step(NamedTuple):
     """A tile of keys.
 
     Attributes:
-        x: its number among the tiles that the queries see; masked ones come first.
-        now: its number among all tiles of keys of the program.
+        x, now: its number among the tiles that the queries see, and among all of the program.
         slot, previous, slot_v: the slots of its k, of the previous k, and of its v.
         own: the tile of the warpgroup's queries; see `visit`.
     """
@@ -371,7 +368,6 @@ def overlap(kernel, rows, step, carry, s_ref=None, dp_ref=None, dq_ref=None):
         plgpu.barrier_wait(memory.k_full.at[slot])
 
     def with_sums(ref, function):
-        """Call a function with the given accumulator of scores, or a new one."""
         if ref is not None:
             return function(ref)
         return pl.run_scoped(function, accumulator(WGMMA_ROWS, problem.block_kv))

@@ -76,11 +76,10 @@ def flash_bwd_fused_kernel(
 ):
     """One program computes tiles of block_kv rows of dk and dv of a kv head, and adds ds k to dq.
 
-    As `flash_bwd_dkdv_kernel`, but also adds to dq_sum, which is 0 at first and has the rows of
-    lse2, in any order. A work item visits `members` query heads of a GQA group, all or 1. With 1,
-    programs share a tile of keys, and add to dk_sum and dv_sum [B, Hkv, Skv rounded up to
-    ROW_PADDING, columns], while dk and dv are None. Otherwise these sums are None. All sums are in
-    the order of `add_to_sums`.
+    As `flash_bwd_dkdv_kernel`, except for dq_sum, which is 0 at first and has the rows of lse2; the
+    order of the additions is not fixed. A work item visits `members` query heads of a GQA group,
+    all or 1. With 1, programs share a tile of keys, and add to dk_sum and dv_sum [B, Hkv, Skv
+    rounded up to ROW_PADDING, columns], while dk and dv are None. Otherwise these sums are None.
 
     Products overlap all arithmetic: dq and dk of the previous tile, and dp, the exponentials; dv,
     ds; s of the next tile, the stores of ds. Small heads hold k and v in registers. With a softcap
@@ -119,8 +118,7 @@ class Plan(NamedTuple):
             the next tile takes the place of the one that dk frees after that.
         is_tight: with sums of all three, and a window or missing keys, ptxas serializes products
             unless one head is a loop too, and there is no room for the result of `locate`.
-        has_columns: a warpgroup's part of dq is some columns over all keys, not all columns over
-            its own keys.
+        has_columns: a warpgroup's part of dq is some columns over all keys, not its own keys.
     """
 
     size: int
@@ -425,7 +423,6 @@ def overlap(kernel, own, step, carry, s_ref, dp_ref, dk_ref, dv_ref, dq_ref=None
 
 
 def hide_at_edges(kernel, own, step, s):
-    """Hide what the queries do not see, if the step is at an edge."""
     problem, group = kernel.problem, kernel.group
 
     def hide(s):
@@ -479,7 +476,7 @@ def finish(kernel, w, ds, dk, end):
 
 
 def store(kernel, own, dk, dv):
-    """Scale and store a warpgroup's rows of dk and dv, or add them to the sums; free k and v."""
+    """Store a warpgroup's rows of dk and dv, or add them to the sums; free k and v."""
     memory, outputs, w = kernel.memory, kernel.outputs, own.w
     work = locate_again(kernel, own, own.steps >> 30) if kernel.problem.packed else own.work
     place = work.batch, work.head_kv, work.place.start + w * WGMMA_ROWS
@@ -499,7 +496,6 @@ def store(kernel, own, dk, dv):
 
 
 def start_dq(kernel, w, dq_ref, stored):
-    """Start dq = ds k for a warpgroup's part."""
     memory, plan = kernel.memory, kernel.plan
     columns = plan.dq_columns[w]
     for x in range(len(plan.dq_columns)) if plan.has_columns else (w,):
@@ -538,7 +534,6 @@ def start_scores(s, rows, q, k):
 
 
 def is_small(head_dim, head_dim_v):
-    """Return True if a consumer's registers can also hold its rows of k and v."""
     return max(head_dim, head_dim_v) <= 64
 
 

@@ -38,11 +38,9 @@ from twin_attention.targets.steps import exchange_sides
 class Memory(NamedTuple):
     """Shared memory of a program, in the order of addresses.
 
-    Attributes:
-        delta_rows, lse2_rows: delta of each tile of dout's rows, lse2 of each tile of q's.
-        k_and_dv_tiles: a tile of k for each consumer, whose memory its tile of dv takes; None for
-            dk.
-        k_tiles, v_tiles: a tile of 64 rows for each consumer; None for dv.
+    delta_rows, lse2_rows: as in `keys.Memory`. k_and_dv_tiles: a tile of k for each consumer, whose
+    memory its tile of dv takes; None for dk. k_tiles, v_tiles: 64 rows for each consumer; None for
+    dv.
     """
 
     delta_rows: Any
@@ -113,7 +111,6 @@ class Kernel(NamedTuple):
 
     @property
     def multiplied(self) -> Rows:
-        """Return the tiles that are multiplied by ds or p."""
         return self.douts if self.v is None else self.queries
 
 
@@ -223,7 +220,7 @@ def consume(kernel, w):
 
 
 class Keys(NamedTuple):
-    """A warpgroup's rows of a tile of keys; first_step: the number of steps before this tile."""
+    """A warpgroup's rows of a tile of keys."""
 
     w: int
     work: Work
@@ -291,10 +288,8 @@ def exponents(kernel, keys, s, lse2, x, masked):
 def launch_large(kernel_name, visit, inputs, gradient, memory, values, stages, spec, backend):
     """Call `flash_bwd_large_kernel`; return the gradient of the operand `gradient`.
 
-    Args:
-        inputs: operands; None for what the kernel does not read.
-        values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles".
-        stages: the number of tiles of q and of dout in shared memory.
+    values: the tiles that ds or p multiplies, "q_tiles" or "dout_tiles". stages: the number of
+    tiles of q and of dout in shared memory.
     """
     config = backend.configs(spec)["flash_bwd_dkdv"]
     warpgroups = config.num_warps // 4 - 1

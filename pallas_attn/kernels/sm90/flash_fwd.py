@@ -211,7 +211,6 @@ def locate(kernel, item):
 
 
 def produce(kernel):
-    """Load the consumers' tiles as slots become free; runs in the producer warp."""
     inputs, memory = kernel.inputs, kernel.memory
     group_size = inputs.q.shape[2] // inputs.k.shape[2]
 
@@ -270,7 +269,7 @@ class Turns(NamedTuple):
     waits: Any
 
     def begin(self, full, in_turn=True):
-        """Wait for the turn to issue products, and for their tile's mbarrier if it is given."""
+        """Wait for the turn, and for the mbarrier of a tile if it is given."""
         if full is not None:
             self.wait(full)
         if self.taken and in_turn:
@@ -524,7 +523,6 @@ def store_out(kernel, queries, w, out):
 def flash_fwd(
     operands: AttentionOperands[Array], spec: AttentionSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Return out and lse, without B for packed sequences."""
     q, k, v = with_batch(spec, operands.q, operands.k, operands.v)
     dtype, num_sequences = q.dtype, num_sequences_of(spec)
     is_packed = num_sequences is not None  # sequences' tiles begin at any row

@@ -68,7 +68,6 @@ class Memory(NamedTuple):
     v_tiles: Any
 
     def as_tiles(self) -> Memory:
-        """Return the memory with `Tiles` of k and v, and of q and dout for both products."""
         return self._replace(
             k_tiles=Tiles(*self.k_tiles),
             v_tiles=Tiles(*self.v_tiles),
@@ -121,10 +120,7 @@ def release_all(memory: Memory, w: int) -> None:
 
 
 def produce(inputs: Inputs, memory: Memory, problem: Problem, group: Group, queue: Queue) -> None:
-    """Load the consumers' tiles; runs in the producer warp.
-
-    If dq is summed, one more tile of q is loaded at the end, for scores that are not used.
-    """
+    """Load the consumers' tiles; with sums of dq also a last tile of q, for unused scores."""
 
     def load(matrix, tiles, vector, rows, full, empty, now, batch, head, start, row):
         slot = now % rows.shape[0]

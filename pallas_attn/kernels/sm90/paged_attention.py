@@ -81,8 +81,6 @@ class Memory(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Operands and state of the producer and of the consumer warpgroups."""
-
     inputs: Inputs
     outputs: Outputs
     memory: Memory
@@ -114,7 +112,7 @@ class Work(NamedTuple):
         diagonal: key position of the sequence's first token.
         begin, end: the first key that the rows see, and the end of the keys.
         first_tile, visible: the first tile of keys, and which tiles need a mask.
-        steps, end_masked: how many tiles to visit, and the first step after the masked ones.
+        end_masked: the first step after the masked ones.
     """
 
     program: Any
@@ -193,7 +191,6 @@ def key_of(kernel, work, step):
 
 
 def produce(kernel, work):
-    """Load the consumers' tiles as soon as slots are free; runs in the producer warp."""
     inputs, memory, head_kv = kernel.inputs, kernel.memory, work.head_kv
     num_pages, page_size, *_ = inputs.k.shape
 
@@ -285,7 +282,6 @@ def consume(kernel, work, w):
 
 
 def softmax(kernel, work, queries, s, step, m_i, masked):
-    """Return p, the new maximum, and the factor that rescales acc and l_i."""
     if masked:
         position, start = work.diagonal + queries.start_token, key_of(kernel, work, step)
         s = scaled_scores(s, kernel.rule)
@@ -294,14 +290,12 @@ def softmax(kernel, work, queries, s, step, m_i, masked):
 
 
 def wait_for_edge(kernel, work, step):
-    """Wait for the values of an edge tile and clear rows past the end of the keys."""
     slot = lax.rem(step, kernel.num_stages)
     plgpu.barrier_wait(kernel.memory.v_full.at[slot])
     clear_values(kernel.memory.v_tiles.tile(slot), work.end - key_of(kernel, work, step))
 
 
 def visit(kernel, work, queries, masked, step, carry):
-    """Compute the scores and p of a step, and add the values of the previous one."""
     num_stages, memory, *_, acc = kernel.num_stages, kernel.memory, *carry
     slot, previous = lax.rem(step, num_stages), lax.rem(step - 1, num_stages)
     plgpu.barrier_wait(memory.k_full.at[slot])
@@ -322,7 +316,6 @@ def visit(kernel, work, queries, masked, step, carry):
 
 
 def overlap(kernel, work, queries, masked, step, slot, previous, carry, s_ref, acc_ref):
-    """Compute p v of the previous tile during the softmax of this one."""
     memory = kernel.memory
     p, m_i, l_i, acc = carry
     # Start s = scale · q kᵀ, and acc += p v of the previous tile.
@@ -349,7 +342,6 @@ def overlap(kernel, work, queries, masked, step, slot, previous, carry, s_ref, a
 
 
 def finish(kernel, work, queries, p, m_i, l_i, acc):
-    """Add the values of the last tile, normalise and store."""
     group_size, memory, start_token = kernel.group_size, kernel.memory, queries.start_token
     slot = lax.rem(work.steps - 1, kernel.num_stages)
     pl.when(work.steps > work.end_masked)(lambda: plgpu.barrier_wait(memory.v_full.at[slot]))
@@ -373,7 +365,7 @@ def finish(kernel, work, queries, p, m_i, l_i, acc):
 
 
 def _load_queries(q_ref, tile, token, head, barrier):
-    """Start to load, by TMA, the rows of tokens from `token` on and heads from `head` on."""
+    """Start to load the rows of tokens from `token` on and heads from `head` on."""
     for piece, columns in zip(tile.copied, tile.columns, strict=True):
         tokens, group_size, width = piece.shape
         first = columns.start + 0 * token  # traced: JAX refuses a static slice past the end
