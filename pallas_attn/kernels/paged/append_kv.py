@@ -69,7 +69,6 @@ def append_kv_kernel(
 def append_kv(
     operands: AppendOperands[Array], spec: AppendSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Call `append_kv_kernel`; the pools that it returns reuse the given memory if XLA can."""
     k_new, v_new = operands.k_new, operands.v_new
     batch, tokens, heads, _ = k_new.shape
     scales = [None if x is None else x.reshape(-1) for x in (operands.k_scale, operands.v_scale)]

@@ -145,8 +145,8 @@ def merge_splits(
 ) -> tuple[Array, Array]:
     """Call `combine_kernel` on the splits of a paged decode; it updates out and lse in place.
 
-    outs, lses: [splits · B, T, Hq, Dv] and [splits · B, Hq, T]. out, lse: hold the results of the
-    sequences that have one split with keys. block_kv: keys of a tile of the decode.
+    These hold the results of the sequences that have one split with keys. outs, lses: [splits · B,
+    T, Hq, Dv] and [splits · B, Hq, T].
     """
     states = spec.merge(outs.shape[0] // spec.batch)
     sinks, seq_lens = operands.sinks, operands.seq_lens

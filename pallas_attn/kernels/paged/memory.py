@@ -89,8 +89,7 @@ def copy_keys(pool, tile, transforms, head, places):
     """Start to copy keys, or values, of one head to a warp's tile by cp.async, without a commit.
 
     Args:
-        pool: [P, page_size, H, D] in global memory.
-        tile: [keys, width] in shared memory, width at least D; its columns from D on become 0.
+        tile: [keys, width] in shared memory, at least as wide as a key; its other columns become 0.
         places: int32; lane i holds the place of key i in the pool, below 0 for a key that does not
             exist, whose row becomes 0.
     """
@@ -152,7 +151,6 @@ def copy_keys(pool, tile, transforms, head, places):
 
 
 def _copy_16_bytes(target, source, size):
-    """Copy `size` bytes, 0 to 16, to shared memory; the rest of the 16 become 0."""
     target = llvm.ptrtoint(ir.IntegerType.get_signless(32), target)
     void, constraints = ir.Type.parse("!llvm.void"), "r,l,r,~{memory}"
     llvm.inline_asm(void, [target, source, size], _COPY, constraints, has_side_effects=True)
@@ -173,12 +171,11 @@ def load_queries(q, batch, head, rows, total, group_size, width):
     """Load rows of the query heads of a GQA group as a left operand.
 
     Args:
-        q: [B, T, Hq, D] in global memory.
         head: the first query head.
         rows: [16 · WARPS · n] int32, in `ROWS`: row r is token r // group_size of head
             head + r % group_size.
         total: rows from this one on become 0.
-        width: columns of the operand; those from D on are 0.
+        width: columns of the operand; those past q's are 0.
     """
     shape = (*rows.shape, width)
     layout = Layout.MMA_LHS(q.dtype)

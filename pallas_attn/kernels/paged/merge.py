@@ -25,10 +25,7 @@ from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 
 
 def merge_rows(x, scratch, add):
-    """Return the maximum, or the sum, over the warps of their numbers for each row.
-
-    x: [16 · WARPS · n] float32, in `ROWS`; scratch: as many numbers in shared memory.
-    """
+    """Return each row's maximum, or sum, over the warps' numbers [16 · WARPS · n]."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), ROWS),
@@ -63,10 +60,7 @@ def merge_rows(x, scratch, add):
 
 
 def share_sums(arrays, scratch):
-    """Write the sums of this warp to shared memory for `store_merged`.
-
-    arrays: [16 · WARPS · n, columns] float32 each, in `SUMS`; scratch: as many numbers.
-    """
+    """Write the sums of this warp, in `SUMS`, to shared memory for `store_merged`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [SUMS] * len(arrays)))
     def share(_, scratch, arrays):
@@ -85,7 +79,6 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
     """Store the sum of what the warps have shared; each warp stores some of the columns.
 
     Args:
-        scratch: what `share_sums` wrote.
         factor: of each row, float32 in `ROWS`.
         out: [N, T, Hq, Dv] in global memory.
         index: (n, head): which of N, and the first query head.
@@ -148,10 +141,7 @@ def store_merged(scratch, factor, out, index, rows, total, group_size, columns, 
 
 
 def store_rows_of_heads(x, out, index, rows, total, group_size):
-    """Store one number for each row, which all warps have, as `store_merged` does.
-
-    x: float32, in `ROWS`; out: [N, Hq, T] in global memory.
-    """
+    """Store a number of each row, which all warps have, in out [N, Hq, T]; see `store_merged`."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, ROWS, ROWS))
     def store(_, out, batch, head, rows, x):

@@ -231,7 +231,6 @@ def paged_decode_kernel(
 
 
 def of_head(scale_ref, head):
-    """Load the scale of a head, from one scale for all heads or one for each."""
     return scale_ref[head if scale_ref.shape[0] > 1 else 0]
 
 
@@ -243,7 +242,6 @@ def unpack(x, upcast):
 
 
 def add_pv(acc, p, v, upcast):
-    """Return acc + p · v, with p in registers as an accumulator, and v in shared memory."""
     for start in range(0, v.shape[0], CHUNK):
         left = as_left_operand(p[:, start : start + CHUNK])
         right = unpack(load_right(v.at[pl.ds(start, CHUNK)]), upcast)
