@@ -55,7 +55,7 @@ def philox(counter, key):
 
 
 def _product(x, multiplier):
-    """Return the upper and the lower 32 bits, from one instruction with 64-bit integers."""
+    """Return the upper and lower 32 bits, with 64-bit integers even if JAX has them disabled."""
     with jax.enable_x64(True):
         product = lax.convert_element_type(x, jnp.uint64) * jnp.uint64(multiplier)
         upper = lax.convert_element_type(product >> jnp.uint64(32), jnp.uint32)
