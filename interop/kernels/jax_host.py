@@ -36,13 +36,13 @@ def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) ->
     )
     with described(device), whole_fusions():
         traced, results = jax.make_jaxpr(function, return_shape=True)(*operands)
-    writer = _Writer()
+    writer = _JaxWriter()
     given = [writer.value_of(x) for x in jax.tree.leaves(operands)]
     found = writer.add(traced.jaxpr, traced.consts, given)
     return writer.plan(jax.tree.structure(results).unflatten(found))
 
 
-class _Writer:
+class _JaxWriter:
     """Writes a plan from a trace. Each array has its own number at first."""
 
     def __init__(self) -> None:

@@ -34,7 +34,7 @@ _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _threads = threading.local()
 
 
-class Compiled(NamedTuple):
+class CompiledModule(NamedTuple):
     """A kernel on one device, kept for as long as the process runs."""
 
     kernel: int
@@ -75,7 +75,7 @@ def lower(call: Any) -> bytes:
     return found[0].module
 
 
-def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) -> Compiled:
+def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) -> CompiledModule:
     """Compile a module for the current device.
 
     Raise `NotImplementedError` if the plugin lacks the function, or compiles nothing.
@@ -91,7 +91,7 @@ def compile_module(module: bytes, plugin: str, num_buffers: int, device: int) ->
     if not found or not found[0] or not found[1]:
         expected = "a kernel that JAX's CUDA plugin compiles for this device"
         fail(NotImplementedError, "implementation", expected, "none")
-    return Compiled(found[0], LaunchFunction(found[1]), num_buffers, device)
+    return CompiledModule(found[0], LaunchFunction(found[1]), num_buffers, device)
 
 
 @cache
@@ -105,7 +105,7 @@ def _bind_context(device: int) -> None:
 
 
 def launcher_of(
-    compiled: Compiled, buffers: Sequence[int], constants: tuple[torch.Tensor, ...]
+    compiled: CompiledModule, buffers: Sequence[int], constants: tuple[torch.Tensor, ...]
 ) -> Launcher:
     """Return a function that launches a kernel on the current device.
 

@@ -41,14 +41,14 @@ def plan_of(
     """Describe what a host function does on operands of `operand_of`; kernels write `written`."""
     with described(card), torch.no_grad(), Capture() as found:
         results = function()
-        writer = _Writer(operands, written)
+        writer = _TorchWriter(operands, written)
         with found.paused():
             for step in found.steps:
                 writer.add(step)
             return Plan(tuple(writer.steps), writer.values_in(results))
 
 
-class _Writer:
+class _TorchWriter:
     """Writes a plan from captured steps. Tensors are identified by their id."""
 
     def __init__(self, operands: tuple[Tensor, ...], written: tuple[Tensor, ...]) -> None:

@@ -10,7 +10,7 @@ from torch._C._dynamo.guards import _empty_strided_cpu
 
 from interop.exchange import to_torch
 from interop.kernels import jax_host, mosaic, run_in_torch
-from interop.kernels.mosaic import Compiled, LaunchFunction, compile_module, launcher_of
+from interop.kernels.mosaic import CompiledModule, LaunchFunction, compile_module, launcher_of
 from interop.kernels.plan import Kernel, Operation, Plan, Value
 from interop.parity.cases import DecodeCase
 from pallas_attn.kernels.gradients import sinks_gradient
@@ -31,7 +31,7 @@ class C:
 
     def __init__(self, num_buffers):
         self.calls = []
-        self.compiled = Compiled(77, LaunchFunction(self._launch), num_buffers, 0)
+        self.compiled = CompiledModule(77, LaunchFunction(self._launch), num_buffers, 0)
 
     def _launch(self, kernel, stream, addresses):
         count = self.compiled.num_buffers

@@ -57,7 +57,7 @@ class Problem(NamedTuple):
     elements_adjoin: Any = None
 
 
-class Rows(NamedTuple):
+class Own(NamedTuple):
     """A work item's rows, to the end of the head or sequence; packed sequences count from the
     first.
 

@@ -35,7 +35,7 @@ from torch_attn.kernels.sm90.flash_bwd_dkdv_rows import map_rows
 from torch_attn.kernels.sm90.queries import (
     Barriers,
     Kernel,
-    Tiles,
+    SharedTiles,
     persistent_keys,
     produce_queries,
 )
@@ -139,7 +139,7 @@ def flash_bwd_dkdv_kernel(
     rest2_row = ()
     if terms.rest2 is not None:
         rest2_row = (allocate_row(NUM_STAGES + 1, BLOCK_Q),)
-    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile, rest2_row)
+    tiles = SharedTiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, bias_tile, rest2_row)
     of_dq = (ds_buffer, dq_tiles)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
@@ -170,8 +170,8 @@ def flash_bwd_dkdv_kernel(
             if part < 2
             else (produce_queries, (
                 tiles, barriers, shared, counter_ptr, sections,
-                Tiles(k, v, q, dout, lse2, delta, terms.bias, terms.rest2), problem, window_left,
-                window_right,
+                SharedTiles(k, v, q, dout, lse2, delta, terms.bias, terms.rest2), problem,
+                window_left, window_right,
                 sums.dq is not None, GROUP_SIZE, MEMBERS, HEAD_DIM, HEAD_DIM_V,
             ))
             if part == 2

@@ -57,7 +57,7 @@ class Kernel(NamedTuple):
     edges: Any
 
 
-class Statistics(NamedTuple):
+class RowStatistics(NamedTuple):
     """Of a consumer's rows; rest2 is 0 without terms."""
 
     lse2: Any
@@ -98,7 +98,7 @@ def consume_keys(kernel, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _visit_first(kernel, queries, place, slot_q, step, turn):
-    """Return the rows' `Statistics`, which q·kᵀ overlaps, and packed ds of the first tile."""
+    """Return the rows' `RowStatistics`, which q·kᵀ overlaps, and packed ds of the first tile."""
     q_tile, do_tile, _out_tile, k_tile, v_tile = kernel.tiles
     q_full, do_full, _out_full, q_read, k_full, v_full = kernel.barriers
     Q_STAGES: gl.constexpr = q_tile[0].shape[0] // 2
@@ -239,7 +239,7 @@ def _load_lse(kernel, queries):
 
 @gluon.jit
 def _row_statistics(kernel, queries, place, lse, slot_q, phase):
-    """Compute and store the rows' `Statistics` or, for a part, load them.
+    """Compute and store the rows' `RowStatistics` or, for a part, load them.
 
     delta is ``rowsum(dout ∘ out) - dlse``. lse2 is +inf where a row saw no key or does not exist.
     """
@@ -275,7 +275,7 @@ def _row_statistics(kernel, queries, place, lse, slot_q, phase):
         gl.store(kernel.statistics.delta + padded + rows, delta)
         if ADDS:
             gl.store(kernel.statistics.rest2 + padded + rows, rest2)
-    return Statistics(lse2, delta, rest2)
+    return RowStatistics(lse2, delta, rest2)
 
 
 @gluon.jit

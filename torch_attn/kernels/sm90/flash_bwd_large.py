@@ -35,7 +35,7 @@ from torch_attn.kernels.sm90 import flash_bwd_dk, flash_bwd_dv
 from torch_attn.kernels.sm90.queries import (
     Barriers,
     Kernel,
-    Tiles,
+    SharedTiles,
     clear_queries,
     own_keys,
     persistent_keys,
@@ -112,7 +112,7 @@ def flash_bwd_large_kernel(
     rest2_row = ()
     if terms.rest2 is not None:
         rest2_row = (allocate_row(NUM_STAGES + 1, BLOCK_Q),)
-    tiles = Tiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, (), rest2_row)
+    tiles = SharedTiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, (), rest2_row)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
     if are_counted(num_sequences, mask.segments, mask.tree):
@@ -135,8 +135,8 @@ def flash_bwd_large_kernel(
             if part < 2
             else (produce_queries, (
                 tiles, barriers, shared, counter_ptr, (),
-                Tiles(k, v, q, dout, lse2, delta, terms.bias, terms.rest2), problem, window_left,
-                window_right,
+                SharedTiles(k, v, q, dout, lse2, delta, terms.bias, terms.rest2), problem,
+                window_left, window_right,
                 False, GROUP_SIZE, GROUP_SIZE, HEAD_DIM, HEAD_DIM_V,
             ))
             for part in (0, 1, 2)

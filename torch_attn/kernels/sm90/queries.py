@@ -17,7 +17,7 @@ from torch_attn.kernels.explicit.barriers import (
 from torch_attn.kernels.explicit.hidden import hide_queries, load_queries, mark_keys
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
-    Rows,
+    Own,
     are_counted,
     are_listed,
     head_and_tile,
@@ -58,7 +58,7 @@ from twin_attention.targets.kernels import FlashConfig
 from twin_attention.targets.steps import steps_of_keys
 
 
-class Queries(NamedTuple):
+class QueryRows(NamedTuple):
     """The queries that an item may visit; first_row: of lse2, delta and the sums."""
 
     first: Any
@@ -114,7 +114,7 @@ class Kernel(NamedTuple):
     edges: Any
 
 
-class Tiles(NamedTuple):
+class SharedTiles(NamedTuple):
     """Tiles in shared memory, and rows; () for those that are not loaded."""
 
     k: Any
@@ -186,7 +186,7 @@ def locate_keys(
             before = gl.where(ragged, gl.maximum(total, 1), before)
             full = gl.where(ragged, 0, full)
             after = gl.where(ragged, 0, after)
-    keys, queries = Rows(start_kv, seq_kv, diagonal), Queries(first_q, seq_q, first_row)
+    keys, queries = Own(start_kv, seq_kv, diagonal), QueryRows(first_q, seq_q, first_row)
     return batch, head, keys, queries, (begin, before, full, after)
 
 

@@ -10,7 +10,7 @@ from torch_attn.kernels.explicit.hidden import mark_queries
 from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Others,
-    Rows,
+    Own,
     are_listed,
     head_and_tile,
     locate_pairs,
@@ -92,7 +92,7 @@ def locate_queries(
             BLOCK_KV,
         )  # fmt: skip
     before = gl.maximum(before, 1 - full - after)
-    rows, keys = Rows(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
+    rows, keys = Own(start_q, seq_q, diagonal), Others(first_kv, seq_kv)
     return Work(batch, head, rows, keys, (begin, before, full, after))
 
 
