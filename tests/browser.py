@@ -1,4 +1,4 @@
-"""Show pages in Chromium, in a frame of some width, and ask them something."""
+"""Show pages in Chromium, and ask them something."""
 
 import functools
 import json
@@ -27,7 +27,6 @@ document.querySelector("iframe").onload = event => {{
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Serve a folder on this machine; yields its address."""
     quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -36,15 +35,7 @@ def serving(folder: Path) -> Iterator[str]:
 
 
 def ask(folder: Path, address: str, page: str, script: str, width: int, dark: bool) -> Any:
-    """Return what a function of JavaScript returns of a page: (document, root, window) => ....
-
-    Args:
-        folder, address: what is served, and where.
-        page: its path in the folder.
-        script: the function; its result is sent as JSON.
-        width: of the page, in pixels.
-        dark: the reader prefers dark colours.
-    """
+    """Return what a JavaScript function `(document, root, window) => ...` gives on a page."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("Chromium is not installed")

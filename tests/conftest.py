@@ -1,12 +1,12 @@
-"""Fixtures shared by all tests: the device, the two sides, how hard hypothesis tries."""
+"""Fixtures shared by all tests."""
 
 import os
 
-# Read when a framework starts, so set before any test imports one: the two share a card's
+# Set before any test imports a framework, which reads it when it starts: the two share a card's
 # memory, and cuBLAS is deterministic only with a workspace of fixed size.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# pytest-xdist starts a worker for each core: threads of their own would only be in their way.
+# pytest-xdist starts a worker for each core, so more threads only get in their way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -31,7 +31,7 @@ from twin_attention.targets.family import FAMILIES
 __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 ON_GPU = torch.cuda.is_available()
-# Some of their tests take most of a minute: at the end the other workers would wait for them.
+# Tests of up to a minute: at the end the other workers would wait for them.
 LONG = ("tests/tuning/", "tests/parity/", "tests/test_site.py")
 compile_quickly()
 if without_lowering.HIDDEN:
@@ -61,7 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def torch_device() -> str:
-    """Where torch tensors live: "cuda" where there is a GPU, JAX's default one, else "cpu"."""
+    """Return "cuda" where there is a GPU, JAX's default one, else "cpu"."""
     if not ON_GPU:
         return "cpu"
     choose_device()
@@ -70,7 +70,6 @@ def torch_device() -> str:
 
 @pytest.fixture(scope="session", params=SIDES)
 def side(request: pytest.FixtureRequest, torch_device: str) -> Side:
-    """Each of the two sides in turn."""
     return SIDES[request.param](torch_device)
 
 
@@ -88,7 +87,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-    """Skip a test of kernels that are not there without Pallas's Triton lowering."""
+    """Skip a test whose kernels need Pallas's Triton lowering, if that is hidden."""
     try:
         return (yield)
     except NotImplementedError as error:
@@ -98,13 +97,13 @@ def pytest_runtest_call() -> Generator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking through the frameworks, over and over."""
+    """Keep the garbage collector from walking through the frameworks again and again."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests of a side with an implementation that it has not; begin with long ones."""
+    """Leave out tests of implementations that a side lacks; start with the long ones."""
     kept, left_out = [], []
     for item in items:
         arguments = item.callspec.params if hasattr(item, "callspec") else {}

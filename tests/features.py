@@ -1,4 +1,4 @@
-"""Small problems with ids, trees, terms and dropout, for tests of both sides' transformations."""
+"""Small problems with ids, trees, terms and dropout, for both sides' transformations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKED = {
     "terms": VarlenCase("packed terms", **OF_SEQUENCES, relative=3, alibi="all"),
     "row_max": VarlenCase("packed row maxima", **OF_SEQUENCES, row_max=True),
 }
-# What a test maps over beside q.
+# What a test maps over as well as q.
 MAPPED = {
     "segments": "kv_segment_ids", "tree": "kv_ends", "terms": "relative_bias",
     "own slopes": "relative_bias", "dropout": "bias",

@@ -1,4 +1,4 @@
-"""Calls with one mistake each, and the error that it raises on both sides."""
+"""Calls with one mistake each, and the error that both sides raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LEFT_OUT = Operand((), "")
 
 
 class Mistake(NamedTuple):
-    """The error of a call whose arguments are right but for `changes`: operands and options."""
+    """The error of a valid call after `changes` to its operands and options."""
 
     error: type[Exception]
     message: str
@@ -40,7 +40,6 @@ def mistake(error: type[Exception], message: str, **changes: Any) -> Mistake:
 
 @contextmanager
 def refused(error: type[Exception], message: str) -> Iterator[None]:
-    """Expect an error of exactly this type and text."""
     with pytest.raises(error) as raised:
         yield
     assert (raised.type, str(raised.value)) == (error, message)

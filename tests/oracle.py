@@ -14,7 +14,6 @@ RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
 def assert_within_budget(got: Tensors | Sequence[Tensor], inputs: Tensors, spec: Spec) -> None:
-    """Hold shapes, dtypes and values of all results, by name or in order, to the contract."""
     got = _named(got)
     check_layout(got, inputs, spec, "got")
     (expected,) = expectations(inputs, parts_of(spec))
@@ -26,7 +25,7 @@ def assert_within_budget(got: Tensors | Sequence[Tensor], inputs: Tensors, spec:
 def assert_twins(
     a: Tensors | Sequence[Tensor], b: Tensors | Sequence[Tensor], inputs: Tensors, spec: Spec
 ) -> None:
-    """Hold two results of one problem, by name or in order, to the sum of their budgets."""
+    """Hold two results of one problem to the sum of their budgets."""
     a, b = _named(a), _named(b)
     (expected,) = expectations(inputs, parts_of(spec))
     assert a.keys() == b.keys() == expected.ref.keys()
@@ -47,7 +46,7 @@ def poison_padding(inputs: Tensors) -> None:
 
 
 def poison_before(inputs: Tensors, edges: Sequence[int]) -> None:
-    """Fill each sequence's slots of keys before an edge with NaN, and let go of pages of these."""
+    """Fill the keys before each sequence's edge with NaN, and give back pages of only such keys."""
     size = inputs["k_pages"].shape[1]
     for table, edge in zip(inputs["block_tables"], edges, strict=True):
         for key in range(edge):

@@ -1,4 +1,4 @@
-"""The two sides for tests that hold both to the same: torch tensors in, torch tensors out."""
+"""The two sides for tests of both: torch tensors in, torch tensors out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TorchSide(sides.TorchSide):
 
     def call(self, name: str, operands: Tensors, *gradients: Any, **options: Any):
         if name == "flash_attention":
-            # Otherwise poisoned memory decides, whose switch is that of deterministic algorithms.
+            # Only without poisoned memory, whose switch is that of deterministic algorithms.
             options.setdefault("deterministic", False)
         with poisoned_memory(), _skipped_if_unsupported(options.get("implementation")):
             return super().call(name, operands, *gradients, **options)
@@ -43,14 +43,14 @@ class TorchSide(sides.TorchSide):
         return x.cpu()
 
     def trace(self, function: Callable[..., Any], **arguments: Any) -> None:
-        """Call a function of the side without values, so that no kernel can be launched."""
+        """Call a function without values, so that no kernel can be launched."""
         with FakeTensorMode() as mode:
             tensors = {n: mode.from_tensor(x) for n, x in arguments.items() if torch.is_tensor(x)}
             function(**arguments | tensors)
 
 
 class PallasSide(sides.PallasSide):
-    """pallas_attn, under jit. Pallas's interpreter fills a kernel's outputs with NaN by itself."""
+    """pallas_attn, under jit. Pallas's interpreter itself fills a kernel's outputs with NaN."""
 
     tensor = "a jax.Array"
 
@@ -88,13 +88,12 @@ def _target() -> str | None:
 
 
 def _implementations() -> tuple[str, ...]:
-    """Return the implementations that tests run here: explicit kernels on their target alone."""
+    """Return the implementations to test here; explicit kernels run only on their target."""
     subjects = sides.plan(("reference", "triton", *EXPLICIT), (_target(),))[0]
     return tuple(dict.fromkeys(subject.implementation for subject in subjects))
 
 
 def takes(side: Side, implementation: str, case: Case) -> bool:
-    """Return True if an implementation has a case's problem, forward and backward."""
     package = side.api.__name__
     subject = sides.Subject(package, name_of(package, implementation), _target())
     return sides.supports(subject, case)
@@ -110,12 +109,8 @@ def choose_runs(
 ) -> None:
     """Run a test for each implementation, as `by`, and each `case` of its suite.
 
-    The plain reference runs the small suite, the kernels the suite that was chosen.
-
-    Args:
-        metafunc: of `pytest_generate_tests`.
-        cases: returns a suite's.
-        explicit: tells which of them the explicit kernels run.
+    The plain reference runs the small suite, the kernels the chosen one.
+    `explicit` tells which cases the explicit kernels run.
     """
     suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
     suites["reference"] = "small"
@@ -133,13 +128,12 @@ SIDES: dict[str, type[Side]] = {"torch_attn": TorchSide, "pallas_attn": PallasSi
 
 
 def attention(side: Side, inputs: Tensors, **options: Any) -> Tensors:
-    """Run `flash_attention` and its backward; return out, lse, dq, dk and dv."""
     return sides.results(side, "flash_attention", inputs, **options)
 
 
 @contextmanager
 def _skipped_if_unsupported(implementation: str | None) -> Iterator[None]:
-    """Skip a test of a problem that kernels do not have, such as one in float32."""
+    """Skip a test of a problem that kernels refuse, such as one in float32."""
     try:
         yield
     except NotImplementedError as error:

@@ -11,12 +11,12 @@ import pytest
 from pallas_attn.private import TESTED
 
 LOWERING = "tests/pallas_attn_lowering/"
-# From this version of JAX on all of Mosaic's kernels are lowered.
+# The first version of JAX that lowers all of Mosaic's kernels.
 LOWERS_ALL = (0, 11, 2)
 
 
 def files_of(reports: Iterable[Any]) -> list[tuple[str, int, str]]:
-    """Return each file that was skipped as a whole, how many test functions it has, and why."""
+    """Return each file that was skipped as a whole, its number of tests, and the reason."""
     found = {}
     for x in reports:  # of each worker
         if x.nodeid.endswith(".py") and isinstance(x.longrepr, tuple):
@@ -34,7 +34,6 @@ def should_run(path: str, reason: str, jax: str = version("jax")) -> bool:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail if a file was skipped that the installed versions should run."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not session.exitstatus:
         files = files_of(reporter.stats.get("skipped", ()))
@@ -43,7 +42,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which files were skipped as a whole; other skips are counted above."""
+    """Say which files were skipped as a whole; pytest counts other skips."""
     files = files_of(terminalreporter.stats.get("skipped", ()))
     if files:
         terminalreporter.section("files skipped as a whole: test functions, reason")

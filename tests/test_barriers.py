@@ -1,7 +1,7 @@
 """Inline PTX that no load may pass.
 
-LLVM sinks a load below inline PTX that does not say it touches memory, to the branch that uses what
-is loaded. Below a barrier the memory may have been overwritten: so gradients of v were wrong.
+LLVM moves a load below inline PTX that does not say it touches memory. Below a barrier the memory
+may have been overwritten.
 """
 
 import ast
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EFFECTS = {"is_pure": False, "has_side_effects": True}
-# Functions whose PTX has effects, but nothing that a load may not pass.
+# PTX with effects that a load may pass.
 PASSED = {
     "torch_attn": {
         "prefetch_carry": "brings memory to a cache",

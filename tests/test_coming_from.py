@@ -1,7 +1,7 @@
-"""Every row of docs/coming-from.md: the other library's call and ours give the same.
+"""In every row of docs/coming-from.md the other library's call and ours give the same.
 
-SDPA, jax.nn and transformers are the real ones. flash-attn, FlashInfer and vLLM need a GPU, so
-plain definitions of what their documentation promises stand in for them.
+SDPA, jax.nn and transformers are real; flash-attn, FlashInfer and vLLM need a GPU, so plain
+definitions stand in for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SINKS = torch.tensor([-0.5, 0.0, 0.75, 1.5])
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Each row of the page's tables: the heading above it, their call, our call."""
+    """Yield each row of the page's tables: the heading above it, their call, our call."""
     found, heading = [], ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):
@@ -49,7 +49,7 @@ def plain(
     sinks=None,
     slopes=None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of [S, H, D] with flash-attn's rules; -1 and 0.0 are off. Returns out and lse."""
+    """Attend over [S, H, D] by flash-attn's rules; -1 and 0.0 are off. Return out and lse."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -74,7 +74,6 @@ def rotate(x: Tensor, turns: Tensor, lengths: Tensor) -> Tensor:
 
 
 def gather(pages: Tensor, table: Tensor, length: Tensor) -> Tensor:
-    """One sequence's keys or values, out of their pages."""
     return pages[table.long()].flatten(0, 1)[: int(length)]
 
 
@@ -289,13 +288,12 @@ def transformers(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Standard normal values, a function of the shape alone, already rounded to float16."""
+    """Return standard normal values that follow from the shape, rounded to float16."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, 16, generator=generator).half().to(dtype)
 
 
 def qkv(dtype: torch.dtype, heads_kv: int = 2) -> dict[str, Tensor]:
-    """q, k and v [B, S, H, D]."""
     return {
         "q": draw(2, SQ, 4, dtype=dtype),
         "k": draw(2, SKV, heads_kv, dtype=dtype),
@@ -304,7 +302,9 @@ def qkv(dtype: torch.dtype, heads_kv: int = 2) -> dict[str, Tensor]:
 
 
 def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
-    """Pools of seven pages of four slots, and a table of three pages for each of two sequences."""
+    """Return pools of seven pages of four slots, and a table of three pages for each of two
+    sequences.
+    """
     return {
         keys: draw(7, 4, 2, dtype=dtype),
         values: draw(7, 4, 2, dtype=dtype) * 0.5 + 1,
@@ -323,7 +323,6 @@ LIBRARIES = {
 
 
 def results(library: str, code: str, dtype: torch.dtype) -> list[Tensor]:
-    """Run the code of a cell on inputs in `dtype`."""
     ours = {name: getattr(torch_attn, name) for name in torch_attn.__all__}
     value = eval(code, ours | LIBRARIES[library](dtype) | {"W": W})
     return [torch.from_dlpack(x) for x in (value if isinstance(value, tuple) else [value])]

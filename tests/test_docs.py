@@ -1,4 +1,4 @@
-"""The Python examples of the documentation run, each by itself, as a reader pastes it."""
+"""The documentation's Python examples run, each by itself."""
 
 import inspect
 import re
@@ -18,7 +18,7 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples(page: Path) -> list[str]:
-    """Each Python block of a page, moved down so that an error shows the page's line number."""
+    """Return a page's Python blocks, moved down so that an error shows the page's line number."""
     text = page.read_text()
     return [
         "\n" * text.count("\n", 0, block.start(1)) + block[1] for block in EXAMPLE.finditer(text)

@@ -24,9 +24,9 @@ from tests.browser import ask, serving
 from twin_attention.contract.tolerances import Agreement
 
 RECORDS = Path(__file__).parents[1] / "bench/results/h100-flashinfer.jsonl.gz"
-# The width of the page, what is wider than it outside of boxes that scroll, the levels of headings,
-# pictures without a text, and the least contrast of a text, with that text. Where a text has a
-# colour of its own, it stands in a coloured cell: see `test_a_number_is_read_in_its_cell`.
+# The page's width, what is wider outside of scrolling boxes, the levels of headings, pictures
+# without a text, and the least contrast of a text. A text with a colour of its own stands in a
+# coloured cell: see `test_a_number_is_read_in_its_cell`.
 LOOK = """(page, root, window) => {
   const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
   const light = ([r, g, b]) => [r, g, b].map(x => x / 255)
@@ -81,7 +81,6 @@ def parity_report():
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Both pages, in a folder that is served."""
     folder = tmp_path_factory.mktemp("pages")
     (folder / "parity.html").write_text(parity_page(parity_report()))
     (folder / "bench.html").write_text(bench_page("Benchmark", load(RECORDS)))
@@ -119,7 +118,7 @@ def test_a_key_sorts_a_table(pages):
 
 
 def crossings(figure: Figure) -> list[tuple[str, str]]:
-    """Each text in a panel that a line of the panel crosses, with the line's name."""
+    """Return each text in a panel that a line of the panel crosses, with the line's name."""
     FigureCanvasAgg(figure).draw()
     found = []
     for axes in figure.axes:
@@ -128,7 +127,7 @@ def crossings(figure: Figure) -> list[tuple[str, str]]:
         for text in axes.texts:
             box = Text.get_window_extent(text)  # without the arrow of an annotation
             for line, path in paths:
-                # The faint line of a lane runs behind a name, which stands on the page's colour.
+                # A lane's faint line runs behind a name that stands on the page's colour.
                 is_behind = line.get_zorder() < text.get_zorder() and text.get_bbox_patch()
                 if not is_behind and path.intersects_bbox(box, filled=False):
                     found.append((text.get_text(), line.get_label()))

@@ -1,7 +1,4 @@
-"""Programs for other libraries, ported as docs/coming-from.md says, give what they gave before.
-
-They run on a CPU everywhere.
-"""
+"""Programs for other libraries, ported as docs/coming-from.md says, give the same as before."""
 
 import numpy as np
 import pytest
@@ -29,7 +26,7 @@ class SelfAttention(nn.Module):
 
 
 def gpt(attend, vocabulary: int = 40, width: int = 64) -> nn.Module:
-    """Return a GPT of two blocks without their feed-forward parts, always of the same weights."""
+    """Return a GPT of two blocks without MLPs, always with the same weights."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -71,7 +68,7 @@ def test_training_a_gpt_that_used_sdpa():
 
 
 def plain(q, keys, values):
-    """Return attention of the last tokens of a sequence, [T, H, D], in float32."""
+    """Attend from the last tokens of a sequence, [T, H, D], in float32."""
     group = q.shape[1] // keys.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (keys, values))
     s = torch.einsum("thd,shd->hts", q.float(), k) / q.shape[-1] ** 0.5
@@ -81,7 +78,7 @@ def plain(q, keys, values):
 
 
 def test_a_serving_loop_with_slots_and_block_tables():
-    """Requests of other lengths come and go; a batch has chunks of prompts and decodes."""
+    """Requests come and go; a batch has chunks of prompts and decodes."""
     torch.manual_seed(0)
     page, heads_q, heads_kv, size = 16, 4, 2, 32
     k_cache, v_cache = torch.zeros(2, 12, page, heads_kv, size, dtype=torch.bfloat16)
@@ -127,7 +124,6 @@ def test_a_serving_loop_with_slots_and_block_tables():
 
 
 def test_a_flax_model_with_another_attention_function():
-    """Flax's own module, given the adapter that has jax.nn's signature."""
     nnx = pytest.importorskip("flax.nnx")
     import jax
 

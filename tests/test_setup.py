@@ -1,4 +1,4 @@
-"""The environment that the Makefile runs in, made by `tools/setup_env.py`."""
+"""The environment that `tools/setup_env.py` makes for the Makefile."""
 
 import json
 import subprocess

@@ -20,7 +20,6 @@ LOOK = """(page, root, window) => [root.scrollWidth, Number(
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site as ``make docs`` does."""
     pytest.importorskip("sphinx", reason="the documentation's tools are not installed")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet"]
@@ -56,7 +55,6 @@ def test_the_search_finds_a_function(site: Path):
 
 @pytest.fixture(scope="module")
 def address(site: Path):
-    """Serve the site on this machine."""
     with serving(site) as found:
         yield found
 

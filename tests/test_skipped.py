@@ -1,4 +1,4 @@
-"""Hold what a run says of files that it skipped."""
+"""What a run says of files that it skipped."""
 
 import pytest
 

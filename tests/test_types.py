@@ -1,4 +1,4 @@
-"""The public functions as type checkers see them, in the README's examples and in `USES`."""
+"""Type checkers accept the public functions in the README's examples and in `USES`."""
 
 import importlib.util
 import inspect
@@ -62,7 +62,6 @@ def installed(tool):
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """A folder of the README's examples, and of `USES`."""
     folder = tmp_path_factory.mktemp("programs")
     for i, program in enumerate(examples(ROOT / "README.md")):
         (folder / f"readme_{i}.py").write_text(program)
@@ -77,7 +76,6 @@ def programs(tmp_path_factory):
 
 
 def errors_of(command, folder, **options):
-    """The lines that a type checker prints for an error."""
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     return [line.strip() for line in result.stdout.splitlines() if "error:" in line]
@@ -99,7 +97,7 @@ def test_pyright(programs):
 
 @installed("mypy")
 def test_mypy(programs):
-    """Read only the array types of the frameworks, whose other modules take most of a minute."""
+    """Read only the frameworks' array types: their other modules take most of a minute."""
     (programs / "mypy.ini").write_text(MYPY)
     files = sorted(path.name for path in Path(programs).glob("*.py"))
     environment = os.environ | {"MYPYPATH": str(ROOT)}

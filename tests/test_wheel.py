@@ -1,4 +1,4 @@
-"""The wheel, as another project gets it: what it holds, and that each side works from it alone."""
+"""What the wheel holds, and that each side works from it without the other framework."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"twin_attention", "torch_attn", "pallas_attn", "interop"}
 
-# The other framework cannot be imported, and a folder of the user's own is called interop.
+# The other framework cannot be imported, and the user has a folder called interop.
 PRELUDE = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -60,7 +60,6 @@ print(attn.__version__, attn.__file__)
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The project's wheel, built without a network."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

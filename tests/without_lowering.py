@@ -1,8 +1,8 @@
-"""Run the suite's GPU path as on a JAX without the Triton lowering of Pallas.
+"""Run the suite's GPU path as on a JAX without the Triton lowering of Pallas, whose end is
+announced.
 
-JAX has announced the end of that lowering. ``PALLAS_TRITON=hidden make test`` on a GPU hides its
-modules before JAX is imported, and asks "torch_triton" where a test asks "triton" of `pallas_attn`:
-each operation runs in kernels of `torch_attn`, or refuses with a reason.
+``PALLAS_TRITON=hidden make test`` on a GPU hides the lowering's modules, and asks for
+"torch_triton" where a test of `pallas_attn` asks for "triton".
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ def hide() -> None:
 
 
 def ask_for_others() -> None:
-    """Take "torch_triton" where `pallas_attn` is asked for "triton"."""
     from pallas_attn import dispatch
 
     choose = dispatch.family.choose
@@ -40,16 +39,14 @@ def ask_for_others() -> None:
 
 
 def name_of(package: str, implementation: Any) -> Any:
-    """Return what is asked for in an implementation's place."""
     renamed = HIDDEN and (package, implementation) == ("pallas_attn", "triton")
     return "torch_triton" if renamed else implementation
 
 
 def leaves_out(error: NotImplementedError) -> bool:
-    """Return True for a refusal of kernels that cannot be there without the lowering.
+    """Return True for a refusal of kernels that need the lowering.
 
-    Those of paged caches in Mosaic GPU are among them: portable kernels prepare and combine their
-    splits.
+    Paged caches in Mosaic GPU are among them: portable kernels prepare and combine their splits.
     """
     text = str(error)
     reasons = "JAX launches no kernel", f"cannot be imported: No module named '{_MODULES[0]}"
@@ -57,6 +54,5 @@ def leaves_out(error: NotImplementedError) -> bool:
 
 
 def keeps(nodeid: str) -> bool:
-    """Return True for a test that runs without the lowering."""
     asks_for_own = any(x in nodeid for x in _OF_CHOICES)
     return not HIDDEN or (nodeid.startswith(_FOLDERS) and not asks_for_own)

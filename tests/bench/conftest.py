@@ -1,5 +1,3 @@
-"""Records to report, and a timer that needs no GPU."""
-
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -20,13 +18,12 @@ ORIGIN = {
 
 @pytest.fixture
 def origin() -> dict[str, Any]:
-    """Where the records of these tests come from."""
     return ORIGIN
 
 
 @pytest.fixture
 def record() -> Callable[..., Record]:
-    """Make a record of a case with that many keys: 2 ms and 100 TFLOP/s unless a field differs."""
+    """With that many keys: 2 ms and 100 TFLOP/s unless a field differs."""
 
     def make(keys: int = 1024, **fields: Any) -> Record:
         case = asdict(FlashCase(f"keys-{keys}", seq_q=keys, seq_kv=keys, window_size=(48, 16)))

@@ -1,5 +1,3 @@
-"""Calls of one attention function, in both frameworks, without a GPU."""
-
 import pytest
 import torch
 

@@ -17,7 +17,6 @@ RECORD = Record(
 
 
 def times(median, fastest=None, slowest=None, p20=None, p80=None, **fields):
-    """The record with other times."""
     other = Times(median, fastest or median, slowest or median, p20, p80)
     return replace(RECORD, times=other, **fields)
 

@@ -33,7 +33,7 @@ COMPILATION = 1000.0
 
 
 class Fake:
-    """A training whose phases take 1, 2 and 3 units of milliseconds, after a slow first step."""
+    """Phases take 1, 2 and 3 units of milliseconds, after a slow first step."""
 
     def __init__(self, unit=1.0):
         self.unit = unit
@@ -70,7 +70,7 @@ def job(subject=OURS, begin=Fake, case=CASE):
 
 
 def run(*jobs, **options):
-    """Run jobs with no device; returns what was printed."""
+    """Run jobs with no device; return what was printed."""
     console = Console(file=io.StringIO(), width=200)
     instruments = Instruments(lambda calls: {}, print, lambda: Sampler(None), lambda: None)
     origin = ORIGIN | {"suite": "end-to-end", "device": "NVIDIA H200 (fake)"}
@@ -97,7 +97,7 @@ def test_flops_are_those_of_the_model():
     counted = [CASE.flops(operation) for operation in OPERATIONS]
     assert counted == [forward, 2 * forward, 0, 3 * forward]
     assert LLAMA.flops("forward") == forward
-    # One token of each sequence goes through the head, and it alone through the layers.
+    # Only the last token of each sequence goes through the head.
     head, layers = 256 * 32, weights - 256 * 32
     assert LLAMA.flops("prefill") == forward - 2 * head * 2 * 63
     assert LLAMA.flops("decode") == 2 * 2 * (layers + head) + 2 * 4 * 16 * 2 * 2 * 65

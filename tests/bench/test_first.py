@@ -1,4 +1,4 @@
-"""First calls: the child that times them, and the records that are kept."""
+"""First calls: the child process that times them, and the records."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ REFERENCE = {"torch": ("torch_attn", "reference"), "jax": ("pallas_attn", "refer
 
 @pytest.fixture
 def measured(monkeypatch, record):
-    """Return a function that measures the reference's first calls, in one process."""
+    """Measure the reference's first calls in one process."""
     monkeypatch.setattr("bench.first.kernels_of", REFERENCE.get)
     origin = {"suite": "first"}
     for name in ("device", "versions", "commit", "date"):

@@ -1,4 +1,4 @@
-"""Keep what a run has measured when its process crashes, and never run again what crashed it."""
+"""A crash keeps what a run has measured, and what crashed never runs again."""
 
 import signal
 import sys
@@ -93,7 +93,7 @@ def test_a_crash_is_a_row_and_the_run_goes_on(monkeypatch, tmp_path, capfd):
     rows = {(r.case["name"], r.label): (r.status, r.message) for r in load(path)}
     bad = ("failed", "its process crashed")
     assert rows == {("a", "good"): ("ok", None), ("a", "bad"): bad, ("a", "better"): ("ok", None)}
-    # Timed beside others, then alone, then not at all.
+    # Timed with others, then alone, then not at all.
     assert capfd.readouterr().err.count("started") == 3
 
 

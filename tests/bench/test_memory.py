@@ -98,7 +98,7 @@ def test_a_step_of_torch_on_a_cpu():
 
 @pytest.fixture
 def records(tmp_path):
-    """Records of two implementations, the second out of memory."""
+    """The second implementation is out of memory."""
 
     class WithTimeline(Fake):
         def timeline(self):

@@ -50,7 +50,7 @@ def job(name, operation="forward", **factories):
 
 @pytest.fixture
 def card(monkeypatch):
-    """As if there were an A100: each part has one problem, all of which measure at once."""
+    """An A100, where each part has one problem, all measured at once."""
     suites = {part.suite: [job(f"{part.suite} problem")] for part in mine.PARTS}
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
@@ -67,7 +67,6 @@ def card(monkeypatch):
 
 
 def run(tmp_path, *options):
-    """Run the command; returns its code and the file's records."""
     code = command.main(["mine", "--output", str(tmp_path), *options])
     return code, load(tmp_path / "mine-nvidia-a100-sxm4-80gb-0123456789ab.jsonl.gz")
 

@@ -1,5 +1,3 @@
-"""The twins' calls are launched and traced for the target that was asked for."""
-
 from contextlib import suppress
 
 import pytest

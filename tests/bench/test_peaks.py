@@ -1,4 +1,4 @@
-"""The vendor's figures: found by the device's name, and consistent with each other."""
+"""The vendor's figures are found by the device's name, and agree with each other."""
 
 import pytest
 

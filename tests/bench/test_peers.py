@@ -1,4 +1,4 @@
-"""Adapters of peers without a GPU: the ones that run here, stand-ins for the others."""
+"""Adapters of peers without a GPU: those that run here, stand-ins for the others."""
 
 import sys
 import warnings
@@ -56,14 +56,13 @@ CHUNKS = PagedCase(
     "chunks", lengths=(5, 33, 16), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=6,
     new_tokens=(5, 1, 9),
 )  # fmt: skip
-# What each adapter takes of the cases above.
 HALF = {"square", "causal", "groups"}
 TAKES = dict.fromkeys(FLASH, HALF) | dict.fromkeys(
     ("FA2", "FA3", "FA4", "jax FA3"), HALF | {"rectangle"}
 )
 TAKES |= dict.fromkeys(("eager", "FlexAttention"), HALF | {"rectangle", "float32"})
 TAKES |= {"jax.nn XLA": HALF | {"float32"}, "jax Pallas mha": {"square", "causal"}}
-# What of them a CPU can run; the operations themselves are tested in test_calls.py.
+# What a CPU can run of them; test_calls.py tests the operations.
 OPERATION = dict.fromkeys(FLASH, "both") | dict.fromkeys(("FlexAttention", "FA3"), "forward")
 OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN", "tokamax Triton"), None)
 
@@ -101,7 +100,7 @@ def fa3_call(name, results):
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Peers that a CPU can run: not compiled, interpreted, or our own and JAX's attention."""
+    """Not compiled, interpreted, or our own and JAX's attention."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # at its first import
         import jax.experimental.pallas.ops.gpu.attention as jax_pallas
@@ -370,7 +369,7 @@ def test_fa2_decodes_from_a_dense_copy(tokens):
 
 
 class Wrapper:
-    """FlashInfer's wrappers as their documentation describes them, in plain torch."""
+    """FlashInfer's wrappers in plain torch, as documented."""
 
     planned = 0
 

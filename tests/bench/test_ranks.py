@@ -1,4 +1,4 @@
-"""Ranks of context parallel attention that are timed: in turn, and in processes."""
+"""Timed ranks of context parallel attention, in turn and in processes."""
 
 from types import SimpleNamespace
 

@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def by_case(name, head_dims):
-    """Median times of a file of records by suite, operation and case, then by label."""
+    """Median times by suite, operation and case, then by label."""
     found = defaultdict(dict)
     for record in load(ROOT / "bench" / "results" / name):
         if record.times is not None and record.case.get("head_dim") in head_dims:
@@ -41,7 +41,7 @@ PORTABLE = ("torch triton sm90", "jax triton sm90")
 
 
 def by_default(operation, group):
-    """Return what each framework runs by default, JAX where PyTorch is installed."""
+    """What each framework runs by default; JAX where PyTorch is installed."""
     case = {name: tuple(x) if type(x) is list else x for name, x in group["case"].items()}
     spec = (VarlenCase if "lengths" in case else FlashCase)(**case).spec
     function = {"forward": "flash_fwd", "backward": "flash_bwd"}[operation]
@@ -128,10 +128,7 @@ def test_the_sentence_about_sm80_code():
 
 
 def speeds(groups, labels, suite, operation, peer, keep=None):
-    """A peer's time over ours, the least and the most of both sides over the cases.
-
-    labels: ours, or a function of the operation and a group that returns them.
-    """
+    """A peer's time over ours, the least and the most of both sides over the cases."""
     ratios = [
         group[peer] / group[ours]
         for (*where, _), group in groups.items()

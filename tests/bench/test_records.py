@@ -1,4 +1,4 @@
-"""Records: their file, and what makes two of them the same measurement."""
+"""Records: their file, and when two are the same measurement."""
 
 import gzip
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""From records: tables, plots, the page; and that the documentation shows the records' numbers."""
+"""Tables, plots and pages from records; and that the documentation has the records' numbers."""
 
 import csv
 import re
@@ -35,7 +35,7 @@ BOUNDS = Peaks(Peak("bf16 matmul", "TFLOP/s", 150.0, 989.0), Peak("read", "GB/s"
 
 @pytest.fixture
 def records(record):
-    """Two lengths, ours and a peer; ours takes no time on the second."""
+    """Ours takes no time on the second length."""
     peer = {"implementation": "FA2", "target": None, "times": Times(3.0, 2.9, 3.2), "tflops": 66.7}
     failed = {"status": "out of memory", "message": "MemoryError: <b> | too large"}
     return [record(), record(**peer), record(keys=2048, **failed), record(keys=2048, **peer)]
@@ -43,13 +43,11 @@ def records(record):
 
 @pytest.fixture(scope="module")
 def dense():
-    """A run of flash on an H100."""
     return load(RESULTS / "h100-sm90-peers.jsonl.gz")
 
 
 @pytest.fixture(scope="module")
 def decodes():
-    """A run of kvcache on an H100."""
     found = load(RESULTS / "h100-flashinfer.jsonl.gz")
     return [record for record in found if record.suite == "kvcache"]
 
@@ -59,7 +57,6 @@ def markdown(records) -> str:
 
 
 def table(markdown: str, heading: str) -> list[list[str]]:
-    """The cells under a heading, rule left out."""
     _, rest = re.split(rf"{re.escape(heading)}(?:</summary>|:)?\n\n", markdown, maxsplit=1)
     lines = rest.split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
@@ -67,12 +64,8 @@ def table(markdown: str, heading: str) -> list[list[str]]:
 
 
 def column(section, title: str) -> list[str]:
-    """The cells of a column of a section's rows."""
     titles, *rows = section.every
     return [row[titles.index(title)] for row in rows]
-
-
-# Tables
 
 
 def test_markdown_shows_numbers_and_statuses(records):
@@ -241,9 +234,6 @@ def test_the_terminals_table_stands_beside_the_peak_and_the_best_peer(record):
     assert any("1 absent" in line for line in lines)
 
 
-# Pictures
-
-
 def figure(pictures, title):
     (found,) = [picture for picture in pictures if picture.title.startswith(title)]
     return found.figure
@@ -314,9 +304,6 @@ def test_looks_tell_all_labels_apart(record):
     assert len(told) == len(looks) > 10
     assert looks["torch triton sm90"]["color"] == looks["torch triton sm80"]["color"]
     assert looks["torch triton sm90"]["color"] != looks["jax triton sm90"]["color"]
-
-
-# Page, summary, command
 
 
 @pytest.mark.filterwarnings("error")
@@ -419,12 +406,9 @@ def test_a_text_without_the_marks_is_refused(text, records):
         put_excerpt(text, records)
 
 
-# Several cards
-
-
 @pytest.fixture
 def two_cards(record, tmp_path):
-    """Files of an A100 and of an H100, each with a problem that the other lacks."""
+    """Each has a problem that the other lacks."""
 
     def of(device, watts, ours, peer, keys):
         shared = {"device": f"{device} (compute capability 8.0)", "card": {"watts": watts}}

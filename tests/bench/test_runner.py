@@ -26,12 +26,10 @@ TIMING = Timing(
 
 
 def fake_timer(calls):
-    """2 ms for whatever is asked."""
     return {subject: replace(TIMING, kernels=(call(),)) for subject, call in calls.items()}
 
 
 def raises(error):
-    """A stand-in for whatever is called and must fail."""
 
     def call(*arguments):
         raise error
@@ -64,7 +62,7 @@ def read():
 
 @pytest.fixture
 def run(tmp_path, origin):
-    """Run jobs; gives the exit code, the records in the file and what was printed."""
+    """Return the exit code, the records in the file and what was printed."""
     path = tmp_path / "records.jsonl"
 
     def run(
@@ -254,7 +252,7 @@ def test_what_cannot_be_timed_does_not_take_the_others_with_it(run):
 
 
 class Memory:
-    """Stands for what takes memory; counts what something still refers to."""
+    """Memory; counts what something still refers to."""
 
     def __init__(self):
         self.held = []

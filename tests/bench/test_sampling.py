@@ -1,5 +1,3 @@
-"""Sampling clocks and power with a reader that needs no GPU."""
-
 import sys
 from itertools import count
 

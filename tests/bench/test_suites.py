@@ -30,11 +30,7 @@ KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity", "first")]
 
 
 def jobs_of(suite, name=""):
-    """The jobs of a suite, or those of one case."""
     return [job for job in load(suite).jobs(TARGETS) if name in ("", job.case["name"])]
-
-
-# Who is timed where
 
 
 def both(*implementations):
@@ -194,8 +190,6 @@ def test_masks_and_dilations():
     assert np.flatnonzero(np.tril(long.tiles)[100]).tolist() == [0, *range(93, 101)]
 
 
-# FLOPs and bytes
-
 PAIRS = 4 * 16 * 4096 * 4097 // 2
 CHUNK_PAIRS = 8 * 32 * sum(range(4096 - 511, 4097))
 CHUNK_BYTES = (
@@ -268,8 +262,6 @@ def test_the_cost_of_a_small_problem():
     # 4 segments of 16, and one of 64 of which 16 are kept.
     assert of_pattern(DILATED_CASE, "forward").flops == 2 * 3 * 4 * 16 * (4 * 16**2 + 16**2)
 
-
-# Our calls, in the interpreters
 
 CHUNK_CASE = PagedCase(
     "chunks", lengths=(9, 40, 33), heads_q=4, heads_kv=2, head_dim=16, page_size=8, max_pages=5,
@@ -423,9 +415,6 @@ def test_the_mask_of_flex_attention(case):
         assert mask.mask_mod(0, 0, *position).tolist() == [False, True, True]
 
 
-# Tensors
-
-
 def test_the_pool_does_not_grow_with_the_capacity_and_unused_slots_are_poisoned():
     case = DecodeCase("case", lengths=(100, 100), tokens=1, page_size=16, max_pages=64)
     tensors = decode_tensors(case, "cpu")
@@ -438,9 +427,6 @@ def test_the_pool_does_not_grow_with_the_capacity_and_unused_slots_are_poisoned(
     assert tensors.k_pages.isnan().flatten(1).any(1).sum() == 5  # 3 spare ones, 2 that end early
     for x, pool in zip(tensors.dense, (tensors.k_pages, tensors.v_pages), strict=True):
         assert torch.equal(x[1, 16], pool[tensors.block_tables[1, 1], 0])
-
-
-# Tables
 
 
 @pytest.mark.parametrize(
@@ -480,7 +466,7 @@ def test_cells(record, suite, name, wanted):
 
 
 def records_of(suite, record, path):
-    """Records of ours and of peers, and one that failed, as a file gives them back."""
+    """Of ours and of peers, and one that failed, as a file gives them back."""
     made = [
         record(
             suite=suite, operation=job.operation, implementation=subject.implementation,

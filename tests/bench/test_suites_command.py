@@ -1,4 +1,4 @@
-"""The suites' commands: what they refuse, what they run, and that one bad suite breaks no other."""
+"""The suites' commands: what they refuse and run; one bad suite breaks no other."""
 
 import os
 from contextlib import suppress
@@ -21,7 +21,6 @@ FACTS = {"device": "GPU", "commit": "abc", "date": "2026-11-21T06:59:31+00:00", 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if there were a GPU."""
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(environment, "choose_targets", lambda device, target: ("sm90", "sm80"))
     monkeypatch.setattr(measuring, "facts", lambda device: FACTS)
@@ -132,7 +131,7 @@ def test_a_missing_package_names_the_extra(monkeypatch, capsys):
 
 
 def _card(monkeypatch):
-    """A card of 80 GiB; returns what torch is told to take of it."""
+    """A card of 80 GiB; return what torch is told to take of it."""
     taken = []
     properties = SimpleNamespace(total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -186,7 +185,7 @@ def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, 
 
 @pytest.fixture
 def measured(monkeypatch, record):
-    """Suites that write a record at once; gives their names, and the codes that they return."""
+    """Suites write a record at once; return their names, and their codes."""
     done = SimpleNamespace(names=[], logs={}, codes={})
 
     def measure(name, jobs, setting, log):

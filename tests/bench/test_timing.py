@@ -1,4 +1,4 @@
-"""From a trace to times, and in which order calls are made; a fake device makes the traces."""
+"""From a fake device's trace to times, and in which order calls are made."""
 
 import doctest
 from types import SimpleNamespace
@@ -76,7 +76,7 @@ def test_busy_leaves_gaps_out_and_span_counts_them(kernels, busy, span):
 
 @pytest.fixture
 def device(monkeypatch):
-    """A device on which a call takes the microseconds of its name; notes what is asked of it."""
+    """A call takes the microseconds of its name; notes what is asked."""
     asked = SimpleNamespace(turns=[], plans={})
     microseconds = {"short": 40, "long": 600, "longest": 30_000, "jax": 600}
     events = {"long": iter([0.61])}
@@ -151,7 +151,7 @@ def test_a_call_of_jax_waits_for_one_fill():
 
 @pytest.fixture
 def host(monkeypatch):
-    """A host on which a call takes the milliseconds that are given; notes what it does."""
+    """A call takes the given milliseconds; notes what it does."""
     asked = SimpleNamespace(now=0.0, done=[])
 
     def call(name, *turns):

@@ -1,4 +1,4 @@
-"""Block masks: their lists, the masks that are made, and what the reference makes of them."""
+"""Block masks: their lists, how they are made, and the reference with them."""
 
 import numpy as np
 import pytest

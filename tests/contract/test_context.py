@@ -24,7 +24,6 @@ WINDOWS = [Window(), Window(None, 0), Window(5, 0), Window(3, 2), Window(0, 0), 
 
 @st.composite
 def plans(draw: st.DrawFn) -> ContextPlan:
-    """Draw a plan of a short sequence, with documents or without."""
     size = draw(st.integers(1, 5))
     seq_len = 2 * size * draw(st.integers(0, 12))
     cu_seqlens = None
@@ -35,7 +34,7 @@ def plans(draw: st.DrawFn) -> ContextPlan:
 
 
 def whole_mask(plan: ContextPlan, window: Window) -> np.ndarray:
-    """Return who sees whom in the whole sequence, [seq_len, seq_len], written without bounds."""
+    """Return who sees whom in the whole sequence, [seq_len, seq_len]."""
     token = np.arange(plan.seq_len)
     query, key = token[:, None], token[None, :]
     seen = np.ones((plan.seq_len, plan.seq_len), bool)
@@ -94,7 +93,6 @@ def test_causal_work_is_equal(layout: str, size: int):
 
 
 def lognormal_offsets(seed: int, seq_len: int, mean: int, sigma: float = 1.0) -> list[int]:
-    """Return offsets of documents that fill the tokens, the same every time."""
     generator, offsets = Random(seed), [0]
     while offsets[-1] < seq_len:
         length = round(generator.lognormvariate(log(mean) - sigma**2 / 2, sigma))

@@ -1,4 +1,4 @@
-"""FLOPs and bytes, held to counting by hand."""
+"""FLOPs and bytes, counted by hand."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_flops_of_each_matrix_product():
 
 
 def sparse(masks=(1, 1), **fields):
-    """A problem with tiles of 64 queries and 128 keys, the last ones cut off."""
+    """Tiles of 64 queries and 128 keys, the last ones cut off."""
     of_mask = {"tile_q": 64, "tile_kv": 128, "mask_batch": masks[0], "mask_heads": masks[1]}
     return BlockSparseSpec(**vars(replace(SPEC, seq_q=150, seq_kv=300)) | of_mask | fields)
 
@@ -148,7 +148,7 @@ def test_a_paged_attention_costs_what_its_sequences_do():
 
 
 def test_keys_before_the_window_are_not_read():
-    """Tokens at 18 and 19 see 15 .. 18 and 16 .. 19: the last page alone."""
+    """Tokens at 18 and 19 see 15 .. 18 and 16 .. 19: only the last page."""
     spec = replace(DECODE, batch=1, window_left=3)
     assert decode_flops(spec, (20,)) == 2 * (16 + 24) * 4 * (4 + 4)
     assert cache_bytes(spec, (20,)) == 2 * 5 * 2 * (16 + 24)

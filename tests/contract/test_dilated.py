@@ -1,4 +1,4 @@
-"""Dilated attention: its calls, and its oracle beside the paper's definition."""
+"""Dilated attention: its calls, and its oracle against the paper's definition."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from twin_attention.contract.spec import DilatedSpec, Dilation, FlashOptions, di
 
 
 def dilated_by_keys(q, k, v, spec):
-    """The definition: each query sees the keys of all pairs, one of several pairs several times."""
+    """Each query sees the keys of all pairs, one of several pairs several times."""
     batch, tokens, heads, _ = q.shape
     outs = q.new_zeros(batch, tokens, heads, v.shape[3])
     lses = q.new_full((batch, heads, tokens), -torch.inf)

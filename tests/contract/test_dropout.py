@@ -1,4 +1,4 @@
-"""The generator of dropout, by known answers, in each library of arrays."""
+"""Dropout's generator gives known answers in each array library."""
 
 import array_api_compat
 import jax.numpy as jnp

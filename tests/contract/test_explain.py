@@ -1,5 +1,3 @@
-"""How an explanation reads."""
-
 from twin_attention.contract.explain import Explanation
 from twin_attention.targets.kernels import FlashConfig
 

@@ -1,4 +1,4 @@
-"""Who may import what, seen from a fresh interpreter and from the names that strings have."""
+"""Who may import what, in a fresh interpreter and in strings."""
 
 import ast
 import re
@@ -71,7 +71,7 @@ def test_importing_is_light_and_stays_on_its_side(modules, forbidden, missing, m
 def test_strings_name_no_module_above_but_the_one_that_runs_kernels_elsewhere(
     package, others, expected
 ):
-    """import-linter sees statements only, not what `import_module` is given."""
+    """import-linter sees only statements, not what `import_module` is given."""
     found = set()
     for file in (ROOT / package).rglob("*.py"):
         tree = ast.parse(file.read_text())

@@ -1,5 +1,3 @@
-"""The tuples of operands, whatever they hold."""
-
 import pytest
 
 from twin_attention.contract.operands import (

@@ -1,4 +1,4 @@
-"""The contract of paged attention, held to that of its sequences one by one."""
+"""Paged attention's contract is that of its sequences one by one."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""The oracle of paged decoding, held to attention written as loops over tokens and keys."""
+"""The oracle of paged decoding, against loops over tokens and keys."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,6 @@ INT8, FLOAT8 = (PagedCache(1, 4, 1, 2, 16, 16, dtype) for dtype in ("int8", "flo
 def decode_by_loops(
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends, spec
 ):
-    """The definition: each token of each head by itself, one key after the other, in float64."""
     out = np.zeros((spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = np.full((spec.batch, spec.heads_q, spec.tokens), -np.inf)
     page_size = spec.cache.page_size
@@ -66,7 +65,7 @@ def factor(scale, head):
 
 
 def inputs_of(case, seed=0):
-    """Operands in numpy. What no sequence uses is NaN, or an id of no page."""
+    """What no sequence uses is NaN, or an id of no page."""
     rng = np.random.default_rng(seed)
     spec, cache = case.spec, case.spec.cache
     q = rng.standard_normal((spec.batch, spec.tokens, spec.heads_q, spec.head_dim))
@@ -229,7 +228,6 @@ def test_empty_problems_keep_their_shapes(sinks, sizes):
 
 
 def test_the_dtype_of_every_operation_is_the_callers():
-    """bfloat16 in, computed in bfloat16: visibly worse than the same numbers in float32."""
     case = replace(CASE, dtype="bfloat16", sinks=True, kv_dtype="int8")
     inputs = DecodeOperands(*(None if x is None else to_torch(x) for x in inputs_of(case)))
     exact, _ = paged_forward(inputs, case.spec, torch.float64)
@@ -314,7 +312,7 @@ def test_gradients_of_a_merge_are_those_of_its_formula(dlse_is_given):
 
 
 def codes(cache):
-    """Every finite number that a cache of this dtype can hold and `quantize` gives, in order."""
+    """Every finite number that `quantize` gives for a cache of this dtype, in order."""
     if cache.dtype == "int8":
         return np.arange(-127, 128)
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

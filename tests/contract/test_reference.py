@@ -1,4 +1,4 @@
-"""The oracle, held to attention written as one loop over rows, and to its automatic derivative."""
+"""The oracle, against a loop over rows and against automatic derivatives."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -20,7 +20,7 @@ SPEC = AttentionSpec(
 
 
 def attention_by_rows(q, k, v, sinks, q_ids, kv_ids, spec):
-    """The definition: each row by itself, over the keys that it sees, and over a key of value 0."""
+    """A sink is a key of value 0."""
     outs, lses = [], []
     for b in range(spec.batch):
         for h in range(spec.heads_q):
@@ -48,7 +48,6 @@ def attention_by_rows(q, k, v, sinks, q_ids, kv_ids, spec):
 
 
 def inputs_of(spec, seed=0):
-    """q, k, v, dout, dlse in float64."""
     make = torch.Generator().manual_seed(seed)
     shapes = (
         (spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
@@ -65,7 +64,7 @@ def sinks_of(spec):
 
 
 def ids_of(spec, seed=1):
-    """Segments of queries and of keys, some of them padding; None for a problem without."""
+    """Some are padding; None for a problem without segments."""
     make = torch.Generator().manual_seed(seed)
     sizes = (spec.batch, spec.seq_q), (spec.batch, spec.seq_kv)
     ids = [torch.randint(-2, 3, size, generator=make, dtype=torch.int32) for size in sizes]
@@ -73,7 +72,6 @@ def ids_of(spec, seed=1):
 
 
 def problem(spec, sinks=False):
-    """Operands, dout and dlse in numpy."""
     *qkv, dout, dlse = (x.numpy() for x in inputs_of(spec))
     return FlashOperands(*qkv, sinks_of(spec).numpy() if sinks else None), dout, dlse
 
@@ -109,7 +107,7 @@ def test_forward_and_backward_equal_the_definition(spec, with_sinks):
     given = [x.requires_grad_() for x in present(operands[:4])]
     out, lse = attention_by_rows(*operands[:6], spec)
     seen = torch.isfinite(lse)
-    # Where a row sees no key its lse is a constant, so its gradient drops out.
+    # The lse of a row without keys is a constant, so its gradient drops out.
     objective = (out * dout).sum() + (lse[seen] * dlse[seen]).sum()
     wanted = (
         torch.autograd.grad(objective, given, materialize_grads=True)
@@ -224,7 +222,7 @@ def test_scores_that_overflow_exp_do_not_overflow_the_result():
 
 
 def test_the_dtype_of_every_operation_is_the_callers():
-    """bfloat16 in, computed in bfloat16: visibly worse than the same numbers in float32."""
+    """Results differ visibly from those of the same numbers in float32."""
     q, k, v, *_ = (x.bfloat16() for x in inputs_of(SPEC))
     exact, _ = attention_forward(FlashOperands(q, k, v), SPEC, torch.float64)
     errors = {}
@@ -236,7 +234,6 @@ def test_the_dtype_of_every_operation_is_the_callers():
 
 
 def test_namespaces_agree():
-    """The same function serves numpy, torch and JAX arrays."""
     import jax
     import jax.numpy as jnp
 
@@ -260,7 +257,7 @@ def test_namespaces_agree():
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
 def test_tf32_products_round_their_operands(library):
-    """Results are those of rounded operands, and those in float64 have all bits."""
+    """Results are those of rounded operands; those in float64 keep all bits."""
     import jax
 
     xp = import_module(library)

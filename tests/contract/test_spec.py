@@ -1,4 +1,4 @@
-"""The semantic rules: how causal and window fold into one, and which keys a query sees."""
+"""How causal and window fold into one, and which keys a query sees."""
 
 import math
 from dataclasses import replace

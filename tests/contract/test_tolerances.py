@@ -1,4 +1,4 @@
-"""The error budget: each formula, and everything that must fail whatever the budget."""
+"""The error budget: each formula, and what must fail whatever the budget."""
 
 import math
 
@@ -31,7 +31,6 @@ def test_ulp_is_the_distance_to_the_next_number(dtype, value):
 
 
 def test_ulp_of_tf32():
-    """A float16's bits of mantissa, a float32's exponents."""
     assert [ulp(x, "tf32") for x in (1.0, 3.0, 2.0**20)] == [2.0**-10, 2.0**-9, 2.0**10]
     assert ulp(0.0, "tf32") == 2.0**-136
 
@@ -85,7 +84,6 @@ def test_float32_class_is_the_floor():
 
 
 def _softmax(s):
-    """Return the softmax of each row, and its log-sum-exp."""
     greatest = s.max(1, keepdims=True)
     e = np.exp(s - greatest)
     return e / e.sum(1, keepdims=True), np.log(e.sum(1, keepdims=True)) + greatest
@@ -229,7 +227,7 @@ def test_the_mean_of_few_errors_does_not_count():
 
 
 def test_rows_of_zeros_have_no_errors_to_count():
-    """As the gradients of keys that no query sees."""
+    """As in the gradients of keys that no query sees."""
     ref = np.zeros((64, 4))
     ref[:15] = 1.0
     lp, got = ref.copy(), ref.copy()
@@ -242,7 +240,7 @@ def test_rows_of_zeros_have_no_errors_to_count():
 
 
 def test_each_row_has_the_budget_of_its_own_size_and_of_a_usual_error():
-    """A small row may be as wrong as others of lp's are, and not as wrong as large rows are."""
+    """A small row may be as wrong as lp's other small rows, but not as wrong as large rows."""
     ref = np.ones((100, 16))
     ref[0], ref[1] = 1000.0, 0.25
     lp = ref * (1 + 1e-3)

@@ -1,4 +1,4 @@
-"""Steps in which ranks exchange keys: who sends what, and which keys a rank then reads."""
+"""When ranks exchange keys: who sends what, and which keys a rank then reads."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from twin_attention.contract.transfers import choose_exchange, equal_hops, excha
 
 
 def positions_of(plan: ContextPlan, step) -> np.ndarray:
-    """Return the positions of a step's keys."""
     parts = [plan.positions(x.rank)[x.start : x.end] for x in step.received]
     found = np.concatenate(parts or [np.zeros(0, int)])
     return found if step.order is None else found[step.order]

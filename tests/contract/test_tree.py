@@ -1,4 +1,4 @@
-"""Trees of tokens: what `tree_of` makes of parents, and what `check_tree` refuses."""
+"""What `tree_of` makes of parents, and what `check_tree` refuses."""
 
 import inspect
 import textwrap
@@ -17,7 +17,7 @@ from twin_attention.contract.tree import Tree, check_tree, tree_of
 
 @st.composite
 def parents(draw, most=24):
-    """Draw the parents of nodes in depth-first order: each is on the path to the node before."""
+    """In depth-first order, each parent is on the path to the node before."""
     found: list[int] = []
     path: list[int] = []
     for i in range(draw(st.integers(0, most))):
@@ -34,7 +34,6 @@ def segments(draw):
 
 
 def token_parents(nodes, lengths):
-    """The parent of each token, one token after the other."""
     found, last = [], {-1: -1}
     for i, (parent, length) in enumerate(zip(nodes, lengths, strict=True)):
         before = last[parent]
@@ -46,7 +45,6 @@ def token_parents(nodes, lengths):
 
 
 def ancestors(of_token, p):
-    """A token and its ancestors, from their parents alone."""
     found = []
     while p >= 0:
         found.append(p)
@@ -55,7 +53,7 @@ def ancestors(of_token, p):
 
 
 def parents_of(ends):
-    """The parent of each token, from ends alone: the last token before it whose range holds it."""
+    """A token's parent is the last token before it whose range holds it."""
     return [max((j for j in range(p) if ends[j] > p), default=-1) for p in range(len(ends))]
 
 

@@ -40,7 +40,6 @@ SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
 
 
 def check(changes=None, **options):
-    """Check good arguments with some operands' fields or options changed."""
     operands = {name: GOOD[name]._replace(**(changes or {}).get(name, {})) for name in GOOD}
     return check_flash_attention(
         FlashOperands(**operands), check_flash_options(**NO_OPTIONS | options)
@@ -258,8 +257,8 @@ def test_a_right_choice(right):
     check_choice("implementation", right, ("triton", "reference"))
 
 
-# Decoding. Which mistake gives which message is in tests/semantics/test_bad_input.py,
-# where both sides are held to the same list; here is what those sides cannot show on a CPU.
+# Decoding. tests/semantics/test_bad_input.py holds both sides to the same messages; here are those
+# that they cannot show on a CPU.
 
 DECODE = {
     "q": Operand("q", (2, 3, 4, 32), "float16", "cpu"),

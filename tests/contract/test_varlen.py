@@ -1,4 +1,4 @@
-"""The contract of packed sequences, held to that of its sequences one by one."""
+"""The contract of packed sequences is that of its sequences one by one."""
 
 import re
 
@@ -39,7 +39,6 @@ OFFSETS = np.array([0, 3, 3, 8, 9], np.int32), np.array([0, 5, 7, 10, 10], np.in
 
 
 def check(changes=None, **options):
-    """Check good arguments with some operands' fields or options changed."""
     operands = {name: GOOD[name]._replace(**(changes or {}).get(name, {})) for name in GOOD}
     return check_flash_attention_varlen(
         VarlenOperands(**operands), check_flash_options(**NO_OPTIONS | options)
@@ -146,7 +145,7 @@ def test_the_first_offset_that_cannot_be_is_named(offsets, message):
 
 
 def packed(sinks: bool):
-    """Return operands, dout and dlse in float64 with NaN in the padding."""
+    """NaN in the padding, all in float64."""
     make = np.random.default_rng(0)
     q, k, v, dout = (
         make.standard_normal(shape)

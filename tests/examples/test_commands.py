@@ -1,4 +1,4 @@
-"""Each example's command prints what it found, and exits with 1 if that is wrong."""
+"""Each example prints what it found, and exits with 1 if that is wrong."""
 
 from importlib import import_module
 
@@ -18,7 +18,6 @@ def updates(is_wrong):
 
 
 def in_turn(*results):
-    """Return a function that returns these, call by call."""
     left = iter(results)
     return lambda *_: next(left)
 

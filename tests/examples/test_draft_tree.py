@@ -11,7 +11,6 @@ MARGIN = 0.05  # of the largest logit over the next, which no rounding of keys t
 
 
 def logits_of(toy, tokens):
-    """The logits after the last token, in float64 and without a cache."""
     weights = {name: x.astype(float) for name, x in toy.weights.items()}
     half = draft_tree.HEAD_DIM // 2
     angles = np.arange(len(tokens))[:, None, None] * 100.0 ** (-np.arange(half) / half)
@@ -40,7 +39,6 @@ def toy():
 
 @pytest.fixture(scope="module")
 def expected(toy):
-    """The tokens of greedy decoding, each from all tokens so far."""
     answers = []
     for prompt in toy.prompts:
         tokens = prompt.tolist()

@@ -1,5 +1,3 @@
-"""A policy's update by continuations of one prompt, in both frameworks."""
-
 import jax
 import numpy as np
 import pytest

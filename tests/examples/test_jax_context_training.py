@@ -1,5 +1,3 @@
-"""Training with devices that share documents, in JAX."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Training on packed documents in both frameworks."""
-
 import jax
 import numpy as np
 import torch

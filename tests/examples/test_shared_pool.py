@@ -9,7 +9,6 @@ from torch_attn import flash_attention
 
 
 def without_a_cache(device: str) -> np.ndarray:
-    """The tokens sampled when every step attends anew to all tokens so far."""
     toy = jax.tree.map(lambda x: torch.tensor(x, device=device), toy_model.make_toy())
     sequences = []
     for b, length in enumerate(toy.seq_lens.tolist()):

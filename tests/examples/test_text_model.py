@@ -1,5 +1,3 @@
-"""Training on text and serving with continuous batching."""
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from models.config import make_config
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Keep torch from sharing out tiny operations, which takes longer than they do."""
+    """Keep torch from splitting tiny operations, which takes longer than they do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -22,7 +20,7 @@ def one_thread():
 
 
 def counting(fed):
-    """A model whose next token is one more than the last; keeps what each step was fed."""
+    """The next token is one more than the last; keeps what each step was fed."""
 
     def step(tokens, lengths):
         fed.append(list(zip(tokens.tolist(), lengths.tolist(), strict=True)))
@@ -52,7 +50,7 @@ def test_training_and_serving(side):
     losses = list(side.train(model, text_model.batches(text, 15), 1e-2))
     assert len(losses) == 15
     assert losses[-1] < 0.8 * losses[0]
-    # A request beside others, in a slot that another one used before, is answered as alone.
+    # In a slot that another request used before, a request among others is answered as alone.
     together = [Request(b"abc", 5), Request(b"cd", 2), Request(b"fgh", 4)]
     serve(together, 2, side.make_step(model, 2, 8))
     alone = Request(b"fgh", 4)

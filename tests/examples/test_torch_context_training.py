@@ -1,5 +1,3 @@
-"""Training with ranks that share documents, in torch."""
-
 import numpy as np
 import pytest
 import torch
@@ -17,7 +15,6 @@ from twin_attention.contract.context import ContextPlan
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Run ranks as threads."""
     monkeypatch.setattr(torch_context_training, "STEPS", 2)
 
     def on_rank(peers):

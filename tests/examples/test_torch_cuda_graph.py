@@ -16,7 +16,6 @@ needs_gpu = pytest.mark.skipif(
 
 
 def without_a_cache(decoder: Decoder, layers: int) -> torch.Tensor:
-    """The tokens sampled when every step computes all tokens so far anew."""
     toy, weights = toy_model.make_toy(), decoder.weights
     prompts = np.c_[toy.prompts, toy.last_tokens]
     sequences = []
@@ -65,7 +64,7 @@ def test_replays_with_other_lengths_give_what_eager_steps_give():
 
 
 def launches(call) -> list[str]:
-    """The launches that a call asks of the driver, of kernels and of graphs."""
+    """Return the launches that a call asks of the driver, of kernels and of graphs."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()

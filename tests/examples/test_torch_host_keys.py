@@ -1,5 +1,3 @@
-"""Attention over keys in host memory."""
-
 from examples.torch_host_keys import TOLERANCE, HostKeys, largest_error
 from torch_attn.distributed import Transfer
 

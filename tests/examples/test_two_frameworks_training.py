@@ -1,5 +1,3 @@
-"""One model trains in both frameworks, each with the other's kernels where it can."""
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,6 @@
-"""Which GPU is torch's current one when JAX takes a tensor, on a machine that has none.
+"""Which GPU is torch's current one when JAX takes a tensor: JAX's start makes the last GPU current.
 
-JAX's start makes the last GPU current, and torch exports a tensor only on its own. What real GPUs
-do is in `test_streams`.
+This runs without a GPU; `test_streams` has real ones.
 """
 
 from contextlib import contextmanager

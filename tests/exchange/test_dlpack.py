@@ -23,7 +23,7 @@ NARROW_DTYPES = sorted(DTYPES - WIDE_DTYPES)
 
 
 def random_bits(shape, dtype, device="cpu"):
-    """Every bit pattern that `dtype` has, NaN payloads and negative zeros included."""
+    """Every bit pattern, NaN payloads and negative zeros included."""
     if dtype == "bool":
         return torch.randint(0, 2, shape, dtype=torch.uint8, device=device).view(torch.bool)
     torch_dtype = getattr(torch, dtype)
@@ -43,7 +43,7 @@ def jax_bits(array):
 
 @st.composite
 def compact_tensors(draw):
-    """A dtype, a shape with zero- and one-sized dimensions among others, and an order of them."""
+    """A dtype, a shape with axes of zero and one among others, and an order of them."""
     dtype = draw(st.sampled_from(sorted(DTYPES)))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     return dtype, shape, draw(st.permutations(range(len(shape))))
@@ -173,7 +173,7 @@ class TestOnlyACopy:
 
     @pytest.mark.parametrize("steps", [1, 2])
     def test_the_stated_alignment_is_enough(self, steps, torch_device):
-        # One of two neighbouring steps is aligned to the stated number of bytes and no more.
+        # One of two neighbouring steps is aligned to exactly the stated number of bytes.
         tensor = torch.arange(100.0, device=torch_device)[steps * ALIGNMENT[torch_device] // 4 :]
         assert torch.equal(to_torch(jax.jit(lambda x: x * 2)(to_jax(tensor))), tensor * 2)
 
@@ -274,7 +274,7 @@ class TestRefusedEvenAsACopy:
 
 
 def test_several_devices():
-    """Two CPU devices have to be asked for before JAX starts, so in a process of their own."""
+    """In a process of its own: two CPU devices have to be asked for before JAX starts."""
     script = """
 import jax, jax.numpy as jnp, numpy as np
 from interop.exchange import to_torch

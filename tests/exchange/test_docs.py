@@ -1,5 +1,3 @@
-"""The examples of the exchange's docstrings run as they are written."""
-
 import doctest
 
 import jax

@@ -1,12 +1,12 @@
 """On a GPU: order and lifetime without making the host wait.
 
-Each test queues slow work on one side, hands over at once, and checks both that the result is
-right and that the slow work was still running when everything had been queued. Memory holds
-NaN beforehand, so reading early, or after the memory was given away, cannot pass.
+Each test queues slow work on one side, hands over at once, and checks that the result is right and
+that the slow work was still running when all was queued. Memory holds NaN beforehand, so that
+reading early, or after the memory was given away, cannot pass.
 
-What a process does for the first time makes the host wait or takes it long: JAX compiles, CUDA
-loads a kernel, an allocator asks for memory. So `seed` does beforehand, on the same streams,
-shapes and dtypes, all that the tests do between the slow work and the check: extend it with them.
+What a process does for the first time makes the host wait: JAX compiles, CUDA loads a kernel, an
+allocator asks for memory. So `seed` does all of it beforehand, on the same streams, shapes and
+dtypes; extend it with the tests.
 """
 
 import functools
@@ -37,7 +37,7 @@ SLOW_MATMULS = 450  # about 1.2 s: 137 GFLOP each, without TF32
 
 @jax.jit
 def slow_ones(seed):
-    """Ones of `SHAPE` after a long chain of matmuls; `seed` is ones too."""
+    """Ones of `SHAPE` after a long chain of matmuls."""
     mean = jnp.full(SHAPE, 1 / SIZE)
     step = functools.partial(jnp.matmul, b=mean, precision="highest")
     return jax.lax.fori_loop(0, SLOW_MATMULS, lambda _, x: step(x), seed)
@@ -45,7 +45,7 @@ def slow_ones(seed):
 
 @jax.jit
 def slow_then_read(x, seed):
-    """`x`, read only once the chain is through."""
+    """Read `x` only once the chain is through."""
     return x * slow_ones(seed)
 
 
@@ -56,13 +56,13 @@ def jax_doubled(x):
 
 @pytest.fixture(scope="module")
 def side():
-    """A stream of torch's that is not the current one. Torch keeps free memory by stream."""
+    """Another stream than the current one: torch keeps free memory by stream."""
     return torch.cuda.Stream()
 
 
 @pytest.fixture(scope="module")
 def seed(side):
-    """Ones; compiles, loads and allocates whatever would make the host wait in a test."""
+    """Compile, load and allocate whatever would make the host wait in a test."""
     assert choose_device() == "cuda"
     ones = jnp.ones(SHAPE)
     poison = [jnp.full(SHAPE, math.nan) for _ in range(16)]
@@ -82,7 +82,7 @@ def seed(side):
 
 @pytest.fixture(scope="module")
 def quick_collections():
-    """Let `gc.collect` in a test see only what the test made: all else takes half a second."""
+    """Let `gc.collect` see only what the test made, which saves half a second."""
     gc.collect()
     gc.freeze()
     yield
@@ -224,7 +224,7 @@ class TestLifetime:
 
 
 def test_jax_stream_is_where_jax_computes(seed):
-    """`lifetime` stands on this: if it fails, JAX no longer runs on the stream that it names."""
+    """`lifetime` needs this: if it fails, JAX no longer runs on the stream that it names."""
     stream = jax_stream(jax.devices()[0])
     assert stream.query()
     result = slow_ones(seed)

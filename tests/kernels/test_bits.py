@@ -1,11 +1,10 @@
 """On a GPU a kernel gives the same bits whichever framework launches it.
 
-On SM80 torch sums delta in a kernel of its own, so that of Mosaic's backwards no bits are compared.
+Mosaic's backwards on SM80 are left out: torch sums delta in a kernel of its own.
 
-Pairs of `dilated_attention` are merged, and their gradients added, by each framework itself. A
-merge's gradient is XLA's in JAX and a kernel's in torch, whose sums over Dv have other orders; it
-is what the backward starts from. So gradients are compared for one pair, and of several pairs the
-results of the merge where JAX launches torch's kernel for it.
+`dilated_attention` merges pairs in each framework. The merge's gradient sums over Dv in other
+orders, so gradients are compared for one pair only, and results of several pairs only where JAX
+launches torch's merge.
 """
 
 from dataclasses import replace

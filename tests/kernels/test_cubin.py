@@ -1,8 +1,7 @@
 """Kernels compiled for another framework are the kernels that torch launches.
 
-`interop.kernels.cubin` uses what `JITFunction.run` of Triton does before it compiles:
-``create_function_from_signature`` and ``_pack_args``. When a test fails after an update of Triton,
-compare that function in ``triton/runtime/jit.py``.
+`interop.kernels.cubin` does what `JITFunction.run` of Triton does before it compiles. After an
+update of Triton compare that function in ``triton/runtime/jit.py``.
 """
 
 import re
@@ -33,7 +32,6 @@ PACKED = VarlenSpec(**vars(replace(DENSE, seq_kv=300)), num_sequences=3)
 
 
 def planned(family, target, spec, operation, sinks=False):
-    """Return the card, and the plan of an operation."""
     operands = flash_operands(spec, lambda dtype, *shape: operand_of(shape, dtype), sinks)
     leading = spec.batch if type(spec) is AttentionSpec else None
     rows = (spec.seq_q, spec.heads_q)

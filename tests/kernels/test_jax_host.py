@@ -12,16 +12,12 @@ from pallas_attn.fusions import fusion, whole_fusions
 
 
 class Card(NamedTuple):
-    """A card."""
-
     capability: int = 90
     num_sms: int = 132
     shared_memory: int = 2**17
 
 
 class Options(NamedTuple):
-    """Arguments that are no arrays, and one that is."""
-
     sizes: tuple
     name: str
     x: jax.Array
@@ -29,7 +25,6 @@ class Options(NamedTuple):
 
 @fusion
 def weigh(options, y, factor=1.0):
-    """Compute something."""
     return options.x * factor, jnp.sum(y)
 
 

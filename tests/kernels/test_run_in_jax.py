@@ -1,7 +1,7 @@
-"""Kernels of `torch_attn` inside `jax.jit`: interpreted here, bit for bit what `torch_attn` gives.
+"""Kernels of `torch_attn` inside `jax.jit`, interpreted: bit for bit what `torch_attn` gives.
 
-In place of jaxlib a callback runs each launch that JAX's program holds, in the interpreters of
-Triton and Gluon, on the buffers that the program gives it: results are NaN before, or 0.
+A callback in place of jaxlib runs each launch in the interpreters of Triton and Gluon, on the
+program's buffers. Results hold NaN before, or 0.
 """
 
 from dataclasses import replace
@@ -75,7 +75,7 @@ def call(inputs, kernel, card):
 
 @pytest.fixture(scope="module", autouse=True)
 def _interpreted():
-    """Interpret what jaxlib would launch; no traced code survives from other files, nor after."""
+    """Interpret what jaxlib would launch, with no traced code from other files."""
     jax.clear_caches()
     # For its three SMs, and for torch's own launches.
     with pytest.MonkeyPatch.context() as patch, interpreted(WRITES_FIRST):
@@ -87,7 +87,7 @@ def _interpreted():
 
 @pytest.fixture
 def launches():
-    """Return the names of the kernels that a test has launched."""
+    """The names of the kernels that a test has launched."""
     LAUNCHED.clear()
     return LAUNCHED
 
@@ -115,7 +115,6 @@ def problem(key, shapes, dtype):
 
 
 def check(family, target, operands, dout, launches, **options):
-    """Compare JAX's results and gradients with those of the family's host functions."""
     packed = isinstance(operands, VarlenOperands)
     function = pallas_attn.flash_attention_varlen if packed else pallas_attn.flash_attention
     problem = (PACKED if packed else DENSE).problem
@@ -285,7 +284,6 @@ def test_scan_and_an_operand_that_vmap_leaves(launches):
 
 @pytest.mark.parametrize("family", [GLUON, GLUON_SM90, TORCH_TRITON], ids=lambda x: x.folder)
 def test_every_feature_becomes_a_program(family):
-    """JAX knows what a host function computes beside its launches."""
     target = family.folder if family is not TORCH_TRITON else "sm90"
     name = "triton" if family is TORCH_TRITON else "gluon"
     specs = {
@@ -321,7 +319,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_operations(name, launches, monkeypatch):
-    """Run what Pallas's Triton lowering runs; a pool is a result, which torch writes in place."""
+    """A pool is a result, which torch writes in place."""
     choose_upcast = ptx.choose_upcast
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
     (case,) = (case for cases in KINDS for case in cases("small", name))
@@ -348,7 +346,7 @@ PARTS = {
 
 @pytest.fixture
 def of_long_parts(monkeypatch):
-    """Run what runs for many queries: TMA adds to dq's sums unless it is deterministic."""
+    """TMA adds to dq's sums for many queries, unless it is deterministic."""
     for condition in (">= 1024 keys", ">= 2048 keys"):
         monkeypatch.setitem(CONDITIONS, condition, lambda spec: True)
     config._shipped.cache_clear()
@@ -359,7 +357,6 @@ def of_long_parts(monkeypatch):
 
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_sequence(name, launches, of_long_parts):
-    """Compare what ranks get with the whole sequence."""
     case = PARTS[name]
     inputs, subject = make_inputs(case, "cpu"), Subject("pallas_attn", "gluon", "sm90")
     assert supports(subject, case)
@@ -371,7 +368,7 @@ def test_parts_of_a_sequence(name, launches, of_long_parts):
 
 
 def test_parts_after_a_gather(launches):
-    """Keep no result in float32, since there is one part."""
+    """There is one part, so no result is kept in float32."""
     case = replace(RANKS, seq_q=140, seq_kv=140, exchange="gather", ranks=2)
     inputs = make_inputs(case, "cpu")
     inputs = {x: inputs[x] for x in "qkv"}
@@ -392,7 +389,7 @@ def test_parts_by_the_portable_kernels(launches):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_rank_without_keys_changes_nothing(deterministic, of_long_parts):
-    """The others have a program of their own, and it gets zeros for keys."""
+    """The other ranks have a program of their own, and it gets zeros for keys."""
     q, dout, carry = problem(0, [(1, 150, 2, 64)] * 3, "bfloat16")
     carry, (lse,) = carry.astype("float32"), problem(1, [(1, 2, 150)], "float32")
     lse = lse.at[:, :, 140:].set(-jnp.inf)  # these rows have seen no key yet
@@ -467,7 +464,7 @@ def test_none_takes_parts_without_the_triton_lowering_of_pallas(monkeypatch):
 
 
 def test_ranks_of_vmap_run_own_kernels_by_none():
-    """The programs, which are not lowered yet, hold what runs on CUDA and what runs elsewhere."""
+    """Programs that are not lowered yet hold what runs on CUDA and what runs elsewhere."""
     q = jax.ShapeDtypeStruct((1, LONG.seq_q, LONG.heads_q, 64), "bfloat16")
     call = {"plan": LONG.plan, "axis_name": "context", "exchange": "ring"}
     mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -525,7 +522,7 @@ def simulated(parameters, written, zeroed, monkeypatch):
     compiled = Compiled("f", b"code", 4, 0, (1, 1, 1), parameters, "", None)
     triton_call._opaque("f", compiled, 90, buffers, dict.fromkeys(zeroed, 12))
     (given,) = calls
-    # As jaxlib does: each array and each map takes the next buffer, and CUDA the first parameters.
+    # As in jaxlib: each array and each map takes the next buffer, and CUDA the first parameters.
     passed = iter([*buffers.operands, *buffers.results])
     got, set_to_0 = {}, []
     for i, (kind, value) in enumerate(given):

@@ -41,7 +41,6 @@ class C:
 
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch):
-    """Return the devices whose context was asked for."""
     asked = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
     monkeypatch.setattr(mosaic, "_threads", threading.local())
@@ -95,7 +94,7 @@ def launch(code, inputs, results):
 
 
 def plan_of_decode(function, operands, card):
-    """Return one whose second kernel merges parts into what the first has written."""
+    """Return a plan whose second kernel merges parts into what the first has written."""
     x, bits = Value(0, (4, 64), "float32"), Value(1, (4, 128), "int16")
     out, part = Value(2, (64,), "float32"), Value(3, (4, 64), "float32")
     steps = (
@@ -107,7 +106,7 @@ def plan_of_decode(function, operands, card):
 
 
 def plan_of(function, operands, card):
-    """Return one with all that there is: a reshape, zeros in place, a constant."""
+    """Return a plan with a reshape, zeros in place and a constant."""
     assert [x.shape for x in operands] == [(4, 64), (4, 64)]
     x, y = Value(0, (4, 64), "float32"), Value(1, (4, 64), "float32")
     viewed, sums = Value(2, (1, 4, 64), "float32"), Value(3, (64,), "float32")
@@ -127,7 +126,7 @@ def plan_of(function, operands, card):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Return the kernels of the plans, on a CPU that stands in for a GPU."""
+    """The kernels of the plans, on a CPU that stands in for a GPU."""
     found = {"first": C(6), "second": C(4), "third": C(3)}
     monkeypatch.setattr(mosaic, "COMPACT", 1)  # a CPU's copies are not as aligned
 
@@ -223,7 +222,7 @@ def normal(seed, *shape):
 
 
 def row_exists(count):
-    """Return which rows of lse2 and delta are one of the packed sequences, or of the padding."""
+    """Return which rows of lse2 and delta belong to packed sequences, or to the padding."""
     exists, start = np.zeros(count, bool), 0
     for number, length in enumerate(LENGTHS):
         first = (start // 128 + number) * 128

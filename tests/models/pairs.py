@@ -21,10 +21,10 @@ def make_pair(
 ) -> tuple[torch_model.Transformer, jax_model.Transformer]:
     """Return a PyTorch and a JAX model with PyTorch's initial weights, ten times as large.
 
-    As they are, the tiny model's blocks add next to nothing to its embedding.
+    Smaller weights of the tiny model's blocks add next to nothing to its embedding.
     """
     torch.manual_seed(0)
-    # Made on a CPU: a GPU's random numbers are others.
+    # On a CPU: a GPU's random numbers differ.
     of_torch = torch_model.Transformer(config, attention[0]).to(device)
     with torch.no_grad():
         for parameter in of_torch.parameters():
@@ -44,7 +44,7 @@ def in_float64(model: torch_model.Transformer) -> torch_model.Transformer:
 
 
 def batch_of(device: str, step: int = 0, batch: int = 2, length: int = 32) -> torch.Tensor:
-    """Return other stretches of the text at each step: [batch, length + 1] int32."""
+    """Return another stretch of the text at each step: [batch, length + 1] int32."""
     size = batch * (length + 1)
     tokens = torch.tensor(list(TEXT[step * size : (step + 1) * size]), dtype=torch.int32)
     return tokens.reshape(batch, -1).to(device)

@@ -1,4 +1,4 @@
-"""Attention by name: what is unknown, or not to be had on this machine, is refused at once."""
+"""Attention by a name that is unknown, or that this machine lacks, is refused at once."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_head_dimensions_without_kernels(side):
 
 
 def test_cudnn_takes_no_float32(monkeypatch):
-    """Seen as from a GPU, where the dtype is the first reason left."""
+    """As on a GPU, where the dtype is the first reason left."""
     message = "attention: expected float16 or bfloat16 for 'cudnn', got float32"
     with pytest.raises(NotImplementedError, match=message):
         torch_attention.choose_attention("cudnn", MODERN, torch.device("cuda"), torch.float32)

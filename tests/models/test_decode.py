@@ -1,4 +1,4 @@
-"""Greedy decoding over the paged cache, in both frameworks and against no cache at all."""
+"""Greedy decoding over the paged cache, in both frameworks and against no cache."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from interop.exchange import to_jax, to_torch
 from models import jax_decode, torch_decode
 from tests.models.pairs import TINY, batch_of, make_pair
 
-# The prompt is a full chunk and a token more. Pages hold 12 tokens, so that chunks cross them.
+# The prompt is a chunk and one token. Pages hold 12 tokens, so that chunks cross them.
 PROMPT, NEW, PAGE_SIZE = 17, 12, 12
 
 
@@ -34,10 +34,10 @@ def test_greedy_tokens_are_those_without_a_cache(torch_device):
 
     assert of_torch.shape == (2, NEW)
     assert torch.equal(of_torch, of_jax)
-    # Each token is the likeliest after those before it, all of them computed anew.
+    # Each token is the likeliest after all before it, which are computed anew.
     sequences = torch.cat([prompts, of_torch], dim=1)
     with torch.no_grad():
         top = in_torch(sequences[:, :-1])[:, PROMPT - 1 :].topk(2, dim=-1)
     assert torch.equal(top.indices[..., 0].int(), of_torch)
-    # This prompt leaves leads that no device's rounding of a float16 cache bridges.
+    # With this prompt no rounding of a float16 cache changes which token leads.
     assert (top.values[..., 0] - top.values[..., 1]).min() > 0.1

@@ -26,7 +26,6 @@ THEIR_NAMES = {
 
 
 def llama_of(model, attention, device):
-    """Return a Llama with a transformer's weights."""
     weights = {
         ".".join(["model", *(THEIR_NAMES.get(part, part) for part in name.split("."))]): weight
         for name, weight in model.state_dict().items()

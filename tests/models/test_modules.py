@@ -25,7 +25,7 @@ OPTIONS = {"num_heads_kv": 2, "causal": True}
 
 
 def make_pair(name, **options):
-    """Return the module of each side, with the weights of PyTorch's."""
+    """Return each side's module, with the weights of PyTorch's."""
     torch.manual_seed(0)
     given = OF_ATTENTION[name]
     of_torch, of_jax = (
@@ -41,7 +41,7 @@ def make_pair(name, **options):
 @pytest.mark.parametrize("options", [{}, {"bias": True, "implementation": "triton"}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_weights_give_the_same(name, options):
-    """Outputs and gradients; the weights go either way."""
+    """Compare outputs and gradients; the weights go either way."""
     of_torch, of_jax = make_pair(name, **options)
     x = torch.randn(1, 128 if "Block" in name else 64, 64)
     out = of_torch(x)

@@ -31,7 +31,7 @@ def ieee_products():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Keep torch from sharing out tiny operations, which takes longer than they do."""
+    """Keep torch from splitting tiny operations, which takes longer than they do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def one_thread():
 
 
 def assert_alike(of_torch, of_jax, plain, ref, kind):
-    """Hold a result of each side to its budget, and one to the other."""
+    """Hold each side's result to its budget, and one to the other."""
     budgets = [compare_to_reference(x, ref, plain, "float32", kind) for x in (of_torch, of_jax)]
     for agreement in (*budgets, compare_twins(of_torch, of_jax, *budgets)):
         assert agreement.ok, agreement

@@ -12,7 +12,7 @@ LOG2E = np.log2(np.e)
 
 
 def _exponentials(s, a, b):
-    """Run `capped_exponentials` of [lanes, pairs, 2]; returns exponentials, sums and the branch."""
+    """Run `capped_exponentials` of [lanes, pairs, 2]; return exponentials, sums and the branch."""
     given = [s[:, :, 0].T, s[:, :, 1].T, np.full((COUNT, LANES), a), np.full((COUNT, LANES), b)]
     names = [f"${i}" for i in range(2 * COUNT, 6 * COUNT)]
     with np.errstate(all="ignore"):
@@ -31,7 +31,7 @@ def _scores(deviation, mean=0.0):
     return numbers.astype(np.float32)
 
 
-# Softcap, scores' deviation and mean, and the branch that is taken: the first where the sums show
+# Softcap, the scores' deviation and mean, and the branch taken: the first where the sums show
 # that all are near, the second where the largest does, or none.
 CASES = {
     "near": (30.0, 1.0, 0.0, 1),
@@ -59,7 +59,7 @@ def test_exponentials_are_right_and_computed_again_where_they_must(
     rows = np.tile(rows, COUNT // 2)
     assert taken == branch
     assert np.abs(sums / rows - 1).max() <= 2e-4
-    # An exponential is right beside its own rounding, and beside its row's sum.
+    # An exponential is right relative to its own rounding and to its row's sum.
     error = np.abs(got - expected) - 2.0**-8 * expected
     assert (error <= 2e-4 * rows[..., None]).all()
 

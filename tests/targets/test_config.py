@@ -127,7 +127,6 @@ def test_every_paged_problem_has_a_row(dtype, target):
 
 
 def test_a_family_with_one_backward_runs_it_for_both(tmp_path):
-    """As one without a backward in any order does."""
     rows = '"num_warps", "num_stages"]\nrows = [[64, 64, 4, 1]]\n'
     table = tmp_path / "sm80.toml"
     table.write_text(f'[flash_bwd_dq]\ncolumns = ["block_q", "block_kv", {rows}')
@@ -209,9 +208,6 @@ def test_a_merge_goes_by_the_size_of_its_values(path):
 def test_a_problem_without_a_row_is_named(path):
     with pytest.raises(LookupError, match=r"flash_fwd in .*: expected a row that serves"):
         find_configs(path, replace(SPEC, dtype="float32", head_dim=256))
-
-
-# Conditions
 
 
 def decode(capacity, **changes):
@@ -326,9 +322,6 @@ def test_softcap_holds_beside_others():
     )
 
 
-# use_configs
-
-
 FLASH = FlashCase("", seq_q=64, seq_kv=64, head_dim=64).spec
 
 
@@ -394,9 +387,6 @@ def test_a_configuration_is_a_value():
     config = DecodeConfig(max_rows=32, block_kv=64, num_warps=2, num_stages=3)
     assert {config, replace(config)} == {config}
     assert config.tile == "32×64"
-
-
-# compile_to_fit
 
 
 def compiled_by(shared_by_stages, limit):

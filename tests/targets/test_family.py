@@ -24,14 +24,13 @@ GLUON, GLUON_SM90, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
 
 def only_head_size_128(operation, spec, target):
-    """Support one head dimension, on Hopper."""
+    """Support only one head dimension, on Hopper."""
     if target != "sm90":
         return "it is for sm90"
     return None if spec.head_dim == 128 else f"head dimension {spec.head_dim}"
 
 
 def forward_alone(operation, spec, target):
-    """Support no backward."""
     return None if operation == "flash_fwd" else "it has no backward"
 
 
@@ -48,7 +47,6 @@ def choice(implementation, target, spec=SPEC, interpretable=True, operation="fla
 
 
 def described(package, target, spec, implementation=None, function="flash_attention"):
-    """Describe a call of a function on a card."""
 
     def describe_operation(operation):
         chosen = choose(package, implementation, operation, spec, target, True)
@@ -352,7 +350,7 @@ def test_triton_s_files_are_hashed_before_pytorch_is_imported(monkeypatch):
 
 
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
-    """One that is too old by its version, without an import; another one by a name it lacks."""
+    """Too old by its version, without an import, or without a name."""
     mosaic, sm90, _, triton, *_ = FAMILIES["pallas_attn"]
     monkeypatch.setattr(versions, "older_jax", versions.older_jax.__wrapped__)  # no cache
     imported = []

@@ -1,4 +1,4 @@
-"""The shared PTX, run by a small interpreter of the few instructions it is made of."""
+"""The shared PTX, run by a small interpreter of its few instructions."""
 
 import re
 
@@ -11,7 +11,7 @@ from twin_attention.targets.target import TARGETS
 
 
 def _halves(register):
-    """The two float16 in a register, exactly."""
+    """Return the two float16 in a register, exactly."""
     bits = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.uint16)
     return bits.view(torch.float16).double()
 

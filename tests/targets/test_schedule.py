@@ -1,4 +1,4 @@
-"""The order in which kernels whose programs a GPU starts one after the other take tiles."""
+"""The order in which programs that a GPU starts in turn take tiles."""
 
 from heapq import heapreplace
 from random import Random
@@ -17,10 +17,7 @@ def problem(batch, seq, heads, window=CAUSAL):
 
 
 def busy_share(costs, heads, together, num_programs):
-    """Return the share of busy time when programs take tiles in `longest_first`'s order.
-
-    costs: of the tiles of a head.
-    """
+    """Return the share of busy time in `longest_first`'s order."""
     order = [*costs[::-1]] * (heads - together)
     order += [cost for cost in costs[::-1] for _ in range(together)]
     ends = [0] * num_programs

@@ -1,4 +1,4 @@
-"""In how many splits a paged decode works."""
+"""How many splits a paged decode has."""
 
 from dataclasses import replace
 

@@ -13,7 +13,6 @@ def _bits(x):
 
 
 def _bfloat16(x):
-    """Round to the nearest bfloat16, ties to even."""
     bits = _bits(x)
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
@@ -47,7 +46,7 @@ JOINED = {".and.": operator.and_, ".or.": operator.or_}  # with the last operand
 
 
 def run(text, operands):
-    """Run PTX in which lanes go one way; returns registers and the number of the last branch."""
+    """Run PTX in which lanes go one way; return registers and the number of the last branch."""
     registers = dict(operands)
     parts = [x for x in re.split(r"(?<=[;:{}])\s*", text) if x not in ("", "{", "}")]
     labels = {x[:-1]: i for i, x in enumerate(parts) if x.endswith(":")}

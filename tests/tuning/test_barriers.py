@@ -1,4 +1,4 @@
-"""The search for barriers whose number is overwritten before it is read."""
+"""Barriers whose number is overwritten before it is read are found."""
 
 import pytest
 
@@ -8,9 +8,7 @@ from tuning.static.barriers import overwritten
 def instruction(address, text, reads_late=7, awaits=0, writes_late=7):
     """Return an instruction as `cuobjdump -sass` prints it, with the scoreboards of its encoding.
 
-    Args:
-        reads_late, writes_late: a scoreboard, 7 for none.
-        awaits: a bit for each scoreboard.
+    `reads_late` and `writes_late` name a scoreboard, 7 for none; `awaits` has a bit for each.
     """
     upper = (1 | writes_late << 5 | reads_late << 8 | awaits << 11) << 41
     return (

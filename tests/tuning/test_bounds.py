@@ -1,4 +1,4 @@
-"""Finding bounds of loops that a compiler made constant."""
+"""Bounds of loops that a compiler made constant are found."""
 
 from tuning.static.bounds import fixed_bounds
 

@@ -67,7 +67,7 @@ def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
 
 @pytest.fixture
 def select(monkeypatch):
-    """Run the command without compiling; returns the problems that it would compile."""
+    """Run the command without compiling; return the problems that it would compile."""
 
     def run(*arguments, missing=lambda problem: None):
         selected = []

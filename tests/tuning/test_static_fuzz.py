@@ -1,4 +1,4 @@
-"""Compiling random problems without a GPU, by a compiler that makes mistakes on purpose."""
+"""Random problems are compiled without a GPU, by a compiler that makes mistakes on purpose."""
 
 from types import SimpleNamespace
 

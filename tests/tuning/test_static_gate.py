@@ -1,7 +1,6 @@
 """The gate on shipped configurations: no spilled tiles, shared memory that fits, tensor cores used.
 
-``make sm80`` compiles every configuration with every feature and fails as `check` does, and CI a
-part of them, with every feature. Here a few stand for all.
+``make sm80`` compiles every configuration with every feature; here a few stand for all.
 """
 
 import re
@@ -83,7 +82,7 @@ def test_every_kind_of_append_kv_compiles_without_spills(framework, target, case
 def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
     """The assembler stores no byte of a float: it would convert the float to an integer first.
 
-    With an odd number of pairs the second half of a key goes through shared memory on its way.
+    With an odd number of pairs the second half of a key passes through shared memory.
     """
     case = AppendCase("odd-pairs", (9,), tokens=1, head_dim=64, rotary_dim=62, kv_dtype="int8")
     ((_, _, compiled),) = compiler(framework)(case.spec, target)
@@ -91,12 +90,12 @@ def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
     assert "F2I" not in compiled.asm["sass"]
 
 
-# Of segment ids and trees alone.
+# Of segment ids and trees only.
 LISTS = {"tile_lists"}
 
 
 def test_explicit_kernels_are_fit_for_sm80():
-    """A head dimension of two column pieces stands for all, which take minutes to compile."""
+    """One head dimension of two column pieces, since all take minutes to compile."""
     verdicts = check(Problem("torch", "sm80", "bfloat16", 80, "causal", "gluon"))
     assert_fit(verdicts, {*FAMILY_KERNELS["sm80"]} - LISTS)
 
@@ -122,7 +121,7 @@ def test_explicit_backwards_share_tiles_of_keys_in_one_feature(framework, family
 
 @pytest.mark.parametrize("shared_memory", [None, SHARED_MEMORY_OF_SMALLER_CARDS])
 def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
-    """The smallest kernels stand for all, which take minutes to compile."""
+    """Only the smallest kernels, since all take minutes to compile."""
     problem = Problem("jax", "sm80", "int8", 64, "decode", "mosaic", shared_memory)
     if (reason := not_compiled(problem)) is not None:
         pytest.skip(reason)
@@ -143,7 +142,7 @@ def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
 
 
 def test_explicit_kernels_fit_smaller_cards():
-    """With another row where the first takes too much: dk and dv at both head dimensions."""
+    """Another row is used where the first takes too much: dk and dv at both head dimensions."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # see `only_shared_memory`
         found = pool.submit(shared_memory_on_smaller_cards).result()
     assert found.keys() == {*product({*FAMILY_KERNELS["sm80"]} - LISTS, (64, 256))}
@@ -243,7 +242,7 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (SM80, "flash_bwd_dq", SMALL, {"shared": 163 * 1024}, None),
         (SM80, "flash_bwd_dq", SMALL, {"shared": 163 * 1024 + 1},
          "166913 B of shared memory, of 166912"),
-        # What needs no tensor cores
+        # Kernels without tensor cores
         (FLOAT32, "flash_fwd", SMALL, NO_PRODUCTS, None),
         (replace(FLOAT32, target="sm90"), "flash_fwd", SMALL, NO_PRODUCTS, None),
         (SM80, "flash_bwd_preprocess", PreprocessConfig(64, 4), NO_PRODUCTS, None),

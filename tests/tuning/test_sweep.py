@@ -1,8 +1,4 @@
-"""No valid problem is refused for want of shared memory.
-
-``python -m tuning static --sweep`` compiles every row; here are two problems of one near the
-limits.
-"""
+"""No valid problem is refused for want of shared memory: two problems near the limits."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -49,7 +45,6 @@ def test_shared_memory_is_that_of_the_finished_kernels(in_a_process, framework, 
 
 
 def stages_that_fit(specs, limit):
-    """Stages of the forward of each problem on Hopper, with a number of bytes of shared memory."""
     with only_shared_memory():
         compiled = [compiler("jax")(spec, "sm90", lambda kernel: limit) for spec in specs]
     return [

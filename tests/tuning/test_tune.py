@@ -62,7 +62,6 @@ RESOURCES = Resources(
 
 
 def timer(calls):
-    """Times by configuration, with a spread of a tenth of a millisecond."""
     assert all(run() == config for config, run in calls.items())
     return {
         config: SimpleNamespace(busy=Times(ms, ms - 0.05, ms + 0.05))
@@ -92,7 +91,7 @@ def table():
 
 @pytest.fixture
 def tune(table, tmp_path):
-    """Tune the first row with the stubs; returns the file that was to be written."""
+    """Tune the first row with the stubs; return the file that was to be written."""
 
     def run(**tools):
         defaults = {
@@ -112,11 +111,7 @@ def tune(table, tmp_path):
 
 
 def only(*configs):
-    """Surveys of these configurations alone."""
     return lambda row, case, _: [Survey(config, RESOURCES, code=str(config)) for config in configs]
-
-
-# What is written
 
 
 def test_a_faster_configuration_is_written(tune):
@@ -196,9 +191,6 @@ def test_no_candidate_is_begun_when_the_time_is_over(table, tmp_path):
         assert output.exists() == written
 
 
-# The search
-
-
 def test_a_gain_counts_from_the_spreads_of_both():
     wide, narrow = Times(1.0, 0.9, 1.1), Times(0.75, 0.74, 0.76)
     assert faster(narrow, wide)
@@ -221,9 +213,6 @@ def test_each_candidate_is_timed_against_the_best_so_far():
 def test_a_wrong_present_configuration_is_an_error():
     with pytest.raises(Refused):
         search(WRONG, [BETTER], call, timer, inf, lambda line: None)
-
-
-# The space
 
 
 SPEC = FlashCase("", seq_q=1024, seq_kv=1024, head_dim=128).spec
@@ -275,12 +264,9 @@ def test_one_of_the_configurations_that_make_the_same_code_is_run():
     assert list(rows.distinct(entries, PRESENT)) == [BETTER, WRONG]
 
 
-# The survey
-
-
 @pytest.fixture
 def compiled(monkeypatch):
-    """Kernels whose resources a test sets by configuration; returns those, and what was asked."""
+    """Kernels whose resources a test sets by configuration; return those, and what was asked."""
     found, asked = {}, []
 
     def compile_kernels(spec, target, device=None):
@@ -345,13 +331,10 @@ def test_what_does_not_compile_is_dropped(compiled):
     assert compile_one(plan(), BETTER) == Survey(BETTER, None, "RuntimeError: out of")
 
 
-# Rows and cases
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target):
-    """Where this fails for a new key: add cases to tuning/search/cases.py that reach its rows."""
+    """If this fails for a new key, add cases to tuning/search/cases.py that reach its rows."""
     table = ConfigTable(table_path(package, target).read_text())
     found = [row for kernel in TUNED for row in table.rows(kernel)]
     assert found
@@ -361,9 +344,6 @@ def test_every_shipped_row_has_a_case_and_a_problem_of_the_gate(package, target)
         assert case.spec.dtype_bits == dict(row.key).get("dtype_bits", case.spec.dtype_bits)
         assert case.spec.head_dim == dict(row.key).get("head_dim", case.spec.head_dim)
         assert next(survey.gate_problems(table, package, target, row), None) is not None
-
-
-# A trial, on the CPU with the frameworks' interpreters
 
 
 TRIALS = {
@@ -400,9 +380,6 @@ def test_a_trial_refuses_wrong_results(torch_device, monkeypatch):
     monkeypatch.setattr(trials, "error", lambda results: 1.5)
     with pytest.raises(Refused, match=r"error is 1\.5 times its budget"):
         trials.call(PRESENT)
-
-
-# The command
 
 
 def options(**changes):
@@ -447,8 +424,6 @@ def test_a_dry_run_prints_the_space_and_writes_nothing(monkeypatch, tmp_path, ca
 
 
 class StubPool:
-    """No processes."""
-
     def __init__(self, *_, **__):
         pass
 

@@ -1,8 +1,8 @@
-"""Finding uniform registers that nothing wrote."""
+"""Uniform registers that nothing wrote are found."""
 
 from tuning.static.uniform import unwritten
 
-# The address of a tile of v is computed in one of two ways; or in one alone.
+# The address of a tile of v is computed in one of two ways, or in only one.
 SASS = """
         /*0010*/                   R2UR UR4, R5 ;
         /*0020*/                   ULDC.64 UR12, c[0x0][0x208] ;
