@@ -1,4 +1,4 @@
-"""Run ranks and shards on four virtual devices, and hold them to the whole problem.
+"""Hold ranks and shards on four virtual devices to the whole problem.
 
 `test_context.py` runs this in a process of its own, since JAX makes its devices once.
 """

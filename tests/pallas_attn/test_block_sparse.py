@@ -1,5 +1,3 @@
-"""Block-sparse attention under JAX's transformations."""
-
 from functools import partial
 
 import jax
@@ -12,7 +10,6 @@ from pallas_attn import BlockMask, block_sparse_attention, check_block_mask
 
 @pytest.fixture
 def operands():
-    """q, k, v, and a mask of the heads."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = (1, 70, 2, 16), (1, 130, 1, 16), (1, 130, 1, 24)
     kept = jnp.array([[[1, 0, 1], [0, 1, 0]], [[0, 1, 1], [0, 0, 0]]], bool)

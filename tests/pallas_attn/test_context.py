@@ -1,5 +1,3 @@
-"""Context parallel attention over a mesh axis."""
-
 import re
 import subprocess
 import sys
@@ -26,7 +24,6 @@ def attend(**options):
 
 
 def test_four_devices():
-    """Every exchange and layout, and shards, on virtual devices of a CPU."""
     script = [sys.executable, "-m", "tests.pallas_attn.context_ranks"]
     result = subprocess.run(script, capture_output=True, text=True, timeout=500)
     assert result.stdout.strip().endswith("ok"), result.stderr[-3000:]
@@ -54,7 +51,7 @@ def test_ranks_made_by_vmap(torch_device, exchange, sharding):
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_who_sees_whom_takes_no_loop(exchange):
-    """A search on the device is a loop of many launches, half a millisecond of a GPU."""
+    """A search on the device would be a loop of many launches."""
 
     def loss(q, k, v):
         call = {"plan": context_plan(24, 1), "axis_name": "context", "mesh": MESH}

@@ -1,4 +1,4 @@
-"""What the functions of decoding give under JAX's transformations, and what they refuse."""
+"""Decoding under JAX's transformations, and what it refuses."""
 
 import inspect
 from dataclasses import replace
@@ -34,7 +34,7 @@ LATER = replace(CASE, lengths=(8, 24, 1, 9))
 
 
 def operands(case):
-    """Arguments of `paged_decode` by name; slots and pages that no sequence uses hold NaN."""
+    """Slots and pages that no sequence uses hold NaN."""
     return {name: jnp.asarray(x.numpy()) for name, x in make_inputs(case, "cpu").items()}
 
 
@@ -124,7 +124,6 @@ def normal(shape, dtype, seed):
 
 
 def new_tokens(seed=0):
-    """k_new and v_new for the pools of `CASE`."""
     spec = CASE.spec
     rows = spec.batch, spec.tokens, spec.heads_kv
     k_new = normal((*rows, spec.head_dim), jnp.float16, seed)
@@ -132,7 +131,7 @@ def new_tokens(seed=0):
 
 
 def written(new, k_pages, v_pages, block_tables, seq_lens):
-    """The pools as a loop over tokens writes them."""
+    """Return the pools as a loop over tokens writes them."""
     pools = np.array(k_pages), np.array(v_pages)
     num_pages, page_size = k_pages.shape[:2]
     tables, lengths = np.asarray(block_tables), np.asarray(seq_lens)
@@ -150,7 +149,7 @@ def written(new, k_pages, v_pages, block_tables, seq_lens):
 
 @pytest.fixture
 def cache():
-    """Pools, tables and lengths; some new tokens have no place in them."""
+    """Some new tokens have no place in the pools."""
     tables = np.array([[4, 1, 5], [0, 2, -1], [-1, 6, 3], [2**31 - 1, 7, 8]], np.int32)
     lengths = np.array([8, 17, 2, 26], np.int32)
     pools = (operands(CASE)[name] for name in POOLS)
@@ -210,7 +209,7 @@ def test_vmap_of_append_gives_each_its_own_pool(implementation, cache):
 
 
 def test_a_loop_of_append_and_decode(decode):
-    """Tokens one at a time, the pools carried by a scan, give what all of them at once do."""
+    """A scan carries the pools and gives what all tokens at once do."""
     append = partial(append_kv, implementation=decode.keywords["implementation"])
     inputs, new = operands(CASE), new_tokens()
     pools = tuple(jnp.nan_to_num(inputs[name]) for name in POOLS)

@@ -1,4 +1,4 @@
-"""Derivatives that are refused: every function with a gradient says so by its own name."""
+"""A refused derivative names the public function."""
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def test_second_derivatives_are_refused(x, name, differentiate, wrap):
 
 
 def test_what_needs_no_derivative_gets_none(x):
-    """An operand without a tangent, and integers, pass in every mode."""
+    """In every mode, an operand without a tangent passes, and so do integers."""
     ids = jnp.zeros(3, jnp.int32)
 
     def f(x, y):

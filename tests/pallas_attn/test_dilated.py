@@ -1,5 +1,3 @@
-"""Dilated attention under JAX's transformations."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Which code a call runs, decided while tracing and again when it is lowered for a platform."""
+"""Which code a call runs: decided while tracing, and again when lowered for a platform."""
 
 import re
 from dataclasses import replace
@@ -33,7 +33,7 @@ def qkv():
 
 @pytest.fixture
 def fresh_caches():
-    """No traced code survives from before the test, nor the test's own after it."""
+    """Keep no traced code from before the test, nor the test's own after it."""
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -238,7 +238,6 @@ def test_explain_while_tracing_says_what_it_assumes(qkv):
 
 
 def test_changed_configurations_are_traced_anew(qkv, fresh_caches):
-    """A jitted function of ours serves a call only if its configurations are the call's."""
     attention = partial(flash_attention, implementation="triton")
 
     def jaxpr():

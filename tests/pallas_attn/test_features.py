@@ -1,5 +1,3 @@
-"""Ids, trees, terms, dropout and row maxima in `pallas_attn` under JAX's transformations."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np

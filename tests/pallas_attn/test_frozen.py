@@ -75,7 +75,6 @@ def test_what_needs_no_gradient_is_frozen(monkeypatch, way):
 
 
 def results_of_kernels(jaxpr):
-    """Return the shapes of each kernel's results in a program."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield {x.aval.shape for x in equation.outvars}

@@ -138,7 +138,7 @@ def test_lengths_in_the_kernels():
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 7), (1, 4, 9, 7), (2, 1, 1, 7)])
 def test_bias(shape):
-    """Its gradient as well; queries past the last key are cut off."""
+    """With its gradient; queries past the last key are cut off."""
     bias = jax.random.normal(jax.random.key(1), shape)
 
     def gradient(attention):

@@ -1,4 +1,4 @@
-"""Kernels in programs whose arrays are slices of stacks, as in a loop over layers.
+"""Kernels on slices of stacks, as in a loop over layers.
 
 XLA may pass a kernel places in the stacks themselves (`pallas_attn/own_memory.py`).
 """
@@ -32,7 +32,7 @@ CACHES = decoding.CASE, decoding.LATER
 
 @pytest.fixture(params=dict.fromkeys(name_of("pallas_attn", x) for x in NAMES))
 def kernels(request):
-    """Each implementation that this machine runs, those of the other side too."""
+    """Implementations that this machine runs, those of the other side too."""
     return request.param
 
 
@@ -87,7 +87,7 @@ def test_a_scan_over_layers_with_pools(kernels):
 
 
 def test_a_layer_of_pools_that_are_kept(kernels):
-    """Without a loop: the slice of an array that the caller keeps is not written."""
+    """Without a loop, the slice of an array that the caller keeps is not written."""
     need(kernels, APPEND)
     _, *cache = decoding.operands(CACHES[0]).values()
     stacks = [jnp.stack([x, x]) for x in cache[:2]]

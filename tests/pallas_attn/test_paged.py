@@ -1,4 +1,4 @@
-"""Check `pallas_attn.paged_attention` under JAX's transformations, and where its tiles are."""
+"""`pallas_attn.paged_attention` under JAX's transformations, and where its tiles are."""
 
 from functools import partial
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""A private name of JAX or Triton that is gone costs speed, not the import, and is named."""
+"""A missing private name of JAX or Triton costs speed, not the import, and is named."""
 
 import ast
 import json
@@ -53,7 +53,7 @@ PROBLEMS = {
 
 @pytest.fixture
 def without(monkeypatch):
-    """Return a function that takes a name from this project, or a module: JAX itself needs it."""
+    """Take a name from this project only, or a module: JAX itself needs it."""
 
     def take_away(place, name=None):
         def found(asked):
@@ -149,7 +149,7 @@ for group, place, name in json.loads(sys.argv[1]):
 
 
 def test_without_a_private_name_calls_on_a_cpu_are_right(tmp_path):
-    """Each name of those to compile with; one of a module of Mosaic GPU's, for its time."""
+    """Each name of those to compile with, but for its time only one of Mosaic GPU's modules."""
     names = [x for x in NAMES if x[0] != "mosaic"]
     names += {x[1]: x for x in NAMES if x[0] == "mosaic"}.values()
     command = [sys.executable, "-c", PROGRAM, json.dumps(names), str(tmp_path)]
@@ -174,7 +174,7 @@ def test_newer_versions_are_named(monkeypatch):
 
 
 def _used():
-    """Return by file what it uses of each module of the table: attributes, dots among them."""
+    """Return by file which attributes of each module of the table it uses, with their dots."""
     found = {}
     own, crossing = (Path(x.__file__).parent.rglob("*.py") for x in (pallas_attn, kernels))
     for file in (*own, *crossing):

@@ -1,4 +1,4 @@
-"""The order in which programs take tiles; `tests/torch_attn/test_schedule.py` is its twin."""
+"""`tests/torch_attn/test_schedule.py` is the twin."""
 
 import numpy as np
 import pytest

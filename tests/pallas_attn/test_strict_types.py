@@ -1,4 +1,4 @@
-"""Results and gradients under JAX's switches for types and shapes, which change none of them."""
+"""JAX's switches for types and shapes change no result and no gradient."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""What `flash_attention` gives under JAX's transformations, and what it refuses."""
+"""`flash_attention` under JAX's transformations, and what it refuses."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""Check `flash_attention_varlen` under JAX's transformations, for any offsets."""
+"""`flash_attention_varlen` under JAX's transformations, for any offsets."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def offsets(lengths):
 
 
 def problem(lengths, seed=0):
-    """Return operands, dout and dlse; padding holds NaN."""
+    """Padding holds NaN."""
     cu_q, cu_kv = offsets(lengths)
     rng = np.random.default_rng(seed)
 
@@ -61,7 +61,6 @@ def problem(lengths, seed=0):
 
 
 def results_and_gradients(implementation, operands, dout, dlse):
-    """Return out and lse, and the gradients of q, k, v and sinks."""
     q, k, v, cu_q, cu_kv, sinks, *_ = operands
 
     def attention(q, k, v, sinks):
@@ -149,7 +148,7 @@ def test_recomputed_in_a_scan(implementation, problems):
 
 
 def test_one_sequence_is_flash_attention_bit_for_bit(problems):
-    """Here with padding on both axes, and sequences without tokens around it."""
+    """With padding on both axes, and sequences without tokens around it."""
     (q, k, v, _, _, sinks, *_), *_ = problems[1]
     options = {**OPTIONS, "implementation": "triton"}
     cu_q, cu_kv = offsets([(0, 0), (37, 50), (0, 0)])

@@ -1,4 +1,4 @@
-"""Let tests that lower kernels compile none of them, each in a program of its own."""
+"""Let tests that lower kernels compile none of them."""
 
 import jax
 import pytest

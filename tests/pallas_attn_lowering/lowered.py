@@ -17,7 +17,6 @@ def batched(operands):
 
 
 def lower(target, function, *operands):
-    """Return the text of a function's program."""
     with use_target(target):
         traced = jax.jit(function).trace(*operands)
         return traced.lower(lowering_platforms=("cuda",)).as_text()

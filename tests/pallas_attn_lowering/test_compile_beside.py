@@ -1,7 +1,7 @@
-"""Kernels in Mosaic GPU that threads compile before XLA does, for a card that is only described.
+"""Threads compile kernels in Mosaic GPU before XLA does, here for a card that is only described.
 
-They guard what `pallas_attn.ahead` knows of JAX's CUDA plugin: how XLA passes it a kernel, and that
-it keeps what it has compiled by the hash that it is given.
+These tests guard what `pallas_attn.ahead` knows of JAX's CUDA plugin: how XLA passes it a kernel,
+and that it keeps what it has compiled by the given hash.
 """
 
 from concurrent.futures import ProcessPoolExecutor
@@ -34,7 +34,7 @@ def gradients(*qkv):
 
 @pytest.fixture
 def noted(monkeypatch):
-    """Return the kernels that the functions of a test give to threads, which do not start."""
+    """The kernels that a test's functions give to threads, which do not start."""
     kernels = []
     monkeypatch.setattr(ahead, "compiled_for", lambda: "a card")
     monkeypatch.setattr(ahead, "compile_beside", lambda kernel, device: kernels.append(kernel))
@@ -54,7 +54,7 @@ def test_every_kernel_of_a_program_is_noted(noted):
 
 
 def outcomes(*kernels):
-    """Return what compiling says of each kernel in turn, "" where it has nothing to say."""
+    """What compiling says of each kernel in turn, or ""."""
     card = mosaic_aot.card_in_words("sm90", SHARED_MEMORY_LIMIT["sm90"])
     return [str(compile_beside(kernel, card).exception() or "") for kernel in kernels]
 

@@ -4,8 +4,8 @@ These tests guard the private API that `pallas_attn/lowering.py` (JAX, jaxlib) a
 `pallas_attn/ttir.py` (Triton) use. When one fails after an update:
 
 - of JAX: compare ``jax/_src/pallas/triton/pallas_call_registration.py``, whose lowering rule ours
-  follows, and adapt `_lower`. If JAX has dropped its Triton lowering, as it has announced, the
-  last version that has it is the newest that these kernels run on: say so in pyproject.
+  follows, and adapt `_lower`. If JAX has dropped its Triton lowering, as announced, pyproject
+  names the last version that has it.
 - of jaxlib: compare ``jaxlib/gpu/triton_kernels.cc``, which launches what `_lower` describes.
 - of Triton: compare ``triton/compiler/compiler.py`` (`ASTSource`, `compile`) and adapt `ttir.py`.
 """
@@ -45,7 +45,6 @@ def matmul_kernel(a_ref, b_ref, c_ref):
 
 
 def matmul(a, b, target, config=CONFIG, **options):
-    """a [256, 256] · b [256, 256] in float32, compiled for `target`."""
     block = config.block_q
     return pl.pallas_call(
         matmul_kernel,
@@ -185,7 +184,7 @@ def increment_kernel(x_ref, y_ref):
 
 
 def increment(x, target):
-    """x [256] float32 plus one, in the memory of `x`."""
+    """In the memory of `x`."""
     return pl.pallas_call(
         increment_kernel,
         out_shape=x,

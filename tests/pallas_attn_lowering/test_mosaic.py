@@ -1,6 +1,6 @@
 """Mosaic GPU kernels traced and lowered for SM80, on any machine.
 
-The tests at the end guard the private API of JAX that `lowering.py` and other files of
+The last tests guard the private API of JAX that `lowering.py` and other files of
 `pallas_attn/kernels/explicit` use, beyond the names in `pallas_attn/private.py`. When one fails
 after an update of JAX, read in those files when its entry can go, and otherwise:
 

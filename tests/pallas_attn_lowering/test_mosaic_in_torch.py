@@ -1,7 +1,7 @@
 """Mosaic GPU kernels planned and lowered for `torch_attn`, on any machine.
 
-They guard what `interop.kernels.mosaic` finds in a lowered program. When one fails after an update
-of JAX, compare ``jax/_src/pallas/mosaic_gpu/torch.py``, which finds the same.
+`interop.kernels.mosaic` reads the lowered program. When a test fails after an update of JAX,
+compare ``jax/_src/pallas/mosaic_gpu/torch.py``, which does the same.
 """
 
 from dataclasses import replace
@@ -32,8 +32,6 @@ from pallas_attn import ahead  # noqa: E402
 
 
 class Card(NamedTuple):
-    """A card with the memory of its target."""
-
     capability: int
     num_sms: int = 132
     shared_memory: int = 232448
@@ -45,7 +43,6 @@ def packed(spec, lengths=3):
 
 
 def plan_for(spec, target, operation, sinks=False, dlse=True):
-    """Return the plan of a forward or of a backward."""
     operands = flash_operands(spec, lambda dtype, *shape: of(shape, dtype), sinks)
     if operation == "flash_bwd":
         batch = () if spec.is_packed else (spec.batch,)

@@ -149,7 +149,7 @@ def test_merge_is_lowered(dtype):
 
 
 def test_vmap_of_append_gives_each_its_own_pool():
-    """One pool for all of the new tokens, which the kernel would write into for each of them."""
+    """The kernel would otherwise write one pool for all elements."""
     shapes = new_tokens(replace(CASE, tokens=1))
     shapes |= {
         x: jax.ShapeDtypeStruct((3, *shapes[x].shape), "bfloat16") for x in ("k_new", "v_new")

@@ -225,7 +225,7 @@ def packed_gradients(*operands, **options):
     ],
 )
 def test_the_backward_of_packed_sequences_is_lowered(operands, number, options):
-    """A kernel of its own for dq, or of five sequences from 6144 keys on its sums."""
+    """dq has a kernel of its own, or of five sequences from 6144 keys on its sums."""
     function = partial(packed_gradients, implementation="mosaic", **options)
     assert kernels(lower(function, *sequences(operands))) == ["mosaic_gpu_v2"] * number
 
@@ -297,10 +297,11 @@ def gradients(attention, *qkv):
     ],
 )
 def test_the_backward_is_lowered(operands, number, options):
-    """A kernel of its own for dq, or from 2048 keys on its sums from the kernel of dk and dv.
+    """dq has a kernel of its own, or from 2048 keys on its sums from the kernel of dk and dv.
 
-    That of dq computes lse2 and delta as well. The sums have a preprocess, and a postprocess of
-    each gradient that is summed: of few tiles of keys dk and dv are.
+    The former computes lse2 and delta as well. The sums have a preprocess, and a postprocess for
+    each
+    summed gradient: dk and dv too if they have few tiles of keys.
     """
     text = lower(partial(gradients, partial(attention, **options)), *operands)
     assert kernels(text) == ["mosaic_gpu_v2"] * number
@@ -321,7 +322,7 @@ def test_the_backward_under_vmap():
     ],
 )
 def test_few_kv_heads_are_split(seq_kv, programs, sums, monkeypatch):
-    """Share tiles of keys where they are few: programs of one query head add up dk and dv."""
+    """Few tiles of keys are shared: programs of one query head add up dk and dv."""
     made = {}
 
     def kernel(*args, out_type, kernel_name, grid, **options):
@@ -364,7 +365,7 @@ def test_no_axis_of_the_sums_takes_more_than_32_bits(monkeypatch):
     ],
 )
 def test_the_backward_of_large_heads_is_lowered(operands, options):
-    """A kernel each for dq, dk and dv, with any number of keys."""
+    """dq, dk and dv have a kernel each, with any number of keys."""
     text = lower(partial(gradients, partial(attention, **options)), *operands)
     assert kernels(text) == ["mosaic_gpu_v2"] * 4
 
@@ -479,8 +480,8 @@ def test_a_schedule_has_each_tile_once(batch, seq_q, seq_kv, window):
     assert sorted(tile for row in schedule for tile in row[1 : 1 + row[0]]) == [*range(tiles)]
 
 
-# Of the last two one head, or few, would be left over if others shared the L2 cache to the full.
-# What a tile takes beside its steps counts, as it does in the schedule.
+# In the last two, one head or few would be left over if the others filled the L2 cache. What a tile
+# takes outside its steps counts, as in the schedule.
 @pytest.mark.parametrize(
     ("batch", "seq", "head_dim"), [(4, 4096, 128), (1, 12288, 128), (16, 1024, 96)]
 )

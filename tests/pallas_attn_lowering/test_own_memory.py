@@ -1,4 +1,4 @@
-"""Kernels lowered for CUDA: what they write is kept apart from slices of larger arrays."""
+"""Lowered for CUDA, kernels never write into slices of larger arrays."""
 
 import re
 from functools import partial

@@ -1,6 +1,6 @@
 """Kernels of `torch_attn` lowered for CUDA in programs of JAX, where jaxlib has its CUDA plugin.
 
-They guard jaxlib's ``triton_kernel_call_ffi`` as far as a machine without a GPU can. When one fails
+They guard jaxlib's ``triton_kernel_call_ffi`` as far as is possible without a GPU. When one fails
 after an update of JAX, compare how ``jaxlib/gpu/triton_kernels.cc`` gives parameters to a kernel:
 `interop/kernels/triton_call.py` arranges the buffers for it.
 """
@@ -80,7 +80,7 @@ def test_forward_and_backward_are_lowered(target, implementation, head_dim, expe
 
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 112, 200])
 def test_packed_sequences_are_lowered(head_dim):
-    """With one column piece, two or three, each a descriptor where TMA stores a result."""
+    """One, two or three column pieces, each a descriptor where TMA stores a result."""
     tokens = [jax.ShapeDtypeStruct((300, heads, head_dim), "bfloat16") for heads in (4, 2, 2)]
     offsets = jax.ShapeDtypeStruct((4,), "int32")
 
@@ -155,7 +155,7 @@ def test_sums_of_a_descriptor_are_zeroed_in_the_call(monkeypatch):
     """Where the kernel does not clear them itself."""
     monkeypatch.setattr(flash_bwd, "SECTION_BYTES", 0)
     text = lower("sm90", gradients("gluon", deterministic=False), *arrays(64, seq=2112))
-    # The sums' own: dk and dv, which the kernel is given and does not write, have one each.
+    # dk and dv, which the kernel gets but does not write, have one each.
     assert calls(text).count(KERNEL) == 6
     assert "dense<0" not in text
 
@@ -206,7 +206,7 @@ def test_shards_are_lowered():
     [("ring", False, 8), ("ring", True, 10), ("gather", False, 4)],
 )
 def test_parts_of_a_sequence_are_lowered(exchange, deterministic, expected):
-    """Let the second of three steps write its result into its carry."""
+    """The second of three steps writes its result into its carry."""
     plan, sequence = context_plan(3072, 3), jax.P(None, "x")
     mesh = AbstractMesh((3,), ("x",), axis_types=(AxisType.Auto,))
     attention = partial(
@@ -226,7 +226,7 @@ def test_parts_of_a_sequence_are_lowered(exchange, deterministic, expected):
 
 
 def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):
-    """And makes the same code of them, but for where it finds each."""
+    """ptxas makes the same code, but for where it finds each parameter."""
     pytest.importorskip("triton.backends.nvidia.compiler")
     from triton.backends.nvidia.compiler import get_ptxas
 

@@ -1,6 +1,6 @@
 """The explicit kernels of the static gate, mapped with 64-bit types enabled.
 
-`vmap` traces a kernel a second time. Integers without a type would have 64 bits then.
+`vmap` traces a kernel again: there an integer without a type would have 64 bits.
 """
 
 from functools import partial

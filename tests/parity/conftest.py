@@ -1,4 +1,4 @@
-"""A pair of implementations that give the oracle's answer, spoiled where a test asks for it."""
+"""A pair of implementations that give the oracle's answer, spoiled where a test asks."""
 
 from collections.abc import Callable
 

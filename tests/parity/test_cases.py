@@ -99,13 +99,11 @@ def qkv(case):
 
 
 def checked(case):
-    """Return the options of a case, checked."""
     defaults = {"return_row_max": False, "dropout_rate": 0.0}
     return check_attention_options(**defaults | case.options, return_lse=True)
 
 
 def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict[str, Operand]:
-    """Return the ends and depths that a case gives."""
     shapes = {"kv_ends": of_keys} if case.tree else {}
     if case.depths:
         shapes |= {"q_depths": of_queries, "kv_depths": of_keys}
@@ -113,7 +111,6 @@ def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict
 
 
 def terms_of(case, batch: int) -> dict[str, Operand]:
-    """Return what a case adds to the scores."""
     terms, heads = {}, case.heads_q
     if case.relative is not None:
         dtype = case.dtype if case.terms_in_q_dtype else "float32"

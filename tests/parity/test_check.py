@@ -20,7 +20,7 @@ TORCH, PALLAS = Subject("torch_attn", "triton"), Subject("pallas_attn", "triton"
 
 
 def ratios(token: int, value: float, device: str) -> dict[tuple[str, str], float]:
-    """Ratios when `value` is added to torch_attn's out at a token."""
+    """Return ratios when `value` is added to torch_attn's out at a token."""
     inputs = make_inputs(CASE, device)
     right = evaluate(inputs, CASE.spec, torch.float64)
     results = {subject: {n: x.float() for n, x in right.items()} for subject in (TORCH, PALLAS)}
@@ -65,7 +65,7 @@ GRADIENTS = ("dq", "dk", "dv")
 
 
 def plain(case, inputs, names):
-    """The results of a run in float32, rounded to the case's dtype."""
+    """Results of a run in float32, rounded to the case's dtype."""
     found = evaluate(inputs, case.spec, torch.float32)
     return [found[name].to(inputs["q"].dtype) for name in names]
 
@@ -131,7 +131,7 @@ def _one_row(x):
     x[0, 300] += 0.26 * x.square().mean().sqrt()
 
 
-# What all numbers of a tensor together would hide.
+# Together, all numbers of a tensor would hide this.
 HIDDEN = {
     "a row of out": ("out", _one_row),
     "a row of dq": ("dq", _one_row),
@@ -177,7 +177,7 @@ def test_a_row_of_hidden_keys_does_not_loosen_the_others():
 
 
 def test_a_window_that_is_a_key_too_narrow_is_found():
-    """Give each row more than a thousand keys."""
+    """Each row has more than a thousand keys."""
     case = FlashCase("narrow", 1, 1300, 1300, 1, 1, 16, window_size=(1023, 0))
     inputs = make_inputs(case, "cpu")
     (expected,) = expectations(inputs, parts_of(case.spec))

@@ -10,7 +10,7 @@ from interop.parity import environment
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository with this module, and results, in place of our own."""
+    """This module and results, in place of our own repository."""
 
     def git(*arguments):
         subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Random problems: what is drawn, laid out and judged, and what becomes of a problem that fails."""
+"""Random problems: what is drawn, laid out and judged, and what becomes of a failure."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_problems_of_a_group_share_kernels():
 
 
 def test_problems_meet_edges_and_what_callers_do():
-    """A length at a tile's edge, one less and one more; pages, tables and windows likewise."""
+    """A tile's edge, one less and one more; pages, tables and windows likewise."""
     problems = [draw(6, index, 200) for index in range(1500)]
     found = {
         "queries": {getattr(x.case, "seq_q", None) for x in problems},
@@ -198,7 +198,7 @@ def test_what_jax_compiles_runs_one_problem_of_a_group(jax, monkeypatch):
 
 @pytest.mark.parametrize("refuses_all", [False, True])
 def test_pools_without_gaps_for_kernels_that_refuse_others(refuses_all, monkeypatch):
-    """Call a refusal a failure if the layout has no part in it."""
+    """A refusal is a failure if the layout has no part in it."""
 
     def call(side, case, inputs, implementation, constants):
         gaps = {name for name in inputs if not inputs[name].is_contiguous()}
@@ -235,7 +235,7 @@ def result_of(problem: Problem, error: str | None = None) -> CaseResult:
 
 
 def fails_when_long(problem: Problem) -> CaseResult:
-    """Fail as a problem with 13 keys and more in one sequence of two heads and more."""
+    """Fail with 13 keys and more in one sequence of two heads and more."""
     case = problem.case
     longest = max(n for _, n in case.lengths)
     result = result_of(problem)
@@ -246,7 +246,6 @@ def fails_when_long(problem: Problem) -> CaseResult:
 
 
 def hangs_or_dies(problem: Problem) -> CaseResult:
-    """Do what a problem's name says."""
     tell("torch_attn gluon sm90, again")
     if problem.name == "hangs":
         time.sleep(600)

@@ -1,5 +1,3 @@
-"""The tensors of a case."""
-
 from dataclasses import replace
 
 import pytest
@@ -53,7 +51,7 @@ def test_only_a_case_with_gradients_has_output_gradients(torch_device):
 
 
 def used_slots(case: DecodeCase, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which slots [P, page_size] hold a key, found a key at a time."""
+    """Return which slots [P, page_size] hold a key, found a key at a time."""
     used = torch.zeros(inputs["k_pages"].shape[:2], dtype=torch.bool)
     for table, length in zip(inputs["block_tables"].tolist(), case.lengths, strict=True):
         for key in range(length):

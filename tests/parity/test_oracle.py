@@ -1,4 +1,4 @@
-"""The oracle in pieces: what it gives is what the contract's formula gives in one go."""
+"""The oracle in pieces gives what the contract's formula gives in one go."""
 
 from dataclasses import replace
 
@@ -211,7 +211,7 @@ def test_a_sum_over_rows_is_expected_to_be_as_wrong_as_its_terms(name, option, t
     [({"relative": 0}, 150), ({"bias": "qk"}, 8), ({"bias": "bhqk"}, 1), ({"bias": "k"}, 1200)],
 )
 def test_rows_that_share_a_value_of_what_is_added_to_scores(terms, sharing, torch_device):
-    """The errors of their ds add up; each alone is that of dq, without the scale and keys."""
+    """Errors of their ds add up; each alone is that of dq, without the scale and keys."""
     case = FlashCase("shared", 2, 150, 90, 4, 2, 64, dtype="float32", scale=2.0, **terms)
     inputs = make_inputs(case, torch_device)
     (expected,) = expectations(inputs, parts_of(case.spec))
@@ -222,7 +222,7 @@ def test_rows_that_share_a_value_of_what_is_added_to_scores(terms, sharing, torc
 
 
 def test_dropout_leaves_the_rounding_of_out_in_delta(torch_device):
-    """Check that lp rounds what the kernels round: out of a row with one key is a multiple of v."""
+    """lp rounds what the kernels round: out of a row with one key is a multiple of v."""
     case = FlashCase("one key", 1, 40, 40, 2, 2, 64, dtype="float16", window_size=(0, 0))
     for rate, least in ((0.0, 0.0), (0.9, 1e-3)):
         one = replace(case, dropout_rate=rate)

@@ -1,5 +1,3 @@
-"""The files of a report."""
-
 import json
 import math
 import re

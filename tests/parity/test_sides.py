@@ -136,7 +136,6 @@ def test_a_subject_runs_for_its_target(monkeypatch, torch_device):
 
 
 def test_a_side_calls_what_writes_a_cache_and_what_merges(torch_device):
-    """Both sides, on the same tensors: new pools of `append_kv`, out and lse of `merge_states`."""
     case = DecodeCase("append", lengths=(20, 5), tokens=2, heads_q=4, heads_kv=2)
     inputs = make_inputs(case, torch_device)
     q = inputs.pop("q")
@@ -167,7 +166,7 @@ def test_gradients_of_out_alone(side, torch_device):
 
 @pytest.mark.parametrize("case", context_cases(), ids=lambda case: case.name)
 def test_ranks_on_both_sides(case):
-    """Check the results of ranks on one device over the whole sequence, and what explains them."""
+    """Ranks run on one device; what explains them is checked too."""
     inputs = make_inputs(case, "cpu")
     expected = expectations(inputs, parts_of(case.spec))
     sides = [Subject(side, "reference") for side in SIDES]

@@ -1,4 +1,4 @@
-"""Processes that run cases: what becomes of them after an exception, a crash, a Ctrl-C."""
+"""What becomes of processes that run cases after an exception, a crash, a Ctrl-C."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ from interop.parity.workers import run_cases
 
 
 def run(case: FlashCase) -> CaseResult:
-    """Do what a case's name says; its problem then says which process ran it."""
+    """Do what a case's name says; the result says which process ran it."""
     error = None
     if case.name == "raise":
         error = "RuntimeError: no"
@@ -83,7 +83,7 @@ def test_more_jobs_than_cases():
 
 
 class SlowStart:
-    """Run cases in a process that takes longer to start than a case may take."""
+    """A process takes longer to start than a case may take."""
 
     def __reduce__(self):
         return start_slowly, ()
@@ -115,7 +115,7 @@ def test_an_interrupt_is_left_to_the_parent():
 
 @pytest.fixture
 def ctrl_c():
-    """What Ctrl-C does in a terminal; what a shell starts in the background ignores it."""
+    """Ctrl-C as in a terminal; what a shell starts in the background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

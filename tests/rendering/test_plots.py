@@ -1,5 +1,3 @@
-"""The style of figures."""
-
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 

@@ -4,7 +4,7 @@ import torch
 
 
 def in_a_poisoned_box(x):
-    """Return `x` as the inside of a larger tensor; its first element is aligned to nothing."""
+    """Return `x` inside a larger tensor of NaN; its first element is aligned to nothing."""
     poison = float("nan") if x.is_floating_point() else 1 << 30
     box = torch.full([n + 2 for n in x.shape], poison, dtype=x.dtype, device=x.device)
     inside = box[tuple(slice(1, n + 1) for n in x.shape)]

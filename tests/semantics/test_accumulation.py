@@ -1,4 +1,4 @@
-"""Check the accumulators of docs/numerics.md: 0.01 added a thousand times, by hand and as dV."""
+"""The accumulators of docs/numerics.md: 0.01 added a thousand times, by hand and as dV."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ ROWS = {
 
 
 def added_one_by_one(terms: str, accumulator: str) -> float:
-    """The sum of the rounded terms, rounded after each of them."""
+    """Round after each term."""
     to = DTYPES[accumulator]
     total, term = to(0), DTYPES[terms](TERM).astype(to)
     for _ in range(TERMS):
@@ -53,7 +53,7 @@ def test_the_numbers_below_the_table():
 
 @pytest.mark.parametrize("terms", DTYPES)
 def test_kernels_accumulate_in_float32(side, torch_device, terms):
-    """A thousand queries see one key, so that p is 1 and dV is the sum of the rows of dO."""
+    """A thousand queries see one key: p is 1, and dV is the sum of the rows of dO."""
     case = FlashCase("thousand-terms", 1, TERMS, 1, 1, 1, head_dim=16, dtype=terms)
     inputs = {name: x.to(torch_device) for name, x in make_inputs(case, "cpu").items()}
     inputs["dout"].fill_(TERM)

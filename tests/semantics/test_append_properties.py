@@ -1,4 +1,4 @@
-"""Laws of packed and rotated appends: between forms of one call, and of the rotation itself."""
+"""Laws of packed and rotated appends, and of the rotation itself."""
 
 from dataclasses import replace
 from functools import partial
@@ -80,7 +80,7 @@ def test_scores_depend_on_the_difference_of_positions(append, torch_device):
     inputs |= {"rotary_cos": angles.cos().float(), "rotary_sin": angles.sin().float()}
 
     def scores(q, k):
-        """Scores of the first sequence's tokens by its first kv head, [T, T]."""
+        """Return scores of the first sequence's tokens by its first kv head, [T, T]."""
         return q[0, :, 0].double() @ k[:, 0].double().T
 
     def rotated(shift, dtype):
@@ -125,7 +125,7 @@ def test_no_offsets_write_outside_the_tables(append, torch_device):
 
 @pytest.mark.parametrize("sizes", [{"max_pages": 0}, {"lengths": (), "new_tokens": ()}])
 def test_queries_are_rotated_where_nothing_is_written(append, torch_device, sizes):
-    """A cache without room: its queries are rotated; without sequences, all of them are padding."""
+    """The cache has no room; or there are no sequences, so that all tokens are padding."""
     case = replace(CASE, **sizes)
     inputs = make_inputs(case, torch_device)
     q, *pools = append(inputs)

@@ -42,7 +42,7 @@ def inputs(torch_device):
 
 
 def mask_of(inputs, *rows):
-    """Return the mask [1, 1, 3, 4] of these rows, such as ".##."; 64 queries and keys a tile."""
+    """Return the mask [1, 1, 3, 4] of rows such as ".##."; 64 queries and keys a tile."""
     kept = [[[[tile == "#" for tile in row] for row in rows]]]
     return torch.tensor(kept, device=inputs["q"].device)
 
@@ -152,7 +152,6 @@ def check_lists(side, mask, **changes):
 
 @pytest.fixture
 def tiles(inputs):
-    """The lists of two heads' masks of 3 x 4 tiles."""
     return BlockMask.of(mask_of(inputs, "##.#", "....", "..##").repeat(1, 2, 1, 1))
 
 

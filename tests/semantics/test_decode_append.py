@@ -13,7 +13,7 @@ LENGTHS = (7, 2, 21, 20, 0, 6)
 
 
 def inputs_of(device, kv_dtype=None, dtype=torch.bfloat16, tokens=3, scale_shape=()):
-    """Operands of an `append_kv`; the pools hold a number of each slot's own."""
+    """The pools hold a number of each slot's own."""
     make = torch.Generator().manual_seed(0)
     new = (len(LENGTHS), HEADS) if tokens is None else (len(LENGTHS), tokens, HEADS)
     inputs = {
@@ -105,7 +105,7 @@ def test_rounding_to_a_quantised_cache(side, implementation, torch_device, kv_dt
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_nan_in_a_quantised_cache(side, implementation, torch_device, kv_dtype):
-    """NaN in a key, in a scale, and 0 / 0: int8 stores 0, float8 NaN; the rest is as ever."""
+    """NaN in a key, in a scale, and 0 / 0: int8 stores 0, float8 NaN."""
     inputs = inputs_of(torch_device, kv_dtype, scale_shape=(HEADS,))
     inputs["k_new"][:, 0, 0, ::3] = torch.nan
     inputs["k_new"][:, 1, 1, :4] = torch.tensor([0.0, 1.0, -1.0, -torch.nan])
@@ -121,7 +121,7 @@ def test_nan_in_a_quantised_cache(side, implementation, torch_device, kv_dtype):
 
 
 def test_what_has_no_place_is_dropped(side, implementation, torch_device):
-    """Positions before the beginning and past the capacity, ids of no page: nothing is written."""
+    """Positions before the beginning and past the capacity, and ids of no page."""
     inputs = inputs_of(torch_device)
     pools = inputs["k_pages"], inputs["v_pages"]
     lengths = torch.tensor([0, -3, 2**31 - 1, -(2**31), 24, 1000], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Laws of cascades, which read pages that sequences of a batch begin with once for several."""
+"""Laws of cascades, which read a batch's common first pages once for several sequences."""
 
 from dataclasses import replace
 from random import Random
@@ -52,9 +52,10 @@ def test_a_cascade_is_the_decode(side, implementation, torch_device):
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "tokens": 2}, {"kv_dtype": "int8"}])
 def test_keys_in_one_part(side, implementation, torch_device, options):
-    """The decode, not a merge, joins what is shared; the last of nine sequences is alone in a tile.
+    """The decode itself joins what is shared: tables are so short that no sequence's keys are
+    divided.
 
-    Tables are so short that the keys of a sequence are not divided.
+    The last of nine sequences is alone in a tile.
     """
     case = replace(CASE, lengths=(156, 150, 140, 156, 149, 155, 156, 144, 156), max_pages=13)
     case = replace(case, **options)

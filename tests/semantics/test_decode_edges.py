@@ -1,4 +1,4 @@
-"""Sizes of zero, and data that points outside the pool: exact results, never a read elsewhere."""
+"""Sizes of zero, and data that points outside the pool: exact results, no read elsewhere."""
 
 from dataclasses import replace
 

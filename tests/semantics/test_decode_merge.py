@@ -14,7 +14,7 @@ from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 
 def states_of(num_states, device, dtype=torch.float16):
-    """Outputs [N, 2, 3, 4, 24] and lses [N, 2, 4, 3]; a part that saw no key holds NaN.
+    """Return outputs [N, 2, 3, 4, 24] and lses [N, 2, 4, 3]; a part that saw no key holds NaN.
 
     Every part of one row saw none.
     """
@@ -32,7 +32,6 @@ def run(side, implementation, outs, lses):
 
 
 def assert_merged(got, outs, lses):
-    """Hold a merge of these states to the oracle."""
     out, lse = got
     ref, ref_lse = merge(outs, lses, torch.float64)
     lp, _ = merge(outs, lses, outs.dtype)
@@ -74,7 +73,7 @@ def test_a_state_that_saw_nothing_changes_nothing(side, implementation, torch_de
 
 
 def test_merging_is_associative(side, implementation, torch_device):
-    """In float32, so that what is merged again is rounded to nothing less."""
+    """In float32, so that what is merged again is not rounded to less."""
     outs, lses = states_of(5, torch_device, torch.float32)
     first = run(side, implementation, outs[:2], lses[:2])
     rest = run(side, implementation, outs[2:], lses[2:])
@@ -160,7 +159,7 @@ def test_a_state_that_saw_nothing_has_gradients_of_zero(side, implementation, to
 
 
 def test_the_gradients_of_parts_merged_are_those_of_the_whole(side, implementation, torch_device):
-    """The chain rule by hand: the merge's gradients are what each part is given."""
+    """By the chain rule, the merge's gradients are what each part gets."""
     case = FlashCase("parts", 1, 20, 48, heads_q=4, head_dim=16, dtype="float32", softcap=5.0)
     inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "reference"}  # of the parts, not of the merge

@@ -1,6 +1,6 @@
-"""Laws of paged decoding between two calls, and random problems.
+"""Laws of paged decoding, and random problems.
 
-Most laws share one problem and change its data alone, because JAX compiles each distinct one.
+Most laws share one problem and change only its data: JAX compiles each distinct problem.
 """
 
 from dataclasses import replace
@@ -71,7 +71,7 @@ def used_slots(inputs):
 
 @pytest.mark.parametrize("page_size", [5, 64])
 def test_keys_before_the_window_may_hold_anything(side, implementation, torch_device, page_size):
-    """Slots that no token sees hold NaN, and pages of such slots alone were given back."""
+    """Slots that no token sees hold NaN, and pages of only such slots were given back."""
     sizes = {"page_size": page_size, "max_pages": -(-150 // page_size)}
     case = replace(CASE, **sizes, window_size=(40, 0))
     inputs = make_inputs(case, torch_device)
@@ -131,9 +131,7 @@ def test_what_no_sequence_uses_does_not_matter(side, implementation, torch_devic
 
 
 def test_sequences_of_a_batch_do_not_meet(side, implementation, torch_device):
-    """Bit for bit, in the kernels, with a fixed number of splits: the company does not matter,
-    nor its order, nor how wide the tables are.
-    """
+    """Bit for bit in the kernels, with a fixed number of splits and tables of any width."""
     if implementation == "reference":
         pytest.skip("its products may choose their order")
     inputs = make_inputs(CASE, torch_device)
@@ -156,7 +154,7 @@ def test_the_number_of_splits_changes_rounding_alone(side, implementation, torch
 
 
 def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
-    """The last token's own key and value reach the last token alone."""
+    """The last token's own key and value reach only the last token."""
     inputs = make_inputs(CASE, torch_device)
     size, other = CASE.page_size, {}
     for name in ("k_pages", "v_pages"):
@@ -207,7 +205,7 @@ def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
 
 
 def test_sinks_of_any_size(side, implementation, torch_device):
-    """Sinks that are nothing, next to nothing, and everything; of sequences without keys too."""
+    """They are nothing, next to nothing, and everything; in sequences without keys too."""
     case = replace(CASE, heads_q=4, heads_kv=2, sinks=True)
     inputs = make_inputs(case, torch_device)
     sinks = torch.tensor([-torch.inf, -300.0, 0.5, 300.0], device=torch_device)

@@ -1,7 +1,6 @@
-"""Views mean what contiguous tensors mean, and nothing outside them is read or written.
+"""torch's views mean what contiguous tensors mean; nothing outside them is read or written.
 
-torch alone: JAX arrays have no strides. The kernels give the same bits; the reference's matrix
-products may choose their order.
+The kernels give the same bits; the reference's matrix products may choose their order.
 """
 
 from dataclasses import replace
@@ -28,7 +27,7 @@ def torch_side(torch_device):
 
 
 def one_pool(k_pages, v_pages):
-    """[P, 2, page_size, H, D], the keys and values of a page side by side."""
+    """Return [P, 2, page_size, H, D], the keys and values of a page side by side."""
     pool = torch.stack([k_pages, v_pages], dim=1)
     return pool[:, 0], pool[:, 1]
 
@@ -91,7 +90,6 @@ def test_nothing_is_read_outside_the_pool(torch_side, implementation, torch_devi
 
 
 def append(implementation, inputs, pools):
-    """Write numbers into pools in place."""
     k_new, v_new = inputs["q"][:, :, :2], inputs["q"][:, :, 2:]
     torch_attn.append_kv(
         k_new, in_a_poisoned_box(v_new), *pools, inputs["block_tables"], inputs["seq_lens"],

@@ -20,7 +20,7 @@ CASE = DecodeCase(
 
 
 def inputs_of(device, case=CASE):
-    """The inputs of a case, with the tree of `PARENTS` in every sequence."""
+    """With the tree of `PARENTS` in every sequence."""
     ends = torch.from_numpy(tree_of(PARENTS).ends).to(device).expand(len(case.lengths), -1)
     return make_inputs(case, device) | {"tree_ends": ends}
 
@@ -62,7 +62,7 @@ def test_a_chain_is_causal(side, implementation, torch_device):
 
 
 def test_each_path_is_a_sequence_of_its_own(side, implementation, torch_device):
-    """A leaf of the tree sees what the last token of its path sees, decoded without a tree."""
+    """A leaf sees what its path's last token sees, decoded without a tree."""
     inputs = inputs_of(torch_device)
     out, lse = decode(side, implementation, inputs)
     b, context = 3, CASE.lengths[3] - CASE.tokens

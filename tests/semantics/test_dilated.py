@@ -44,7 +44,7 @@ def test_one_whole_segment_is_flash_attention(bitwise_side, inputs, by):
 
 
 def test_segments_are_sequences(side, inputs):
-    """Attend within each segment as a sequence of its own: one pair of rate 1."""
+    """One pair of rate 1: each segment attends as a sequence of its own."""
     axis = {"lse": 2, "dlse": 2}
     parts = [
         attention(

@@ -1,4 +1,4 @@
-"""Dropout: every implementation drops the same probabilities, forward and backward."""
+"""Every implementation drops the same probabilities, forward and backward."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Scores of any size: what hides keys by a large number, and rows whose scores are all large."""
+"""Large numbers that hide keys, and rows whose scores are all large."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_any_number_may_hide_keys(side, implementation, torch_device, case):
 
 
 def test_a_row_of_one_value_has_the_mean(side, implementation, torch_device):
-    """Pass the gradient on to the values once, not once for each key."""
+    """The values get the gradient once, not once for each key."""
     case = FlashCase("one value", 1, 30, 40, 1, 1, 16, dtype="float32", bias="bqk")
     for value in VALUES[1:]:
         inputs = make_inputs(case, torch_device)

@@ -1,4 +1,4 @@
-"""float32 gradients that are sums over many queries: rounded once a tile, not once a query."""
+"""float32 gradients summed over many queries are rounded once a tile, not once a query."""
 
 import re
 

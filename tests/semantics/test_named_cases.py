@@ -1,6 +1,6 @@
 """Every named case of parity, on both sides, within the error budget of the float64 oracle.
 
-What no sequence uses holds NaN: padding, slots and pages of a cache, and ids of no page.
+What no sequence uses holds NaN (padding, slots and pages of a cache), or ids of no page.
 """
 
 import pytest
@@ -20,7 +20,6 @@ def named_cases(suite):
 
 
 def run_explicitly(case):
-    """Return True for what explicit kernels have."""
     if isinstance(case, BlockSparseCase):
         return case.tile_q == case.tile_kv == 128
     if isinstance(case, PagedCase):

@@ -1,4 +1,4 @@
-"""Laws of paged attention between two calls, and beside the other functions."""
+"""Laws of paged attention, alone and against the other functions."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -50,7 +50,7 @@ def test_single_tokens_are_a_paged_decode(side, implementation, torch_device):
 
 @pytest.mark.parametrize("page_size", [5, 64])
 def test_keys_before_the_window_may_hold_anything(side, implementation, torch_device, page_size):
-    """Slots that no token sees hold NaN, and pages of such slots alone were given back."""
+    """Slots that no token sees hold NaN, and pages of only such slots were given back."""
     sizes = {"page_size": page_size, "max_pages": -(-150 // page_size), "lengths": (150, 20, 9, 99)}
     case = replace(CASE, **sizes, window_size=(40, 0))
     inputs = make_inputs(case, torch_device)

@@ -1,4 +1,4 @@
-"""The option `precision`: what it does to products, and what it leaves alone."""
+"""What `precision` does to products, and what it leaves alone."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ EACH_FUNCTION = {
 
 
 def cut(x):
-    """Return float32 numbers without the bits that tensor cores do not read."""
+    """Drop the bits of float32 that tensor cores do not read."""
     return (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
@@ -57,7 +57,7 @@ def portable(request):
 
 
 def test_products_round_their_operands(side, portable, torch_device):
-    """Return the value itself where there is one key, as the product takes it: p is 1."""
+    """With one key p is 1, so the result is the value as the product takes it."""
     inputs = make_inputs(ONE_KEY, torch_device)
     got = attention(side, inputs, implementation=portable, **ONE_KEY.options)
     value = inputs["v"]
@@ -98,7 +98,7 @@ def test_every_function_takes_it(side, torch_device, function):
 
 @pytest.mark.parametrize("term", [{"bias": "bhq"}, {"relative": 0}], ids=lambda x: next(iter(x)))
 def test_the_gradient_of_what_all_keys_share(side, portable, torch_device, term):
-    """Sum ds over all keys: it cancels but for the gradient of lse and what rounding leaves."""
+    """The sum of ds over all keys cancels but for the gradient of lse and the rounding."""
     case = replace(CASE, name="precision-shared", seq_kv=3, head_dim=128, causal=False, **term)
     inputs = make_inputs(case, torch_device)
     found = attention(side, inputs, implementation=portable, **case.options)

@@ -1,4 +1,4 @@
-"""What must hold whatever the numbers are: random problems, and laws between two calls."""
+"""Random problems, and laws between two calls."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -73,7 +73,7 @@ def test_any_problem_is_within_budget(side, implementation, torch_device, case, 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(first=st.integers(1, CASE.seq_kv - 1))
 def test_keys_that_a_query_does_not_see_do_not_matter(side, implementation, torch_device, first):
-    """Changing keys from `first` on changes nothing before the first query that sees them."""
+    """Keys from `first` on change nothing before the first query that sees them."""
     inputs = make_inputs(CAUSAL, torch_device)
     k, v = inputs["k"].clone(), inputs["v"].clone()
     k[:, first:], v[:, first:] = 50, -50
@@ -100,7 +100,7 @@ def test_grouped_heads_equal_repeated_ones(side, implementation, torch_device):
 
 
 def test_sequences_of_a_batch_do_not_meet(side, torch_device):
-    """Bit for bit, in the kernels; the reference's matrix products may choose their order."""
+    """Bit for bit in the kernels; the reference's matrix products may choose their order."""
     case = replace(CASE, batch=3, heads_q=2, heads_kv=1, window_size=(20, 10))
     inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "triton"}

@@ -17,7 +17,7 @@ EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key
 
 
 def test_a_sink_is_no_score(side, implementation, torch_device):
-    """Sinks that are far above all scores change the output alone."""
+    """Sinks far above all scores change only the output."""
     inputs = make_inputs(CASE, torch_device)
     options = CASE.options | {"implementation": implementation}
     want = attention(side, inputs, **options)["row_max"]

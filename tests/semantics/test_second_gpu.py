@@ -1,4 +1,4 @@
-"""On a GPU that is not the current one: kernels run where their operands are."""
+"""Kernels run where their operands are, also if that GPU is not the current one."""
 
 import jax
 import pytest

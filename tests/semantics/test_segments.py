@@ -32,7 +32,7 @@ def ids(*lengths: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def test_documents_are_as_packed_sequences(side, implementation, torch_device):
-    """These are held to their sequences one by one by their own tests."""
+    """Other tests hold packed sequences to their sequences one by one."""
     lengths_q, lengths_kv = (30, 1, 0, 45), (20, 9, 5, 52)
     options = CASE.options | {"implementation": implementation, "causal": False}
     inputs = make_inputs(replace(CASE, segments=""), torch_device)

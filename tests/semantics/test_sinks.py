@@ -15,9 +15,8 @@ EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key
 
 
 def test_a_sink_of_minus_infinity_is_none(bitwise_side, torch_device):
-    """Bit for bit in the kernels, also in the rows without a key, which then have nothing at all.
-
-    The reference is held to this by tests/contract: XLA may sum otherwise for another program.
+    """Bit for bit in the kernels, also in rows without a key. tests/contract holds the reference to
+    it.
     """
     inputs = make_inputs(CASE, torch_device)
     options = CASE.options | {"implementation": "triton"}
@@ -51,7 +50,7 @@ def test_a_huge_sink_takes_everything(side, implementation, torch_device):
 
 
 def test_a_row_without_keys_has_its_sink_as_lse(side, implementation, torch_device):
-    """The gradient of that lse goes to the sink, and to nothing else."""
+    """The gradient of that lse goes only to the sink."""
     inputs = make_inputs(CASE, torch_device)
     options = CASE.options | {"implementation": implementation, "deterministic": True}
     got = attention(side, inputs, **options)

@@ -49,7 +49,7 @@ def assert_layout_does_not_matter(side, inputs, strided, case, implementation):
 
 
 def packed(*tensors):
-    """The same tensors as views of one [B, S, heads + 1, D] tensor whose last head is NaN."""
+    """Views of one [B, S, heads + 1, D] tensor whose last head is NaN."""
     gap = torch.full_like(tensors[0][:, :, :1], float("nan"))
     sizes = [x.shape[2] for x in tensors]
     return torch.cat([*tensors, gap], dim=2).split([*sizes, 1], dim=2)[:-1]
@@ -141,7 +141,7 @@ SMALLEST = (
 
 
 def with_odd_strides(x):
-    """`x` where each axis of size 1 has a stride that is a multiple of nothing."""
+    """Give each axis of size 1 a stride that is a multiple of nothing."""
     strides = (7 if size == 1 else n for size, n in zip(x.shape, x.stride(), strict=True))
     return x.as_strided(x.shape, tuple(strides))
 
@@ -165,7 +165,7 @@ def test_launches_do_not_see_the_stride_of_an_axis_of_size_one(torch_device):
 
 
 def test_unwritten_memory_is_seen(torch_device):
-    """The other tests rely on it: memory that a call allocates holds NaN until written."""
+    """Other tests need memory that a call allocates to hold NaN until written."""
     with poisoned_memory():
         for x in (
             torch.empty(3, 4, device=torch_device),

@@ -77,7 +77,7 @@ def test_documents_are_roots(side, implementation, torch_device):
 
 
 def test_a_tree_is_its_branches_one_by_one(side, implementation, torch_device):
-    """Outputs are those of each branch. Its gradients, of the new tokens alone, add up."""
+    """Gradients of the branches' new tokens add up."""
     options = CASE.options | {"implementation": implementation}
     inputs = with_ends(make_inputs(NO_TREE, torch_device))
     with use_configs(SMALL_TILES if implementation == "triton" else {}):
@@ -105,7 +105,7 @@ def test_a_tree_is_its_branches_one_by_one(side, implementation, torch_device):
 
 
 def test_a_window_counts_depths(side, implementation, torch_device):
-    """So that a branch has the window that it has alone."""
+    """A branch has the window that it has alone."""
     options = CASE.options | {"implementation": implementation, "window_size": (7, None)}
     inputs = with_ends(make_inputs(NO_TREE, torch_device))
     depths = torch.empty(1, 90, dtype=torch.int32, device=torch_device)
