@@ -1,5 +1,3 @@
-"""Views of larger tensors, with any strides."""
-
 import torch
 
 

@@ -1,4 +1,4 @@
-"""The accumulators of docs/numerics.md: 0.01 added a thousand times, by hand and as dV."""
+"""The accumulators of docs/numerics.md: 0.01 added a thousand times."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,6 @@ ROWS = {
 
 
 def added_one_by_one(terms: str, accumulator: str) -> float:
-    """Round after each term."""
     to = DTYPES[accumulator]
     total, term = to(0), DTYPES[terms](TERM).astype(to)
     for _ in range(TERMS):

@@ -1,5 +1,3 @@
-"""Laws of packed and rotated appends, and of the rotation itself."""
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,7 +11,7 @@ from tests.oracle import assert_within_budget
 from twin_attention.contract.reference.rotary import rotate
 from twin_attention.contract.tolerances import compare_to_reference
 
-# Sequences of three new tokens and of none; their keys go past a page's end.
+# Three new tokens, and none; their keys go past a page's end.
 CASE = AppendCase(
     "law", lengths=(7, 4, 11), new_tokens=(3, 0, 3), padding=1, heads_q=4, head_dim=16,
     dtype="float16", page_size=5, max_pages=3, rotary_dim=16, positions=11,
@@ -24,7 +22,7 @@ NEW, POOLS = ("k_new", "v_new", "q"), ("k_pages", "v_pages")
 
 @pytest.fixture
 def append(bitwise_side):
-    """The kernels' append, compiled once for each form: (q, k_pages, v_pages), or without q."""
+    """Compiled once for each form: (q, k_pages, v_pages), or without q."""
     call = partial(bitwise_side.call, "append_kv", implementation="triton")
     return lambda inputs, interleaved=False: call(inputs, rotary_interleaved=interleaved)
 
@@ -73,14 +71,12 @@ def test_interleaved_pairs_are_halves_of_permuted_dimensions(append, torch_devic
 
 
 def test_scores_depend_on_the_difference_of_positions(append, torch_device):
-    """The same tokens, three and eight positions further on."""
     inputs = make_inputs(DENSE, torch_device)
     frequency = 100.0 ** -torch.linspace(0, 1, DENSE.rotary_dim // 2, dtype=torch.float64)
     angles = (torch.arange(DENSE.positions)[:, None] * frequency).to(torch_device)
     inputs |= {"rotary_cos": angles.cos().float(), "rotary_sin": angles.sin().float()}
 
     def scores(q, k):
-        """Return scores of the first sequence's tokens by its first kv head, [T, T]."""
         return q[0, :, 0].double() @ k[:, 0].double().T
 
     def rotated(shift, dtype):
@@ -100,7 +96,6 @@ def test_scores_depend_on_the_difference_of_positions(append, torch_device):
 
 
 def test_a_position_without_a_row_rotates_to_nan(append, torch_device):
-    """Tokens before the first position, and past the last row of the tables."""
     inputs = make_inputs(replace(DENSE, lengths=(2, 12)), torch_device)
     q, k, v = append(inputs)
     is_nan = torch.zeros_like(q, dtype=torch.bool)
@@ -125,7 +120,7 @@ def test_no_offsets_write_outside_the_tables(append, torch_device):
 
 @pytest.mark.parametrize("sizes", [{"max_pages": 0}, {"lengths": (), "new_tokens": ()}])
 def test_queries_are_rotated_where_nothing_is_written(append, torch_device, sizes):
-    """The cache has no room; or there are no sequences, so that all tokens are padding."""
+    """No room in the cache; or no sequences, so that all tokens are padding."""
     case = replace(CASE, **sizes)
     inputs = make_inputs(case, torch_device)
     q, *pools = append(inputs)

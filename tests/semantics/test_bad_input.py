@@ -62,7 +62,7 @@ INT8 = {"k_pages": i8(9, 8, 2, 32), "v_pages": i8(9, 8, 2, 48), "k_scale": f32()
 DECODE = {"q": bf16(2, 3, 4, 32), **CACHE}
 PAGED = {"q": bf16(7, 4, 32), **CACHE, "cu_seqlens_q": i32(3)}
 APPEND = {"k_new": bf16(2, 3, 2, 32), "v_new": bf16(2, 3, 2, 48), **CACHE}
-# Packed new tokens, and rotation of their keys and queries.
+# Packed new tokens, and rotation.
 PACKED = {
     **APPEND, "k_new": bf16(17, 2, 32), "v_new": bf16(17, 2, 48), "cu_seqlens_q": i32(3),
     "q": bf16(17, 4, 32), "rotary_cos": f32(50, 12), "rotary_sin": f32(50, 12),
@@ -210,7 +210,7 @@ OF_DILATED = [
             q=f32(2, 48, 4, 16)),
     mistake(TypeError, "causal: expected a bool, got int", causal=1),
 ]
-# What a decode and paged attention refuse alike, with queries of other dimensions.
+# What a decode and paged attention both refuse.
 def of_cache(*rows):
     return [
         mistake(TypeError, f"k_pages: expected q's {CACHE_DTYPE}float16", k_pages=f16(9, 8, 2, 32)),
@@ -388,7 +388,7 @@ MISTAKES = [
 
 
 def made(side, described):
-    """Return arguments with zeros for the operands that are described, and lists as a mask."""
+    """Return zeros for the described operands, and lists as a mask."""
     found = {
         name: side.zeros(*x) if isinstance(x, Operand) else x
         for name, x in described.items()
@@ -418,7 +418,6 @@ def test_one_mistake_one_message(side, implementation, name, good, mistake):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_is_no_tensor(side, name):
-    """A list, and an array of another library, numpy's among them."""
     arguments = made(side, FUNCTIONS[name])
     for operand, x in FUNCTIONS[name].items():
         if isinstance(x, Operand):

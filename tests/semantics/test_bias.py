@@ -1,5 +1,3 @@
-"""Bias of pairs, broadcast over any axes, with its gradient."""
-
 from dataclasses import replace
 
 import pytest
@@ -21,7 +19,7 @@ def run(side, case, inputs, implementation):
 
 
 def test_minus_infinity_hides_keys(side, implementation, torch_device):
-    """As a window does: hidden pairs have no gradient, and a row without a key gives 0."""
+    """Hidden pairs have no gradient, and a row without a key gives 0."""
     inputs = make_inputs(CASE, torch_device)
     distance = torch.arange(90)[None, :] - torch.arange(70)[:, None] - 20
     hidden = ((distance < -30) | (distance > 5)).to(torch_device)

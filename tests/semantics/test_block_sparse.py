@@ -1,4 +1,4 @@
-"""Block masks: laws that tie them to calls without any, and what lists may hold."""
+"""Block masks: laws that tie them to other calls, and what lists may hold."""
 
 import re
 
@@ -42,7 +42,7 @@ def inputs(torch_device):
 
 
 def mask_of(inputs, *rows):
-    """Return the mask [1, 1, 3, 4] of rows such as ".##."; 64 queries and keys a tile."""
+    """Return a mask [1, 1, 3, 4] of rows such as ".##."; 64 queries and keys a tile."""
     kept = [[[[tile == "#" for tile in row] for row in rows]]]
     return torch.tensor(kept, device=inputs["q"].device)
 
@@ -90,7 +90,6 @@ def test_a_dropped_tile_has_no_influence(side, inputs):
 
 
 def test_heads_may_be_permuted(side, inputs):
-    """Each head moves with its mask."""
     got = sparse(side, inputs)
     axes = {"q": 2, "k": 2, "v": 2, "dout": 2, "dlse": 1, "block_mask": 1}
     swapped = sparse(side, {name: x.flip(axes[name]) for name, x in inputs.items()})
@@ -99,7 +98,6 @@ def test_heads_may_be_permuted(side, inputs):
 
 
 def lists_forward(side, inputs, lists):
-    """Call the kernels with a mask as lists; return out and lse."""
     operands = side.share({name: inputs[name] for name in "qkv"})
     mask = BlockMask(**side.share(lists._asdict()))
     with use_configs(LARGE_TILES):

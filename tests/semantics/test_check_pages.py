@@ -1,5 +1,3 @@
-"""`check_pages` names what leaves the pool, and pages that two sequences write to."""
-
 import pytest
 import torch
 

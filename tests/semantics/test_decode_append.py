@@ -1,5 +1,3 @@
-"""Writing new keys and values into their pages: exactly what the definition says."""
-
 import pytest
 import torch
 
@@ -37,7 +35,6 @@ def inputs_of(device, kv_dtype=None, dtype=torch.bfloat16, tokens=3, scale_shape
 
 
 def expected(inputs):
-    """Both pools, written token by token."""
     tables, lengths = inputs["block_tables"].tolist(), inputs["seq_lens"].tolist()
     pools = []
     for name in ("k", "v"):
@@ -105,7 +102,7 @@ def test_rounding_to_a_quantised_cache(side, implementation, torch_device, kv_dt
 
 @pytest.mark.parametrize("kv_dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_nan_in_a_quantised_cache(side, implementation, torch_device, kv_dtype):
-    """NaN in a key, in a scale, and 0 / 0: int8 stores 0, float8 NaN."""
+    """int8 stores 0, float8 NaN."""
     inputs = inputs_of(torch_device, kv_dtype, scale_shape=(HEADS,))
     inputs["k_new"][:, 0, 0, ::3] = torch.nan
     inputs["k_new"][:, 1, 1, :4] = torch.tensor([0.0, 1.0, -1.0, -torch.nan])
@@ -121,7 +118,6 @@ def test_nan_in_a_quantised_cache(side, implementation, torch_device, kv_dtype):
 
 
 def test_what_has_no_place_is_dropped(side, implementation, torch_device):
-    """Positions before the beginning and past the capacity, and ids of no page."""
     inputs = inputs_of(torch_device)
     pools = inputs["k_pages"], inputs["v_pages"]
     lengths = torch.tensor([0, -3, 2**31 - 1, -(2**31), 24, 1000], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Laws of cascades, which read a batch's common first pages once for several sequences."""
+"""Cascades read a batch's common first pages once for several sequences."""
 
 from dataclasses import replace
 from random import Random
@@ -13,7 +13,7 @@ from tests.sides import takes
 
 pytestmark = pytest.mark.one_reference
 
-# Pages that fill no tile and straddle two. Tiles of 8 sequences, and tiles that are not full.
+# Pages that fill no tile and straddle two; full tiles of 8 sequences and others.
 CASE = DecodeCase(
     "cascade", lengths=(150, 300, 0, 299, 150, 7, 300, 200, 299, 290),
     heads_q=8, heads_kv=1, head_dim=32, head_dim_v=16, dtype="float16", page_size=12,
@@ -52,11 +52,7 @@ def test_a_cascade_is_the_decode(side, implementation, torch_device):
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "tokens": 2}, {"kv_dtype": "int8"}])
 def test_keys_in_one_part(side, implementation, torch_device, options):
-    """The decode itself joins what is shared: tables are so short that no sequence's keys are
-    divided.
-
-    The last of nine sequences is alone in a tile.
-    """
+    """The decode itself joins what is shared: tables are too short to divide a sequence's keys."""
     case = replace(CASE, lengths=(156, 150, 140, 156, 149, 155, 156, 144, 156), max_pages=13)
     case = replace(case, **options)
     inputs = make_inputs(case, torch_device)
@@ -66,7 +62,6 @@ def test_keys_in_one_part(side, implementation, torch_device, options):
 
 @pytest.mark.parametrize("page", [0, 10, 11])
 def test_pages_are_shared_up_to_the_first_that_differs(side, implementation, torch_device, page):
-    """One sequence has a page of its own between pages that all have."""
     case = replace(CASE, lengths=(300,) * 8)
     inputs = make_inputs(case, torch_device)
     tables = inputs["block_tables"]
@@ -80,7 +75,7 @@ def test_pages_are_shared_up_to_the_first_that_differs(side, implementation, tor
 
 
 def test_more_tiles_have_a_prefix_than_full_tiles_would(side, implementation, torch_device):
-    """Sequences share in pairs, and programs take the prefixes of several pairs."""
+    """Sequences share in pairs, and programs take several pairs' prefixes."""
     case = replace(CASE, lengths=(300,) * 10)
     inputs = make_inputs(case, torch_device)
     tables = inputs["block_tables"]
@@ -104,7 +99,6 @@ def test_tables_that_agree_past_a_length_do_not_matter(side, implementation, tor
 
 
 def test_wrong_lengths_and_ids_stay_within_the_pool(side, implementation, torch_device):
-    """They are clamped, as without a cascade."""
     inputs = make_inputs(replace(CASE, lengths=(300,) * 10), torch_device)
     for name in ("k_pages", "v_pages"):
         inputs[name].nan_to_num_(0.5)

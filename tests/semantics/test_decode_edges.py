@@ -1,4 +1,4 @@
-"""Sizes of zero, and data that points outside the pool: exact results, no read elsewhere."""
+"""Sizes of zero, and data that points outside the pool."""
 
 from dataclasses import replace
 
@@ -61,7 +61,6 @@ def test_no_sequence_has_a_key(side, implementation, torch_device):
 
 
 def test_lengths_that_no_sequence_can_have(side, implementation, torch_device):
-    """Past the capacity they are the capacity, below 0 they are 0."""
     inputs = make_inputs(replace(CASE, lengths=(20, 20, 0)), torch_device)
     lengths = torch.tensor([21, 2**31 - 1, -(2**31)], dtype=torch.int32, device=torch_device)
     want = decode(side, implementation, inputs)
@@ -70,7 +69,7 @@ def test_lengths_that_no_sequence_can_have(side, implementation, torch_device):
 
 
 def test_page_ids_out_of_range(side, implementation, torch_device):
-    """They give what some page of the pool holds, and do not disturb the other sequences."""
+    """They give what some page holds, and do not disturb the other sequences."""
     inputs = make_inputs(CASE, torch_device)
     for name in ("k_pages", "v_pages"):
         inputs[name] = inputs[name].nan_to_num(1.0)
@@ -111,7 +110,6 @@ def test_a_nan_in_a_float8_cache(side, implementation, torch_device, column):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-46, 1e-40])
 def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale):
-    """Every key counts alike."""
     case = replace(CASE, scale=scale, window_size=(8, 0))
     inputs = make_inputs(case, torch_device)
     got = side.call(
@@ -123,7 +121,7 @@ def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_scale_that_is_nan(side, implementation, torch_device, name, num_splits):
-    """It reaches the results of its own kv head and of no other."""
+    """It reaches only the results of its own kv head."""
     case = replace(CASE, kv_dtype="int8", num_splits=num_splits)
     inputs = make_inputs(case, torch_device)
     options = {"return_lse": True, "implementation": implementation, "num_splits": num_splits}

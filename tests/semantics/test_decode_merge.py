@@ -1,4 +1,4 @@
-"""Merging partial results, and its gradients: within the oracle's budget, and their laws."""
+"""Merging partial results, and its gradients."""
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 
 def states_of(num_states, device, dtype=torch.float16):
-    """Return outputs [N, 2, 3, 4, 24] and lses [N, 2, 4, 3]; a part that saw no key holds NaN.
-
-    Every part of one row saw none.
+    """Outputs [N, 2, 3, 4, 24] and lses [N, 2, 4, 3]; parts without keys, and all of one row, hold
+    NaN.
     """
     make = torch.Generator().manual_seed(num_states)
     outs = torch.randn(num_states, 2, 3, 4, 24, generator=make).to(dtype)
@@ -73,7 +72,7 @@ def test_a_state_that_saw_nothing_changes_nothing(side, implementation, torch_de
 
 
 def test_merging_is_associative(side, implementation, torch_device):
-    """In float32, so that what is merged again is not rounded to less."""
+    """In float32, so that merging again rounds no more."""
     outs, lses = states_of(5, torch_device, torch.float32)
     first = run(side, implementation, outs[:2], lses[:2])
     rest = run(side, implementation, outs[2:], lses[2:])
@@ -133,7 +132,7 @@ def test_decodes_over_parts_of_the_tables_merge_to_the_whole(side, implementatio
         options = {"return_lse": True, "implementation": implementation}
         parts.append(side.call("paged_decode", part, **options))
     got = run(side, implementation, *(torch.stack(x) for x in zip(*parts, strict=True)))
-    # Each part's output is rounded to bfloat16 before the merge, which is what lp does once more.
+    # Each part's output is rounded to bfloat16 before the merge, which lp does once more.
     assert_within_budget(got, inputs, case.spec)
 
 

@@ -1,7 +1,4 @@
-"""Laws of paged decoding, and random problems.
-
-Most laws share one problem and change only its data: JAX compiles each distinct problem.
-"""
+"""Laws of paged decoding. They mostly share one problem: JAX compiles each distinct one."""
 
 from dataclasses import replace
 
@@ -25,7 +22,6 @@ CASE = DecodeCase(
 any_case = st.builds(
     DecodeCase,
     name=st.just("any"),
-    # Any, or about the edges of tiles, and of pages with tiles.
     lengths=st.lists(
         st.integers(0, 250)
         | st.sampled_from([n + i for n in (16, 64, 68, 96, 100, 128, 192) for i in (-1, 0, 1)]),
@@ -71,7 +67,7 @@ def used_slots(inputs):
 
 @pytest.mark.parametrize("page_size", [5, 64])
 def test_keys_before_the_window_may_hold_anything(side, implementation, torch_device, page_size):
-    """Slots that no token sees hold NaN, and pages of only such slots were given back."""
+    """Slots that no token sees hold NaN, and pages of only such slots are given back."""
     sizes = {"page_size": page_size, "max_pages": -(-150 // page_size)}
     case = replace(CASE, **sizes, window_size=(40, 0))
     inputs = make_inputs(case, torch_device)
@@ -106,7 +102,7 @@ def test_where_pages_lie_does_not_matter(side, implementation, torch_device):
 
 
 def test_two_sequences_may_share_pages(side, implementation, torch_device):
-    """A common beginning is stored once: its pages are in both tables."""
+    """The pages of a common beginning are in both tables."""
     case = replace(CASE, lengths=(70, 0, 50, 150))
     inputs = make_inputs(case, torch_device)
     inputs["block_tables"][0, :10] = inputs["block_tables"][2, :10]
@@ -116,7 +112,6 @@ def test_two_sequences_may_share_pages(side, implementation, torch_device):
 
 @pytest.mark.parametrize("garbage", [0.0, 1e4, -torch.inf])
 def test_what_no_sequence_uses_does_not_matter(side, implementation, torch_device, garbage):
-    """Slots past the lengths, unused pages, and unused entries of the tables."""
     inputs = make_inputs(CASE, torch_device)
     tables, unused = inputs["block_tables"], ~used_slots(inputs)
     other = {name: inputs[name].clone() for name in ("k_pages", "v_pages")}
@@ -154,7 +149,6 @@ def test_the_number_of_splits_changes_rounding_alone(side, implementation, torch
 
 
 def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
-    """The last token's own key and value reach only the last token."""
     inputs = make_inputs(CASE, torch_device)
     size, other = CASE.page_size, {}
     for name in ("k_pages", "v_pages"):
@@ -170,7 +164,6 @@ def test_new_tokens_are_causal_among_themselves(side, implementation, torch_devi
 
 
 def test_new_tokens_may_come_one_by_one(side, implementation, torch_device):
-    """Token t of T is the one new token of a sequence that ends with it."""
     inputs = make_inputs(CASE, torch_device)
     tokens = CASE.tokens
     back = torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=torch_device)
@@ -205,7 +198,6 @@ def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
 
 
 def test_sinks_of_any_size(side, implementation, torch_device):
-    """They are nothing, next to nothing, and everything; in sequences without keys too."""
     case = replace(CASE, heads_q=4, heads_kv=2, sinks=True)
     inputs = make_inputs(case, torch_device)
     sinks = torch.tensor([-torch.inf, -300.0, 0.5, 300.0], device=torch_device)
@@ -217,7 +209,7 @@ def test_sinks_of_any_size(side, implementation, torch_device):
 
 
 def test_large_scores_do_not_overflow(side, implementation, torch_device):
-    """Scores of a thousand: their exponential is infinite, that of their distances is not."""
+    """The exponential of a score is infinite, that of their distances is not."""
     case = replace(CASE, scale=100.0)
     inputs = make_inputs(case, torch_device)
     got = decode(side, implementation, inputs, case)

@@ -1,6 +1,6 @@
 """torch's views mean what contiguous tensors mean; nothing outside them is read or written.
 
-The kernels give the same bits; the reference's matrix products may choose their order.
+Kernels give the same bits; the reference's products may choose their order.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ def torch_side(torch_device):
 
 
 def one_pool(k_pages, v_pages):
-    """Return [P, 2, page_size, H, D], the keys and values of a page side by side."""
+    """Return [P, 2, page_size, H, D]."""
     pool = torch.stack([k_pages, v_pages], dim=1)
     return pool[:, 0], pool[:, 1]
 
@@ -68,7 +68,6 @@ def test_any_layout_of_the_rest(torch_side, implementation, torch_device):
 
 
 def test_one_table_for_many_sequences(torch_side, implementation, torch_device):
-    """A stride of 0."""
     inputs = make_inputs(CASE, torch_device)
     table = inputs["block_tables"][2:].expand(3, -1)
     inputs["block_tables"] = table.contiguous()
@@ -77,7 +76,7 @@ def test_one_table_for_many_sequences(torch_side, implementation, torch_device):
 
 
 def test_nothing_is_read_outside_the_pool(torch_side, implementation, torch_device):
-    """Ids out of range and lengths past the capacity, where all around is NaN or no page's id."""
+    """All around the pool and the tables is NaN or no page's id."""
     inputs = make_inputs(replace(CASE, lengths=(63, 64, 65)), torch_device)
     for name in ("k_pages", "v_pages"):
         inputs[name] = in_a_poisoned_box(inputs[name].nan_to_num(1.0))
@@ -155,7 +154,6 @@ def test_new_tokens_past_32_bits(torch_side, torch_device, axis):
 
 
 def test_heads_of_packed_tokens_past_32_bits(torch_side, torch_device):
-    """The last query head lies 2^31 elements away."""
     case = PagedCase("strides", lengths=(7, 63), new_tokens=(2, 9), head_dim=24, num_splits=1)
     inputs = make_inputs(case, torch_device)
     results = [

@@ -1,5 +1,3 @@
-"""Laws of trees of new tokens, in `paged_decode` and in `paged_attention`."""
-
 from dataclasses import replace
 
 import pytest
@@ -20,7 +18,6 @@ CASE = DecodeCase(
 
 
 def inputs_of(device, case=CASE):
-    """With the tree of `PARENTS` in every sequence."""
     ends = torch.from_numpy(tree_of(PARENTS).ends).to(device).expand(len(case.lengths), -1)
     return make_inputs(case, device) | {"tree_ends": ends}
 
@@ -33,14 +30,12 @@ def decode(side, implementation, inputs, function="paged_decode", **options):
 
 
 def key_slots(inputs, b, device):
-    """Pages and slots of the keys of sequence b, in order."""
     position = torch.arange(CASE.lengths[b], device=device)
     pages = inputs["block_tables"][b, position // CASE.page_size].long()
     return pages, position % CASE.page_size
 
 
 def path(token):
-    """The tokens from the root to a token."""
     return [*path(PARENTS[token]), token] if token >= 0 else []
 
 
@@ -85,7 +80,7 @@ def test_each_path_is_a_sequence_of_its_own(side, implementation, torch_device):
 
 
 def test_what_a_token_does_not_see_does_not_matter(side, implementation, torch_device):
-    """Keys and values of another branch, bit for bit."""
+    """Bit for bit."""
     inputs, changed = inputs_of(torch_device), 1  # its descendants are 2 and 3
     other = {name: inputs[name].clone() for name in ("k_pages", "v_pages")}
     for b, length in enumerate(CASE.lengths):

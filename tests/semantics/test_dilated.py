@@ -1,5 +1,3 @@
-"""Dilated attention: laws that tie it to other calls."""
-
 import pytest
 import torch
 
@@ -44,7 +42,7 @@ def test_one_whole_segment_is_flash_attention(bitwise_side, inputs, by):
 
 
 def test_segments_are_sequences(side, inputs):
-    """One pair of rate 1: each segment attends as a sequence of its own."""
+    """One pair of rate 1."""
     axis = {"lse": 2, "dlse": 2}
     parts = [
         attention(
@@ -80,7 +78,6 @@ def test_sequences_do_not_meet(bitwise_side, inputs):
 
 @pytest.mark.parametrize("pairs", [((24,), (8,)), ((24, 48), (8, 16)), ((12,), (4,))], ids=str)
 def test_tokens_that_no_pair_keeps(side, inputs, pairs):
-    """They may hold NaN, as may the gradient of their output."""
     got = dilated(side, inputs, *pairs)
     position, head = torch.arange(48)[:, None], torch.arange(6) // 2
     kept = torch.zeros(48, 6, dtype=torch.bool)

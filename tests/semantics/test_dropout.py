@@ -1,5 +1,3 @@
-"""Every implementation drops the same probabilities, forward and backward."""
-
 from dataclasses import replace
 
 import pytest
@@ -33,7 +31,7 @@ def weights(seed, batch, heads, seq_q, seq_kv, rate):
 
 @pytest.mark.parametrize("rate", [0.1, 1 - 1 / LEVELS])
 def test_drops_the_same_probabilities(side, implementation, torch_device, rate):
-    """With equal scores and the identity as values, out has the weights of the probabilities."""
+    """With equal scores and the identity as values, out has the weights."""
     seq_q, seq_kv = 150, 144
     seed = torch.tensor([-7, 123456789], dtype=torch.int32, device=torch_device)
     q = torch.zeros(2, seq_q, 2, 16, device=torch_device)

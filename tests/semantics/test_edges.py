@@ -43,7 +43,7 @@ def test_rows_without_keys(side, implementation, torch_device, options, seq_q, s
 
 @pytest.mark.parametrize("tile", [32, 64, 128])
 def test_a_tile_of_which_one_key_is_hidden(side, implementation, torch_device, tile):
-    """From the first query its last key, by `causal`; from the last query its first key."""
+    """`causal` hides a tile's last key from the first query, its first key from the last one."""
     behind = replace(CASE, seq_q=20, seq_kv=20 + tile - 2, causal=True)
     before = replace(CASE, seq_q=20, seq_kv=2 * tile + 19, window_size=(tile + 17, None))
     for case in (behind, before):
@@ -91,7 +91,7 @@ def test_sizes_of_zero(side, implementation, torch_device, sizes):
     ids=str,
 )
 def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale, options):
-    """Every key that a query sees counts alike, forward and backward."""
+    """Every key that a query sees counts alike."""
     case = FlashCase("scale", 1, 20, 30, 2, 1, head_dim=16, dtype="float32", scale=scale, **options)
     inputs = make_inputs(case, torch_device)
     got = attention(side, inputs, implementation=implementation, **case.options)

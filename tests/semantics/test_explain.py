@@ -1,4 +1,4 @@
-"""What both sides say that they run on a CPU: kernels by name, splits, and reasons."""
+"""What both sides say that they run on a CPU."""
 
 from dataclasses import replace
 

@@ -16,7 +16,7 @@ VALUES = (-1e4, -1e9, -1e10, -1e30, torch.finfo(torch.bfloat16).min, LEAST)
 
 
 def hide(inputs, value):
-    """Give a value to the first keys, and to all keys of some rows; or to distances."""
+    """Give a value to the first keys and to all keys of some rows, or to distances."""
     name = next(x for x in ("bias", "relative_bias", "alibi_slopes") if x in inputs)
     x = inputs[name]
     if name == "alibi_slopes":

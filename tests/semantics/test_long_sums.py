@@ -28,7 +28,7 @@ def test_compiled_float32_products_start_from_zero(framework, target):
 
 @pytest.mark.skipif(not ON_GPU, reason="interpreters sum a product by itself, whatever is asked")
 def test_many_small_terms_after_a_large_one(side, torch_device):
-    """Added one by one, each term is rounded at the magnitude of the large one."""
+    """One by one, each term would be rounded at the magnitude of the large one."""
     case = FlashCase("long-sum", 1, 32768, 16, 1, 1, head_dim=16, dtype="float32")
     inputs = make_inputs(case, "cpu")
     inputs["dout"][:, 0] *= 1000

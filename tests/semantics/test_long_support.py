@@ -1,7 +1,7 @@
-"""Which keys a query sees at long lengths, exactly: no error budget holds one key of thousands.
+"""Exactly which keys a query sees at long lengths: no error budget shows one key of thousands.
 
 All scores are 0, so a probability is one over the number of visible keys. v and k are 0 but at one
-key, dout and q but at one query: what a result has there shows one pair.
+key, dout and q but at one query: a result there shows one pair.
 """
 
 import pytest

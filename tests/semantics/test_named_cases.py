@@ -1,7 +1,4 @@
-"""Every named case of parity, on both sides, within the error budget of the float64 oracle.
-
-What no sequence uses holds NaN (padding, slots and pages of a cache), or ids of no page.
-"""
+"""Every named case of parity on both sides. What no sequence uses holds NaN, or ids of no page."""
 
 import pytest
 

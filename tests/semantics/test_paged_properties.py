@@ -1,5 +1,3 @@
-"""Laws of paged attention, alone and against the other functions."""
-
 from dataclasses import replace
 from itertools import accumulate
 
@@ -50,7 +48,7 @@ def test_single_tokens_are_a_paged_decode(side, implementation, torch_device):
 
 @pytest.mark.parametrize("page_size", [5, 64])
 def test_keys_before_the_window_may_hold_anything(side, implementation, torch_device, page_size):
-    """Slots that no token sees hold NaN, and pages of only such slots were given back."""
+    """Slots that no token sees hold NaN, and pages of only such slots are given back."""
     sizes = {"page_size": page_size, "max_pages": -(-150 // page_size), "lengths": (150, 20, 9, 99)}
     case = replace(CASE, **sizes, window_size=(40, 0))
     inputs = make_inputs(case, torch_device)
@@ -76,7 +74,7 @@ def test_gathered_keys_give_flash_attention_varlen(side, implementation, torch_d
 
 
 def test_sequences_do_not_meet(side, implementation, torch_device):
-    """Bit for bit in the kernels: neither the others' tokens, keys nor order matter."""
+    """Bit for bit in the kernels: others' tokens, keys and order do not matter."""
     if implementation == "reference":
         pytest.skip("its products may choose their order")
     inputs = make_inputs(CASE, torch_device)
@@ -94,7 +92,7 @@ def test_sequences_do_not_meet(side, implementation, torch_device):
 
 
 def test_lengths_and_page_ids_that_are_wrong(side, implementation, torch_device):
-    """Past the capacity, below 0, out of the pool: the others' results keep their bits."""
+    """The others' results keep their bits."""
     inputs = make_inputs(CASE, torch_device)
     for name in ("k_pages", "v_pages"):
         inputs[name] = inputs[name].nan_to_num(1.0)

@@ -1,5 +1,3 @@
-"""What `precision` does to products, and what it leaves alone."""
-
 from dataclasses import replace
 
 import pytest
@@ -32,12 +30,11 @@ EACH_FUNCTION = {
 
 
 def cut(x):
-    """Drop the bits of float32 that tensor cores do not read."""
     return (x.view(torch.int32) & -(1 << 13)).view(torch.float32)
 
 
 def as_tf32(x):
-    """Round float32 numbers to TF32, ties away from 0: add a half, and cut."""
+    """Ties go away from 0: add a half, and cut."""
     return cut((x.view(torch.int32) + (1 << 12)).view(torch.float32))
 
 
@@ -106,7 +103,7 @@ def test_the_gradient_of_what_all_keys_share(side, portable, torch_device, term)
 
 
 def test_cut_operands_are_outside_of_the_budget(torch_device):
-    """The budget tells rounding from what tensor cores do without it."""
+    """Tensor cores do not round by themselves."""
     case = replace(CASE, seq_q=64, seq_kv=579, head_dim=128, causal=False)
     inputs = make_inputs(case, torch_device)
     (expected,) = expectations(inputs, parts_of(case.spec))
@@ -124,7 +121,6 @@ def test_cut_operands_are_outside_of_the_budget(torch_device):
 
 
 def test_numbers_that_are_not_finite_stay_so(side, portable, torch_device):
-    """A NaN of all bits does not become a small number, nor infinity a NaN."""
     inputs = make_inputs(ONE_KEY, torch_device)
     value = inputs["v"].view(torch.int32)
     value[..., 0], value[..., 1], value[..., 2] = -1, 2**31 - 1, 0x7F800000

@@ -18,8 +18,8 @@ from tests.sides import attention, takes
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets import family
 
-# Lengths that fill no tile, so that every phase of a kernel has work. The laws share one problem
-# where they can, because JAX compiles each distinct one; in 16 bits, which every family takes.
+# No length fills a tile, so that every phase of a kernel has work. Laws share one problem, because
+# JAX compiles each distinct one; in 16 bits, which every family takes.
 CASE = FlashCase(
     "law", batch=1, seq_q=70, seq_kv=90, heads_q=2, heads_kv=1, head_dim=32, head_dim_v=16,
     dtype="bfloat16",
@@ -27,7 +27,6 @@ CASE = FlashCase(
 CAUSAL = replace(CASE, causal=True)
 with_and_without_sinks = pytest.mark.parametrize("sinks", [False, True])
 
-# Edges of tiles, less 1 and plus 1.
 edges = st.sampled_from([n + i for n in (16, 32, 64, 96, 128) for i in (-1, 0, 1)])
 lengths = st.integers(1, 150) | edges
 sides_of_window = st.sampled_from([None, 0, 5, 40]) | edges
@@ -100,7 +99,7 @@ def test_grouped_heads_equal_repeated_ones(side, implementation, torch_device):
 
 
 def test_sequences_of_a_batch_do_not_meet(side, torch_device):
-    """Bit for bit in the kernels; the reference's matrix products may choose their order."""
+    """Bit for bit in the kernels; the reference's products may choose their order."""
     case = replace(CASE, batch=3, heads_q=2, heads_kv=1, window_size=(20, 10))
     inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": "triton"}
@@ -201,7 +200,7 @@ def test_determinism_follows_the_framework_unless_asked_for(
 
 
 def test_large_scores_do_not_overflow(side, implementation, torch_device):
-    """Scores of a thousand: their exponential is infinite, that of their distances is not."""
+    """The exponential of a score is infinite, that of their distances is not."""
     case = replace(CASE, dtype="float16", scale=100.0)
     inputs = make_inputs(case, torch_device)
     got = attention(side, inputs, implementation=implementation, **case.options)

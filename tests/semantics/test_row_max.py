@@ -1,5 +1,3 @@
-"""Row maxima: the largest score of each row, as it enters the softmax."""
-
 from dataclasses import replace
 
 import torch

@@ -1,4 +1,4 @@
-"""Kernels run where their operands are, also if that GPU is not the current one."""
+"""Kernels run where their operands are, on the current GPU or not."""
 
 import jax
 import pytest
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two
 
 
 def results(name, gpu):
-    """Of flash attention, its gradients and a decode, by one twin on one GPU."""
     side = SIDES[name](f"cuda:{gpu}")
     flash, decode = (
         {name: x.to(side.device) for name, x in make_inputs(case, "cpu").items()}

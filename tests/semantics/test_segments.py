@@ -1,5 +1,3 @@
-"""Segment ids: laws that tie them to calls without any."""
-
 from dataclasses import replace
 from itertools import accumulate
 
@@ -24,7 +22,6 @@ SMALL_TILES = {
 
 
 def ids(*lengths: int, like: torch.Tensor) -> torch.Tensor:
-    """Return documents of these lengths, and padding behind them."""
     found = torch.full((1, like.shape[1]), -1, dtype=torch.int32, device=like.device)
     for document, (end, length) in enumerate(zip(accumulate(lengths), lengths, strict=True)):
         found[:, end - length : end] = 7 * document

@@ -1,5 +1,3 @@
-"""Sinks: one more logit a head in the softmax's denominator, with no value."""
-
 import torch
 
 from interop.parity.cases import FlashCase
@@ -15,9 +13,7 @@ EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key
 
 
 def test_a_sink_of_minus_infinity_is_none(bitwise_side, torch_device):
-    """Bit for bit in the kernels, also in rows without a key. tests/contract holds the reference to
-    it.
-    """
+    """Bit for bit in the kernels, also in rows without a key."""
     inputs = make_inputs(CASE, torch_device)
     options = CASE.options | {"implementation": "triton"}
     inputs["sinks"] = torch.full_like(inputs["sinks"], -torch.inf)

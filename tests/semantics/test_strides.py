@@ -1,6 +1,6 @@
 """Strided torch views mean what contiguous tensors mean (JAX arrays have no strides).
 
-The kernels give the same bits; the reference's matrix products may choose their order.
+Kernels give the same bits; the reference's products may choose their order.
 """
 
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_any_layout_of_q_k_v(torch_side, implementation, torch_device, layout):
 
 
 def test_expanded_inputs(torch_side, implementation, torch_device):
-    """A stride of 0: one sequence and one kv head, shown as many."""
+    """One sequence and one kv head, shown as many by a stride of 0."""
     inputs = make_inputs(CASE, torch_device)
     strided = inputs | {name: inputs[name][:1, :, :1].expand_as(inputs[name]) for name in "kv"}
     inputs |= {name: strided[name].contiguous() for name in "kv"}
@@ -165,7 +165,7 @@ def test_launches_do_not_see_the_stride_of_an_axis_of_size_one(torch_device):
 
 
 def test_unwritten_memory_is_seen(torch_device):
-    """Other tests need memory that a call allocates to hold NaN until written."""
+    """Other tests need memory that a call allocates to hold NaN."""
     with poisoned_memory():
         for x in (
             torch.empty(3, 4, device=torch_device),

@@ -1,5 +1,3 @@
-"""Terms of scores: a table of distances with its gradient, and ALiBi's slopes."""
-
 from dataclasses import replace
 
 import pytest
@@ -22,7 +20,7 @@ def run(side, case, inputs, implementation):
 
 
 def test_distances_that_no_pair_has_have_no_gradient(side, implementation, torch_device):
-    """A table far wider than the sequences, of which a window leaves a part."""
+    """The table is far wider than the sequences, and a window leaves a part of it."""
     inputs = make_inputs(replace(CASE, relative=500), torch_device)
     got = run(side, CASE, inputs, implementation)["drelative_bias"]
     seen = torch.zeros(1001, dtype=torch.bool)
@@ -46,7 +44,7 @@ def test_far_distances_share_an_entry(side, torch_device):
 
 
 def test_an_entry_of_minus_infinity_hides_keys(side, implementation, torch_device):
-    """As a window does: hidden pairs have no gradient, and a row without a key gives 0."""
+    """Hidden pairs have no gradient, and a row without a key gives 0."""
     case = replace(CASE, window_size=None, relative=40)
     inputs = make_inputs(case, torch_device)
     hidden = (torch.arange(-40, 41) < -20) | (torch.arange(-40, 41) > 3)

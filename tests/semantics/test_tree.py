@@ -1,5 +1,3 @@
-"""Trees: laws that tie keys with ends to calls without any."""
-
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -35,7 +33,7 @@ BRANCHES = (
 
 
 def with_ends(inputs, nodes=NODES):
-    """Return inputs with the ends of a tree's nodes, each the first and last token and the end."""
+    """Give inputs the ends of a tree's nodes, each the first and last token and the end."""
     ends = torch.empty(90, dtype=torch.int32)
     for (begin, last), end in nodes.items():
         ends[begin:last] = end
@@ -62,7 +60,6 @@ def test_ends_behind_all_keys_are_causal_bit_for_bit(bitwise_side, torch_device)
 
 
 def test_documents_are_roots(side, implementation, torch_device):
-    """As segment ids of documents in order say it."""
     options = CASE.options | {"implementation": implementation}
     inputs = make_inputs(NO_TREE, torch_device)
     bounds = list(accumulate((31, 1, 40, 18), initial=0))
@@ -150,7 +147,7 @@ def test_numbers_that_are_no_tree_mean_what_the_formula_says(
 
 
 def test_ends_about_the_edges_of_tiles(side, implementation, torch_device):
-    """A tile whose keys all end at its last query, before it or behind it."""
+    """All keys of a tile end at its last query, before it or behind it."""
     case = replace(CASE, dtype="bfloat16", seq_q=256, seq_kv=256)
     for edge in (63, 128, 255):
         inputs = make_inputs(replace(case, name=f"ends-{edge}"), torch_device)

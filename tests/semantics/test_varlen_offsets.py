@@ -1,4 +1,4 @@
-"""The first offset of packed sequences counts as 0, so that every row is written."""
+"""Every row is written, whatever the first offset."""
 
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Sinks, terms, dropout and row maxima with other options, within the error budget."""
-
 from dataclasses import replace
 
 import pytest
