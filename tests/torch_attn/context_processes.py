@@ -1,4 +1,4 @@
-"""One rank of a group of processes: RANK SIZE FILE [cuda [dies]]; tests run several of these."""
+"""One rank of a group of processes: RANK SIZE FILE [cuda [dies]]."""
 
 import os
 import sys
@@ -75,7 +75,7 @@ def check_that_all_raise(plan):
 
 
 def check_on_gpus(rank, size):
-    """As on a CPU; calls of several sizes, one after the other and often."""
+    """Call with several sizes, one after the other and often."""
     for _ in range(3):
         for exchange, layout in (*WAYS, ("ring", "contiguous")):
             for length in (96, 768, 192):
@@ -84,7 +84,6 @@ def check_on_gpus(rank, size):
 
 
 def check_cases(size):
-    """Hold problems of the parity suite, by the kernels of the default, to the error budget."""
 
     def run(size, on_rank):
         found = [None] * size
@@ -101,7 +100,6 @@ def check_cases(size):
 
 
 def die(rank, size):
-    """Wait for a rank that is gone."""
     plan = context_plan(96, size)
     q, k, v = torch.zeros(3, 1, plan.local_len, 2, 16)
     call = {"plan": plan, "mesh": dist.group.WORLD, "exchange": "ring", "causal": True}

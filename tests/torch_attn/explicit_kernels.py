@@ -1,4 +1,4 @@
-"""Checks of explicit Gluon kernels, interpreted on a CPU in several orders of events."""
+"""Checks of explicit Gluon kernels, interpreted in several orders of events."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mod
 
 
 def in_turn(cases: Iterable[Any], first: str = "writes first") -> pytest.MarkDecorator:
-    """Run a test of `case` and `mode`: each case in one of the modes, which take turns.
+    """Run a test of `case` and `mode`: each case in one mode, in turn, from mode `first` on.
 
-    Args:
-        first: the mode of the first case. Another one for the next kernel has each case in both.
+    With another `first` for the next kernel each case has both modes.
     """
     names = [*MODES] * 2
     modes = cycle(names[names.index(first) :][: len(MODES)])
@@ -86,13 +85,11 @@ def summing(sums: bool) -> Iterator[None]:
 
 
 def gluon_backend(target: str) -> Backend:
-    """Return the family of explicit Gluon kernels for a target."""
     (family,) = (x for x in FAMILIES["torch_attn"] if (x.name, x.folder) == ("gluon", target))
     return Backend(family, target)
 
 
 def check_results(results: dict[str, torch.Tensor], expected: Expectation) -> None:
-    """Hold results to the contract."""
     for name, agreement in agreements(results, expected).items():
         assert agreement.ok, (name, agreement)
 
@@ -104,10 +101,9 @@ def check_forward(
     replaced: Any = None,
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> list[str]:
-    """Hold out, lse and row maxima of a case to the contract; returns the names of the kernels.
+    """Hold out, lse and row maxima of a case to the contract; return the names of the kernels.
 
-    Args:
-        change: changes the inputs first.
+    `change` changes the inputs first.
     """
     inputs, spec = make_inputs(case, "cpu"), case.spec
     if change is not None:
@@ -130,9 +126,9 @@ def check_backward(
     replaced: Any = None,
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> list[str]:
-    """Hold the gradients of a case to the contract; returns the names of the kernels.
+    """Hold the gradients of a case to the contract; return the names of the kernels.
 
-    The gradient of the log-sum-exp is NaN in rows without a key. `change` as in `check_forward`.
+    The gradient of lse is NaN in rows without a key.
     """
     inputs, spec = make_inputs(case, "cpu"), case.spec
     if change is not None:

@@ -1,5 +1,3 @@
-"""Packed and rotated appends in `torch_attn` as a torch operator."""
-
 import pytest
 import torch
 from torch.library import opcheck
@@ -17,7 +15,7 @@ PACKED = AppendCase(**vars(DENSE) | {"tokens": 0, "new_tokens": (3, 1), "padding
 
 
 def inputs_of(case, device):
-    """The operands; padding is a number, since opcheck compares what it writes."""
+    """Padding is a number, since opcheck compares what it writes."""
     return {name: torch.nan_to_num(x) for name, x in make_inputs(case, device).items()}
 
 

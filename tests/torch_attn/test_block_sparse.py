@@ -1,5 +1,3 @@
-"""Block-sparse attention in the torch operators: every way in which PyTorch may call it."""
-
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -14,7 +12,6 @@ OPTIONS = (None, None, 0, None, True, "ieee", False, 0.0)
 
 @pytest.fixture
 def operands(torch_device):
-    """q, k, v, and a mask of the heads."""
     torch.manual_seed(0)
     shapes = (1, 70, 2, 16), (1, 130, 1, 16), (1, 130, 1, 24)
     kept = torch.tensor([[[1, 0, 1], [0, 1, 0]], [[0, 1, 1], [0, 0, 0]]], device=torch_device)
@@ -34,7 +31,7 @@ def test_opcheck(operands):
 
 @pytest.mark.parametrize("mapped", [(0, None), (0, 0), (None, 0)], ids=str)
 def test_vmap(operands, mapped):
-    """The mask is mapped, or shared by all; it is one of all sequences, or one of each."""
+    """The mask is mapped or shared; it is one of all sequences, or one of each."""
     q, k, v, kept = operands
     q, k, v = (torch.cat([x, x.flip(1)]) for x in (q, k, v))
 

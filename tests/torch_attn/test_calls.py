@@ -1,4 +1,4 @@
-"""A call that was checked before: when it is recognised, and that it does the same."""
+"""When a call that was checked before is recognised, and that it does the same."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +27,7 @@ OPTIONS = (True, 0.5, (1, 0), None)
 
 
 class Fake:
-    """Stand in for a tensor on a GPU."""
+    """A tensor on a GPU."""
 
     is_cuda = True
 
@@ -42,7 +42,7 @@ class Fake:
 
 @pytest.fixture
 def no_calls():
-    """A machine that has made no call."""
+    """Forget all calls."""
     CALLS.clear()
     yield
     CALLS.clear()
@@ -56,7 +56,7 @@ def hopper(no_calls, monkeypatch):
 
 @pytest.fixture
 def gpu(hopper, monkeypatch):
-    """A machine with a GPU as far as calls are concerned."""
+    """A GPU, as far as calls are concerned."""
     monkeypatch.setattr(calls, "_PLAIN", (Fake,))
     monkeypatch.setattr(calls, "Guard", lambda *_: lambda others: False)
 
@@ -220,7 +220,7 @@ def test_a_guard_recognises_nothing_in_other_modes():
 
 @pytest.fixture
 def cpu(hopper, monkeypatch):
-    """A machine whose CPU takes the place of a GPU."""
+    """A CPU takes the place of a GPU."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
 
 
@@ -285,9 +285,9 @@ def rows():
 
 @pytest.fixture
 def backwards(cpu, monkeypatch):
-    """Return a function that runs a kept forward and its backward, with saved tensors changed.
+    """Run a kept forward and its backward, with saved tensors changed; return the backward's calls.
 
-    It returns the calls that the backward makes. No kernel runs.
+    No kernel runs.
     """
     monkeypatch.setattr(Tensor, "get_device", lambda x: 0)
     spec = replace(SPEC, seq_q=16, seq_kv=16)

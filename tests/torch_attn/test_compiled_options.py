@@ -23,7 +23,7 @@ OPTIONS = {
     "flash_attention": SCORES
     | {"causal": ["no", []], "deterministic": ["yes"]}
     | {"precision": ["bf16", None]},
-    # Checked as those of `flash_attention` are: one value of each.
+    # One value of each option; checks are those of `flash_attention`.
     "paged_decode": {name: values[:1] for name, values in SCORES.items()}
     | {"num_splits": [True, 0, 257, 2.0], "cascade": [1, None]},
     "append_kv": {"implementation": IMPLEMENTATIONS, "rotary_interleaved": [None]},
@@ -79,7 +79,7 @@ def test_fullgraph_quotes_the_error():
 
 
 def traces_of(function, option, values):
-    """Compare the compiled function with the eager one, and return how often it was traced."""
+    """Compare the compiled function with the eager one; return how often it was traced."""
     torch._dynamo.reset()
     traces = CompileCounterWithBackend("aot_eager")
     call = getattr(torch_attn, function)

@@ -1,4 +1,4 @@
-"""Context parallel attention: what each rank gets is what the whole sequence has."""
+"""Context parallel attention: each rank gets what the whole sequence has."""
 
 import gc
 import subprocess
@@ -54,7 +54,7 @@ def ranks():
 
 
 def problem(case, plan, device):
-    """Return inputs and spec of the whole sequence, with the plan's documents as segment ids."""
+    """Return inputs and spec of the whole sequence; the plan's documents are segment ids."""
     inputs, spec = make_inputs(case, device), case.spec
     if plan.cu_seqlens is not None:
         ids = torch.from_numpy(plan.document_ids).to(device).expand(case.batch, -1).contiguous()
@@ -65,7 +65,7 @@ def problem(case, plan, device):
 
 
 def attend(run, case, plan, inputs, **options):
-    """Return out, lse and gradients over the whole sequence, from what simulated ranks got."""
+    """Return out, lse and gradients over the whole sequence, from simulated ranks."""
 
     def on_rank(peers):
         def share(name, axis=1):
@@ -134,7 +134,6 @@ def test_numbers_of_ranks(ranks, size, torch_device):
 
 @st.composite
 def problems(draw):
-    """A random problem over a random plan, and how its ranks exchange keys."""
     size, exchange = draw(st.integers(1, 5)), draw(st.sampled_from(EXCHANGES))
     layout = draw(st.sampled_from(LAYOUTS))
     seq_len = 2 * size * draw(st.integers(1, 20))
@@ -173,7 +172,7 @@ def test_the_same_bits_every_time(ranks, torch_device):
 
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_a_rank_sends_what_is_needed_alone(ranks, monkeypatch, exchange, torch_device):
-    """Show that the next rank sees one block of a rank's 256 keys."""
+    """The next rank sees one block of a rank's 256 keys."""
     plan, routes = context_plan(1024, 4, "contiguous"), []
     original = SimulatedPeers.exchange
 
@@ -338,7 +337,6 @@ def test_derivatives_that_are_refused(ranks):
     ],
 )
 def test_explain(monkeypatch, options, kernel_heads, exchange):
-    """Explain says how ranks exchange keys, and the kernels of the rank's problem."""
     seen = []
     monkeypatch.setattr(
         sys.modules["torch_attn.explain"], "choose", lambda *a: seen.append(a[1::2]) or choose(*a)
@@ -358,7 +356,7 @@ def test_explain(monkeypatch, options, kernel_heads, exchange):
 
 @pytest.mark.parametrize("count", [0, 1, 3, 5, 12])
 def test_sums_of_gradients(count, torch_device):
-    """Gradients are summed in float32, in the order in which they come, a few in a pass."""
+    """In float32, in the order in which they come, a few in a pass."""
     whole = torch.randn(count, 2, 2, 500, 3, 8, device=torch_device)
     every, sums = (Rows(0, 0, 500, 0),), GradientSums(500)
     for x in whole:

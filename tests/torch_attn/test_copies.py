@@ -156,7 +156,7 @@ class AtOnce:
 
 
 class CopyPeers(SimulatedPeers):
-    """Ranks as threads on a CPU that exchange by copies, as those of a process group on GPUs do."""
+    """Ranks as threads on a CPU that exchange by copies, as process groups on GPUs do."""
 
     def prepare(self, device, sizes):
         self.copies = copies.prepare_copies(self, torch.device("cuda", self.rank), CopyPeers.say)
@@ -241,7 +241,7 @@ def test_calls_of_several_sizes(on_cpu, monkeypatch, size, layout, name):
 
 
 def test_a_group_that_says_no_timeout_has_no_copies(monkeypatch):
-    """So it is with backends other than NCCL's, and if a private name of torch moved."""
+    """As with backends other than NCCL, or if a private name of torch moved."""
     device = torch.device("cuda", 0)
     for backend in (None, lambda *_: object()):
         monkeypatch.setattr(copies.private, "backend_of", backend)

@@ -1,4 +1,4 @@
-"""Decoding in `torch_attn` as torch operators: every way in which PyTorch may call them."""
+"""Decoding as torch operators: every way in which PyTorch may call them."""
 
 import gc
 import inspect
@@ -27,7 +27,7 @@ FOR_INFERENCE = pytest.mark.parametrize("function", ["paged_decode", "append_kv"
 
 
 class Problem(NamedTuple):
-    """Operands of the three functions, on one cache; the ids in the tables are shuffled."""
+    """Operands of the three functions on one cache with shuffled ids."""
 
     q: Tensor
     k_new: Tensor
@@ -88,7 +88,6 @@ def problem(
 
 
 def call(function: str, p: Problem, **options):
-    """One of the public functions on the problem's operands."""
     scales = {"k_scale": p.scale, "v_scale": p.scale}
     if function == "paged_decode":
         return paged_decode(p.q, *p.cache, sinks=p.sinks, return_lse=True, **scales, **options)
@@ -103,9 +102,6 @@ def clone(p: Problem) -> Problem:
 
 def assert_equal(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-
-# torch.library and torch.compile
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])  # opcheck cannot compare float8
@@ -238,11 +234,8 @@ def test_autograd_sees_that_append_changed_the_pools(torch_device, implementatio
         product.backward()
 
 
-# derivatives and autocast
-
-
 def losses(function: str, p: Problem):
-    """The function of its first operand, and that operand."""
+    """Return the function of its first operand, and that operand."""
     if function == "append_kv":
         return lambda x: append_kv(x, p.v_new, *p.cache)[0].sum(), p.k_new
     if function == "paged_decode":
@@ -283,7 +276,6 @@ def test_no_gradient_is_asked_for(torch_device, function):
 
 
 def merge_loss(outs: Tensor, lses: Tensor) -> Tensor:
-    """A loss of both results of a merge."""
     out, lse = merge_states(outs, lses)
     return (out.float() ** 2).sum() + lse.sin().sum()
 
@@ -336,7 +328,7 @@ def test_a_merge_whose_out_or_lse_is_not_used(torch_device):
 
 
 def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
-    """On a GPU the first one is kept, and the later ones replay it."""
+    """On a GPU the first call is kept, and the later ones replay it."""
     states = problem(torch_device).merge_arguments("")[:2]
     want = merge_states(*states)
     assert_equal(merge_states(*states), want)
@@ -356,7 +348,7 @@ def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
     [(1, 16, torch.float16), (3, 64, torch.float32), (20, 24, torch.float16)],
 )
 def test_the_gradients_of_a_merge_by_a_kernel(torch_device, parts, head_dim, dtype):
-    """Take strided parts, one without keys that holds NaN, and a row that sees no key at all."""
+    """Parts are strided, one has no keys and holds NaN, and a row sees no key at all."""
     torch.manual_seed(0)
     outs = torch.randn(parts, 2, 3, 5, head_dim, device=torch_device).to(dtype)
     lses = 3 * torch.randn(parts, 2, 3, 5, device=torch_device)
@@ -388,14 +380,11 @@ def test_autocast_casts_new_tokens_and_never_the_cache(torch_device, implementat
             call("paged_decode", wide, implementation=implementation)
 
 
-# launches
-
-
 @pytest.mark.parametrize(
     "empty", ["batch", "tokens", "heads", "tables", "pool"], ids="no-{}".format
 )
 def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation, empty):
-    """What they return is held to the definition by tests/semantics."""
+    """tests/semantics holds what they return to the definition."""
     for kernel in ("paged_decode", "append_kv", "combine"):
         monkeypatch.setitem(sys.modules, f"torch_attn.kernels.portable.{kernel}", None)
     p = problem(torch_device)
@@ -470,9 +459,6 @@ def test_a_graph_of_a_cascade_replays_with_other_pages_in_common():
         tables[1:3, :common] = tables[0, :common]
         graph.replay()
         assert_equal(captured, attend())
-
-
-# check_pages, explain and the examples
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")

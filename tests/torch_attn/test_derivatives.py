@@ -1,4 +1,4 @@
-"""Derivatives that are refused, by every function's own name; vmap over no element."""
+"""Refused derivatives name the public function; vmap over no element."""
 
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""Dilated attention in the ways in which PyTorch may call it."""
-
 import pytest
 import torch
 from torch.func import grad, vmap

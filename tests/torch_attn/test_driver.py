@@ -1,4 +1,4 @@
-"""The launch of a kernel that takes TMA descriptors: as Triton's own, with fewer encodings."""
+"""A kernel that takes TMA descriptors is launched as by Triton, with fewer encodings."""
 
 from contextvars import ContextVar
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ FLAT = {"x": MAP, "y": "*fp32", "z": MAP, "more": MAP, "n": "i32"}
 
 
 class Utilities:
-    """Stand in for Triton's functions that encode descriptors and launch, by their names."""
+    """Triton's functions that encode descriptors and launch, by their names."""
 
     def __init__(self):
         self.encoded = []
@@ -105,7 +105,7 @@ def test_a_launch_reaches_the_driver_as_tritons_own(utilities, compiled):
 def test_a_kernel_with_scratch_memory_is_launched_by_tritons_launcher(
     utilities, compiled, monkeypatch
 ):
-    """It asks for the memory at each launch."""
+    """Triton asks for the memory at each launch."""
     monkeypatch.setattr(_allocation, "_allocator", ContextVar("", default=lambda *size: size))
     compiled.run.global_scratch_size = 64
     driver.launcher_of(compiled, (1, 2, 3), arguments())(5, (1024, 2048, 3072))

@@ -1,4 +1,4 @@
-"""Ids, trees, terms, dropout and row maxima in the torch operators, as PyTorch may call them."""
+"""Ids, trees, terms, dropout and row maxima in the torch operators."""
 
 from types import SimpleNamespace
 

@@ -113,7 +113,6 @@ def test_what_needs_no_gradient_is_frozen(torch_device, seen, way):
 
 
 def test_compiled_ahead_of_the_first_backward(monkeypatch):
-    """Compile beside a forward what its backward will launch."""
     specs = []
     monkeypatch.setattr(
         DENSE, "run_backward", lambda function, spec, *_: specs.append(spec), raising=True

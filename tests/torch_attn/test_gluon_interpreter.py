@@ -69,7 +69,7 @@ def _multiply(out, tile, result, full, STEPS: gl.constexpr):
 
 
 def squares(mode, replace=None):
-    """Run the kernel; returns its result and the right one."""
+    """Return the kernel's result and the right one."""
     x = torch.randn(64 * STEPS - 10, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.zeros(64 * STEPS - 10, 64)
     layouts = [gl.NVMMASharedLayout(128, bits, 2) for bits in (16, 32)]
@@ -149,7 +149,7 @@ def test_races_make_wrong_results(mode, function, old, new):
 
 @gluon.jit
 def hand_over_kernel(out):
-    """Store a tile of ones that a partition writes by another one, which has the fence."""
+    """One partition stores a tile of ones that another one writes, which has the fence."""
     tile = gl.allocate_shared_memory(out.dtype, [64, 64], out.layout)
     gl.warp_specialize([(_write, (tile,)), (_store, (out, tile))], [1], [24])
 
@@ -169,7 +169,7 @@ def _store(out, tile):
 
 
 def hand_over(mode, old="", new=""):
-    """Run the kernel with another text of `_store`; returns its result."""
+    """Run the kernel with another text of `_store`; return its result."""
     out = torch.zeros(64, 64)
     layout = gl.NVMMASharedLayout(128, 32, 2)
     replace = {_store: edited(_store, old, new)} if old else None
@@ -220,7 +220,7 @@ def square_kernel(x_ptr, out_ptr):
 
 
 def square(mode, old="", new=""):
-    """Run the kernel with another text; returns its result and the right one."""
+    """Run the kernel with another text; return its result and the right one."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.zeros(64, 64)
     replace = {square_kernel: edited(square_kernel, old, new)} if old else None

@@ -62,7 +62,6 @@ def placed(x: torch.Tensor, placements) -> tuple[Placement, ...]:
 
 
 def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
-    """The first device's shard."""
     for i, placement in enumerate(placements):
         if isinstance(placement, Shard):
             x = x.chunk(mesh.size(i), placement.dim)[0]

@@ -1,9 +1,8 @@
 """Kernels on CPU tensors: `torch_attn.interpreter` computes what a GPU does.
 
-These tests guard the private Triton API that `torch_attn/interpreter.py` uses. When one fails
-after an update of Triton, compare ``triton/runtime/interpreter.py`` with the list in that file's
-docstring: adapt what moved, and delete a repair that Triton no longer needs. Nothing else in
-`torch_attn` depends on these internals.
+These tests guard the private Triton API that `torch_attn/interpreter.py` uses. When one fails after
+an update of Triton, compare ``triton/runtime/interpreter.py`` with the list in that file's
+docstring: adapt what moved, and delete a repair that Triton no longer needs.
 """
 
 import subprocess
@@ -33,8 +32,8 @@ def language() -> dict:
         tl.core.tensor_descriptor_base,
         JITFunction,
     )
-    # Python shows an inherited method and its explicit copy alike, which is all that matters, and
-    # keeps "__slotnames__" with a class of which something is copied for the first time.
+    # Python shows an inherited method and its explicit copy alike, and keeps "__slotnames__" with a
+    # class of which something is copied for the first time.
     names = ((owner, name) for owner in owners for name in dir(owner))
     return {(owner, name): getattr(owner, name) for owner, name in names if name != "__slotnames__"}
 

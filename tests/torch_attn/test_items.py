@@ -1,4 +1,4 @@
-"""The order of work items of the explicit SM90 kernels, which run on GPUs alone."""
+"""The order of work items of the explicit SM90 kernels, which run only on GPUs."""
 
 from dataclasses import replace
 

@@ -46,7 +46,7 @@ SM90 = portable_backend("torch_attn", "sm90")
 
 
 class Kernel:
-    """A `triton.jit` function that keeps a record of what is asked of it."""
+    """A `triton.jit` function that records what is asked of it."""
 
     arg_names = ("x_ptr", "SCALE", "ROWS", "BLOCK_KV")
 
@@ -77,7 +77,7 @@ def kernel(monkeypatch):
 
 
 def operand(**changes):
-    """Make what a launch looks at of a tensor on a GPU."""
+    """What a launch reads of a tensor on a GPU."""
     defaults = {"dtype": torch.float16, "rows": 3, "strides": (64, 1), "pointer": 256, "device": 0}
     layout = defaults | changes
     return SimpleNamespace(

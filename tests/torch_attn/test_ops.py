@@ -38,7 +38,6 @@ def qkv(torch_device):
 
 @pytest.fixture(params=[False, True], ids=["", "sinks"])
 def operands(request, qkv):
-    """q, k, v and sinks, or q, k and v."""
     sinks = torch.randn(HEADS, device=qkv[0].device, requires_grad=True)
     return (*qkv, sinks) if request.param else qkv
 
@@ -51,7 +50,6 @@ def loss(q, k, v, sinks=None, **options):
 
 
 def plain_loss(q, k, v, sinks=None):
-    """The same in plain torch operations."""
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * DIM**-0.5
     seen = torch.ones(SEQ, SEQ, dtype=torch.bool, device=q.device).tril()
     s = s.masked_fill(~seen, float("-inf"))
@@ -63,9 +61,6 @@ def plain_loss(q, k, v, sinks=None):
 
 def assert_same(got, want):
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
-# torch.library and torch.compile
 
 
 def backward_arguments(operands, with_dlse=True):
@@ -132,9 +127,6 @@ def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation, wi
         assert x.stride() == y.stride()
 
 
-# devices
-
-
 def test_every_backend_has_the_operators():
     importlib.import_module("torch_attn.decode_ops")
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
@@ -177,9 +169,6 @@ def test_tensors_that_are_not_dense(qkv):
             flash_attention(q, wrong, v)
 
 
-# autograd
-
-
 def test_gradients_of_out_and_lse(operands):
     want = torch.autograd.grad(plain_loss(*operands), operands)
     assert_same(torch.autograd.grad(loss(*operands), operands), want)
@@ -212,9 +201,6 @@ def test_forward_mode_is_refused_compiled(qkv):
         dual = forward_ad.make_dual(k, k)
         with pytest.raises(NotImplementedError, match=FORWARD_MODE):
             torch.compile(flash_attention, backend="aot_eager")(q, dual, v)
-
-
-# torch.func
 
 
 def test_grad(operands):
@@ -287,9 +273,6 @@ def test_compile_of_grad_and_vmap(operands):
     assert_same(compiled(*many), vmap(flash_attention)(*many))
 
 
-# autocast
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_autocast_casts_as_for_sdpa(qkv, dtype, implementation):
@@ -315,9 +298,6 @@ def test_autocast_inside_compile(qkv):
 
     out, lse = compiled(*qkv)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-
-
-# launches
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -352,8 +332,8 @@ def test_capture_in_a_cuda_graph():
         step()  # compiles the kernels
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # The default mode, "global", forbids some calls of CUDA to every thread of the process, also
-    # to those of JAX, if an earlier test started it; garbage of JAX's would call from this one.
+    # The default mode, "global", forbids some calls of CUDA to every thread of the process, also to
+    # those of JAX, if an earlier test started it; garbage of JAX's would call from this one.
     gc.collect()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = step()
@@ -374,9 +354,6 @@ def test_rows_are_aligned_or_not():
     assert not rows_aligned(x[: 2 * 8 * 4 * 20].view(2, 8, 4, 20))  # every other one does
     with FakeTensorMode():  # which has no address
         assert rows_aligned(torch.empty(2, 8, 4, 24))
-
-
-# explain and imports
 
 
 def test_explain_a_cpu():

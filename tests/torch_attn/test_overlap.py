@@ -1,4 +1,4 @@
-"""Check that first calls do at once what they wait for, and survive what goes wrong beside them."""
+"""First calls do at once what they wait for, and survive what goes wrong meanwhile."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ class Kernel:
 
 @pytest.fixture
 def built(monkeypatch):
-    """Return what the C compiler is asked to build, by a driver as Triton 3.6 has it."""
+    """Return what the C compiler is asked to build, by a driver as in Triton 3.6."""
     asked = []
     driver = SimpleNamespace(
         make_launcher=lambda constants, signature, descriptors: (signature, descriptors),
@@ -111,7 +111,6 @@ def test_a_call_starts_triton_before_its_kernels_are_imported(monkeypatch):
 
 
 def launch_of(kernel, compiled):
-    """A launch of a kernel, as `torch_attn.launch.Launch` compiles one."""
 
     def compile_on(device):
         overlap.build_launcher_beside(kernel)

@@ -1,4 +1,4 @@
-"""Check `torch_attn.paged_attention`: where its tiles are, its operator, what it refuses."""
+"""`torch_attn.paged_attention`: where its tiles are, its operator, what it refuses."""
 
 from itertools import accumulate
 

@@ -23,8 +23,8 @@ NAMES = [
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
 ]
 
-# The name is gone for this project alone: torch itself needs it. The project is imported anew for
-# each name, in a process of its own that has torch and Triton already.
+# Only this project misses the name: torch needs it. The project is imported anew for each name, in
+# a process that has torch and Triton already.
 PROGRAM = """
 import importlib, json, os, sys, traceback, torch, triton
 def check(place, name):

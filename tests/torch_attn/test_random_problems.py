@@ -1,6 +1,6 @@
-"""Random problems through the explicit kernels, interpreted on a CPU in several orders of events.
+"""Random problems of `interop.parity --fuzz` that the explicit kernels take, interpreted.
 
-The problems are those of `interop.parity --fuzz` that the kernels take. To run others, or more:
+To run others, or more:
 
     RANDOM_SEED=7 RANDOM_PROBLEMS=500 python -m pytest tests/torch_attn/test_random_problems.py
 """
@@ -50,7 +50,6 @@ def random_cases(backend: Backend) -> Iterator[FlashCase | VarlenCase]:
 
 
 def takes(backend: Backend, operation: str, case: FlashCase | VarlenCase) -> bool:
-    """Return whether the kernels take a problem."""
     return backend.family.supports(operation, case.spec, backend.target) is None
 
 

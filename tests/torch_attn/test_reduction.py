@@ -1,8 +1,8 @@
 """TMA's additions in Triton, which `torch_attn/kernels/explicit/reduction.py` uses.
 
-When this fails after an update of Triton: if its language has a function that adds a box of shared
-memory to global memory, import that one in `reduction.py` and delete what is private there. If not,
-look in `triton/experimental/gluon/language` for how a store by TMA reaches the builder now.
+When this fails after an update of Triton: if its language adds a box of shared memory to global
+memory, import that function in `reduction.py` and delete what is private there. If not, look in
+`triton/experimental/gluon/language` for how a store by TMA reaches the builder now.
 """
 
 import pytest

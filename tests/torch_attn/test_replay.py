@@ -25,7 +25,7 @@ def cpu(monkeypatch):
 
 
 class Kernel:
-    """Stands in for a kernel: keeps the addresses of its launches."""
+    """A kernel that keeps the addresses of its launches."""
 
     def __init__(self):
         self.launches = []
@@ -189,7 +189,7 @@ def test_lists_of_tensors_are_refused():
 
 @pytest.mark.parametrize("radius", [0, 1, 20, 300])
 def test_sums_over_distances_follow_the_operands(radius):
-    """Replay what torch does behind the kernel of bands, with the sums of another call."""
+    """Replay what torch does after the kernel of bands, with the sums of another call."""
     spec = AttentionSpec(1, 70, 90, 2, 2, 16, 16, "float32", 1.0)
     bands = bands_of(spec, radius, 32, 16)
 

@@ -1,4 +1,4 @@
-"""The order in which programs take tiles; `tests/pallas_attn/test_schedule.py` is its twin."""
+"""`tests/pallas_attn/test_schedule.py` is the twin."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The explicit kernels of SM80, interpreted on a CPU in several orders of events."""
+"""The explicit kernels of SM80, interpreted in several orders of events."""
 
 from __future__ import annotations
 

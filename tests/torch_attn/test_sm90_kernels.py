@@ -1,4 +1,4 @@
-"""The explicit kernels of SM90, interpreted on a CPU in several orders of events."""
+"""The explicit kernels of SM90, interpreted in several orders of events."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_backward_by_sections(case, mode):
 
 @pytest.fixture
 def _few_sms(monkeypatch):
-    """Have two programs: then there are sums for some of the heads at a time."""
+    """With two programs there are sums for some of the heads at a time."""
     for module in (items_module, flash_bwd_module):
         monkeypatch.setattr(module, "num_sms", lambda device, target: 2)
 
@@ -198,7 +198,7 @@ def test_few_items_of_unknown_lengths_are_not_divided_into_sections(case, monkey
     assert launched == (WITH_PASSES if is_wide(case) else SUMMED)
 
 
-# What the next item's keys, queries and place wait for: that those of an earlier item are read.
+# The next item's keys, queries and place wait until those of an earlier item are read.
 READ = {
     "keys": (
         produce_queries,
@@ -327,7 +327,7 @@ def test_gradient_of_a_bias_that_pairs_share(case, mode):
         FlashCase("ends", 1, 130, 330, 2, 1, 64, relative=9),
         FlashCase("no ends", 1, 70, 136, 1, 1, 128, causal=True, relative=500),
         VarlenCase("packed", ((130, 70), (0, 9), (9, 140)), (9, 9), 2, 1, relative=0, causal=False),
-        # Queries of the padding have a sink alone, and keys of the padding no query.
+        # Queries of the padding see only a sink, and no query sees keys of the padding.
         VarlenCase("padding", ((32, 32),), (14, 10), 2, 1, relative=2, sinks=True, causal=False),
     ],
     ids=lambda case: case.name,
@@ -404,7 +404,7 @@ def test_a_row_of_one_key_gives_its_value(case):
     assert torch.equal(out, inputs["v"].expand_as(out))
 
 
-# More items than programs: of the issued first product of the next item there may be none.
+# More items than programs; there may be no first product of the next item.
 COUNTED = [
     FlashCase("64", 1, 300, 300, 4, 2, 64, causal=True),
     FlashCase("80, window", 2, 200, 330, 2, 2, 80, window_size=(100, 20)),

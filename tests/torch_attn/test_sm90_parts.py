@@ -1,4 +1,4 @@
-"""Parts of attention by the explicit kernels of SM90, interpreted on a CPU: ranks of a plan."""
+"""Parts of attention by the explicit kernels of SM90, interpreted: ranks of a plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks(monkeypatch, name):
-    """Compare what ranks get with the whole sequence; memory that is not written yet is NaN."""
+    """Memory that is not written yet is NaN."""
     (case, plan, mode), launched = CASES[name], []
     exchange = "gather" if name == "gather" else "ring"
 

@@ -1,4 +1,4 @@
-"""Lists of tiles: all that is seen, and nothing unmasked that is not, for any ids, ends, depths."""
+"""Lists of tiles have all that is seen, and nothing unmasked that is not."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_lists_of_a_window_of_depths(kernel):
-    """Take two sequences whose depths grow by position, one more slowly than the other."""
+    """The depths of two sequences grow by position, one more slowly than the other."""
     q = torch.zeros(2, 300, 1, 16).half()
     ends = torch.full((2, 300), 2**31 - 1, dtype=torch.int32)
     per_depth = torch.tensor([[20], [10]])
@@ -173,8 +173,8 @@ def lists_of(kernel, operands, spec) -> tuple[torch.Tensor, int, int]:
 def check_lists(lists, pairs, block: int, other: int, padding, padding_of_others, ids=None) -> None:
     """Compare lists with the pairs [rows, others] that are seen, and with what is padding.
 
-    ids: of the rows that stay and of the others, None without. A tile that is alike has one
-    segment, which is that of all rows that stay.
+    `ids` are of the rows that stay and of the others. A tile that is alike has one segment, which
+    is that of all rows that stay.
     """
     middle = (lists.shape[1] - HEADER.value) // 2
     rows = zip(pairs.split(block), padding.split(block), lists.tolist(), strict=len(pairs) > 0)

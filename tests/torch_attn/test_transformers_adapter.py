@@ -44,7 +44,7 @@ MODELS = {
         "sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
-    # its layers are told of the window by the mask alone
+    # its layers are told of the window only by the mask
     "PhiMoE": {"sliding_window": WINDOW, "num_local_experts": 2},
     # sinks, with a window in every other layer
     "GptOss": {"sliding_window": WINDOW, "num_local_experts": 2, "num_experts_per_tok": 2},

@@ -45,7 +45,6 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def packed(padding: int = 7) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return q, k and v of LENGTHS with NaN in the padding, and their offsets."""
     cu_q, cu_kv = offsets(*LENGTHS_Q), offsets(*LENGTHS_KV)
     qkv = []
     for cu, heads, size in ((cu_q, HEADS, 16), (cu_kv, 1, 16), (cu_kv, 1, 24)):

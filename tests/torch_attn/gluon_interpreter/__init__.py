@@ -1,14 +1,14 @@
 """Run the explicit Gluon kernels on a CPU: their own source, in plain Python.
 
-Gluon has no interpreter. Here a kernel's functions are rebuilt over globals in which the language's
-functions are those of `language`, which compute on torch tensors. Layouts are carried as far as
-the source reads them; swizzles and registers do not exist.
+Gluon has no interpreter. Here a kernel's functions run over globals in which the language's
+functions are those of `language`, on torch tensors. Layouts are carried as far as the source reads
+them; swizzles and registers do not exist.
 
-What is kept is the order of things. Partitions run in turn, never at the same time, and give way
-at each instruction that another one could notice. What the hardware does by itself happens at a
-time that a `Mode` chooses: TMA loads and cp.async write shared memory, wgmma and TMA stores read
-it. A kernel is right if it is right in all of them. The warps of a partition run in lockstep, so
-that a barrier which is missing between them is not found. Errors are raised for:
+The order of things is kept. Partitions run in turn and give way at each instruction that another
+one could notice. What the hardware does by itself happens at a time that a `Mode` chooses: TMA
+loads and cp.async write shared memory, wgmma and TMA stores read it. A kernel is right if it is
+right in all modes. The warps of a partition run in lockstep: a missing barrier between them is not
+found. Errors are raised for:
 
 - a product that is used before a wait has retired it, so a pending count that is too high;
 - shared memory written by a partition and read by a product or by TMA without a fence between;
@@ -72,16 +72,11 @@ def interpret(
     replace: dict[Any, Any] | None = None,
     **arguments: Any,
 ) -> None:
-    """Run a kernel on CPU tensors, its programs one after the other.
+    """Run a `gluon.jit` function on CPU tensors, its programs one after the other.
 
-    Args:
-        kernel: a `gluon.jit` function.
-        grid: the numbers of programs.
-        mode: the order of events.
-        num_warps: warps of the first partition.
-        replace: functions of the kernel, or of the language, and what runs in their place: other
-            functions in the kernel's language, such as those of `edited`.
-        arguments: the kernel's: tensors, Triton's `TensorDescriptor`, numbers, tuples of these.
+    `arguments` are tensors, Triton's `TensorDescriptor`, numbers, or tuples of these. `replace`
+    maps functions of the kernel or of the language to others in the kernel's language, as `edited`
+    makes.
 
     Raises:
         InterpreterError: see the list above.
@@ -96,11 +91,7 @@ def interpret(
 
 
 def edited(function: JITFunction, old: str, new: str) -> FunctionType:
-    """Return a kernel's function with another text in its source, for `replace`.
-
-    Raises:
-        ValueError: the text is not there exactly once.
-    """
+    """Return a kernel's function with other text in its source, which has `old` exactly once."""
     text = getsource(function.fn)
     if text.count(old) != 1:
         raise ValueError(f"{old!r} stands {text.count(old)} times in {function.fn.__name__}")
@@ -116,13 +107,8 @@ def interpreted(
 ) -> Iterator[list[str]]:
     """Interpret the kernels that the library launches in the block; operands are on the CPU.
 
-    Args:
-        mode: the order of events.
-        programs: how many SMs there seem to be, so that a program takes several work items.
-        replace: see `interpret`.
-
-    Yields:
-        A list that grows by the names of the kernels.
+    `programs` is the number of SMs, so that a program takes several work items. Yield a list that
+    grows by the names of the kernels.
     """
     launched: list[str] = []
 
@@ -143,7 +129,7 @@ def interpret_launch(
     mode: Mode,
     replace: dict[Any, Any] | None = None,
 ) -> None:
-    """Interpret a launch on tensors of the CPU; other arguments as `interpret` takes them.
+    """Interpret a launch on tensors of the CPU.
 
     A tensor may be None that no argument of the kernel has.
     """
@@ -158,7 +144,6 @@ def interpret_launch(
 
 
 def argument(x: Any) -> Any:
-    """Return a runtime argument as a kernel sees it."""
     if isinstance(x, torch.Tensor):
         size = x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()
         return Pointer(x.as_strided((size,), (1,)), 0)

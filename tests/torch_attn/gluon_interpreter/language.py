@@ -1,4 +1,4 @@
-"""The language of Gluon on torch tensors: what stands in a kernel for its functions."""
+"""The language of Gluon on torch tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FAKES: dict[int, Any] = {}
 
 
 def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
-    """Put a function in the place of the modules' functions that have a name."""
+    """Put a function in the place of the modules' functions of that name."""
 
     def register(function: Any) -> Any:
         for module, name in product(of, names or (function.__name__.strip("_"),)):
@@ -50,7 +50,7 @@ def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
 
 
 def _elementwise(function: Callable[..., Any], *args: Any) -> Any:
-    """Apply a function of torch's to tensors and numbers; of numbers alone it makes a number."""
+    """Apply a function of torch's to tensors and numbers; of numbers only it makes a number."""
     like = next((x for x in args if isinstance(x, Tensor)), None)
     values = [torch.as_tensor(values_of(x)) for x in args]
     if like is None:
@@ -107,7 +107,7 @@ def _philox(*numbers: Any) -> tuple[Tensor, ...]:
 
 @_fake(of=(library_terms,))
 def round_steep(slope: Any) -> Any:
-    """Do what `library.terms.round_steep` does; an interpreted number has no bits."""
+    """`library.terms.round_steep`; an interpreted number has no bits."""
     bits = torch.tensor(float(slope)).view(torch.int32)
     rounded = ((bits + 128) & -256).view(torch.float32).clamp(-(2.0**100), 2.0**100)
     return scalar(rounded.item()) if abs(slope) > library_terms.STEEP.value else slope
@@ -184,7 +184,7 @@ def _unpack(words: Tensor) -> tuple[Tensor, ...]:
 
 
 def _cap(s: Tensor, a: Any, b: Any, exact: bool, close: bool = False) -> Tensor:
-    """Do what `ptx.cap_scores` does, each score for itself."""
+    """`ptx.cap_scores`, each score for itself."""
     coefficients, limit = (CLOSE, CLOSE_LIMIT) if exact or close else (NEAR, NEAR_LIMIT)
 
     def cap(s: torch.Tensor, a: Any, b: Any) -> torch.Tensor:
@@ -197,7 +197,7 @@ def _cap(s: Tensor, a: Any, b: Any, exact: bool, close: bool = False) -> Tensor:
 
 
 def _exponentials(first: Tensor, second: Tensor, a: Any, b: Any) -> tuple[Tensor, Tensor]:
-    """Do what `ptx.capped_exponentials` does; a thread has every fourth pair of a row."""
+    """`ptx.capped_exponentials`; a thread has every fourth pair of a row."""
     low, high = (_elementwise(torch.exp2, _cap(s, a, b, exact=False)) for s in (first, second))
     fours = (low.values + high.values).unflatten(1, (-1, 4))
     sums = fours.sum(1, keepdim=True).expand_as(fours).flatten(1)
@@ -205,7 +205,7 @@ def _exponentials(first: Tensor, second: Tensor, a: Any, b: Any) -> tuple[Tensor
 
 
 def _compare_words(*args: Any, halves: int) -> Tensor:
-    """Do what `terms.compare_words` does, in 64 bits: torch computes with no words."""
+    """`terms.compare_words` in 64 bits: torch computes with no words."""
     *words, threshold, shift = (torch.as_tensor(values_of(x)).long() for x in args)
     lower = [((x << shift) & 0xFFFFFFFF) >= threshold for x in words]
     upper = [x >= threshold for x in words] if halves == 2 else []
@@ -214,20 +214,17 @@ def _compare_words(*args: Any, halves: int) -> Tensor:
 
 
 def _report(count: Pointer) -> None:
-    """Do what `reports.report` does."""
     now.program.retire(now.partition.stores, 0)
     count.memory[int(count.offset)] += 1
     pause()
 
 
 def _report_read(count: Pointer) -> None:
-    """Do what `reports.report_read` does."""
     count.memory[int(count.offset)] += 1
     pause()
 
 
 def _await_reports(count: Pointer, reports: int) -> None:
-    """Do what `reports.await_reports` does."""
     now.program.pause(lambda: int(count.memory[int(count.offset)]) >= reports, "reports")
 
 
@@ -236,7 +233,7 @@ def _keep(kept: Tensor, bit: Tensor, x: Tensor) -> Any:
 
 
 def _mask_words(*args: Any) -> tuple[Tensor, ...]:
-    """Do what `wgmma_terms.MASK_WORDS` does, in 64 bits."""
+    """`wgmma_terms.MASK_WORDS`, in 64 bits."""
     *words, threshold, _opposite = (torch.as_tensor(values_of(x)).long() for x in args)
     found = []
     for first, following in zip(words[::2], words[1::2], strict=True):
@@ -509,7 +506,7 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
 
 
 def _awaited(x: Any) -> Any:
-    """Return what a wait makes of a tensor that it names: one that may be used."""
+    """Let a tensor that a wait names be used."""
     if x.product is None:
         return x
     if not x.product.retired:

@@ -1,4 +1,4 @@
-"""Programs: partitions that run in turn, barriers, and what runs by itself."""
+"""Programs: partitions that run in turn, barriers, and what the hardware does by itself."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ RESTLESSNESS = 0.02  # how often a partition gets another priority, where they a
 
 
 class Mode(NamedTuple):
-    """When happens what the hardware does by itself, and who goes first. None is at random.
+    """When things happen that the hardware does by itself, and who goes first; None is at random.
 
     Attributes:
         loads_early: loads and copies write when they are issued, else loads when nothing but they
             can go on, and copies when they are awaited.
         reads_early: products and stores read when they are issued, else when they are awaited.
-        last_first: of the partitions that can run the last one goes first, else the first one.
-        seed: of what is at random.
+        last_first: of the partitions that can run the last one goes first.
     """
 
     loads_early: bool | None = None
@@ -99,12 +98,7 @@ class NamedBarrier:
 
 
 class Work:
-    """Something that the hardware does by itself, once.
-
-    Attributes:
-        barrier: the mbarrier where it ends, if it is a load.
-        retired: it was waited for.
-    """
+    """Something that the hardware does by itself; a load ends at the mbarrier `barrier`."""
 
     def __init__(self, run: Callable[[], None], barrier: Barrier | None = None) -> None:
         self.barrier = barrier
@@ -118,8 +112,6 @@ class Work:
 
 
 class Partition:
-    """Warps that run one function."""
-
     def __init__(self, index: int, warps: int, priority: float) -> None:
         self.index, self.warps, self.priority = index, warps, priority
         self.bit = 1 << index
@@ -134,8 +126,6 @@ class Partition:
 
 
 class Program:
-    """A program: one partition runs at a time."""
-
     def __init__(self, index: tuple[int, ...], grid: Any, mode: Mode, num_warps: int) -> None:
         self.index, self.grid, self.mode, self.num_warps = index, grid, mode, num_warps
         self.random = Random(f"{index} {mode.seed}")
@@ -149,7 +139,7 @@ class Program:
         self.finished = threading.Event()
 
     def run(self, parts: list[tuple[Callable[[], None], int]]) -> None:
-        """Run functions as partitions with a number of warps each, to their end."""
+        """Run functions to their end as partitions with a number of warps each."""
         before = self.partitions, self.finished
         self.partitions = [
             Partition(i, warps, self._priority(i)) for i, (_, warps) in enumerate(parts)
@@ -192,7 +182,6 @@ class Program:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """Let the next partition run, or end."""
         try:
             chosen = None if self.error is not None else self._choose()
         except BaseException as error:
@@ -301,7 +290,6 @@ class Program:
         self.pause()
 
     def barrier(self, place: Shared) -> Barrier:
-        """Return the mbarrier at a place."""
         found = self.barriers.get(place.values.data_ptr())
         if found is None:
             raise InterpreterError("an mbarrier is used that was not initialised")
@@ -319,8 +307,6 @@ class Program:
 
 
 class _Now(threading.local):
-    """The program and the partition that a thread runs."""
-
     program: Program
     partition: Partition
 

@@ -13,8 +13,6 @@ from tests.torch_attn.gluon_interpreter.values import plain
 
 
 class Source:
-    """Functions of kernels as plain Python functions."""
-
     def __init__(self, replace: dict[Any, Any]) -> None:
         self._replace = {id(x): other for x, other in replace.items()}
         self._functions: dict[FunctionType, FunctionType] = {}
@@ -50,14 +48,12 @@ class Source:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code uses, those of attributes among them, which do no harm."""
+    """Return the names that code uses, attributes among them, which do no harm."""
     nested = (x for x in code.co_consts if isinstance(x, CodeType))  # a list's, in Python 3.11
     return set(code.co_names).union(*map(_names, nested))
 
 
 class _Module:
-    """A module whose values are translated."""
-
     def __init__(self, source: Source, module: ModuleType) -> None:
         self._source, self._module = source, module
 

@@ -20,7 +20,7 @@ def plain(x: Any) -> Any:
 
 
 class Int(int):
-    """An integer of a program; division rounds towards zero, as the hardware's does."""
+    """An integer whose division rounds towards zero, as the hardware's does."""
 
     def to(self, _dtype: Any) -> Int:
         return self
@@ -79,7 +79,6 @@ def _tensor_operator(function: Callable[..., Any], swapped: bool) -> Callable[..
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Return torch's dtype for Triton's."""
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "int1": "bool"}
     return getattr(torch, names.get(dtype.name, dtype.name))
 
@@ -89,7 +88,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 
 
 class Tensor:
-    """A tensor in registers. The result of a product has values when it was waited for."""
+    """A tensor in registers. The result of a product has values only after a wait."""
 
     def __init__(
         self, values: torch.Tensor, layout: Any = None, product: Work | None = None
@@ -184,8 +183,6 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor."""
-
     def __init__(self, descriptor: TensorDescriptor) -> None:
         base = descriptor.base
         self.memory = base.as_strided(descriptor.shape, descriptor.strides)
@@ -208,11 +205,11 @@ class Shared:
     """A buffer in shared memory, or a view of one.
 
     `unfenced` has a set of bits for each byte: the partitions of which one has yet to fence what is
-    written there. They are the byte's writers and the partitions that have met them at a named
-    barrier since. Writing a byte's own value is no change: several may clear the same rows.
+    written there. They are the byte's writers and those that have met them at a named barrier
+    since. Writing a byte's own value is no change: several may clear the same rows.
 
-    `known` has the partitions that may write there: the last writers and the partitions that have
-    met them since, at any barrier. It is 0 where all may, because TMA wrote there.
+    `known` has the partitions that may write there: the last writers and those that have met them
+    since at any barrier. It is 0 where all may, because TMA wrote there.
     """
 
     def __init__(self, values: torch.Tensor, unfenced: torch.Tensor, known: torch.Tensor) -> None:
@@ -272,6 +269,6 @@ class Shared:
             bits.copy_(torch.where(is_same, shared, own))
 
     def check_fence(self) -> None:
-        """Refuse to be read by a product or TMA while what is written is not fenced."""
+        """Raise an error if a product or TMA would read what is not fenced."""
         if self.unfenced.any():
             raise InterpreterError("shared memory is read by a product or TMA without a fence")
