@@ -1,5 +1,3 @@
-"""Show pages in Chromium, and ask them something."""
-
 import functools
 import json
 import re

@@ -1,5 +1,3 @@
-"""Fixtures shared by all tests."""
-
 import os
 
 # Set before any test imports a framework, which reads it when it starts: the two share a card's
@@ -61,7 +59,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def torch_device() -> str:
-    """Return "cuda" where there is a GPU, JAX's default one, else "cpu"."""
     if not ON_GPU:
         return "cpu"
     choose_device()

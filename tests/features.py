@@ -1,4 +1,4 @@
-"""Small problems with ids, trees, terms and dropout, for both sides' transformations."""
+"""Small problems for both sides' transformations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAPPED = {
 
 
 def operands_of(case: FlashCase | VarlenCase, device: str = "cpu") -> Tensors:
-    """Return a call's operands, with numbers in the padding too."""
+    """Padding holds numbers too."""
     inputs = make_inputs(case, device)
     return {
         name: x.nan_to_num(1.0) if x.is_floating_point() else x

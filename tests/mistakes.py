@@ -10,8 +10,6 @@ import pytest
 
 
 class Operand(NamedTuple):
-    """What `Side.zeros` makes an operand of."""
-
     shape: tuple[int, ...]
     dtype: str
 

@@ -1,5 +1,3 @@
-"""Assertions that results are within the error budget of the float64 oracle."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,7 +23,6 @@ def assert_within_budget(got: Tensors | Sequence[Tensor], inputs: Tensors, spec:
 def assert_twins(
     a: Tensors | Sequence[Tensor], b: Tensors | Sequence[Tensor], inputs: Tensors, spec: Spec
 ) -> None:
-    """Hold two results of one problem to the sum of their budgets."""
     a, b = _named(a), _named(b)
     (expected,) = expectations(inputs, parts_of(spec))
     assert a.keys() == b.keys() == expected.ref.keys()
@@ -46,7 +43,7 @@ def poison_padding(inputs: Tensors) -> None:
 
 
 def poison_before(inputs: Tensors, edges: Sequence[int]) -> None:
-    """Fill the keys before each sequence's edge with NaN, and give back pages of only such keys."""
+    """Fill keys before each sequence's edge with NaN, and give back pages of only such keys."""
     size = inputs["k_pages"].shape[1]
     for table, edge in zip(inputs["block_tables"], edges, strict=True):
         for key in range(edge):

@@ -1,5 +1,3 @@
-"""The two sides for tests of both: torch tensors in, torch tensors out."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,7 +86,7 @@ def _target() -> str | None:
 
 
 def _implementations() -> tuple[str, ...]:
-    """Return the implementations to test here; explicit kernels run only on their target."""
+    """Explicit kernels run only on their target."""
     subjects = sides.plan(("reference", "triton", *EXPLICIT), (_target(),))[0]
     return tuple(dict.fromkeys(subject.implementation for subject in subjects))
 
@@ -109,8 +107,7 @@ def choose_runs(
 ) -> None:
     """Run a test for each implementation, as `by`, and each `case` of its suite.
 
-    The plain reference runs the small suite, the kernels the chosen one.
-    `explicit` tells which cases the explicit kernels run.
+    The plain reference runs the small suite; `explicit` tells what explicit kernels run.
     """
     suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
     suites["reference"] = "small"
@@ -133,7 +130,6 @@ def attention(side: Side, inputs: Tensors, **options: Any) -> Tensors:
 
 @contextmanager
 def _skipped_if_unsupported(implementation: str | None) -> Iterator[None]:
-    """Skip a test of a problem that kernels refuse, such as one in float32."""
     try:
         yield
     except NotImplementedError as error:

@@ -42,7 +42,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which files were skipped as a whole; pytest counts other skips."""
     files = files_of(terminalreporter.stats.get("skipped", ()))
     if files:
         terminalreporter.section("files skipped as a whole: test functions, reason")

@@ -26,7 +26,7 @@ SINKS = torch.tensor([-0.5, 0.0, 0.75, 1.5])
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Yield each row of the page's tables: the heading above it, their call, our call."""
+    """Yield a heading, their call, our call."""
     found, heading = [], ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):
@@ -288,7 +288,7 @@ def transformers(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def draw(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return standard normal values that follow from the shape, rounded to float16."""
+    """The same shape gives the same values, rounded to float16."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, 16, generator=generator).half().to(dtype)
 
@@ -302,9 +302,7 @@ def qkv(dtype: torch.dtype, heads_kv: int = 2) -> dict[str, Tensor]:
 
 
 def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
-    """Return pools of seven pages of four slots, and a table of three pages for each of two
-    sequences.
-    """
+    """Seven pages of four slots, and a table of three pages for each of two sequences."""
     return {
         keys: draw(7, 4, 2, dtype=dtype),
         values: draw(7, 4, 2, dtype=dtype) * 0.5 + 1,

@@ -1,5 +1,3 @@
-"""The documentation's Python examples run, each by itself."""
-
 import inspect
 import re
 from pathlib import Path
@@ -18,7 +16,7 @@ EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def examples(page: Path) -> list[str]:
-    """Return a page's Python blocks, moved down so that an error shows the page's line number."""
+    """Return Python blocks, moved down so that an error shows the page's line number."""
     text = page.read_text()
     return [
         "\n" * text.count("\n", 0, block.start(1)) + block[1] for block in EXAMPLE.finditer(text)
@@ -65,7 +63,6 @@ def test_links_lead_to_files(name: str):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub gives the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

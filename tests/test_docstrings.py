@@ -1,4 +1,4 @@
-"""The public functions of the two sides have the same parameters, results and errors."""
+"""Public functions of both sides have the same parameters, results and errors."""
 
 import inspect
 import re

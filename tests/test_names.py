@@ -1,5 +1,3 @@
-"""A class name means one thing in a package."""
-
 import ast
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Programs for other libraries, ported as docs/coming-from.md says, give the same as before."""
+"""Programs ported as docs/coming-from.md says give the same as before."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,6 @@ def plain(q, keys, values):
 
 
 def test_a_serving_loop_with_slots_and_block_tables():
-    """Requests come and go; a batch has chunks of prompts and decodes."""
     torch.manual_seed(0)
     page, heads_q, heads_kv, size = 16, 4, 2, 32
     k_cache, v_cache = torch.zeros(2, 12, page, heads_kv, size, dtype=torch.bfloat16)

@@ -1,5 +1,3 @@
-"""The environment that `tools/setup_env.py` makes for the Makefile."""
-
 import json
 import subprocess
 import sys
@@ -13,7 +11,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "tools" / "setup_env.py"
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the fake Python is a shell script")
 def test_an_active_environment_is_not_made_from_itself(tmp_path):
-    """`make` in an activated .venv finds its Python first; the one that made it has to run."""
+    """In an activated .venv `make` finds its Python first; the one that made it has to run."""
     environment, python = tmp_path / "env", tmp_path / "python"
     venv.create(environment, symlinks=True)
     python.write_text('#!/bin/sh\necho "asked: $@"\n')

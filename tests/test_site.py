@@ -1,5 +1,3 @@
-"""The documentation site is built without a warning, and fits a phone and a desktop."""
-
 import os
 import re
 import subprocess

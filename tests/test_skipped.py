@@ -1,5 +1,3 @@
-"""What a run says of files that it skipped."""
-
 import pytest
 
 from tests.skipped import LOWERING, LOWERS_ALL, should_run

@@ -1,4 +1,4 @@
-"""What commands print: help without markup, tables in 80 columns, progress with time left."""
+"""What commands print: help without markup, tables in 80 columns, progress."""
 
 import io
 import re
@@ -79,7 +79,6 @@ def printed_at_80(*tables):
 
 @pytest.fixture
 def wide(record):  # noqa: F811
-    """Records with the longest names."""
     case = record().case | {"name": "64x8192-heads-32-8-float8_e4m3fn"}
 
     def make(name, target, **fields):

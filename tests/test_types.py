@@ -1,5 +1,3 @@
-"""Type checkers accept the public functions in the README's examples and in `USES`."""
-
 import importlib.util
 import inspect
 import json

@@ -1,5 +1,3 @@
-"""What the wheel holds, and that each side works from it without the other framework."""
-
 import os
 import re
 import shutil

@@ -1,5 +1,3 @@
-"""Two runs of the same measurements: what is paired, what lies apart, and the exit code."""
-
 from dataclasses import replace
 
 import pytest

@@ -49,8 +49,6 @@ class Fake:
 
 
 class FakeInference:
-    """A prefill of 4 milliseconds and a decode of 2."""
-
     def time_step(self):
         return {"prefill": 4.0, "decode": 2.0}
 
@@ -70,7 +68,6 @@ def job(subject=OURS, begin=Fake, case=CASE):
 
 
 def run(*jobs, **options):
-    """Run jobs with no device; return what was printed."""
     console = Console(file=io.StringIO(), width=200)
     instruments = Instruments(lambda calls: {}, print, lambda: Sampler(None), lambda: None)
     origin = ORIGIN | {"suite": "end-to-end", "device": "NVIDIA H200 (fake)"}

@@ -1,5 +1,3 @@
-"""First calls: the child process that times them, and the records."""
-
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -19,7 +17,7 @@ REFERENCE = {"torch": ("torch_attn", "reference"), "jax": ("pallas_attn", "refer
 
 @pytest.fixture
 def measured(monkeypatch, record):
-    """Measure the reference's first calls in one process."""
+    """Measure in this process."""
     monkeypatch.setattr("bench.first.kernels_of", REFERENCE.get)
     origin = {"suite": "first"}
     for name in ("device", "versions", "commit", "date"):

@@ -1,4 +1,4 @@
-"""A crash keeps what a run has measured, and what crashed never runs again."""
+"""A crash keeps what was measured, and what crashed never runs again."""
 
 import signal
 import sys

@@ -1,5 +1,3 @@
-"""Memory of a training step by category: what is counted where, kept, and shown."""
-
 import pytest
 import torch
 
@@ -98,7 +96,6 @@ def test_a_step_of_torch_on_a_cpu():
 
 @pytest.fixture
 def records(tmp_path):
-    """The second implementation is out of memory."""
 
     class WithTimeline(Fake):
         def timeline(self):

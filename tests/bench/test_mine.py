@@ -1,5 +1,3 @@
-"""``python -m bench mine``: what it measures, what its file holds, and what it refuses."""
-
 import getpass
 import gzip
 import json
@@ -27,7 +25,6 @@ FACTS = {"device": "NVIDIA A100-SXM4-80GB (compute capability 8.0)", "commit": "
 
 
 def timer(calls, *_):
-    """1 ms for ours, 2 ms for a peer."""
     times = {s: Times(*[1.0 if s.target else 2.0] * 3) for s in calls}
     return {s: Timing(t, t, t, ("kernel",)) for s, t in times.items()}
 
@@ -50,7 +47,7 @@ def job(name, operation="forward", **factories):
 
 @pytest.fixture
 def card(monkeypatch):
-    """An A100, where each part has one problem, all measured at once."""
+    """An A100, where each part has one problem."""
     suites = {part.suite: [job(f"{part.suite} problem")] for part in mine.PARTS}
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

@@ -1,4 +1,4 @@
-"""A case of parity as a job: an error for each implementation, and no times."""
+"""A case of parity gives an error for each implementation, and no times."""
 
 from dataclasses import replace
 

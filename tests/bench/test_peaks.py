@@ -1,5 +1,3 @@
-"""The vendor's figures are found by the device's name, and agree with each other."""
-
 import pytest
 
 from bench.peaks import A100, H200, datasheet, peak_jobs

@@ -1,4 +1,4 @@
-"""Adapters of peers without a GPU: those that run here, stand-ins for the others."""
+"""Adapters of peers: those that run without a GPU, stand-ins for the others."""
 
 import sys
 import warnings
@@ -62,7 +62,6 @@ TAKES = dict.fromkeys(FLASH, HALF) | dict.fromkeys(
 )
 TAKES |= dict.fromkeys(("eager", "FlexAttention"), HALF | {"rectangle", "float32"})
 TAKES |= {"jax.nn XLA": HALF | {"float32"}, "jax Pallas mha": {"square", "causal"}}
-# What a CPU can run of them; test_calls.py tests the operations.
 OPERATION = dict.fromkeys(FLASH, "both") | dict.fromkeys(("FlexAttention", "FA3"), "forward")
 OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN", "tokamax Triton"), None)
 
@@ -70,7 +69,7 @@ KERNELS = jax.ffi.ffi_call
 
 
 def fa3_call(name, results):
-    """The library's calls as its package makes them, by our attention in JAX."""
+    """The library's calls by our attention in JAX."""
     *_, rows, scratch = results
     packed, backward = "varlen" in name, name.endswith("bwd")
     assert name in jax_fa3.TARGETS
@@ -369,7 +368,7 @@ def test_fa2_decodes_from_a_dense_copy(tokens):
 
 
 class Wrapper:
-    """FlashInfer's wrappers in plain torch, as documented."""
+    """FlashInfer's wrappers in plain torch."""
 
     planned = 0
 

@@ -1,5 +1,3 @@
-"""Timed ranks of context parallel attention, in turn and in processes."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -41,7 +41,6 @@ PORTABLE = ("torch triton sm90", "jax triton sm90")
 
 
 def by_default(operation, group):
-    """What each framework runs by default; JAX where PyTorch is installed."""
     case = {name: tuple(x) if type(x) is list else x for name, x in group["case"].items()}
     spec = (VarlenCase if "lengths" in case else FlashCase)(**case).spec
     function = {"forward": "flash_fwd", "backward": "flash_bwd"}[operation]
@@ -128,7 +127,7 @@ def test_the_sentence_about_sm80_code():
 
 
 def speeds(groups, labels, suite, operation, peer, keep=None):
-    """A peer's time over ours, the least and the most of both sides over the cases."""
+    """The least and the most of a peer's time over ours, of both sides and all cases."""
     ratios = [
         group[peer] / group[ours]
         for (*where, _), group in groups.items()

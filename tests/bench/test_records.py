@@ -1,5 +1,3 @@
-"""Records: their file, and when two are the same measurement."""
-
 import gzip
 from dataclasses import replace
 

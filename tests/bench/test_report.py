@@ -1,5 +1,3 @@
-"""Tables, plots and pages from records; and that the documentation has the records' numbers."""
-
 import csv
 import re
 from dataclasses import asdict, replace

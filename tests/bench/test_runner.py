@@ -1,5 +1,3 @@
-"""Running a suite with instruments that need no GPU: gate, resume, failures, memory, Ctrl-C."""
-
 import io
 import math
 import time
@@ -62,7 +60,6 @@ def read():
 
 @pytest.fixture
 def run(tmp_path, origin):
-    """Return the exit code, the records in the file and what was printed."""
     path = tmp_path / "records.jsonl"
 
     def run(
@@ -252,8 +249,6 @@ def test_what_cannot_be_timed_does_not_take_the_others_with_it(run):
 
 
 class Memory:
-    """Memory; counts what something still refers to."""
-
     def __init__(self):
         self.held = []
 

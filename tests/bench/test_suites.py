@@ -1,5 +1,3 @@
-"""Every suite: who is timed where, FLOPs and bytes, our calls through the gate, cells and pages."""
-
 import warnings
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -466,7 +464,7 @@ def test_cells(record, suite, name, wanted):
 
 
 def records_of(suite, record, path):
-    """Of ours and of peers, and one that failed, as a file gives them back."""
+    """One of them failed."""
     made = [
         record(
             suite=suite, operation=job.operation, implementation=subject.implementation,

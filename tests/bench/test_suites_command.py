@@ -1,5 +1,3 @@
-"""The suites' commands: what they refuse and run; one bad suite breaks no other."""
-
 import os
 from contextlib import suppress
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""From a fake device's trace to times, and in which order calls are made."""
-
 import doctest
 from types import SimpleNamespace
 

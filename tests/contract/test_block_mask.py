@@ -1,5 +1,3 @@
-"""Block masks: their lists, how they are made, and the reference with them."""
-
 import numpy as np
 import pytest
 
@@ -93,7 +91,6 @@ def test_the_number_of_tiles_tells_their_size():
 
 
 def test_the_reference_is_the_formula():
-    """In plain loops, and its gradients by differences."""
     rng, spec = np.random.default_rng(0), BlockSparseSpec(
         1, 130, 70, 2, 1, 16, 24, "float32", 0.3, Window(None, 0),
         tile_q=64, tile_kv=64, mask_batch=1, mask_heads=2,

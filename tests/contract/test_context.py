@@ -1,5 +1,3 @@
-"""Context parallel plans: each pair of tokens once, equal work, and rows that come back."""
-
 import re
 from itertools import pairwise
 from math import log
@@ -34,7 +32,7 @@ def plans(draw: st.DrawFn) -> ContextPlan:
 
 
 def whole_mask(plan: ContextPlan, window: Window) -> np.ndarray:
-    """Return who sees whom in the whole sequence, [seq_len, seq_len]."""
+    """[seq_len, seq_len]"""
     token = np.arange(plan.seq_len)
     query, key = token[:, None], token[None, :]
     seen = np.ones((plan.seq_len, plan.seq_len), bool)

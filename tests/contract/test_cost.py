@@ -47,7 +47,7 @@ def test_visible_pairs_count_the_visible_keys(seq_q, seq_kv, left, right):
 
 
 def test_a_causal_rectangle_is_not_half_a_rectangle():
-    """Query i of 1024 sees 3073 + i of the 4096 keys: 7/8 of all, where half is often counted."""
+    """Query i of 1024 sees 3073 + i of the 4096 keys: 7/8 of all."""
     spec = replace(SPEC, seq_q=1024, seq_kv=4096, window=Window(None, 0))
     assert visible_pairs(spec) == sum(3073 + query for query in range(1024)) == 3_670_528
     full = replace(spec, window=Window())

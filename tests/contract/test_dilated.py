@@ -1,5 +1,3 @@
-"""Dilated attention: its calls, and its oracle against the paper's definition."""
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from twin_attention.contract.spec import DilatedSpec, Dilation, FlashOptions, di
 
 
 def dilated_by_keys(q, k, v, spec):
-    """Each query sees the keys of all pairs, one of several pairs several times."""
+    """A query sees the keys of all pairs, one of several pairs several times."""
     batch, tokens, heads, _ = q.shape
     outs = q.new_zeros(batch, tokens, heads, v.shape[3])
     lses = q.new_full((batch, heads, tokens), -torch.inf)

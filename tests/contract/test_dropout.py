@@ -1,5 +1,3 @@
-"""Dropout's generator gives known answers in each array library."""
-
 import array_api_compat
 import jax.numpy as jnp
 import numpy as np

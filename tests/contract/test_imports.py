@@ -1,5 +1,3 @@
-"""Who may import what, in a fresh interpreter and in strings."""
-
 import ast
 import re
 import subprocess
@@ -26,7 +24,6 @@ GROUND = ", ".join(
 )  # fmt: skip
 
 
-# Without a package, a module says how to install it.
 WITHOUT = """
 class Missing:
     def find_spec(self, name, path=None, target=None):

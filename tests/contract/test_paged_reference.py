@@ -239,11 +239,8 @@ def test_the_dtype_of_every_operation_is_the_callers():
     assert errors[torch.float32] < 1e-5 < 1e-3 < errors[torch.bfloat16]
 
 
-# Merging
-
-
 def states_of(num_states, seed=0):
-    """Partial results [N, 2, 3, 2, 16]. Some saw nothing, and hold NaN; one row saw nothing."""
+    """Partial results [N, 2, 3, 2, 16]. Some, and one row of all, saw nothing and hold NaN."""
     rng = np.random.default_rng(seed)
     outs = rng.standard_normal((num_states, 2, 3, 2, 16))
     lses = 3 * rng.standard_normal((num_states, 2, 2, 3))
@@ -308,11 +305,8 @@ def test_gradients_of_a_merge_are_those_of_its_formula(dlse_is_given):
     assert all((x == 0).all() for x in nothing)
 
 
-# Quantised caches
-
-
 def codes(cache):
-    """Every finite number that `quantize` gives for a cache of this dtype, in order."""
+    """Every finite number that `quantize` gives, in order."""
     if cache.dtype == "int8":
         return np.arange(-127, 128)
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -323,7 +317,7 @@ def codes(cache):
 @pytest.mark.parametrize("cache", [INT8, FLOAT8], ids=lambda cache: cache.dtype)
 @pytest.mark.parametrize("scale", [np.float32(1), np.float32([0.25, 3.0])], ids=["one", "heads"])
 def test_quantize_gives_the_nearest_number_that_the_cache_holds(namespace, cache, scale):
-    """Ties go to the even one, and what is too large to the largest."""
+    """Ties go to the even one; too large numbers to the largest."""
     convert, _ = NAMESPACES[namespace]
     numbers = codes(cache)
     ties = (numbers[1:] + numbers[:-1]) / 2

@@ -64,7 +64,6 @@ def sinks_of(spec):
 
 
 def ids_of(spec, seed=1):
-    """Some are padding; None for a problem without segments."""
     make = torch.Generator().manual_seed(seed)
     sizes = (spec.batch, spec.seq_q), (spec.batch, spec.seq_kv)
     ids = [torch.randint(-2, 3, size, generator=make, dtype=torch.int32) for size in sizes]
@@ -222,7 +221,6 @@ def test_scores_that_overflow_exp_do_not_overflow_the_result():
 
 
 def test_the_dtype_of_every_operation_is_the_callers():
-    """Results differ visibly from those of the same numbers in float32."""
     q, k, v, *_ = (x.bfloat16() for x in inputs_of(SPEC))
     exact, _ = attention_forward(FlashOperands(q, k, v), SPEC, torch.float64)
     errors = {}
@@ -257,7 +255,7 @@ def test_namespaces_agree():
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax.numpy"])
 def test_tf32_products_round_their_operands(library):
-    """Results are those of rounded operands; those in float64 keep all bits."""
+    """Those in float64 keep all bits."""
     import jax
 
     xp = import_module(library)

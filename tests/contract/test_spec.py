@@ -1,5 +1,3 @@
-"""How causal and window fold into one, and which keys a query sees."""
-
 import math
 from dataclasses import replace
 

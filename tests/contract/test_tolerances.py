@@ -186,7 +186,6 @@ def test_a_plain_run_that_overflows_leaves_ulps():
 
 
 def test_the_error_is_the_largest_and_the_mean_counts_too():
-    """Each of the two measures fails alone."""
     ref = np.ones(100)
     lp = ref.copy()
     lp[0] += 1.0

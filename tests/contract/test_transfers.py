@@ -1,5 +1,3 @@
-"""When ranks exchange keys: who sends what, and which keys a rank then reads."""
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +23,7 @@ def _forget() -> None:
 
 @given(plans(), st.sampled_from(WINDOWS), st.sampled_from(["ring", "gather"]), st.data())
 def test_each_pair_is_seen_once(plan: ContextPlan, window: Window, exchange: str, data):
-    """With keys in blocks of any size, and in pieces or put in order afterwards."""
+    """Keys come in blocks of any size, in pieces or put in order."""
     sizes = data.draw(st.sampled_from([(1, 8, 9), (1, 1, 9), (4, 2, -9), (128, 8, 2)]))
     with pytest.MonkeyPatch.context() as patch:
         for name, size in zip(("BLOCK", "RUNS_MAX", "PIECES_MAX"), sizes, strict=True):
@@ -89,7 +87,7 @@ def test_equal_hops_bring_every_key_that_is_seen(plan: ContextPlan, window: Wind
 
 @given(plans(), st.sampled_from(WINDOWS), st.sampled_from(["ring", "gather"]))
 def test_what_one_sends_another_receives(plan: ContextPlan, window: Window, exchange: str):
-    """In the same order, keys as well as gradients, whose tokens are those of the keys."""
+    """In the same order; gradients have their keys' tokens."""
     steps = [exchange_steps(plan, window, exchange, rank) for rank in range(plan.size)]
     for at_once in zip(*steps, strict=True):
         for rank, step in enumerate(at_once):

@@ -1,5 +1,3 @@
-"""What `tree_of` makes of parents, and what `check_tree` refuses."""
-
 import inspect
 import textwrap
 
@@ -17,7 +15,6 @@ from twin_attention.contract.tree import Tree, check_tree, tree_of
 
 @st.composite
 def parents(draw, most=24):
-    """In depth-first order, each parent is on the path to the node before."""
     found: list[int] = []
     path: list[int] = []
     for i in range(draw(st.integers(0, most))):

@@ -145,7 +145,7 @@ def test_the_first_offset_that_cannot_be_is_named(offsets, message):
 
 
 def packed(sinks: bool):
-    """NaN in the padding, all in float64."""
+    """NaN in the padding."""
     make = np.random.default_rng(0)
     q, k, v, dout = (
         make.standard_normal(shape)

@@ -1,5 +1,3 @@
-"""Decoding with draft trees gives what greedy decoding gives, in fewer steps."""
-
 import numpy as np
 import pytest
 

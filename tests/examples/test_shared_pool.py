@@ -1,5 +1,3 @@
-"""The decoding loops of both frameworks over one pool."""
-
 import jax
 import numpy as np
 import torch

@@ -50,7 +50,7 @@ def test_training_and_serving(side):
     losses = list(side.train(model, text_model.batches(text, 15), 1e-2))
     assert len(losses) == 15
     assert losses[-1] < 0.8 * losses[0]
-    # In a slot that another request used before, a request among others is answered as alone.
+    # A slot that another request used before changes nothing, nor do other requests.
     together = [Request(b"abc", 5), Request(b"cd", 2), Request(b"fgh", 4)]
     serve(together, 2, side.make_step(model, 2, 8))
     alone = Request(b"fgh", 4)

@@ -1,5 +1,3 @@
-"""A decoding step of many layers: its tokens, and its replay as one launch."""
-
 import numpy as np
 import pytest
 import torch
@@ -64,7 +62,7 @@ def test_replays_with_other_lengths_give_what_eager_steps_give():
 
 
 def launches(call) -> list[str]:
-    """Return the launches that a call asks of the driver, of kernels and of graphs."""
+    """Launches that a call asks of the driver, of kernels and of graphs."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()

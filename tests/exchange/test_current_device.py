@@ -1,7 +1,4 @@
-"""Which GPU is torch's current one when JAX takes a tensor: JAX's start makes the last GPU current.
-
-This runs without a GPU; `test_streams` has real ones.
-"""
+"""JAX's start makes the last GPU current for torch too; `test_streams` has real GPUs."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,8 +11,6 @@ from interop.exchange import dlpack, to_jax
 
 
 class TwoGPUs:
-    """The current device of the calling thread, as torch and JAX change it."""
-
     current, jax_has_started = 0, False
 
     @contextmanager

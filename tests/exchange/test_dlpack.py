@@ -1,5 +1,3 @@
-"""Handing tensors over: bits, shared memory, refusals and lifetime."""
-
 import gc
 import math
 import os
@@ -23,7 +21,7 @@ NARROW_DTYPES = sorted(DTYPES - WIDE_DTYPES)
 
 
 def random_bits(shape, dtype, device="cpu"):
-    """Every bit pattern, NaN payloads and negative zeros included."""
+    """Include NaN payloads and negative zeros."""
     if dtype == "bool":
         return torch.randint(0, 2, shape, dtype=torch.uint8, device=device).view(torch.bool)
     torch_dtype = getattr(torch, dtype)
@@ -43,7 +41,6 @@ def jax_bits(array):
 
 @st.composite
 def compact_tensors(draw):
-    """A dtype, a shape with axes of zero and one among others, and an order of them."""
     dtype = draw(st.sampled_from(sorted(DTYPES)))
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     return dtype, shape, draw(st.permutations(range(len(shape))))
@@ -274,7 +271,7 @@ class TestRefusedEvenAsACopy:
 
 
 def test_several_devices():
-    """In a process of its own: two CPU devices have to be asked for before JAX starts."""
+    """In a process of its own: JAX makes its CPU devices when it starts."""
     script = """
 import jax, jax.numpy as jnp, numpy as np
 from interop.exchange import to_torch

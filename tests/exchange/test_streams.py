@@ -37,7 +37,6 @@ SLOW_MATMULS = 450  # about 1.2 s: 137 GFLOP each, without TF32
 
 @jax.jit
 def slow_ones(seed):
-    """Ones of `SHAPE` after a long chain of matmuls."""
     mean = jnp.full(SHAPE, 1 / SIZE)
     step = functools.partial(jnp.matmul, b=mean, precision="highest")
     return jax.lax.fori_loop(0, SLOW_MATMULS, lambda _, x: step(x), seed)
@@ -45,7 +44,6 @@ def slow_ones(seed):
 
 @jax.jit
 def slow_then_read(x, seed):
-    """Read `x` only once the chain is through."""
     return x * slow_ones(seed)
 
 
@@ -91,7 +89,7 @@ def quick_collections():
 
 @pytest.fixture(autouse=True)
 def idle(seed, quick_collections):
-    """Start with nothing queued on the card, and nothing left to collect."""
+    """Nothing is queued on the card, and nothing left to collect."""
     gc.collect()
     torch.cuda.synchronize()
 
@@ -101,7 +99,7 @@ def all_equal(tensor, value):
 
 
 def torch_occupies(address):
-    """Whether torch's allocator has given away the memory, or holds it back for another stream."""
+    """Whether torch has given away the memory, or holds it back for another stream."""
     torch.empty(1, device="cuda")  # torch looks for finished events when it allocates
     blocks = [block for part in torch.cuda.memory_snapshot() for block in part["blocks"]]
     here = [block for block in blocks if 0 <= address - block["address"] < block["size"]]
@@ -224,7 +222,7 @@ class TestLifetime:
 
 
 def test_jax_stream_is_where_jax_computes(seed):
-    """`lifetime` needs this: if it fails, JAX no longer runs on the stream that it names."""
+    """`lifetime` needs this."""
     stream = jax_stream(jax.devices()[0])
     assert stream.query()
     result = slow_ones(seed)

@@ -81,7 +81,6 @@ def test_the_bits_are_equal(case: Case, target: str, pair: str):
 
 
 def test_a_program_of_both_frameworks():
-    """Scan, vmap and a donated operand change no bit."""
     q, k, v = (torch.randn(2, 300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in "qkv")
     attention = partial(pallas_attn.flash_attention, causal=True, implementation="gluon")
     arrays = [to_jax(x) for x in (q, k, v)]

@@ -1,4 +1,4 @@
-"""Plans of host functions: what becomes an operation of another framework, and what is refused."""
+"""Plans of host functions: what becomes another framework's operation, and what is refused."""
 
 from typing import NamedTuple
 

@@ -87,7 +87,6 @@ def _interpreted():
 
 @pytest.fixture
 def launches():
-    """The names of the kernels that a test has launched."""
     LAUNCHED.clear()
     return LAUNCHED
 
@@ -500,7 +499,7 @@ def test_explain_names_them_and_says_whose_they_are():
 
 
 def simulated(parameters, written, zeroed, monkeypatch):
-    """Return what each parameter of a kernel gets, by its number: an operand, or a value."""
+    """Return what each parameter of a kernel gets, by its number."""
     jaxlib = SimpleNamespace(
         TritonKernel=lambda *args: args,
         TritonKernelCall=lambda kernel, x, y, z, given: SimpleNamespace(

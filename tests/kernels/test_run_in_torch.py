@@ -1,4 +1,4 @@
-"""Launch kernels of `pallas_attn` on torch tensors; Python stands in for what C launches."""
+"""Launch kernels of `pallas_attn` on torch tensors; Python stands in for C."""
 
 import threading
 
@@ -27,8 +27,6 @@ STREAM = 5
 
 
 class C:
-    """The C function that launches, and what it was called with."""
-
     def __init__(self, num_buffers):
         self.calls = []
         self.compiled = CompiledModule(77, LaunchFunction(self._launch), num_buffers, 0)
@@ -87,14 +85,14 @@ def test_compact():
 
 
 def launch(code, inputs, results):
-    """Return the launch of a kernel that writes what it does not read."""
+    """The kernel writes what it does not read."""
     numbers = [*range(len(inputs) + len(results))]
     read, written = tuple(numbers[: len(inputs)]), tuple(numbers[len(inputs) :])
     return Kernel(code, (*inputs, *results), read, written)
 
 
 def plan_of_decode(function, operands, card):
-    """Return a plan whose second kernel merges parts into what the first has written."""
+    """The second kernel merges parts into what the first has written."""
     x, bits = Value(0, (4, 64), "float32"), Value(1, (4, 128), "int16")
     out, part = Value(2, (64,), "float32"), Value(3, (4, 64), "float32")
     steps = (
@@ -106,7 +104,7 @@ def plan_of_decode(function, operands, card):
 
 
 def plan_of(function, operands, card):
-    """Return a plan with a reshape, zeros in place and a constant."""
+    """With a reshape, zeros in place and a constant."""
     assert [x.shape for x in operands] == [(4, 64), (4, 64)]
     x, y = Value(0, (4, 64), "float32"), Value(1, (4, 64), "float32")
     viewed, sums = Value(2, (1, 4, 64), "float32"), Value(3, (64,), "float32")
@@ -126,7 +124,6 @@ def plan_of(function, operands, card):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The kernels of the plans, on a CPU that stands in for a GPU."""
     found = {"first": C(6), "second": C(4), "third": C(3)}
     monkeypatch.setattr(mosaic, "COMPACT", 1)  # a CPU's copies are not as aligned
 
@@ -149,7 +146,6 @@ def kernels(monkeypatch):
 
 
 def aligned(shape, dtype="float32"):
-    """Return a compact tensor of NaN."""
     x = torch.full((2 * torch.Size(shape).numel() + COMPACT,), torch.nan)
     x = x[-x.data_ptr() % COMPACT // 4 :].view(getattr(torch, dtype))
     return x[: torch.Size(shape).numel()].view(shape)
@@ -222,7 +218,7 @@ def normal(seed, *shape):
 
 
 def row_exists(count):
-    """Return which rows of lse2 and delta belong to packed sequences, or to the padding."""
+    """Return which rows of lse2 and delta are no padding."""
     exists, start = np.zeros(count, bool), 0
     for number, length in enumerate(LENGTHS):
         first = (start // 128 + number) * 128

@@ -1,5 +1,3 @@
-"""Models of both frameworks with the same weights, and text for them."""
-
 from pathlib import Path
 
 import torch
@@ -19,12 +17,8 @@ TEXT = (Path(__file__).parents[2] / "LICENSE").read_bytes()
 def make_pair(
     config: ModelConfig, attention: tuple[str, str], device: str
 ) -> tuple[torch_model.Transformer, jax_model.Transformer]:
-    """Return a PyTorch and a JAX model with PyTorch's initial weights, ten times as large.
-
-    Smaller weights of the tiny model's blocks add next to nothing to its embedding.
-    """
+    """PyTorch's initial weights, ten times as large: smaller ones add next to nothing."""
     torch.manual_seed(0)
-    # On a CPU: a GPU's random numbers differ.
     of_torch = torch_model.Transformer(config, attention[0]).to(device)
     with torch.no_grad():
         for parameter in of_torch.parameters():
@@ -36,7 +30,6 @@ def make_pair(
 
 
 def in_float64(model: torch_model.Transformer) -> torch_model.Transformer:
-    """Return a copy of a model that computes in float64, with eager attention."""
     device = model.embed.weight.device
     copy = torch_model.Transformer(model.config, "eager", device=device, dtype=torch.float64)
     copy.load_state_dict(model.state_dict())

@@ -1,5 +1,3 @@
-"""Attention by a name that is unknown, or that this machine lacks, is refused at once."""
-
 import pytest
 import torch
 

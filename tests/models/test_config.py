@@ -1,5 +1,3 @@
-"""Sizes of the models, their parameters, and what is refused before anything is allocated."""
-
 from dataclasses import replace
 
 import pytest

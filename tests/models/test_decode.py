@@ -1,5 +1,3 @@
-"""Greedy decoding over the paged cache, in both frameworks and against no cache."""
-
 import pytest
 import torch
 
@@ -34,7 +32,6 @@ def test_greedy_tokens_are_those_without_a_cache(torch_device):
 
     assert of_torch.shape == (2, NEW)
     assert torch.equal(of_torch, of_jax)
-    # Each token is the likeliest after all before it, which are computed anew.
     sequences = torch.cat([prompts, of_torch], dim=1)
     with torch.no_grad():
         top = in_torch(sequences[:, :-1])[:, PROMPT - 1 :].topk(2, dim=-1)

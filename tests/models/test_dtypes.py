@@ -1,5 +1,3 @@
-"""Parameters in one dtype and arithmetic in another, in both frameworks."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""transformers' Llama: the transformer of `models/`, with each attention and over a cache."""
-
 from dataclasses import replace
 
 import pytest

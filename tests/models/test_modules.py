@@ -1,5 +1,3 @@
-"""The multi-head modules: both sides' with the same weights, and what they refuse."""
-
 import inspect
 import re
 
@@ -25,7 +23,6 @@ OPTIONS = {"num_heads_kv": 2, "causal": True}
 
 
 def make_pair(name, **options):
-    """Return each side's module, with the weights of PyTorch's."""
     torch.manual_seed(0)
     given = OF_ATTENTION[name]
     of_torch, of_jax = (
@@ -41,7 +38,7 @@ def make_pair(name, **options):
 @pytest.mark.parametrize("options", [{}, {"bias": True, "implementation": "triton"}], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_weights_give_the_same(name, options):
-    """Compare outputs and gradients; the weights go either way."""
+    """The weights go either way."""
     of_torch, of_jax = make_pair(name, **options)
     x = torch.randn(1, 128 if "Block" in name else 64, 64)
     out = of_torch(x)

@@ -1,5 +1,3 @@
-"""The models of both frameworks on the same weights: logits, losses, gradients, training."""
-
 import pytest
 import torch
 
@@ -31,7 +29,7 @@ def ieee_products():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Keep torch from splitting tiny operations, which takes longer than they do."""
+    """Tiny operations take less time than their splitting."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +37,6 @@ def one_thread():
 
 
 def assert_alike(of_torch, of_jax, plain, ref, kind):
-    """Hold each side's result to its budget, and one to the other."""
     budgets = [compare_to_reference(x, ref, plain, "float32", kind) for x in (of_torch, of_jax)]
     for agreement in (*budgets, compare_twins(of_torch, of_jax, *budgets)):
         assert agreement.ok, agreement

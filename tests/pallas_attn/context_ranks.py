@@ -1,6 +1,6 @@
 """Hold ranks and shards on four virtual devices to the whole problem.
 
-`test_context.py` runs this in a process of its own, since JAX makes its devices once.
+A process of its own runs this, since JAX makes its devices once.
 """
 
 import os
@@ -38,7 +38,6 @@ AUTO = jax.sharding.AxisType.Auto
 
 
 def attend(case, plan, inputs, **options):
-    """Return out, lse and gradients over the whole sequence."""
     mesh = jax.make_mesh((4,), ("context",), axis_types=(AUTO,))
     names = [name for name in ("q", "k", "v", "sinks") if name in inputs]
     everywhere = jax.NamedSharding(mesh, jax.P())
@@ -78,7 +77,7 @@ def check(case, plan, **options):
 
 
 def check_placed(plan):
-    """Arrays that are spread over the devices are put together again outside of `jit` too."""
+    """Spread arrays are put together outside of `jit` too."""
     mesh = jax.make_mesh((4,), ("context",), axis_types=(AUTO,))
     x = jax.numpy.arange(64.0).reshape(1, 64)
     placed = jax.device_put(
@@ -96,7 +95,6 @@ def shard(function, in_specs, out_specs):
 
 
 def check_shards():
-    """Split results, gradients, decodes and appends over the batch and over heads."""
     case = replace(dense.CASE, batch=2, dtype="float32", name="sharded")
     inputs = make_inputs(case, "cpu")
     options = {**case.options, "return_lse": True, "implementation": "triton"}

@@ -57,7 +57,7 @@ def test_lowered_for_cuda_it_is_one_kernel_that_shares_the_memory_of_donated_poo
 
 
 def test_vmap(inputs, operands):
-    """Each element of other queries and keys gets pools of its own."""
+    """Each element gets pools of its own."""
     names = ("k_new", "q")
     others = [inputs, inputs | {name: inputs[name].flip(1) for name in names}]
     stacked = {name: jnp.stack([as_arrays(x)[name] for x in others]) for name in names}

@@ -1,5 +1,3 @@
-"""Decoding under JAX's transformations, and what it refuses."""
-
 import inspect
 from dataclasses import replace
 from functools import partial
@@ -34,7 +32,6 @@ LATER = replace(CASE, lengths=(8, 24, 1, 9))
 
 
 def operands(case):
-    """Slots and pages that no sequence uses hold NaN."""
     return {name: jnp.asarray(x.numpy()) for name, x in make_inputs(case, "cpu").items()}
 
 
@@ -131,7 +128,6 @@ def new_tokens(seed=0):
 
 
 def written(new, k_pages, v_pages, block_tables, seq_lens):
-    """Return the pools as a loop over tokens writes them."""
     pools = np.array(k_pages), np.array(v_pages)
     num_pages, page_size = k_pages.shape[:2]
     tables, lengths = np.asarray(block_tables), np.asarray(seq_lens)

@@ -1,4 +1,4 @@
-"""Which code a call runs: decided while tracing, and again when lowered for a platform."""
+"""Which code a call runs: decided while tracing, and again when lowered."""
 
 import re
 from dataclasses import replace
@@ -33,14 +33,14 @@ def qkv():
 
 @pytest.fixture
 def fresh_caches():
-    """Keep no traced code from before the test, nor the test's own after it."""
+    """Keep no traced code, from before the test or from itself."""
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
 def operations(function, qkv, platform):
-    """Names of the StableHLO operations that `function` becomes on a platform."""
+    """Return the names of StableHLO operations."""
     lowered = jax.jit(function).trace(*qkv).lower(lowering_platforms=(platform,))
     return set(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
 

@@ -22,7 +22,7 @@ def attend(case, operands, **options):
 @by_both
 @pytest.mark.parametrize("name", ["segments", "tree", "terms", "dropout"])
 def test_vmap_of_the_gradients(name, implementation):
-    """Map over q and one more operand. A bias is shared, as are depths and sinks."""
+    """Map over q and one more operand; a bias, depths and sinks are shared."""
     case, operands = CASES[name], arrays_of(CASES[name])
     x, axis = operands[MAPPED[name]], None if name == "dropout" else 0
     if name in ("segments", "tree"):

@@ -1,5 +1,3 @@
-"""A backward computes no gradient of sinks and terms that nobody asks for."""
-
 from functools import partial
 
 import jax

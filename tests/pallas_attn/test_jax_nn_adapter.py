@@ -1,4 +1,4 @@
-"""`jax.nn.dot_product_attention`'s signature on pallas_attn, against the function itself."""
+"""`jax.nn.dot_product_attention`'s signature, against the function itself."""
 
 import inspect
 
@@ -19,7 +19,7 @@ def inputs(seq_q: int, seq_kv: int, dtype=jnp.bfloat16, batch: tuple[int, ...] =
 
 
 def assert_like_jax(function, operands, kind="output", **options) -> None:
-    """Hold ``function(attention)(*operands)`` to jax.nn's in float32."""
+    """Compare in float32."""
     theirs, ours = (
         function(lambda *qkv, attention=attention: attention(*qkv, **options))
         for attention in (jax.nn.dot_product_attention, dot_product_attention)
@@ -138,7 +138,7 @@ def test_lengths_in_the_kernels():
 
 @pytest.mark.parametrize("shape", [(2, 4, 9, 7), (1, 4, 9, 7), (2, 1, 1, 7)])
 def test_bias(shape):
-    """With its gradient; queries past the last key are cut off."""
+    """Queries past the last key are cut off."""
     bias = jax.random.normal(jax.random.key(1), shape)
 
     def gradient(attention):

@@ -1,5 +1,3 @@
-"""`pallas_attn.paged_attention` under JAX's transformations, and where its tiles are."""
-
 from functools import partial
 from itertools import accumulate
 

@@ -53,7 +53,7 @@ PROBLEMS = {
 
 @pytest.fixture
 def without(monkeypatch):
-    """Take a name from this project only, or a module: JAX itself needs it."""
+    """Take a name from this project only: JAX itself needs it."""
 
     def take_away(place, name=None):
         def found(asked):

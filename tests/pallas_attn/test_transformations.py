@@ -1,5 +1,3 @@
-"""`flash_attention` under JAX's transformations, and what it refuses."""
-
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +35,6 @@ def attention(implementation):
 
 @pytest.fixture(scope="module")
 def problems() -> list[Tensors]:
-    """Two problems that share k."""
     first, second = (make_inputs(replace(CASE, name=name), "cpu") for name in ("first", "second"))
     return [first, second | {"k": first["k"]}]
 

@@ -1,5 +1,3 @@
-"""`flash_attention_varlen` under JAX's transformations, for any offsets."""
-
 from functools import partial
 
 import jax

@@ -1,5 +1,3 @@
-"""What functions become on CUDA devices, from shapes and dtypes of their operands."""
-
 import re
 
 import jax
@@ -12,7 +10,7 @@ def of(*shape, dtype="bfloat16"):
 
 
 def batched(operands):
-    """Return operands with one more axis, of 3."""
+    """Add an axis of 3."""
     return [of(3, *x.shape, dtype=x.dtype) for x in operands]
 
 

@@ -57,7 +57,6 @@ def plan_for(spec, target, operation, sinks=False, dlse=True):
 
 
 def aliased(kernel):
-    """Return what a kernel reads and writes."""
     operands = kernel.operands
     read = [operands[i] for i in kernel.read if isinstance(operands[i], Value)]
     return [operands[i] for i in kernel.written if operands[i] in read]

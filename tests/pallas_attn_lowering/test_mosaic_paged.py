@@ -1,4 +1,4 @@
-"""Mosaic GPU kernels of paged caches traced and lowered for both targets, on any machine."""
+"""Mosaic GPU kernels of paged caches traced and lowered, on any machine."""
 
 import re
 from contextlib import nullcontext
@@ -67,7 +67,7 @@ def operands(case):
 
 
 def new_tokens(case):
-    """The operands of `append_kv`: new keys and values in place of q."""
+    """New keys and values take the place of q."""
     spec, found = case.spec, operands(case)
     rows = found.pop("q").shape[:2]
     sizes = {"k_new": spec.head_dim, "v_new": spec.head_dim_v}
@@ -169,7 +169,7 @@ def test_vmap_of_append_gives_each_its_own_pool():
 
 
 def test_under_scan():
-    """Tokens one at a time, the pools carried."""
+    """The pools are carried."""
     shapes = new_tokens(replace(CASE, tokens=1))
     q = operands(replace(CASE, tokens=1))["q"]
 

@@ -1,7 +1,4 @@
-"""Mosaic GPU kernels traced and lowered for SM90, on any machine.
-
-`test_mosaic` guards the private API of JAX that these kernels use too.
-"""
+"""Mosaic GPU kernels traced and lowered for SM90, on any machine."""
 
 import re
 from functools import partial
@@ -75,7 +72,7 @@ def chunks(page_size, heads_q, head_dim, head_dim_v, dtype="bfloat16"):
 
 
 def check_everywhere(function, operands, number):
-    """Lower a function of operands, also mapped and with 64-bit types enabled."""
+    """Lower a function, also mapped and with 64-bit types enabled."""
     expected = ["mosaic_gpu_v2"] * number
     assert kernels(lower(function, *operands)) == expected
     with jax.enable_x64(True):
@@ -110,7 +107,7 @@ def test_a_block_mask_is_lowered(head_dim, options):
 
 
 def sequences(operands):
-    """Return the operands of five packed sequences, from those of a batch of one."""
+    """Return five packed sequences from a batch of one."""
     offsets = of(6, dtype="int32")
     return [*(of(*x.shape[1:], dtype=x.dtype) for x in operands), offsets, offsets]
 
@@ -154,7 +151,7 @@ def test_items_are_the_tiles_of_a_few_heads_at_a_time(heads, num_tiles):
 
 
 def places(monkeypatch, cu_seqlens, cu_seqlens_other, heads, last_first):
-    """Return the places of all items and of three more, as arrays."""
+    """Return the places of all items and of three more."""
     num_rows, num_rows_other, block = 1300, 1500, 128
     taken = items.Items(
         *(jnp.asarray(x, jnp.int32) for x in (cu_seqlens, cu_seqlens_other)),
@@ -203,7 +200,6 @@ def test_items_of_wrong_offsets_stay_inside_the_tensors(bad, monkeypatch):
 
 
 def packed_gradients(*operands, **options):
-    """Return the gradients of packed sequences, from q, k, v, offsets and maybe sinks."""
 
     def packed(q, k, v, *sinks):
         given = dict(zip(("sinks",), sinks, strict=False))

@@ -1,4 +1,4 @@
-"""Lowered for CUDA, kernels never write into slices of larger arrays."""
+"""Kernels never write into slices of larger arrays."""
 
 import re
 from functools import partial

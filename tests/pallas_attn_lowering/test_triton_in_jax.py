@@ -95,7 +95,7 @@ def test_packed_sequences_are_lowered(head_dim):
 
 
 def fields(message):
-    """Yield the fields of a message of protocol buffers: numbers, and bytes."""
+    """Yield a protocol buffer's fields: numbers, and bytes."""
 
     def varint():
         value, shift = 0, 0

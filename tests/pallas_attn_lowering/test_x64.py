@@ -1,6 +1,5 @@
-"""The explicit kernels of the static gate, mapped with 64-bit types enabled.
-
-`vmap` traces a kernel again: there an integer without a type would have 64 bits.
+"""Explicit kernels with 64-bit types enabled: `vmap` traces again, where integers without a type
+have 64 bits.
 """
 
 from functools import partial
@@ -25,7 +24,7 @@ FEATURES = {
 
 
 def kernels_of(jaxpr):
-    """Yield the calls of kernels in a program, by name, and the programs of each."""
+    """Yield the calls of kernels by name, and the programs of each."""
     for equation in jaxpr.eqns:
         inner = jax.tree.leaves(
             [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")

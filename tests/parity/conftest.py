@@ -1,5 +1,3 @@
-"""A pair of implementations that give the oracle's answer, spoiled where a test asks."""
-
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +16,7 @@ EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a tes
 
 @pytest.fixture
 def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
-    """Replace both packages; `fake_twins(spoil)` lets `spoil` change results, or raise."""
+    """Replace both packages by the oracle; `spoil` changes results, or raises."""
     spoilers: list[Spoil] = []
 
     def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:

@@ -65,7 +65,6 @@ GRADIENTS = ("dq", "dk", "dv")
 
 
 def plain(case, inputs, names):
-    """Results of a run in float32, rounded to the case's dtype."""
     found = evaluate(inputs, case.spec, torch.float32)
     return [found[name].to(inputs["q"].dtype) for name in names]
 
@@ -127,7 +126,7 @@ def test_a_wrong_element_of_a_sampled_sequence_is_found(case, torch_device):
 
 
 def _one_row(x):
-    """Make one of many rows wrong by a quarter of the usual size."""
+    """Make one row wrong by a quarter of the usual size."""
     x[0, 300] += 0.26 * x.square().mean().sqrt()
 
 
@@ -146,7 +145,7 @@ HIDDEN = {
 
 @pytest.fixture(scope="module")
 def expected_and_right():
-    """The oracle of a problem in bfloat16, and a run in float32, rounded."""
+    """A problem in bfloat16, and a run in float32, rounded."""
     case = FlashCase("hidden", 1, 400, 400, 1, 1, 32, sinks=True, relative=20, bias="k")
     inputs = make_inputs(case, "cpu")
     (expected,) = expectations(inputs, parts_of(case.spec))
@@ -164,7 +163,7 @@ def test_a_small_part_that_is_wrong_is_found(expected_and_right, name, spoil):
 
 
 def test_a_row_of_hidden_keys_does_not_loosen_the_others():
-    """Its log-sum-exp is -1e9, and that of another row still counts to the last digits."""
+    """Its log-sum-exp is -1e9, and another row's counts to the last digits."""
     case = FlashCase("hidden row", 1, 40, 40, 1, 1, 32, bias="qk", dtype="float32")
     inputs = make_inputs(case, "cpu")
     inputs["bias"][..., 3, :] = -1e9

@@ -1,5 +1,3 @@
-"""`python -m interop.parity`: exit codes, and what a failure leaves behind."""
-
 import importlib.util
 import json
 import os

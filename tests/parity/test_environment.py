@@ -1,5 +1,3 @@
-"""Which commit a report names, and how many processes run."""
-
 import os
 import subprocess
 
@@ -10,7 +8,6 @@ from interop.parity import environment
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """This module and results, in place of our own repository."""
 
     def git(*arguments):
         subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)

@@ -51,7 +51,7 @@ def test_only_a_case_with_gradients_has_output_gradients(torch_device):
 
 
 def used_slots(case: DecodeCase, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return which slots [P, page_size] hold a key, found a key at a time."""
+    """[P, page_size], found a key at a time."""
     used = torch.zeros(inputs["k_pages"].shape[:2], dtype=torch.bool)
     for table, length in zip(inputs["block_tables"].tolist(), case.lengths, strict=True):
         for key in range(length):

@@ -1,5 +1,3 @@
-"""One side on one case, and which subjects run."""
-
 from dataclasses import replace
 
 import pytest
@@ -166,7 +164,7 @@ def test_gradients_of_out_alone(side, torch_device):
 
 @pytest.mark.parametrize("case", context_cases(), ids=lambda case: case.name)
 def test_ranks_on_both_sides(case):
-    """Ranks run on one device; what explains them is checked too."""
+    """All ranks run on one device."""
     inputs = make_inputs(case, "cpu")
     expected = expectations(inputs, parts_of(case.spec))
     sides = [Subject(side, "reference") for side in SIDES]

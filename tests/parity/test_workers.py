@@ -1,5 +1,3 @@
-"""What becomes of processes that run cases after an exception, a crash, a Ctrl-C."""
-
 import multiprocessing
 import os
 import signal
@@ -16,7 +14,7 @@ from interop.parity.workers import run_cases
 
 
 def run(case: FlashCase) -> CaseResult:
-    """Do what a case's name says; the result says which process ran it."""
+    """Do what a case's name says; return which process ran it."""
     error = None
     if case.name == "raise":
         error = "RuntimeError: no"
@@ -83,8 +81,6 @@ def test_more_jobs_than_cases():
 
 
 class SlowStart:
-    """A process takes longer to start than a case may take."""
-
     def __reduce__(self):
         return start_slowly, ()
 

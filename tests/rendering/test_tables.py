@@ -1,5 +1,3 @@
-"""One table in three forms."""
-
 from rich.console import Console
 
 from interop.rendering.tables import Cell, numeric, to_html, to_markdown, to_terminal

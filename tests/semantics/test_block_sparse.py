@@ -17,7 +17,6 @@ CASE = BlockSparseCase(
     "sparse", batch=1, seq_q=150, seq_kv=200, heads_q=2, heads_kv=2, head_dim=16, head_dim_v=24,
     dtype="float32", causal=True, own_masks="heads",
 )  # fmt: skip
-# As large as the mask's: fewer steps for the interpreters.
 LARGE_TILES = {
     kernel: {"block_q": 64, "block_kv": 64}
     for kernel in ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")

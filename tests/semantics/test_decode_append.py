@@ -6,7 +6,6 @@ from twin_attention.contract.reference.cache import quantize
 
 PAGE_SIZE, MAX_PAGES, HEADS, DIM, DIM_V = 5, 4, 2, 24, 16
 NUM_PAGES = 30
-# Across a page's end, the first tokens of all, an end past the capacity, and no length at all.
 LENGTHS = (7, 2, 21, 20, 0, 6)
 
 

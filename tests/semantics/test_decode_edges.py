@@ -1,5 +1,3 @@
-"""Sizes of zero, and data that points outside the pool."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Merging partial results, and its gradients."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Rows without keys, and sizes of zero: exact results, never NaN."""
-
 from dataclasses import replace
 
 import pytest

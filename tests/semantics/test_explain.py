@@ -1,5 +1,3 @@
-"""What both sides say that they run on a CPU."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Large numbers that hide keys, and rows whose scores are all large."""
-
 import pytest
 import torch
 

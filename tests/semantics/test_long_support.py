@@ -33,7 +33,6 @@ SIZES = [
 def test_each_query_sees_its_keys(side, implementation, torch_device, seq_q, seq_kv, options):
     case = FlashCase("long", 1, seq_q, seq_kv, 1, 1, 16, scale=1.0, **options)
     first, last = seq_kv - seq_q, seq_kv - 1
-    # About the edges of the first and the last query's windows, and of tiles.
     keys = torch.tensor([first - 4096, first - 4095, last - 4096, last - 4095, 128, first, last, 0])
     keys = keys.clamp(min=0)
     queries = torch.tensor([0, 1, 63, 64, 127, 128, 129, seq_q - 1])

@@ -11,7 +11,6 @@ from tests.sides import EXPLICIT, choose_runs
 
 
 def named_cases(suite):
-    """Return a suite's cases, but for those of ranks."""
     cases = [case for cases in KINDS for case in cases(suite)]
     return [case for case in cases if not isinstance(case, ContextCase)]
 

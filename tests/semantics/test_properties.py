@@ -72,7 +72,6 @@ def test_any_problem_is_within_budget(side, implementation, torch_device, case, 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(first=st.integers(1, CASE.seq_kv - 1))
 def test_keys_that_a_query_does_not_see_do_not_matter(side, implementation, torch_device, first):
-    """Keys from `first` on change nothing before the first query that sees them."""
     inputs = make_inputs(CAUSAL, torch_device)
     k, v = inputs["k"].clone(), inputs["v"].clone()
     k[:, first:], v[:, first:] = 50, -50
@@ -154,7 +153,6 @@ def test_an_out_without_its_lse_has_the_gradients_of_a_zero_dlse(
 
 @with_and_without_sinks
 def test_the_lse_alone_is_differentiable(side, implementation, torch_device, sinks):
-    """Its gradient in q is the scaled mean of the keys; the values have no part in it."""
     case = replace(CAUSAL, sinks=sinks)
     inputs = make_inputs(case, torch_device)
     inputs["dout"].zero_()

@@ -80,7 +80,6 @@ def test_any_layout_of_q_k_v(torch_side, implementation, torch_device, layout):
 
 
 def test_expanded_inputs(torch_side, implementation, torch_device):
-    """One sequence and one kv head, shown as many by a stride of 0."""
     inputs = make_inputs(CASE, torch_device)
     strided = inputs | {name: inputs[name][:1, :, :1].expand_as(inputs[name]) for name in "kv"}
     inputs |= {name: strided[name].contiguous() for name in "kv"}

@@ -1,5 +1,3 @@
-"""Bands: which of them the pairs of a problem are in, and which distances these have."""
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,5 +1,3 @@
-"""Tables of configurations: how they are read, how a problem finds its row, and `use_configs`."""
-
 import gc
 from dataclasses import replace
 from types import SimpleNamespace
@@ -390,7 +388,7 @@ def test_a_configuration_is_a_value():
 
 
 def compiled_by(shared_by_stages, limit):
-    """Fit a kernel whose shared memory follows from its stages; return stages and bytes."""
+    """Return the stages and bytes of a kernel whose shared memory follows from its stages."""
     config = FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=3)
 
     def compile(config):

@@ -1,5 +1,3 @@
-"""Which family runs a problem, and what is said of the choice."""
-
 import gc
 import sys
 from dataclasses import replace
@@ -24,7 +22,6 @@ GLUON, GLUON_SM90, TRITON, REFERENCE = FAMILIES["torch_attn"]
 
 
 def only_head_size_128(operation, spec, target):
-    """Support only one head dimension, on Hopper."""
     if target != "sm90":
         return "it is for sm90"
     return None if spec.head_dim == 128 else f"head dimension {spec.head_dim}"

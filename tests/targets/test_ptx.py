@@ -11,7 +11,6 @@ from twin_attention.targets.target import TARGETS
 
 
 def _halves(register):
-    """Return the two float16 in a register, exactly."""
     bits = torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.uint16)
     return bits.view(torch.float16).double()
 
@@ -60,7 +59,7 @@ _FLOAT = {
 
 
 def _run(code, word):
-    """Return what the registers hold in the end."""
+    """Return the registers in the end."""
     registers = {"$1": word}
     for line in re.findall(r"^([a-z][^;\n]*);", code, re.MULTILINE):
         name, rest = line.split(maxsplit=1)

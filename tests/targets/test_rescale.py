@@ -1,4 +1,4 @@
-"""The PTX that rescales a warp's sums on demand, run by NumPy for its lanes."""
+"""The PTX that rescales a warp's sums, run by NumPy for its lanes."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ COUNT = 8
 
 
 def rescaled(factors):
-    """Rescale numbers by two factors a lane, which take turns; return numbers, results, branch."""
+    """Rescale by two factors a lane in turn; return numbers, results, branch."""
     registers, _ = run(any_of_warp(2), {"$2": factors[0], "$3": factors[1]})
     flags = [registers["$0"], registers["$1"]]
     numbers = np.random.default_rng(0).normal(size=(COUNT, LANES)).astype(np.float32)

@@ -17,7 +17,6 @@ def problem(batch, seq, heads, window=CAUSAL):
 
 
 def busy_share(costs, heads, together, num_programs):
-    """Return the share of busy time in `longest_first`'s order."""
     order = [*costs[::-1]] * (heads - together)
     order += [cost for cost in costs[::-1] for _ in range(together)]
     ends = [0] * num_programs
@@ -27,7 +26,7 @@ def busy_share(costs, heads, together, num_programs):
 
 
 def steps(seq, block):
-    """Return the costs of a causal head's tiles: tiles of 64 keys, and what a program takes."""
+    """Return the costs of a causal head's tiles of 64 keys, with what a program takes."""
     return [(first + block) // 64 + 2 for first in range(0, seq, block)]
 
 

@@ -1,5 +1,3 @@
-"""How many splits a paged decode has."""
-
 from dataclasses import replace
 
 import pytest

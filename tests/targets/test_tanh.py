@@ -1,5 +1,3 @@
-"""The explicit kernels' tanh, in NumPy's float32."""
-
 import functools
 
 import numpy as np

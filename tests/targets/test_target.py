@@ -1,5 +1,3 @@
-"""The switch between Hopper and SM80 code."""
-
 import os
 import re
 import subprocess

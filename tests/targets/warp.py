@@ -46,7 +46,7 @@ JOINED = {".and.": operator.and_, ".or.": operator.or_}  # with the last operand
 
 
 def run(text, operands):
-    """Run PTX in which lanes go one way; return registers and the number of the last branch."""
+    """Return registers and the number of the last branch; lanes go one way."""
     registers = dict(operands)
     parts = [x for x in re.split(r"(?<=[;:{}])\s*", text) if x not in ("", "{", "}")]
     labels = {x[:-1]: i for i, x in enumerate(parts) if x.endswith(":")}

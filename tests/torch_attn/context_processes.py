@@ -24,7 +24,6 @@ LIMIT = timedelta(seconds=60)
 
 
 def check(mesh, plan, exchange):
-    """Hold out, lse and gradients of this rank to those of the whole sequence."""
     torch.manual_seed(0)
     device = torch.get_default_device()
     shapes = ((2, plan.seq_len, heads, 16) for heads in (4, 2, 2, 4))
@@ -42,7 +41,7 @@ def check(mesh, plan, exchange):
 
 
 def check_torch_conventions(mesh, rank):
-    """The tokens that PyTorch's `context_parallel` and DTensor give a rank are those of plans."""
+    """Plans give a rank the tokens that PyTorch's `context_parallel` and DTensor give it."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 64, 4, 16)
     expected = torch_attn.flash_attention(q, k, v, causal=True)
@@ -59,7 +58,7 @@ def check_torch_conventions(mesh, rank):
 
 
 def check_that_all_raise(plan):
-    """A rank that fails after the ranks agreed ends the others by the group's time limit."""
+    """A rank that fails late ends the others by the group's time limit."""
     q, k, v = torch.zeros(3, 1, plan.local_len, 2, 16)
     call = {"plan": plan, "mesh": dist.group.WORLD, "exchange": "ring", "causal": True}
     context_attention(q, k, v, **call)
@@ -75,7 +74,6 @@ def check_that_all_raise(plan):
 
 
 def check_on_gpus(rank, size):
-    """Call with several sizes, one after the other and often."""
     for _ in range(3):
         for exchange, layout in (*WAYS, ("ring", "contiguous")):
             for length in (96, 768, 192):

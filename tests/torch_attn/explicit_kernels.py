@@ -1,4 +1,4 @@
-"""Checks of explicit Gluon kernels, interpreted in several orders of events."""
+"""Checks of explicit Gluon kernels, interpreted."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ MODES = {"writes first": WRITES_FIRST, "reads first": READS_FIRST, "random": Mod
 
 
 def in_turn(cases: Iterable[Any], first: str = "writes first") -> pytest.MarkDecorator:
-    """Run a test of `case` and `mode`: each case in one mode, in turn, from mode `first` on.
-
-    With another `first` for the next kernel each case has both modes.
-    """
+    """Run each case in one mode, in turn, from mode `first` on."""
     names = [*MODES] * 2
     modes = cycle(names[names.index(first) :][: len(MODES)])
     runs = [
@@ -101,10 +98,7 @@ def check_forward(
     replaced: Any = None,
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> list[str]:
-    """Hold out, lse and row maxima of a case to the contract; return the names of the kernels.
-
-    `change` changes the inputs first.
-    """
+    """Return the names of the kernels; `change` changes the inputs first."""
     inputs, spec = make_inputs(case, "cpu"), case.spec
     if change is not None:
         change(inputs)
@@ -126,10 +120,7 @@ def check_backward(
     replaced: Any = None,
     change: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> list[str]:
-    """Hold the gradients of a case to the contract; return the names of the kernels.
-
-    The gradient of lse is NaN in rows without a key.
-    """
+    """Return the names of the kernels. The gradient of lse is NaN in rows without a key."""
     inputs, spec = make_inputs(case, "cpu"), case.spec
     if change is not None:
         change(inputs)

@@ -1,5 +1,3 @@
-"""When a call that was checked before is recognised, and that it does the same."""
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier
@@ -27,8 +25,6 @@ OPTIONS = (True, 0.5, (1, 0), None)
 
 
 class Fake:
-    """A tensor on a GPU."""
-
     is_cuda = True
 
     def __init__(self, shape=(1, 4, 2, 64), strides=(512, 128, 64, 1), dtype=torch.float16,
@@ -42,7 +38,6 @@ class Fake:
 
 @pytest.fixture
 def no_calls():
-    """Forget all calls."""
     CALLS.clear()
     yield
     CALLS.clear()
@@ -220,7 +215,6 @@ def test_a_guard_recognises_nothing_in_other_modes():
 
 @pytest.fixture
 def cpu(hopper, monkeypatch):
-    """A CPU takes the place of a GPU."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
 
 
@@ -285,10 +279,7 @@ def rows():
 
 @pytest.fixture
 def backwards(cpu, monkeypatch):
-    """Run a kept forward and its backward, with saved tensors changed; return the backward's calls.
-
-    No kernel runs.
-    """
+    """Run a kept forward and its backward without kernels; return the backward's calls."""
     monkeypatch.setattr(Tensor, "get_device", lambda x: 0)
     spec = replace(SPEC, seq_q=16, seq_kv=16)
     others = (*FlashOptions(spec.scale, deterministic=False), None)
@@ -500,7 +491,7 @@ def test_every_backward_follows_the_switches_that_it_runs_under(no_calls, monkey
     q, k, v = (x.requires_grad_() for x in inputs())
 
     def backward(out):
-        """Return the calls that a backward makes; autograd's own thread runs it."""
+        """Autograd's own thread runs it."""
         found = []
         with monkeypatch.context() as patch:
             patch.setattr(Call, "__call__", lambda call, *x: found.append(call) or run(call, *x))

@@ -1,4 +1,4 @@
-"""`torch.compile` refuses an option as the eager call does, and traces again only where it must."""
+"""`torch.compile` refuses what the eager call does, and traces again only where it must."""
 
 from functools import partial
 
@@ -79,7 +79,7 @@ def test_fullgraph_quotes_the_error():
 
 
 def traces_of(function, option, values):
-    """Compare the compiled function with the eager one; return how often it was traced."""
+    """Compare with the eager function; return how often it was traced."""
     torch._dynamo.reset()
     traces = CompileCounterWithBackend("aot_eager")
     call = getattr(torch_attn, function)

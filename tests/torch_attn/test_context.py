@@ -1,5 +1,3 @@
-"""Context parallel attention: each rank gets what the whole sequence has."""
-
 import gc
 import subprocess
 import sys
@@ -54,7 +52,7 @@ def ranks():
 
 
 def problem(case, plan, device):
-    """Return inputs and spec of the whole sequence; the plan's documents are segment ids."""
+    """The plan's documents are segment ids."""
     inputs, spec = make_inputs(case, device), case.spec
     if plan.cu_seqlens is not None:
         ids = torch.from_numpy(plan.document_ids).to(device).expand(case.batch, -1).contiguous()
@@ -65,7 +63,7 @@ def problem(case, plan, device):
 
 
 def attend(run, case, plan, inputs, **options):
-    """Return out, lse and gradients over the whole sequence, from simulated ranks."""
+    """Return out, lse and gradients over the whole sequence."""
 
     def on_rank(peers):
         def share(name, axis=1):
@@ -250,7 +248,7 @@ def tensors(rows=24, heads=4, heads_kv=2, dtype=torch.float32):
 )
 @pytest.mark.parametrize("whose", [None, 2], ids=["all", "one-rank"])
 def test_bad_calls(ranks, change, error, message, whose):
-    """Every rank raises, whichever rank's call is wrong, before anything is exchanged."""
+    """Every rank raises, before anything is exchanged."""
 
     def on_rank(peers):
         call = {"plan": context_plan(96, 4), "operands": tensors(), "causal": True}
@@ -297,7 +295,6 @@ def test_a_call_that_was_agreed_on_is_not_checked_again(ranks, monkeypatch):
 
 
 def test_processes(tmp_path):
-    """Two processes with gloo, a mesh and a group, and a process that goes away."""
     command = [sys.executable, "-m", "tests.torch_attn.context_processes"]
     ranks = [
         subprocess.Popen(
@@ -373,7 +370,7 @@ def test_sums_of_gradients(count, torch_device):
 
 
 def test_sum_kernel():
-    """Tensors have other numbers of rows, of which some are not read."""
+    """Some rows are not read."""
     xs = tuple(torch.randn(2, rows, 5, 24) for rows in (4, 9))
     xs[1][:, 3] = torch.nan
     places = torch.tensor([2, -1, 0]).int(), torch.tensor([8, 0, -1]).int()

@@ -1,4 +1,4 @@
-"""Exchanges by copies between GPUs: the protocol, in any order of the streams; two GPUs."""
+"""Exchanges by copies between GPUs, in any order of the streams."""
 
 import ctypes
 import itertools
@@ -29,7 +29,7 @@ SLOT_BYTES = 2**14
 
 
 class Streams:
-    """Streams, of which any may run next, and a driver for them."""
+    """Streams, any of which may run next, and their driver."""
 
     def __init__(self, number):
         self.queues = [[] for _ in range(number)]
@@ -46,17 +46,16 @@ class Streams:
         self.put(stream, lambda: ctypes.memmove(target, source, size))
 
     def put(self, stream, act):
-        """Queue what need not wait."""
         self.queues[stream].append(lambda: (act(), True)[1])
 
     def follow(self, stream, other):
-        """Let a stream wait for all that another has by now, as for an event."""
+        """Let a stream wait for all that another has by now."""
         reached = []
         self.put(other, lambda: reached.append(True))
         self.queues[stream].append(lambda: bool(reached))
 
     def run(self, choose):
-        """Run all that is queued; fail if each stream waits for another."""
+        """Fail if each stream waits for another."""
         while any(self.queues):
             order = choose([n for n, queue in enumerate(self.queues) if queue])
             for stream in order:
@@ -107,7 +106,6 @@ def test_what_comes_is_what_was_sent_in_any_order(size, layout, exchange, batch,
 
 
 def check(into, received, keys):
-    """Hold what arrived to the rows of their senders."""
     for n, x in enumerate(into or ()):
         rows = [keys[x.rank][n][:, x.start : x.end] for x in received]
         assert torch.equal(x, torch.cat(rows, 1))
@@ -156,7 +154,7 @@ class AtOnce:
 
 
 class CopyPeers(SimulatedPeers):
-    """Ranks as threads on a CPU that exchange by copies, as process groups on GPUs do."""
+    """Ranks as threads on a CPU that exchange by copies."""
 
     def prepare(self, device, sizes):
         self.copies = copies.prepare_copies(self, torch.device("cuda", self.rank), CopyPeers.say)
@@ -176,7 +174,7 @@ class CopyPeers(SimulatedPeers):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Let `Copies` work without GPUs; every byte of its memory is NaN first."""
+    """Every byte of memory is NaN first."""
 
     def symmetric_memory(group, device, size):
         own = torch.full((size,), 255, dtype=torch.uint8)
@@ -228,7 +226,7 @@ def on_cpu(monkeypatch):
     [(2, "zigzag", "causal"), (3, "stripe", "window"), (4, "contiguous", "all-options")],
 )
 def test_calls_of_several_sizes(on_cpu, monkeypatch, size, layout, name):
-    """Memory grows with a call, and a ring and a gather have their own. All is watched."""
+    """Memory grows with a call; a ring and a gather have their own."""
     monkeypatch.setattr(copies, "_PERIOD", 1e-3)
     monkeypatch.setattr(copies.private, "timeout_of", lambda *_: -1.0)  # what is not done ends it
     calls = (24, "ring"), (40, "gather"), (40, "ring"), (24, "gather"), (24, "ring")

@@ -1,5 +1,3 @@
-"""Decoding as torch operators: every way in which PyTorch may call them."""
-
 import gc
 import inspect
 import sys
@@ -125,7 +123,7 @@ def test_opcheck_merge(torch_device, implementation):
 
 
 def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
-    """Write the new tokens, look at the cache in two parts and merge, as a decoding loop does."""
+    """Write the new tokens, look at the cache in two parts and merge."""
     q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
     append_kv(k_new, v_new, *p.cache)
     near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)
@@ -235,7 +233,6 @@ def test_autograd_sees_that_append_changed_the_pools(torch_device, implementatio
 
 
 def losses(function: str, p: Problem):
-    """Return the function of its first operand, and that operand."""
     if function == "append_kv":
         return lambda x: append_kv(x, p.v_new, *p.cache)[0].sum(), p.k_new
     if function == "paged_decode":
@@ -262,7 +259,7 @@ def test_a_gradient_is_refused(torch_device, function):
 
 @ALL
 def test_no_gradient_is_asked_for(torch_device, function):
-    """Operands that require grad are taken where gradients are off, or not those of these."""
+    """Operands that require grad are taken where gradients are off, or not theirs."""
     loss, x = losses(function, problem(torch_device))
     want = loss(x)
     weights = x.clone().requires_grad_()

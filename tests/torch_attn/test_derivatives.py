@@ -1,5 +1,3 @@
-"""Refused derivatives name the public function; vmap over no element."""
-
 import pytest
 import torch
 from torch.autograd import forward_ad

@@ -25,7 +25,7 @@ FLAT = {"x": MAP, "y": "*fp32", "z": MAP, "more": MAP, "n": "i32"}
 
 
 class Utilities:
-    """Triton's functions that encode descriptors and launch, by their names."""
+    """Triton's functions that encode descriptors and launch."""
 
     def __init__(self):
         self.encoded = []
@@ -45,7 +45,7 @@ def utilities(monkeypatch):
 
 
 def _flat(x):
-    """Return Triton 3.9's list of arguments as the tuple that it is for other kernels."""
+    """Triton 3.9 makes a list of what is a tuple for other kernels."""
     return tuple(x) if isinstance(x, list) else x
 
 

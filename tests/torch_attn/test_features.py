@@ -1,5 +1,3 @@
-"""Ids, trees, terms, dropout and row maxima in the torch operators."""
-
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +23,6 @@ IDS = ("q_segment_ids", "kv_segment_ids")
 
 
 def options_of(case):
-    """Return the options of an operator, but for the implementation."""
     left = None if case.window_size is None else case.window_size[0]
     return None, left, 0, None, True, "ieee", case.row_max, case.dropout_rate
 
@@ -70,7 +67,7 @@ def test_opcheck_of_packed_sequences(torch_device, name):
 @by_both
 @pytest.mark.parametrize("name", CASES)
 def test_vmap(torch_device, name, implementation):
-    """Map over q and one more operand, or over one of them, with gradients of each element."""
+    """Map over q and one more operand, or only over one of them."""
     case, mapped = CASES[name], MAPPED[name]
     operands = operands_of(case, torch_device)
     names = ("q", mapped)

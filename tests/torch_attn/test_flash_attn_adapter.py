@@ -89,7 +89,7 @@ def test_flash_attn_func_refuses(options, error, message):
 
 
 def cached(table: bool) -> tuple[dict, dict]:
-    """Return a dense cache of two sequences of 12 slots, and its pages of 4 or pages out of order."""
+    """Two sequences of 12 slots, and pages of 4, or pages out of order."""
     k, v = draw(2, 12, 2, 16), draw(2, 12, 2, 24)
     pages = {"k_pages": k.view(6, 4, 2, 16), "v_pages": v.view(6, 4, 2, 24)}
     if table:
@@ -139,7 +139,7 @@ def test_decode(table: bool, tokens: int, new: int | None):
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_decode_with_rotation(tokens: int, interleaved: bool):
-    """The rotation is that of float64 at the positions before the call, rounded to float16."""
+    """As in float64 at the positions before the call, rounded to float16."""
     theirs, ours = map(copied, cached(True))
     q, k, v = draw(2, tokens, 4, 16), draw(2, tokens, 2, 16), draw(2, tokens, 2, 24)
     angles = draw(12, 6, dtype=torch.float32)

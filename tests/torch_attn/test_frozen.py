@@ -1,5 +1,3 @@
-"""A backward computes no gradient of sinks and terms that nobody asks for."""
-
 from dataclasses import replace
 
 import pytest

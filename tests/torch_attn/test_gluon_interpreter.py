@@ -1,4 +1,4 @@
-"""The interpreter of Gluon: a small kernel that is right, and all that can be wrong with it."""
+"""The interpreter of Gluon: a small kernel, and all that can be wrong with it."""
 
 import pytest
 import torch
@@ -69,7 +69,6 @@ def _multiply(out, tile, result, full, STEPS: gl.constexpr):
 
 
 def squares(mode, replace=None):
-    """Return the kernel's result and the right one."""
     x = torch.randn(64 * STEPS - 10, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.zeros(64 * STEPS - 10, 64)
     layouts = [gl.NVMMASharedLayout(128, bits, 2) for bits in (16, 32)]
@@ -169,7 +168,6 @@ def _store(out, tile):
 
 
 def hand_over(mode, old="", new=""):
-    """Run the kernel with another text of `_store`; return its result."""
     out = torch.zeros(64, 64)
     layout = gl.NVMMASharedLayout(128, 32, 2)
     replace = {_store: edited(_store, old, new)} if old else None
@@ -220,7 +218,6 @@ def square_kernel(x_ptr, out_ptr):
 
 
 def square(mode, old="", new=""):
-    """Run the kernel with another text; return its result and the right one."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     out = torch.zeros(64, 64)
     replace = {square_kernel: edited(square_kernel, old, new)} if old else None

@@ -1,5 +1,3 @@
-"""The operators under DTensor and FlopCounterMode, once these are told of them."""
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +24,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def mesh():
-    """Four devices of which only the first exists: it sees its own shards, and no communication."""
+    """Only the first of four devices exists, without communication."""
     torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     yield init_device_mesh("cpu", (RANKS,))
     torch.distributed.destroy_process_group()
@@ -69,9 +67,9 @@ def local(x: torch.Tensor, placements, mesh: DeviceMesh) -> torch.Tensor:
 
 
 def check(mesh, placements, attend, whole, of_operands, of_last=None) -> None:
-    """Hold what the first device computes to its shard of the whole.
+    """Hold the first device's results to its shard of the whole.
 
-    The last gradient is the device's own, placed as `of_last` says, if that is given.
+    The last gradient is the device's own, placed as `of_last` says, if given.
     """
     given = [local(x, p, mesh) for x, p in zip(whole, of_operands, strict=True)]
     results = attend(
@@ -159,7 +157,7 @@ def test_dropout_counts_the_whole_batch_and_all_heads(mesh):
 
 
 def test_heads_that_do_not_divide_are_not_sharded(mesh):
-    """Six kv heads on four devices would leave a device's query heads without their kv heads."""
+    """Six kv heads on four devices would leave query heads without their kv heads."""
     q, k = torch.randn(4, 5, 12, 16), torch.randn(4, 7, 6, 16)
     q, k = (DTensor.from_local(x, mesh, [Replicate()]) for x in (q, k))
     q, k = (x.redistribute(mesh, [Shard(2)]) for x in (q, k))

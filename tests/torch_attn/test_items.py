@@ -1,4 +1,4 @@
-"""The order of work items of the explicit SM90 kernels, which run only on GPUs."""
+"""The order of work items of the explicit SM90 kernels."""
 
 from dataclasses import replace
 

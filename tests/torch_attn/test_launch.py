@@ -1,5 +1,3 @@
-"""A launch: what it prepares, and what a call remembers of it."""
-
 import inspect
 import sys
 from contextlib import nullcontext
@@ -77,7 +75,6 @@ def kernel(monkeypatch):
 
 
 def operand(**changes):
-    """What a launch reads of a tensor on a GPU."""
     defaults = {"dtype": torch.float16, "rows": 3, "strides": (64, 1), "pointer": 256, "device": 0}
     layout = defaults | changes
     return SimpleNamespace(
@@ -271,7 +268,7 @@ def test_triton_launches_compiled_kernels_as_expected():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
 def test_launches_after_the_first_are_right():
-    """With other values, another alignment and other strides, in any order."""
+    """With other values, another alignment and other strides."""
     CALLS.clear()
     torch.manual_seed(0)
     memory = torch.randn(4, 3 * 128 * 2 * 64 + 8, device="cuda", dtype=torch.float16)

@@ -226,7 +226,7 @@ def test_vmap(qkv):
 @pytest.mark.parametrize("mapped", ["q", "sinks", "all"])
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_vmap_with_sinks(qkv, mapped, implementation):
-    """Each is mapped by itself or with the others, and has a gradient of each of its own."""
+    """Each is mapped alone or with the others, and has a gradient of each of its own."""
     q, k, v = (x.detach() for x in qkv)
     one = {"q": q, "k": k, "v": v, "sinks": torch.randn(HEADS, device=q.device)}
     many = [torch.stack([x, 2 * x, -x]) for x in one.values()]

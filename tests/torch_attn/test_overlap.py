@@ -41,7 +41,7 @@ class Kernel:
 
 @pytest.fixture
 def built(monkeypatch):
-    """Return what the C compiler is asked to build, by a driver as in Triton 3.6."""
+    """Return what the C compiler is asked to build, as by Triton 3.6."""
     asked = []
     driver = SimpleNamespace(
         make_launcher=lambda constants, signature, descriptors: (signature, descriptors),

@@ -1,5 +1,3 @@
-"""`torch_attn.paged_attention`: where its tiles are, its operator, what it refuses."""
-
 from itertools import accumulate
 
 import pytest
@@ -22,7 +20,7 @@ def offsets(*lengths: int) -> torch.Tensor:
 
 
 def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
-    """Return the operands of 2 sequences, of 3 and 4 tokens, and of 2 tokens of padding."""
+    """2 sequences of 3 and 4 tokens, and 2 tokens of padding."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(9, 4, 16, generator=generator).to(dtype)
     pools = torch.randn(2, 5, 8, 2, 16, generator=generator).bfloat16()

@@ -1,4 +1,4 @@
-"""Replay host functions with other operands; allocations on a CPU stand in for a GPU's."""
+"""Replay host functions with other operands, on a CPU."""
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -43,7 +43,6 @@ def pointers(*tensors):
 
 
 def steps_of(again):
-    """Return the names of what a replay allocates, launches and calls."""
     return [x for x in again.__code__.co_names if x.startswith(("layout", "launch", "operation"))]
 
 
@@ -189,7 +188,7 @@ def test_lists_of_tensors_are_refused():
 
 @pytest.mark.parametrize("radius", [0, 1, 20, 300])
 def test_sums_over_distances_follow_the_operands(radius):
-    """Replay what torch does after the kernel of bands, with the sums of another call."""
+    """Replay what torch does after the kernel of bands, with another call's sums."""
     spec = AttentionSpec(1, 70, 90, 2, 2, 16, 16, "float32", 1.0)
     bands = bands_of(spec, radius, 32, 16)
 

@@ -1,5 +1,3 @@
-"""The explicit kernels of SM80, interpreted in several orders of events."""
-
 from __future__ import annotations
 
 from dataclasses import replace

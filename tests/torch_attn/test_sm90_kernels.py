@@ -1,5 +1,3 @@
-"""The explicit kernels of SM90, interpreted in several orders of events."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -111,7 +109,7 @@ SHARED = [
 
 
 def is_wide(case):
-    """Return whether lengths are unknown and the rows of dq's sums wide."""
+    """Lengths are unknown, and the rows of dq's sums wide."""
     return isinstance(case, VarlenCase) and case.head_dim > 64
 
 
@@ -528,7 +526,7 @@ NEIGHBOURS = (("q", 30, 180), ("k", 40, 210), ("v", 40, 210), ("dout", 30, 180))
 
 
 def _spoilt(head_dim):
-    """Return a packed case, its inputs, and the same with NaN in a sequence between others."""
+    """Return a packed case, its inputs, and the same with NaN in one sequence."""
     case = VarlenCase("", ((30, 40), (150, 170), (60, 60)), (10, 10), 1, 1, head_dim)
     inputs = make_inputs(case, "cpu")
     spoilt = {name: x.clone() for name, x in inputs.items()}

@@ -1,5 +1,3 @@
-"""Parts of attention by the explicit kernels of SM90, interpreted: ranks of a plan."""
-
 from __future__ import annotations
 
 from dataclasses import replace

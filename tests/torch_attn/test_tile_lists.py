@@ -1,5 +1,3 @@
-"""Lists of tiles have all that is seen, and nothing unmasked that is not."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -35,7 +33,7 @@ def lengths(draw):
 
 
 def random_ids(generator: torch.Generator, size: int, is_sorted: bool) -> torch.Tensor:
-    """Make ids in stretches: increasing, or in any order with padding among them."""
+    """Make ids in stretches: increasing, or in any order with padding."""
     stretch = torch.arange(size) // 150
     ids = torch.randint(-1, 3, (int(stretch.max()) + 1,), generator=generator)
     return (ids.sort().values if is_sorted else ids)[stretch].int()
@@ -87,7 +85,7 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, seed, data
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_lists_of_a_window_of_depths(kernel):
-    """The depths of two sequences grow by position, one more slowly than the other."""
+    """One sequence's depths grow more slowly than the other's."""
     q = torch.zeros(2, 300, 1, 16).half()
     ends = torch.full((2, 300), 2**31 - 1, dtype=torch.int32)
     per_depth = torch.tensor([[20], [10]])

@@ -1,4 +1,4 @@
-"""transformers models on torch_attn, against their own eager attention; nothing is downloaded."""
+"""transformers models against their own eager attention; nothing is downloaded."""
 
 import os
 
@@ -29,7 +29,6 @@ WINDOW = 5
 
 
 def model(kind: str, **options):
-    """Return a small random model in float32."""
     register()
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**SMALL | options)
@@ -62,7 +61,6 @@ def tokens(*shape: int) -> torch.Tensor:
 
 
 def both(model, function):
-    """Return ``function(model)`` with eager attention and with torch_attn."""
     results = []
     for implementation in ("eager", "torch_attn"):
         model.set_attn_implementation(implementation)
@@ -184,13 +182,13 @@ DOCUMENTS = [tokens(1, n)[0].tolist() for n in (9, 1, 4, 12)]
 
 
 def collate(**options):
-    """Return the batch without padding that transformers makes of the documents."""
+    """Let transformers make a batch without padding of the documents."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     return collator([{"input_ids": document} for document in DOCUMENTS])
 
 
 def one_by_one(model, function):
-    """Return ``function(model, document)`` of every document, with eager attention."""
+    """Run every document with eager attention."""
     model.set_attn_implementation("eager")
     found = [function(model, torch.tensor([document])) for document in DOCUMENTS]
     model.set_attn_implementation("torch_attn")

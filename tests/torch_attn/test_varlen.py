@@ -1,5 +1,3 @@
-"""`flash_attention_varlen`: kernels held to those of dense calls, operators, adapter."""
-
 import inspect
 import re
 from functools import partial
@@ -125,7 +123,7 @@ def _locate_kernel(
 
 
 def locate(by_scalars: bool, cu: torch.Tensor, cu_other: torch.Tensor, rows: int, rows_other: int):
-    """Return what the kernels are told of each tile, and how many tiles there are."""
+    """Return what kernels are told of each tile, and how many tiles there are."""
     tiles = rows // 16 + len(cu)
     found = torch.zeros(tiles, 6, dtype=torch.int32)
     sizes = rows, rows_other, len(cu) - 1

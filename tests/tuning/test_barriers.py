@@ -1,15 +1,10 @@
-"""Barriers whose number is overwritten before it is read are found."""
-
 import pytest
 
 from tuning.static.barriers import overwritten
 
 
 def instruction(address, text, reads_late=7, awaits=0, writes_late=7):
-    """Return an instruction as `cuobjdump -sass` prints it, with the scoreboards of its encoding.
-
-    `reads_late` and `writes_late` name a scoreboard, 7 for none; `awaits` has a bit for each.
-    """
+    """`reads_late` and `writes_late` name a scoreboard, 7 for none; `awaits` has a bit for each."""
     upper = (1 | writes_late << 5 | reads_late << 8 | awaits << 11) << 41
     return (
         f"        /*{address:04x}*/    {text} ;    /* 0x0000000000007944 */\n"
@@ -18,7 +13,7 @@ def instruction(address, text, reads_late=7, awaits=0, writes_late=7):
 
 
 def kernel(*instructions):
-    """Return machine code that arrives at a barrier by the number in R9, and goes on."""
+    """Machine code that arrives at a barrier by the number in R9, and goes on."""
     lines = [
         instruction(0x00, "IMAD.U32 R9, RZ, RZ, UR4"),
         instruction(0x10, "BAR.ARV R9, 0x120", reads_late=1),

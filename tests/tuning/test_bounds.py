@@ -1,5 +1,3 @@
-"""Bounds of loops that a compiler made constant are found."""
-
 from tuning.static.bounds import fixed_bounds
 
 # A walk over runs of tiles: each run is looked for from the end of the last one.

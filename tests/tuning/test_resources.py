@@ -1,5 +1,3 @@
-"""Reading a compiled kernel."""
-
 import pytest
 
 from tuning.static.resources import _bytes_moved, _main_loops, _spills, occupancy

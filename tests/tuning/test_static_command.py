@@ -1,5 +1,3 @@
-"""``python -m tuning static``, without compiling."""
-
 from dataclasses import replace
 
 import pytest
@@ -67,7 +65,7 @@ def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
 
 @pytest.fixture
 def select(monkeypatch):
-    """Run the command without compiling; return the problems that it would compile."""
+    """Return the problems that the command would compile."""
 
     def run(*arguments, missing=lambda problem: None):
         selected = []

@@ -1,5 +1,3 @@
-"""Random problems are compiled without a GPU, by a compiler that makes mistakes on purpose."""
-
 from types import SimpleNamespace
 
 import pytest

@@ -80,7 +80,7 @@ def test_every_kind_of_append_kv_compiles_without_spills(framework, target, case
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
-    """The assembler stores no byte of a float: it would convert the float to an integer first.
+    """The assembler would convert a float to an integer before it stores a byte.
 
     With an odd number of pairs the second half of a key passes through shared memory.
     """
@@ -90,7 +90,6 @@ def test_int8_is_stored_as_the_integer_that_was_rounded(framework, target):
     assert "F2I" not in compiled.asm["sass"]
 
 
-# Of segment ids and trees only.
 LISTS = {"tile_lists"}
 
 
@@ -106,7 +105,6 @@ def test_explicit_kernels_are_fit_for_sm90():
         for feature in ("causal", "chunks-in-one-part")
         for verdict in check(Problem("torch", "sm90", "bfloat16", 80, feature, "gluon"))
     ]
-    # The kernel that sums dq prepares the rows itself.
     assert_fit(verdicts, {*FAMILY_KERNELS["sm90"]} - LISTS - {"flash_bwd_preprocess"})
 
 
@@ -131,7 +129,6 @@ def test_mosaic_kernels_are_fit_for_sm80(shared_memory):
 
 
 def shared_memory_on_smaller_cards() -> dict[tuple[str, int], int]:
-    """Return the bytes of each kernel, by head dimension."""
     limit, found = SHARED_MEMORY_OF_SMALLER_CARDS, {}
     for head_dim in (64, 256):
         spec = Problem("torch", "sm80", "bfloat16", head_dim, "causal", "gluon").spec
@@ -242,7 +239,6 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (SM80, "flash_bwd_dq", SMALL, {"shared": 163 * 1024}, None),
         (SM80, "flash_bwd_dq", SMALL, {"shared": 163 * 1024 + 1},
          "166913 B of shared memory, of 166912"),
-        # Kernels without tensor cores
         (FLOAT32, "flash_fwd", SMALL, NO_PRODUCTS, None),
         (replace(FLOAT32, target="sm90"), "flash_fwd", SMALL, NO_PRODUCTS, None),
         (SM80, "flash_bwd_preprocess", PreprocessConfig(64, 4), NO_PRODUCTS, None),
@@ -259,7 +255,6 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (INT8, "paged_decode", DECODE, {"wgmma": 0}, None),
         (replace(INT8, target="sm90"), "paged_decode", DECODE, {"wgmma": 0}, None),
         (INT8, "paged_decode", DECODE, {"mma": 0, "wgmma": 0}, "no mma.sync or wgmma"),
-        # Explicit kernels
         (GLUON_80, "flash_fwd", FWD,
          {"spill_stores": 400, "spill_loads": 400, "loop_spills": 255}, None),
         (GLUON_80, "flash_fwd", FWD, {"loop_spills": 256},

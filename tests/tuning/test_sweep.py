@@ -1,4 +1,4 @@
-"""No valid problem is refused for want of shared memory: two problems near the limits."""
+"""No valid problem is refused for want of shared memory."""
 
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -21,7 +21,7 @@ ROW = Problem("jax", "sm90", "bfloat16", 256, "causal")
 
 @pytest.fixture(scope="module")
 def in_a_process():
-    """Run a function in another process, where kernels have no code; the tests share it."""
+    """Run in another process, where kernels have no code; the tests share it."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
@@ -81,7 +81,7 @@ LARGE = (("bfloat16", 256, "all-options"), ("bfloat16", 256, "tiles-of-128"),
 
 
 def tiles_of(problem):
-    """Return the tiles of a problem's backward. An error says that a kernel is refused."""
+    """Return a backward's tiles. An error says that a kernel is refused."""
     card = {"shared_memory": problem.shared_memory} if problem.framework == "jax" else {}
     limit = {
         kernel: problem.shared_memory or shared_memory_limit(kernel, "sm80")

@@ -91,7 +91,7 @@ def table():
 
 @pytest.fixture
 def tune(table, tmp_path):
-    """Tune the first row with the stubs; return the file that was to be written."""
+    """Tune the first row; return the file that was to be written."""
 
     def run(**tools):
         defaults = {

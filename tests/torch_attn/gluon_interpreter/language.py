@@ -38,7 +38,7 @@ FAKES: dict[int, Any] = {}
 
 
 def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
-    """Put a function in the place of the modules' functions of that name."""
+    """Replace the functions of that name in Gluon's modules."""
 
     def register(function: Any) -> Any:
         for module, name in product(of, names or (function.__name__.strip("_"),)):
@@ -50,7 +50,7 @@ def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
 
 
 def _elementwise(function: Callable[..., Any], *args: Any) -> Any:
-    """Apply a function of torch's to tensors and numbers; of numbers only it makes a number."""
+    """Apply torch's function; of numbers only it makes a number."""
     like = next((x for x in args if isinstance(x, Tensor)), None)
     values = [torch.as_tensor(values_of(x)) for x in args]
     if like is None:
@@ -63,7 +63,6 @@ def _elementwise(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Return a · b + c, rounded once."""
     return (a.double() * b.double() + c.double()).to(torch.promote_types(a.dtype, c.dtype))
 
 
@@ -99,7 +98,7 @@ _fake("split")(lambda x: tuple(Tensor(part) for part in x.values.unbind(-1)))
 
 @_fake("philox", of=(dropout,))
 def _philox(*numbers: Any) -> tuple[Tensor, ...]:
-    """Return the words of a generator as the contract has them, in 64 bits."""
+    """Return a generator's words as in the contract, in 64 bits."""
     a, b, c, d, *key = (torch.as_tensor(values_of(x)).long() & 0xFFFFFFFF for x in numbers)
     words = philox(array_namespace(a), (a, b, c, d), (key[0], key[1]))
     return tuple(Tensor(x.to(torch.uint32)) for x in torch.broadcast_tensors(*words))
@@ -310,7 +309,6 @@ def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: An
 
 
 def _meet(index: int, threads: int, waits: bool) -> None:
-    """Arrive at a named barrier, and wait for all."""
     program = now.program
     barrier = program.named[index]
     phase = barrier.phase

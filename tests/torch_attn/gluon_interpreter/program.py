@@ -67,7 +67,7 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A named barrier: its threads so far, and how often it was complete."""
+    """Its threads so far, and how often it was complete."""
 
     def __init__(self) -> None:
         self.phase = self.threads = 0
@@ -75,7 +75,7 @@ class NamedBarrier:
         self.all = self.waiting = 0  # bits of partitions
 
     def arrive(self, partition: Partition, threads: int, waits: bool) -> tuple[int, int] | None:
-        """Count a partition's threads; return who has arrived and who waits if it is complete."""
+        """Return who has arrived and who waits, if it is complete."""
         if self.arrived and threads != self.threads:
             raise InterpreterError(f"a named barrier of {self.threads} and {threads} threads")
         if partition.index in self.arrived:
@@ -139,7 +139,6 @@ class Program:
         self.finished = threading.Event()
 
     def run(self, parts: list[tuple[Callable[[], None], int]]) -> None:
-        """Run functions to their end as partitions with a number of warps each."""
         before = self.partitions, self.finished
         self.partitions = [
             Partition(i, warps, self._priority(i)) for i, (_, warps) in enumerate(parts)
@@ -242,7 +241,7 @@ class Program:
                 x.priority = random.random()
 
     def load(self, run: Callable[[], None], barrier: Barrier) -> None:
-        """Start what writes shared memory by itself and ends at an mbarrier."""
+        """Start what writes shared memory and ends at an mbarrier."""
         work = Work(run, barrier)
         if self.mode.loads_early:
             work.finish()
@@ -251,7 +250,7 @@ class Program:
         self.pause()
 
     def copy(self, run: Callable[[], None]) -> None:
-        """Start what writes shared memory by itself and ends when its group is awaited."""
+        """Start what writes shared memory and ends when its group is awaited."""
         work = Work(run)
         now.partition.copies.append(work)
         if self.mode.loads_early:
@@ -273,7 +272,7 @@ class Program:
         self.pause()
 
     def issue(self, queue: deque[Work], run: Callable[[], None]) -> Work:
-        """Start what reads shared memory by itself."""
+        """Start what reads shared memory."""
         work = Work(run)
         queue.append(work)
         if self.mode.reads_early:

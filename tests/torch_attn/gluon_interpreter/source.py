@@ -18,7 +18,6 @@ class Source:
         self._functions: dict[FunctionType, FunctionType] = {}
 
     def function(self, fn: Any) -> FunctionType:
-        """Return a function whose globals are translated."""
         if fn not in self._functions:
             own = fn.__globals__
             names = {x: self.translate(own[x]) for x in _names(fn.__code__) if x in own}
@@ -30,7 +29,7 @@ class Source:
         return self._functions[fn]
 
     def translate(self, x: Any) -> Any:
-        """Return what stands in a function for a value of its module."""
+        """Return what a value of a module becomes in a function."""
         if id(x) in self._replace:
             return self.function(self._replace[id(x)])
         if id(x) in FAKES:
@@ -48,7 +47,7 @@ class Source:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that code uses, attributes among them, which do no harm."""
+    """Return the names in code; those of attributes do no harm."""
     nested = (x for x in code.co_consts if isinstance(x, CodeType))  # a list's, in Python 3.11
     return set(code.co_names).union(*map(_names, nested))
 

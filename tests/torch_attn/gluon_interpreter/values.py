@@ -148,7 +148,7 @@ def values_of(x: Any) -> Any:
 
 
 class Pointer:
-    """Addresses of elements: memory, and one offset or a tensor of them."""
+    """Memory, and one offset or a tensor of them."""
 
     def __init__(self, memory: torch.Tensor, offset: Any) -> None:
         self.memory, self.offset = memory, offset
@@ -166,13 +166,13 @@ class Pointer:
         return Pointer(self.memory, self.offset.reshape(shape))
 
     def read(self, mask: Any, other: Any) -> torch.Tensor:
-        """Return the elements, and `other` where the mask is False."""
+        """Return `other` where the mask is False."""
         offset, mask = self.select(mask)
         found = self.memory[torch.where(mask, offset, 0)]
         return torch.where(mask, found, torch.as_tensor(other).to(found.dtype))
 
     def select(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the offsets and which of them are used, checked."""
+        """Return the checked offsets and which of them are used."""
         offset = torch.as_tensor(values_of(self.offset)).long()
         mask = torch.as_tensor(True if mask is None else values_of(mask))
         offset, mask = torch.broadcast_tensors(offset, mask)
@@ -243,7 +243,6 @@ class Shared:
         return Shared(self.values.view(shape), *of_bytes)
 
     def reinterpret(self, dtype: Any, shape: Iterable[int], _layout: Any) -> Shared:
-        """View the same bytes as elements of another shape and dtype."""
         dtype, shape = torch_dtype(dtype), tuple(shape)
         values = self.values.view(-1).view(dtype).view(shape)
         of_bytes = (x.view(*shape, dtype.itemsize) for x in (self.unfenced, self.known))
