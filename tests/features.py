@@ -26,7 +26,6 @@ PACKED = {
     "terms": VarlenCase("packed terms", **OF_SEQUENCES, relative=3, alibi="all"),
     "row_max": VarlenCase("packed row maxima", **OF_SEQUENCES, row_max=True),
 }
-# What a test maps over as well as q.
 MAPPED = {
     "segments": "kv_segment_ids", "tree": "kv_ends", "terms": "relative_bias",
     "own slopes": "relative_bias", "dropout": "bias",

@@ -9,7 +9,6 @@ import pallas_attn
 import torch_attn
 
 SECTIONS = ("Args", "Returns", "Raises")
-# What only one framework has, and the framework's own words for the same thing.
 ONE_SIDED = [
     r" Any strides with a contiguous last dimension[^.]*\.",
     r" The rows of an 8-bit pool begin at even offsets\.",

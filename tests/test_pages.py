@@ -24,9 +24,9 @@ from tests.browser import ask, serving
 from twin_attention.contract.tolerances import Agreement
 
 RECORDS = Path(__file__).parents[1] / "bench/results/h100-flashinfer.jsonl.gz"
-# The page's width, what is wider outside of scrolling boxes, the levels of headings, pictures
-# without a text, and the least contrast of a text. A text with a colour of its own stands in a
-# coloured cell: see `test_a_number_is_read_in_its_cell`.
+# The page's width, what is wider outside of scrolling boxes, levels of headings, pictures without a
+# text, and the least contrast of a text. A coloured text stands in a coloured cell: see
+# `test_a_number_is_read_in_its_cell`.
 LOOK = """(page, root, window) => {
   const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
   const light = ([r, g, b]) => [r, g, b].map(x => x / 255)

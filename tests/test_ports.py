@@ -109,7 +109,6 @@ def test_a_serving_loop_with_slots_and_block_tables():
         query_start_loc = torch.tensor([0, *step.values()]).cumsum(0).int()
         q, k, v = (torch.cat(x) for x in zip(*new.values(), strict=True))
 
-        # The two rows of "vLLM" for chunks of prompts and decodes.
         torch_attn.append_kv(
             k, v, k_cache, v_cache, block_table, seq_lens, cu_seqlens_q=query_start_loc
         )

@@ -11,7 +11,6 @@ from tests.browser import ask, serving
 ROOT = Path(__file__).parents[1]
 PAGES = ("index.html", "docs/guide/serve.html", "docs/semantics.html", "docs/api/torch_attn.html",
          "bench/results/h100-sm90-peers.html")  # fmt: skip
-# How wide a page became, and how much red its background has.
 LOOK = """(page, root, window) => [root.scrollWidth, Number(
   window.getComputedStyle(page.body).backgroundColor.match(/\\d+/g)[0])]"""
 

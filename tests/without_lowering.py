@@ -14,9 +14,7 @@ from unittest import mock
 
 HIDDEN = os.environ.get("PALLAS_TRITON") == "hidden"
 _MODULES = ("jax._src.pallas.triton", "jax._src.pallas.triton.lowering")
-# What runs kernels by the names of implementations.
 _FOLDERS = ("tests/semantics/", "tests/pallas_attn/", "tests/kernels/", "tests/models/")
-# What asks which of the side's own kernels run.
 _OF_CHOICES = ("/test_dispatch.py", "/test_private.py", "/test_explain.py", "::test_explain")
 
 

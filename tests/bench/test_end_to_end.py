@@ -223,7 +223,6 @@ def test_it_runs_on_a_cpu(monkeypatch, tmp_path):
             assert found[label, operation].status == "ok"
             assert len(found[label, operation].steps) >= WARMUPS[-1] + 2
     assert "expected a CUDA device for 'flex'" in found["torch flex", "step"].message
-    # A backward needs what the forward saved; a step all of the optimizer's state.
     saved, forward, step = (
         found["jax xla", "forward"].held, found["jax xla", "forward"].memory,
         found["jax xla", "step"].memory,

@@ -24,7 +24,6 @@ from bench.training.torch_memory import events_of
 from bench.training.torch_training import TorchTraining
 from tests.bench.test_end_to_end import Fake, raises, run
 
-# As `torch.cuda.memory._snapshot` gives a device's trace.
 TRACE = [
     {"action": "segment_alloc", "addr": 0x1000, "size": 2**21, "stream": 0},
     {"action": "alloc", "addr": 0x1000, "size": 64, "stream": 0},

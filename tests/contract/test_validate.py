@@ -257,8 +257,7 @@ def test_a_right_choice(right):
     check_choice("implementation", right, ("triton", "reference"))
 
 
-# Decoding. tests/semantics/test_bad_input.py holds both sides to the same messages; here are those
-# that they cannot show on a CPU.
+# Both sides cannot show these messages on a CPU; tests/semantics/test_bad_input.py has the others.
 
 DECODE = {
     "q": Operand("q", (2, 3, 4, 32), "float16", "cpu"),

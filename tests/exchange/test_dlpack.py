@@ -332,7 +332,6 @@ class TestLifetime:
 
     @staticmethod
     def collect(*arrays):
-        # JAX frees a buffer when the computations that read it are done.
         for array in arrays:
             array.block_until_ready()
         gc.collect()

@@ -55,7 +55,6 @@ CASES = [
     replace(case, deterministic=True) if hasattr(case, "deterministic") else case
     for case in (*ALL, *ONE_PAIR)
 ]
-# Sums that each framework takes by itself.
 SUMS = {"dsinks", "dbias", "drelative_bias", "douts", "dlses"}
 GRADIENTS = {"dq", "dk", "dv"}
 

@@ -63,7 +63,6 @@ def kernels_of(found):
     ],
 )
 def test_the_code_is_what_torch_launches(family, target, spec, monkeypatch):
-    # A backward takes longest to compile.
     monkeypatch.setattr(triton_aot, "run_kernels", partial(run_kernels, deterministic=()))
     card, found = planned(family, target, spec, "flash_fwd")
     (step,) = kernels_of(found)

@@ -77,7 +77,6 @@ def call(inputs, kernel, card):
 def _interpreted():
     """Interpret what jaxlib would launch, with no traced code from other files."""
     jax.clear_caches()
-    # For its three SMs, and for torch's own launches.
     with pytest.MonkeyPatch.context() as patch, interpreted(WRITES_FIRST):
         patch.setattr(run_in_jax, "kernel_call", call)
         patch.setattr("pallas_attn.private.missing", lambda group: None)

@@ -5,7 +5,6 @@ import pytest
 
 from pallas_attn import dilated_attention
 
-# Of one call, of two, and of one pair.
 PAIRS = [((8, 16, 32), (1, 2, 4)), ((16, 32), (1, 4)), ((16,), (1,)), ((32,), (4,))]
 every_pair = pytest.mark.parametrize("pairs", PAIRS, ids=str)
 

@@ -91,5 +91,4 @@ def test_no_kernel_computes_it(batch):
     branches = sum(frozen["bias"].shape in shapes for shapes in every)  # of platforms
     assert branches
     assert not any(frozen["bias"].shape in shapes for shapes in few)
-    # Of the table, and of a shared bias.
     assert len(every) - len(few) == branches * (2 if batch == 1 else 1)

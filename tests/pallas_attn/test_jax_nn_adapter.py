@@ -61,7 +61,6 @@ WINDOWS = (
 
 @pytest.mark.parametrize(
     ("seq_q", "seq_kv", "window", "causal"),
-    # With more queries than keys and with fewer, causal or not, in turn.
     [(*((9, 7), (5, 9))[i % 2], window, i % 4 < 2) for i, window in enumerate(WINDOWS)],
 )
 def test_a_window_without_a_key_for_some_queries(seq_q, seq_kv, window, causal):

@@ -16,7 +16,6 @@ def offsets(*lengths):
     return jnp.asarray([0, *accumulate(lengths)], jnp.int32)
 
 
-# Offsets and lengths of 2 sequences of 9 tokens, padding among them.
 DATA = [(offsets(3, 4), [13, 4]), (offsets(0, 9), [1, 16])]
 
 

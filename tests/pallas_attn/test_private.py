@@ -117,7 +117,7 @@ def test_a_triton_that_is_not_installed_is_no_missing_name(monkeypatch):
     private.missing.cache_clear()
 
 
-# The project is imported anew for each name, and traced; what XLA compiles is the same each time.
+# Names are imported and traced one by one; what XLA compiles is the same each time.
 PROGRAM = """
 import importlib, json, sys
 import jax, numpy as np

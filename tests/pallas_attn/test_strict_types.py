@@ -21,7 +21,6 @@ from tests.sides import PallasSide
 
 SHAPE = {"seq_q": 40, "seq_kv": 40, "heads_q": 4, "head_dim": 16, "dtype": "float32"}
 PAGES = {"head_dim": 16, "page_size": 4, "heads_q": 4}
-# Every public function, and every operand and option.
 CASES = (
     FlashCase("sinks", **SHAPE, causal=True, sinks=True, softcap=5.0),
     FlashCase("window", **SHAPE | {"dtype": "bfloat16"}, window_size=(9, 3), row_max=True),

@@ -22,7 +22,6 @@ from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 TOKENS_Q, TOKENS_KV, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 70, 90, 4, 2, 16, 24
 OPTIONS = {"causal": True, "return_lse": True}
-# The explicit families have no interpreter.
 portable_or_reference = pytest.mark.parametrize("implementation", ["reference", "triton"])
 # Lengths of (queries, keys) of each sequence; the rest is padding.
 LENGTHS = [

@@ -64,7 +64,6 @@ def test_xla_finds_what_a_thread_has_compiled(noted):
     lower(FORWARD)
     (kernel,) = noted
     broken = kernel._replace(module=b"no module")
-    # In a process that has not looked for a GPU
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         before, compiled, after = process.submit(outcomes, broken, kernel, broken).result(120)
     assert "Failed to parse" in before

@@ -117,7 +117,6 @@ def names(found):
     ],
 )
 def test_the_steps_of_a_backward(target, deterministic, expected):
-    # Of one kv head and a short batch, programs share tiles of keys.
     spec = replace(SPEC, batch=1, seq_q=2100, seq_kv=2100, heads_kv=1, deterministic=deterministic)
     found = plan_for(spec, target, "flash_bwd", sinks=True)
     assert names(found) == expected

@@ -16,7 +16,6 @@ from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.target import TARGETS
 
 _, SM90, *_ = FAMILIES["pallas_attn"]
-# The problems that have all kernels.
 FEATURES = {
     ("causal", 64), ("causal", 192), ("packed", 64), ("packed", 128), ("tiles-of-128", 64),
     ("few-kv-heads-odd-length", 128), ("decode", 64), ("chunks-in-one-part", 64),

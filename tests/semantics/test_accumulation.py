@@ -14,7 +14,7 @@ from tests.sides import attention
 TERM, TERMS = 0.01, 1000
 PAGE = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-# Rows of the table: terms, accumulator, sum, dV.
+# terms: accumulator, sum, dV
 ROWS = {
     (terms, accumulator): (by_hand, by_kernel)
     for terms, accumulator, by_hand, by_kernel in re.findall(

@@ -11,7 +11,6 @@ from tests.oracle import assert_within_budget
 from twin_attention.contract.reference.rotary import rotate
 from twin_attention.contract.tolerances import compare_to_reference
 
-# Three new tokens, and none; their keys go past a page's end.
 CASE = AppendCase(
     "law", lengths=(7, 4, 11), new_tokens=(3, 0, 3), padding=1, heads_q=4, head_dim=16,
     dtype="float16", page_size=5, max_pages=3, rotary_dim=16, positions=11,

@@ -62,7 +62,6 @@ INT8 = {"k_pages": i8(9, 8, 2, 32), "v_pages": i8(9, 8, 2, 48), "k_scale": f32()
 DECODE = {"q": bf16(2, 3, 4, 32), **CACHE}
 PAGED = {"q": bf16(7, 4, 32), **CACHE, "cu_seqlens_q": i32(3)}
 APPEND = {"k_new": bf16(2, 3, 2, 32), "v_new": bf16(2, 3, 2, 48), **CACHE}
-# Packed new tokens, and rotation.
 PACKED = {
     **APPEND, "k_new": bf16(17, 2, 32), "v_new": bf16(17, 2, 48), "cu_seqlens_q": i32(3),
     "q": bf16(17, 4, 32), "rotary_cos": f32(50, 12), "rotary_sin": f32(50, 12),
@@ -210,7 +209,6 @@ OF_DILATED = [
             q=f32(2, 48, 4, 16)),
     mistake(TypeError, "causal: expected a bool, got int", causal=1),
 ]
-# What a decode and paged attention both refuse.
 def of_cache(*rows):
     return [
         mistake(TypeError, f"k_pages: expected q's {CACHE_DTYPE}float16", k_pages=f16(9, 8, 2, 32)),

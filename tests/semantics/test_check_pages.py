@@ -36,10 +36,9 @@ def test_takes_what_is_right(side):
         ([[0, 1, -1, -1]] * 2, [9, -1], {}, "seq_lens[1]: expected a length from 0 to 32, got -1"),
         ([[0, 1, 9, -1]] * 2, [8, 17], {}, f"block_tables[1, 2]: {PAGES}9"),
         ([[0, -1, 9, -1]] * 2, [9, 99], {}, f"block_tables[0, 1]: {PAGES}-1"),
-        # Sequences of 17 and of 20 keys both end in page 2; sharing the pages before is right.
+        # Sequences of 17 and of 20 keys both end in page 2; they may share the pages before.
         (SHARED, [17, 20, 24], {}, f"block_tables[1, 2]: {WRITTEN}2"),
         (SHARED, [17, 16, 17], {"num_new_tokens": 2}, f"block_tables[2, 1]: {WRITTEN}1"),
-        # Sequence 0 has one new token, in page 2, and sequence 1 four, in pages 3 and 2.
         (SHARED, [17, 20, 24], {"offsets": [0, 1, 5, 9]}, f"block_tables[1, 2]: {WRITTEN}2"),
         (
             SHARED, [17, 16, 24], {"offsets": [0, 2, 1, 4]},

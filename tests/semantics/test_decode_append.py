@@ -23,7 +23,7 @@ def inputs_of(device, kv_dtype=None, dtype=torch.bfloat16, tokens=3, scale_shape
         pool = numbers.view(NUM_PAGES, PAGE_SIZE, HEADS, size)
         inputs[f"{name}_pages"] = pool.to(kv_dtype or dtype)
         if kv_dtype is not None:
-            # Some numbers are too large for the cache, and are clamped.
+            # Some numbers are too large for the cache.
             inputs[f"{name}_scale"] = 0.02 + 0.03 * torch.rand(scale_shape, generator=make)
             if kv_dtype is torch.float8_e4m3fn:
                 inputs[f"{name}_scale"] /= 4

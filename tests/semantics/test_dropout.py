@@ -51,7 +51,6 @@ def test_drops_the_share_that_was_asked_for():
     kept = weights(seed, 2, 2, 256, 512, 0.2) > 0
     share = 1 - kept.double().mean()
     assert abs(share - 0.2) < 5 * (0.2 * 0.8 / kept.numel()) ** 0.5
-    # As often together with any neighbour as alone.
     for axis, size in enumerate(kept.shape):
         for step in (1, 8, 16, 32):
             if step < size:

@@ -119,7 +119,6 @@ def test_offsets_past_32_bits(torch_side, torch_device, dimension, sizes):
 
 ONE = {"batch": 1, "heads_q": 1, "heads_kv": 1, "head_dim": 16}
 PAGE = {"heads_kv": 1, "head_dim": 16, "page_size": 1, "max_pages": 1}
-# Every operand of every function, with as many axes of size 1 as it may have.
 SMALLEST = (
     FlashCase("one key", **ONE, seq_q=1, seq_kv=1, bias="bhqk", sinks=True, alibi="all"),
     FlashCase("one column", **ONE, seq_q=1, seq_kv=9, bias="bhq", relative=0),

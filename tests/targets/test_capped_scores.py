@@ -31,8 +31,8 @@ def _scores(deviation, mean=0.0):
     return numbers.astype(np.float32)
 
 
-# Softcap, the scores' deviation and mean, and the branch taken: the first where the sums show
-# that all are near, the second where the largest does, or none.
+# Softcap, scores' deviation and mean, and the branch: the first where the sums show that all are
+# near, the second where the largest does, or none.
 CASES = {
     "near": (30.0, 1.0, 0.0, 1),
     "cap of 50": (50.0, 1.0, 0.0, 1),

@@ -50,7 +50,7 @@ def lower_scores(inputs: dict[str, torch.Tensor]) -> None:
     inputs["q"][..., 0], inputs["k"][..., 0] = 20.0, -15.0 * width**0.5
 
 
-# Of segment ids, trees and windows of depths: the tiles of every kernel are listed first.
+# The tiles of every kernel are listed first.
 LISTED = [
     FlashCase("documents", 1, 260, 260, 1, 1, 64, segments="documents", causal=True),
     FlashCase("shuffled", 2, 140, 150, 1, 1, 128, segments="shuffled", softcap=5.0, sinks=True),

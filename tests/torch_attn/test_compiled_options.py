@@ -23,7 +23,6 @@ OPTIONS = {
     "flash_attention": SCORES
     | {"causal": ["no", []], "deterministic": ["yes"]}
     | {"precision": ["bf16", None]},
-    # One value of each option; checks are those of `flash_attention`.
     "paged_decode": {name: values[:1] for name, values in SCORES.items()}
     | {"num_splits": [True, 0, 257, 2.0], "cascade": [1, None]},
     "append_kv": {"implementation": IMPLEMENTATIONS, "rotary_interleaved": [None]},

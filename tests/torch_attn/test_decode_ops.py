@@ -185,9 +185,6 @@ def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation):
             assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
-# one new token without a dimension
-
-
 def test_a_single_token_needs_no_dimension(torch_device, implementation):
     p = problem(torch_device, tokens=1)
     flat = p._replace(q=p.q[:, 0], k_new=p.k_new[:, 0], v_new=p.v_new[:, 0])

@@ -23,7 +23,6 @@ OF = {
         x[0], x[0], x[0], *[OFFSETS.to(x.device)] * 2
     ),
     "block_sparse_attention": lambda x: block_sparse_attention(x, x, x, MASK.to(x.device)),
-    # Of one call, of two of which one copies nothing, and of one pair.
     "dilated_attention": lambda x: dilated_attention(x, x, x, (8, 16, 32), (1, 2, 4)),
     "dilated_attention of two calls": lambda x: dilated_attention(x, x, x, (16, 32), (1, 4)),
     "dilated_attention of one pair": lambda x: dilated_attention(x, x, x, (32,), (4,)),

@@ -4,7 +4,7 @@ from torch.func import grad, vmap
 
 from torch_attn import dilated_attention
 
-# Of one call, of two of which one copies nothing, and of one pair.
+# Several, two of which one copies nothing, and one pair.
 PAIRS = [((8, 16, 32), (1, 2, 4)), ((16, 32), (1, 4)), ((16,), (1,)), ((32,), (4,))]
 every_pair = pytest.mark.parametrize("pairs", PAIRS, ids=str)
 

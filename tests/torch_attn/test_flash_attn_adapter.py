@@ -19,7 +19,7 @@ LENGTHS = torch.tensor([4, 9], dtype=torch.int32)
 
 
 def test_the_signatures_are_those_of_flash_attn():
-    # flash-attn 2.8, in order, because people pass them by position
+    # flash-attn 2.8's order
     names = "q k v dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
     expected = [*names.split(), "return_attn_probs"]
     assert list(inspect.signature(flash_attn_func).parameters) == expected

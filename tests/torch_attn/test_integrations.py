@@ -47,7 +47,7 @@ def attend(*operands):
     return out, lse, *torch.autograd.grad((out, lse), operands, (2 * out, 3 * lse))
 
 
-# How a tensor of as many dimensions is sharded where q, k and v are, by batch or by heads.
+# By a tensor's dimensions, where q, k and v are sharded by batch or by heads.
 PLACEMENTS = {
     Shard(0): {4: Shard(0), 3: Shard(0), 1: Replicate()},
     Shard(2): {4: Shard(2), 3: Shard(1), 1: Shard(0)},

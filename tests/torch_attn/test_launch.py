@@ -105,7 +105,6 @@ def test_a_launch_can_be_repeated(kernel):
     ((grid, (compiled_for,), arguments),) = kernel.compiled
     assert (grid, compiled_for.dtype, compiled_for.data_ptr() % 16) == ((3,), torch.float16, 0)
     assert arguments["BLOCK_KV"] == config.block_kv
-    # In the order of the kernel's parameters, without Triton's own options.
     constants = SPEC.scale, 3, config.block_kv
     assert kernel.launched == [((3, 1, 1), (pointer, *constants)) for pointer in (256, 512)]
 

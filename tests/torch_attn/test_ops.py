@@ -332,8 +332,8 @@ def test_capture_in_a_cuda_graph():
         step()  # compiles the kernels
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # The default mode, "global", forbids some calls of CUDA to every thread of the process, also to
-    # those of JAX, if an earlier test started it; garbage of JAX's would call from this one.
+    # The default mode, "global", forbids some calls of CUDA to every thread of the process: also to
+    # JAX's threads, and to garbage of JAX's.
     gc.collect()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = step()

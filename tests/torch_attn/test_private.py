@@ -23,8 +23,8 @@ NAMES = [
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
 ]
 
-# Only this project misses the name: torch needs it. The project is imported anew for each name, in
-# a process that has torch and Triton already.
+# Only this project misses the name: torch needs it. Each name has a process that imports the
+# project anew, after torch and Triton.
 PROGRAM = """
 import importlib, json, os, sys, traceback, torch, triton
 def check(place, name):
@@ -62,7 +62,6 @@ for place, name in json.loads(sys.argv[1]):
 sys.exit(f"fails without {failed}" if failed else 0)
 """
 
-# Without these, launches go through Triton.
 TRITON = [
     ("triton", "knobs"),
     ("triton.backends.nvidia.driver", "make_tensordesc_arg"),

@@ -81,7 +81,6 @@ CASES = [
     FlashCase("groups", 1, 150, 390, 4, 2, 64, causal=True),
     FlashCase("hidden rows", 1, 300, 150, 1, 1, causal=True),
 ]
-# Queries and keys of packed sequences.
 LENGTHS = ((140, 150), (0, 30), (1, 1), (50, 0))
 PACKED = [
     VarlenCase("packed", LENGTHS, (9, 9), 1, 1, sinks=True),
@@ -101,7 +100,6 @@ SECTIONS = [
 ]
 # More packed heads than have sums at a time where there are two programs.
 MANY = VarlenCase("packed sections, many heads", ((60, 150),), (9, 0), 12, 12, 64)
-# One kv head, whose tiles of keys its query heads share.
 SHARED = [
     FlashCase("shared keys", 1, 150, 270, 4, 1, 128, 64, causal=True),
     FlashCase("shared keys, full", 1, 192, 256, 3, 1, 64, dtype="float16"),
@@ -146,7 +144,6 @@ def test_sums_of_some_heads_at_a_time():
     assert heads_with_sums(together=8, heads=3, **sizes) == 3
 
 
-# Text of a kernel, what replaces it, and a mode in which that shows.
 UNORDERED = {
     "read and added before it is begun": (
         produce_queries, "await_begun(sections, section, MEMBERS)", READS_FIRST,
@@ -263,7 +260,7 @@ TERMS_OF_BACKWARD = [
     FlashCase("bias", 2, 70, 150, 2, 1, 64, causal=True, bias="bhqk", softcap=5.0),
     FlashCase("shared bias", 2, 70, 90, 2, 1, 64, bias="hqk", relative=20, dropout_rate=0.3),
 ]
-# TMA loads the bias, and stores ds as its gradient, or adds it. Its readers are far apart in time.
+# TMA loads the bias, and stores or adds ds as its gradient. Its readers are far apart in time.
 BIASES_OF_BACKWARD = [
     FlashCase("bias", 1, 130, 264, 1, 1, 64, bias="bhqk", terms_in_q_dtype=True),
     FlashCase(

@@ -79,7 +79,6 @@ def test_whole_sequences(causal_model):
         eager, ours = both(causal_model, lambda m: m(ids, attention_mask=ones).logits)
         assert_close(ours, eager)
         last_changed = causal_model(torch.cat([ids[:, :-1], tokens(2, 1)], 1)).logits
-    # No token sees what follows it.
     assert_close(last_changed[:, :-1], ours[:, :-1])
     assert (last_changed[:, -1] - ours[:, -1]).abs().max() > 1e-3
 
@@ -177,7 +176,7 @@ def test_compiled():
         assert_close(compiled(tokens(2, 9)).logits, want)
 
 
-# Packed sequences: documents longer and shorter than the window, and of one token.
+# Documents longer and shorter than the window, and of one token.
 DOCUMENTS = [tokens(1, n)[0].tolist() for n in (9, 1, 4, 12)]
 
 

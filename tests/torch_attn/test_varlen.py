@@ -24,7 +24,6 @@ SMALL_TILES = {
     "flash_bwd_dq": {"block_q": 32, "block_kv": 16},
     "flash_bwd_dkdv": {"block_q": 16, "block_kv": 16},
 }
-# Sequences without queries, without keys, of one token, of several tiles.
 LENGTHS_Q, LENGTHS_KV = (3, 0, 37, 1, 5), (5, 6, 50, 1, 0)
 HEADS = 2  # of queries, which share one head of keys: an interpreted program takes milliseconds
 OPTIONS = {

@@ -58,7 +58,6 @@ def test_shipped_configuration_is_fit_for_sm80(framework, feature):
     assert_fit(check(problem), kernels)
 
 
-# Packed or not, each kind of cache, all of a head or a part of it, both kinds of pairs.
 APPENDS = [
     AppendCase("packed", (9,), new_tokens=(20,), head_dim=80, kv_dtype="float8_e4m3fn"),
     AppendCase("halves", (9,), tokens=2, head_dim=128, rotary_dim=96, kv_dtype="int8"),
@@ -251,7 +250,6 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (TF32, "flash_fwd", FEW_KEYS, {"wgmma": 0}, None),
         (TF32, "flash_fwd", FEW_KEYS, {"mma": 0}, "no mma.sync"),
         (SM80, "flash_bwd_dq", replace(FEW_KEYS, num_stages=1), {"cp_async": 0}, None),
-        # A decode needs tensor cores of either kind.
         (INT8, "paged_decode", DECODE, {"wgmma": 0}, None),
         (replace(INT8, target="sm90"), "paged_decode", DECODE, {"wgmma": 0}, None),
         (INT8, "paged_decode", DECODE, {"mma": 0, "wgmma": 0}, "no mma.sync or wgmma"),

@@ -50,7 +50,6 @@ WRONG = replace(PRESENT, block_kv=32)
 NOISY = replace(PRESENT, num_stages=2)
 BROKEN = replace(PRESENT, num_stages=4)
 UNFIT = replace(PRESENT, num_warps=8)
-# Milliseconds of the rounds, so that the spread is a tenth.
 MILLISECONDS = {PRESENT: 1.0, BETTER: 0.7, NOISY: 0.85, UNFIT: 0.1, WRONG: 0.1}
 RESOURCES = Resources(
     registers=128, spill_stores=0, spill_loads=0, loop_spills=0, stack=0, shared=65536, warps=4,
