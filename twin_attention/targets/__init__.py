@@ -1,1 +1,1 @@
-"""The hardware side: which code a GPU runs, and the tables that tune it."""
+"""Which code a GPU runs, and the tables that tune it."""

@@ -1,8 +1,8 @@
-"""Bands of distances: how the gradient of a table of distances is divided over programs.
+"""Bands of distances: how programs share the gradient of a table of distances.
 
 A tile of queries starts at a multiple of block_q. Its band n has the keys from n · block_kv past
-the position of the tile's first query on. The band's pairs have the distances n · block_kv -
-(block_q - 1) .. n · block_kv + block_kv - 1, the same in every tile of queries.
+its first query's position on. So the band's pairs have the distances n · block_kv - (block_q - 1)
+.. n · block_kv + block_kv - 1, the same in every tile of queries.
 """
 
 from __future__ import annotations

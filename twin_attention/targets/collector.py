@@ -1,6 +1,5 @@
-"""Pause Python's cycle collector while making many objects that stay.
-
-Otherwise it repeatedly walks over all objects of the process, and finds few cycles.
+"""Pause Python's cycle collector while making many objects that stay: it would walk over all
+objects.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Let no collection start by itself in the block, or until another thread's block ends."""
+    """Let no collection start in the block, or until another thread's block ends."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

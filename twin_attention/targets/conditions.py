@@ -21,42 +21,42 @@ KEYS_OF_ONE_SPLIT = 256
 
 
 def _has_softcap(spec: Spec) -> bool:
-    """Return True for capped scores, which need more registers."""
+    """Capped scores need more registers."""
     return isinstance(spec, AttentionSpec | DecodeSpec) and spec.softcap is not None
 
 
 def _multiplies_in_tf32(spec: Spec) -> bool:
-    """Return True for float32 operands whose products are made by tensor cores."""
+    """Tensor cores make the products of these float32 operands."""
     return isinstance(spec, AttentionSpec) and spec.precision == "tf32"
 
 
 def _has_window(spec: Spec) -> bool:
-    """Return True if queries see keys up to a bound, such as a causal mask."""
+    """Queries see keys up to a bound, such as a causal mask."""
     return isinstance(spec, AttentionSpec) and spec.window != Window()
 
 
 def _has_segments(spec: Spec) -> bool:
-    """Return True for a flash attention with segment ids, which need more registers."""
+    """Segment ids need more registers."""
     return isinstance(spec, AttentionSpec) and spec.segmented
 
 
 def _has_tree(spec: Spec) -> bool:
-    """Return True for keys that have ends, which need more registers."""
+    """Keys' ends need more registers."""
     return isinstance(spec, AttentionSpec) and spec.tree
 
 
 def _has_terms(spec: Spec) -> bool:
-    """Return True for terms or dropout, which need more registers."""
+    """Terms and dropout need more registers."""
     return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
 
 
 def _has_wide_bias(spec: Spec) -> bool:
-    """Return True for a float32 bias of pairs, whose tiles are large."""
+    """Tiles of a float32 bias of pairs are large."""
     return isinstance(spec, AttentionSpec) and spec.wide_bias
 
 
 def _has_keys(count: int) -> Callable[[Spec], bool]:
-    """Return the condition of a flash attention of at least `count` keys.
+    """Return the condition of at least `count` keys.
 
     The lengths of packed sequences are data on the device. N sequences of T keys count as
     2T / (N + 1): the expected length of a random key's sequence.
@@ -74,9 +74,8 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
 
 
 def _sees_on_average(count: int) -> Callable[[Spec], bool]:
-    """Return the condition of a flash attention whose queries see at least `count` keys on average.
-
-    Parts count as in `_has_keys`.
+    """Return the condition that queries see at least `count` keys on average; parts as in
+    `_has_keys`.
     """
 
     def sees_on_average(spec: Spec) -> bool:
@@ -88,7 +87,7 @@ def _sees_on_average(count: int) -> Callable[[Spec], bool]:
 
 
 def _sees_keys(count: int) -> Callable[[Spec], bool]:
-    """Return the condition of a dense batch whose last query sees at least `count` keys."""
+    """Return the condition that a dense batch's last query sees at least `count` keys."""
 
     def sees_keys(spec: Spec) -> bool:
         if not isinstance(spec, AttentionSpec) or spec.is_packed:
@@ -99,12 +98,12 @@ def _sees_keys(count: int) -> Callable[[Spec], bool]:
 
 
 def _has_many_rows(spec: Spec) -> bool:
-    """Return True for a decode of more than 32 query rows (tokens × query heads) per kv head."""
+    """A decode has more than 32 query rows (tokens × query heads) per kv head."""
     return isinstance(spec, DecodeSpec) and spec.rows > 32
 
 
 def _has_few_keys(spec: Spec) -> bool:
-    """Return True for a decode so short that it is not split, with an SM of an A100 per program."""
+    """A decode is too short to split, with an SM of an A100 per program."""
     return (
         _chooses_splits(spec)
         and spec.batch * spec.heads_kv <= NUM_SMS["sm80"]
@@ -113,7 +112,7 @@ def _has_few_keys(spec: Spec) -> bool:
 
 
 def _has_many_programs(spec: Spec) -> bool:
-    """Return True for a decode that should trade pipeline depth for occupancy.
+    """A decode trades pipeline depth for occupancy.
 
     With the plain row, the last wave of its programs would leave most SMs of an H200 idle.
     """
@@ -129,7 +128,7 @@ def _has_many_programs(spec: Spec) -> bool:
 
 
 def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
-    """Return True for a decode of few query rows whose splits follow from its shapes.
+    """The shapes of a decode of few query rows choose its splits.
 
     With `num_splits` given, the rest of the batch must not change a sequence's result.
     """

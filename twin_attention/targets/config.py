@@ -10,17 +10,16 @@ A file holds for each kernel its columns and its rows::
       [16, 128,        "", 128, 64, 8, 3],
     ]
 
-A problem takes the first row that serves it. The columns `KEYS` say which problems a row serves; if
-a column is missing, the rows serve all its values:
+A problem takes the first row that serves it. The columns `KEYS` say which problems a row serves; a
+missing column serves all values:
 
-- ``dtype_bits``: bits of an element of k and v: 16 for float16 and bfloat16, 32 for float32, 8 for
-  a quantised cache.
+- ``dtype_bits``: bits of an element of k and v; 8 for a quantised cache.
 - ``head_dim``: the largest head dimension.
-- ``when``: conditions of `twin_attention.targets.conditions`, joined by " and ", which must all
-  hold; a condition after "not " must not hold; "" always holds.
+- ``when``: conditions of `twin_attention.targets.conditions`, joined by " and ", each possibly
+  after "not "; "" always holds.
 
-The other columns are the fields of the kernel's configuration (`twin_attention.targets.kernels`).
-Kernels read the tables; nothing is tuned at run time. `use_configs` runs them with other numbers.
+The other columns are fields of the kernel's configuration (`twin_attention.targets.kernels`).
+Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -61,9 +60,7 @@ def padded_head_dim(head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a kernel's table; key: its values in those of the columns `KEYS` that the table
-    has.
-    """
+    """A row of a kernel's table; key: its values in the table's columns that are `KEYS`."""
 
     key: tuple[tuple[str, Any], ...]
     config: KernelConfig
@@ -109,7 +106,7 @@ def parse_table(text: str, kernels: Mapping[str, Kernel] = KERNELS) -> dict[str,
 
 @cache
 def load_table(path: Path, folder: str = "portable") -> dict[str, tuple[Row, ...]]:
-    """Read one file of the family in `folder`; see `parse_table`."""
+    """Read one file of the family in `folder`."""
     return parse_table(path.read_text(), FAMILY_KERNELS[folder])
 
 
@@ -124,7 +121,7 @@ def table_path(package: str, target: str, folder: str = "portable") -> Path:
 def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, KernelConfig]:
     """Find the configuration of each kernel that runs for a problem in one table.
 
-    Raise LookupError if no row serves the problem, for a kernel that every problem needs.
+    Raise LookupError if no row serves a kernel that every problem needs.
     """
     kernels = FAMILY_KERNELS[folder]
     rows = {
@@ -150,7 +147,7 @@ def find_configs(path: Path, spec: Spec, folder: str = "portable") -> dict[str, 
 
 
 class Change(NamedTuple):
-    """Numbers to put in place of a kernel's own; hashable, to key caches of traced code."""
+    """Numbers in place of a kernel's own; hashable, to key caches of traced code."""
 
     package: str | None
     kernel: str
@@ -166,7 +163,7 @@ def current_configs(
 ) -> Mapping[str, Any]:
     """Return the configuration of each of a problem's kernels, as changed by `use_configs`.
 
-    No tile is larger than a block mask's, because a mask is walked in whole kernel tiles.
+    No tile is larger than a block mask's: kernels walk a mask in whole tiles.
     """
     configs = _shipped(package, target, spec, folder)
     for read in _read:
@@ -213,10 +210,10 @@ def smaller_configs(
 def config_of_smaller_cards(
     package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
 ) -> KernelConfig:
-    """Return a kernel's configuration on a card with less shared memory.
+    """Return the last row with the key of the problem's own row, for a card with less shared
+    memory.
 
-    It is the last row with the key of the problem's own row. It is known before anything is
-    compiled, so it can decide the tiles to trace.
+    It is known before anything is compiled, so it can decide the tiles to trace.
     """
     rows = load_table(table_path(package, target, folder), folder)[kernel]
     own = next(row for row in rows if row.serves(spec))
@@ -233,7 +230,8 @@ def use_configs(
 
     Blocks nest, and the inner one wins. The switch is process-wide, so that autograd's worker
     threads see it. A call of `pallas_attn` outside ``jax.jit`` follows it; a jitted function keeps
-    the configurations under which it was traced. The numbers are not checked against the problem: a
+    the
+    configurations under which it was traced. The numbers are not checked against the problem: a
     tile may be too large for the GPU.
 
     Args:
@@ -298,14 +296,13 @@ def compile_to_fit(
 ) -> tuple[Any, Any]:
     """Compile a kernel, with fewer pipeline stages if shared memory is too small.
 
-    How much a configuration takes depends on more than its table knows. If a compiler sees that a
-    loop has one step, that step's tiles get their own buffers, besides those of the loop that
-    follows. Return the configuration that fits, and what was compiled with it, or raise
-    NotImplementedError.
+    A configuration's memory depends on more than its table knows: if a compiler sees that a loop
+    has one step, that step's tiles get buffers besides those of the next loop. Return the
+    configuration that fits, and what was compiled; or raise NotImplementedError.
 
-    compile: compiles it with a configuration; the result has Triton's ``metadata.shared``.
+    compile: takes a configuration; its result has Triton's ``metadata.shared``.
     limit: bytes of shared memory that a block may have.
-    smaller: returns the configurations to try after this one, in order (`smaller_configs`).
+    smaller: returns the configurations to try next, in order (`smaller_configs`).
     """
     others = None
     compiled = compile(config)

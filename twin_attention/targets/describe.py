@@ -26,9 +26,8 @@ _OPERATIONS = {
 
 
 def describe_call(function: str, describe_operation: Callable[[str], Explanation]) -> Explanation:
-    """Describe a call of a public function, and the backward of one that has a derivative.
-
-    describe_operation: describes one operation of the call, such as "flash_fwd".
+    """Describe a call, and its backward if it has one; `describe_operation`: describes a
+    "flash_fwd".
     """
     operation = _OPERATIONS[function]
     said = describe_operation(operation)
@@ -59,10 +58,7 @@ def describe(
     device: str,
     num_sms: int,
 ) -> Explanation:
-    """Describe the choice (backend, passed_over) of `twin_attention.targets.family.choose`.
-
-    implementation: what the caller asked for.
-    """
+    """Describe the choice (backend, passed_over) of `twin_attention.targets.family.choose`."""
     if spec.is_empty:
         reason, backend = "an empty problem runs no kernel", backend._replace(target=None)
     elif implementation is not None:

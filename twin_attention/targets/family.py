@@ -3,8 +3,8 @@
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
 first one that supports the problem on the device, unless a later one is known to be faster. It
 takes a family of the other side if that is known to be faster, or if none of its own kernels runs.
-A name is a request: no family of another name replaces it. One language may have kernels for
-several targets or operations, each a separate family.
+A name is a request: no family of another name replaces it. One language may have several families,
+for other targets or operations.
 """
 
 from __future__ import annotations
@@ -45,19 +45,18 @@ class Family:
     """One language for kernels on one framework, or the framework's own operations.
 
     Attributes:
-        name: the name by which a caller requests it, as `implementation`.
+        name: what a caller requests as `implementation`.
         package: the side that it belongs to, "torch_attn" or "pallas_attn".
-        folder: where its kernels are, in the side's ``kernels``, and its tables, in ``configs``.
-            None for the reference, which has no kernels: its functions are in
-            ``kernels/reference.py``.
-        has_interpreter: whether its kernels run on a CPU if requested by name.
-        supports: returns None for an operation, a problem and a target that it has kernels for,
-            else the reason why it has none. The operation is the name of a function, such as
-            "flash_fwd"; the target is "sm80", "sm90", or None in the interpreter.
-        slower: returns why implementation None leaves a supported problem to later families, such
-            as a faster one; else None.
-        faster: returns True for a problem on which it is faster than the families of the side that
-            launches it; only for a foreign family.
+        folder: of its kernels in the side's ``kernels``, and of its tables in ``configs``. None for
+            the reference, whose functions are in ``kernels/reference.py``.
+        has_interpreter: its kernels run on a CPU if requested by name.
+        supports: returns why it has no kernels for an operation, a problem and a target, else None.
+            The operation is the name of a function, such as "flash_fwd"; the target is "sm80",
+            "sm90", or None in the interpreter.
+        slower: returns why implementation None leaves a supported problem to later families; else
+            None.
+        faster: returns True for a problem on which a foreign family is faster than the families of
+            the side that launches it.
         abroad: returns what runs an operation on the other side; None for the side's own family.
     """
 
@@ -76,7 +75,7 @@ class Family:
         return self.abroad is not None
 
     def function(self, operation: str) -> Callable[..., Any]:
-        """Return the function of an operation, such as "flash_fwd"; imports its module."""
+        """Return the function of an operation; imports its module."""
         return (self.abroad or partial(_function, self))(operation)
 
 
@@ -112,11 +111,9 @@ def foreign_family(
 ) -> Family:
     """Describe a family as the other side sees it.
 
-    Args:
-        name, package, folder, faster: as in `Family`.
-        bridge: the module that launches its kernels. Its function `supports` takes the folder and
-            the arguments of `supports`; `run` takes the side's own backend, the operation, the
-            problem and the operands.
+    `bridge` is the module that launches its kernels. Its `supports` takes the folder and the
+    arguments of `Family.supports`; its `run` takes the side's own backend, the operation, the
+    problem and the operands.
     """
 
     def supports(operation: str, spec: Spec, target: str | None) -> str | None:
@@ -147,7 +144,7 @@ def families_of(package: str) -> tuple[Family, ...]:
 def _in_order_of_speed(
     package: str, operation: str, spec: Spec, target: str | None
 ) -> tuple[Family, ...]:
-    """Return the families that ``implementation=None`` tries for a problem on a CUDA device."""
+    """Return the families that ``implementation=None`` tries on a CUDA device."""
     *own, reference = FAMILIES[package]
     first = [x for x in FOREIGN[package] if x.faster(operation, spec, target)]
     return (*first, *own, *(x for x in FOREIGN[package] if x not in first), reference)
@@ -157,7 +154,6 @@ class Backend(NamedTuple):
     """The family that runs a call, and how.
 
     Attributes:
-        family: whose function runs.
         target: what its kernels are compiled for, "sm80" or "sm90"; None if nothing is compiled.
         interpreted: its kernels run in their framework's interpreter.
     """
@@ -216,13 +212,11 @@ def choose(
     """Choose the family that runs a problem.
 
     Args:
-        package: the side, "torch_attn" or "pallas_attn".
         implementation: the name of the requested family, or None for the best.
         operation: the function to run, such as "flash_fwd".
-        spec: the problem.
-        target: whose code the device runs, "sm80" or "sm90"; None for a device without kernels.
-        interpretable: whether an interpreter can take the device's tensors.
-        foreign: whether None may take a family of the other side, whose framework is then imported.
+        target: "sm80" or "sm90"; None for a device without kernels.
+        interpretable: an interpreter can take the device's tensors.
+        foreign: None may take a family of the other side, whose framework is then imported.
 
     Returns:
         The backend, and a line for each family that was passed over, with the reason.

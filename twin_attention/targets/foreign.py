@@ -24,11 +24,6 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
 
     Backwards that were not timed count as slower: deterministic ones, and dense ones with a window
     or a softcap.
-
-    Args:
-        operation: the function to run, such as "flash_fwd".
-        spec: the problem.
-        target: "sm80", "sm90", or None in an interpreter.
     """
     if target != "sm90" or operation not in _LAUNCHES:
         return False
@@ -77,10 +72,7 @@ def _longest(spec: AttentionSpec) -> int:
 
 
 def _flops(operation: str, spec: AttentionSpec) -> int:
-    """Count the operations over the pairs that the window shows.
-
-    Which pairs ids and ends hide is data on the device. Packed sequences count as equally long.
-    """
+    """Count operations over the pairs that the window shows; packed sequences as equally long."""
     count = forward_flops if operation.endswith("fwd") else backward_flops
     if not isinstance(spec, VarlenSpec):
         return count(spec)

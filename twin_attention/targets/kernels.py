@@ -1,7 +1,6 @@
 """The table of kernels: the problem that each solves and the fields that configure it.
 
-Both sides have these kernels under the same names. Configuration tables, static checks and the
-search use it, so a new kernel is one more entry here.
+Both sides have these kernels under the same names.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ Spec = AttentionSpec | DecodeSpec | MergeSpec | AppendSpec
 
 
 class KernelConfig:
-    """Base of all configurations: tile sizes, warps per program and depth of the load pipeline.
+    """Tile sizes, warps per program and depth of the load pipeline.
 
-    A subclass is a frozen dataclass with a field per tunable number: hashable, and
-    ``dataclasses.replace`` gives another one.
+    A subclass is a frozen dataclass with a field per tunable number.
     """
 
     num_warps: int
@@ -34,7 +32,7 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class FlashConfig(KernelConfig):
-    """Configure a kernel that multiplies tiles of queries and keys.
+    """A kernel that multiplies tiles of queries and keys.
 
     block_q, block_kv: rows of a tile of q and of a tile of k and v.
     num_warps: warps per program.
@@ -49,11 +47,11 @@ class FlashConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class FwdConfig(FlashConfig):
-    """Configure `flash_fwd` of the explicit SM80 kernels, as `FlashConfig`.
+    """`flash_fwd` of the explicit SM80 kernels.
 
     num_warps: each warp has block_q / num_warps rows, 16 or a multiple.
     num_stages: tiles of k, and of v, in shared memory: 1 or 2.
-    q_in_registers: 1 to read q from shared memory once; 0 to read it for each tile of keys.
+    q_in_registers: 1 to read q from shared memory once; 0 for each tile of keys.
     """
 
     q_in_registers: int
@@ -61,7 +59,7 @@ class FwdConfig(FlashConfig):
 
 @dataclass(frozen=True)
 class SpecializedConfig(FlashConfig):
-    """Configure a kernel of the explicit SM90 family, whose warps have different work.
+    """A kernel of the explicit SM90 family, whose warps have different work.
 
     num_warps: 4 for each 64 rows that stay, and the producer's 4.
     num_stages: tiles of k, and of v, in shared memory.
@@ -74,7 +72,7 @@ class SpecializedConfig(FlashConfig):
 
 @dataclass(frozen=True)
 class PreprocessConfig(KernelConfig):
-    """Configure `flash_bwd_preprocess` or `flash_bwd_postprocess`, which have no loop."""
+    """`flash_bwd_preprocess` or `flash_bwd_postprocess`, which have no loop."""
 
     num_stages: ClassVar[int] = 1
 
@@ -84,7 +82,7 @@ class PreprocessConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class ListsConfig(KernelConfig):
-    """Configure `tile_lists`, whose tiles are those of the kernel that uses the lists.
+    """`tile_lists`, with the tiles of the kernel that uses the lists.
 
     scan_rows: rows that are read at a time.
     """
@@ -97,11 +95,10 @@ class ListsConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
-    """Configure `paged_decode` or `paged_attention`.
+    """`paged_decode` or `paged_attention`.
 
     max_rows: most query rows per program. Fewer are padded to a power of two, at least 16, or
         64 in `paged_attention`.
-    block_kv: keys of a tile.
     num_stages: depth of the load pipeline, two for each tile that is loaded ahead.
     """
 
@@ -113,7 +110,7 @@ class DecodeConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class WarpDecodeConfig(DecodeConfig):
-    """Configure `paged_decode` of the Mosaic GPU kernels.
+    """`paged_decode` of the Mosaic GPU kernels.
 
     block_kv: keys of a tile; each warp has its share of them.
     num_stages: tiles of k, and of v, in shared memory; with one, nothing is fetched ahead.
@@ -125,7 +122,7 @@ class WarpDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class CombineConfig(KernelConfig):
-    """Configure `combine`; block_states: partial results that are merged at a time."""
+    """`combine`; block_states: partial results that are merged at a time."""
 
     block_states: int
     num_warps: int
@@ -134,7 +131,7 @@ class CombineConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class AppendConfig(KernelConfig):
-    """Configure `append_kv`, which has no loop.
+    """`append_kv`, which has no loop.
 
     block_heads: heads per program, of keys and values and of queries.
     """
@@ -147,10 +144,9 @@ class AppendConfig(KernelConfig):
 
 @dataclass(frozen=True)
 class Kernel:
-    """Describe one kernel to the tables and tools.
+    """A kernel as the tables and tools see it.
 
     Attributes:
-        spec: the kind of problem that it solves.
         function: the function of its family that launches it, alone or with others.
         products: the matrix products of one tile, each by its third size, besides block_q and
             block_kv: "d" is the head dimension of q and k, "dv" that of v.
@@ -253,7 +249,7 @@ FAMILY_KERNELS = {
 
 
 def find_kernel(name: str, config: type[KernelConfig] = KernelConfig) -> Kernel:
-    """Return the first family's kernel of this name, with this class of configurations.
+    """Return the first family's kernel of this name and class of configurations.
 
     All families' kernels of a name do the same work.
     """

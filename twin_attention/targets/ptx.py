@@ -15,7 +15,7 @@ _CHAINS = 4
 _LAST = f"c{len(tanh.NEAR) - 1}"  # the last coefficient of the polynomial
 _SMALLEST_NORMAL, _INFINITY = "0f00800000", "0f7F800000"
 
-# Each converts one byte of both packed pairs in a register to a float16; see `Upcast`.
+# Each converts one byte of both packed pairs in a register to a float16.
 
 # A float8_e4m3fn is a sign, 4 bits of exponent and 3 of mantissa. The low 7 bits, put where a
 # float16's exponent ends and its mantissa begins, are the number times 2^-8, subnormals included.
@@ -55,13 +55,14 @@ DIVIDE_CONSTRAINTS = "=f,f,f"
 
 
 class Upcast(NamedTuple):
-    """A conversion of packed pairs of 8-bit numbers, an int16 each, to float16.
+    """A conversion of packed pairs of 8-bit numbers, an int16 each, to float16, which holds all of
+    them.
 
-    float16 holds every number of both 8-bit dtypes. Register $1 of the PTX holds two pairs, bytes
-    b0 and b1 of the pair in its low half, b2 and b3 of the other. $0 becomes b0 and b2 as float16
-    by `low`, b1 and b3 by `high`. Tensor cores take operands in such pairs, so no shuffle is
-    needed. float8: the numbers are float8_e4m3fn; int8 otherwise. low and high are None in an
-    interpreter, which runs no PTX.
+    Register $1 of the PTX holds two pairs, bytes b0 and b1 of the pair in its low half, b2 and b3
+    of the other. $0 becomes b0 and b2 by `low`, b1 and b3 by `high`. Tensor cores take operands in
+    such
+    pairs, so no shuffle is needed. float8: the numbers are float8_e4m3fn; int8 otherwise. low and
+    high are None in an interpreter, which runs no PTX.
     """
 
     float8: bool
@@ -137,8 +138,7 @@ def capped_exponentials(count: int) -> str:
 
     Nothing delays the exponentials: they are computed as if all scores were near 0, and their sums
     show whether that was right (see `tanh.SUM_BITS`). If a warp's sums leave doubt, its largest
-    score decides, as in `cap_scores`, and the exponentials are computed again if a score is far
-    from 0.
+    score decides, as in `cap_scores`, and exponentials far from 0 are computed again.
     """
     first, second = ([f"${n * count + i}" for i in range(count)] for n in (2, 3))
     a, b = f"${4 * count}", f"${5 * count}"
@@ -207,8 +207,8 @@ def any_of_warp_constraints(count: int) -> str:
 def rescale(count: int) -> str:
     """Return PTX that multiplies a thread's numbers, or branches past it.
 
-    The operands are `count` results, and as many numbers, factors and flags. The flags come from
-    `any_of_warp`; where they are 0 the results are the numbers.
+    The operands are `count` results, and as many numbers, factors and flags. Where the flags, from
+    `any_of_warp`, are 0, the results are the numbers.
     """
     lines = ["{ .reg .pred changes;", f"setp.ne.u32 changes, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
@@ -261,7 +261,7 @@ def _largest(s: list[str]) -> list[str]:
 
 
 def _rational(s: str, a: str, b: str) -> list[str]:
-    """Return the PTX of ``y = b · tanh(a · s)`` as `tanh.P` and `tanh.Q` have it."""
+    """Return the PTX of ``y = b · tanh(a · s)`` by `tanh.P` and `tanh.Q`."""
     return [
         f"mul.f32 x, {s}, {a};",
         f"min.NaN.f32 x, x, {_float(tanh.LIMIT)};",

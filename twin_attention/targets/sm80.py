@@ -1,4 +1,4 @@
-"""Say which problems the explicit SM80 kernels of both sides support.
+"""Which problems the explicit SM80 kernels of both sides support.
 
 They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and multiply with mma.sync.
 """
@@ -14,10 +14,7 @@ PROGRAMS_OF_SM = 2  # at a time, of most kernels
 
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return None for a problem that the kernels cover, else the reason why they do not.
-
-    target: "sm80", "sm90", or None in an interpreter.
-    """
+    """Return None for a problem that the kernels cover, else the reason why they do not."""
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
     if spec.has_lists:

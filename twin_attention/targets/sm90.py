@@ -1,4 +1,4 @@
-"""Say which problems the explicit SM90 kernels support, and which portable kernels use wgmma.
+"""Which problems the explicit SM90 kernels support, and which portable kernels use wgmma.
 
 A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgmma.
 """
@@ -21,7 +21,7 @@ LEAST_ROWS = 128
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not.
 
-    operation: "flash_fwd", "flash_bwd" or "paged_attention", or the name of a part's function.
+    operation: "flash_fwd", "flash_bwd", "paged_attention", or a part's function.
     """
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)
@@ -50,10 +50,7 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def slower(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Return why the portable kernels are faster for a problem that these cover, or None.
-
-    The times are in docs/history/choices.md.
-    """
+    """Return why the portable kernels are faster (docs/history/choices.md), or None."""
     if not isinstance(spec, AttentionSpec):
         return None
     head_dim = max(spec.head_dim, spec.head_dim_v)
@@ -76,8 +73,9 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
     Triton copies some tiles to wgmma through registers: tiles with unaligned rows, and TF32 tiles,
     which are rounded there. They share one buffer of shared memory. For two tiles of different
     widths, ptxas of CUDA 12.8, which Triton 3.6 ships, then computes the second tile's wgmma
-    descriptor from a wrong address: outputs are wrong, or an access is illegal. mma.sync takes
-    operands from registers. A TF32 forward is faster with it.
+    descriptor from a
+    wrong address: outputs are wrong, or an access is illegal. mma.sync takes operands from
+    registers. A TF32 forward is faster with it.
     """
     if not isinstance(spec, AttentionSpec | PagedSpec):
         return True
@@ -119,7 +117,7 @@ def jax_leaves(operation: str, spec: Spec, target: str | None) -> str | None:
 
 
 def _supports_backward(spec: AttentionSpec) -> str | None:
-    """Return None for a backward that the kernels cover, else the reason why they do not."""
+    """Return why the kernels do not cover a backward, or None."""
     if spec.is_part and has_large_heads(spec):
         return "its gradients through some of the keys have head dimensions up to 128"
     sequences = spec.num_sequences if isinstance(spec, VarlenSpec) else 1
@@ -135,7 +133,7 @@ def has_large_heads(spec: Spec) -> bool:
 
 
 def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
-    """Return None for a paged attention that the kernels cover, else the reason why they do not."""
+    """Return why the kernels do not cover a paged attention, or None."""
     page_size, group_size = spec.cache.page_size, spec.group_size
     if target != "sm90":
         return "its kernels are for SM90"

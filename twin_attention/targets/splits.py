@@ -1,4 +1,4 @@
-"""Choose into how many parts a paged decode divides each sequence's keys."""
+"""Into how many parts a paged decode divides each sequence's keys."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ def block_rows(spec: DecodeSpec, config: DecodeConfig) -> int:
 def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
     """Return the decode that a cascade runs over shared pages; None if it has nothing to gain.
 
-    Each of its sequences has the tokens of a full tile, a power of two of sequences; which tiles
-    there are is data on the device.
+    Each of its sequences has the tokens of a full tile, a power of two of sequences.
     """
     bounded = spec.window_left is not None
     if not spec.cascade or bounded or not 2 <= spec.batch <= CASCADE_BATCH:
@@ -49,7 +48,7 @@ def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
 
 
 class CascadeTiles(NamedTuple):
-    """Hold the numbers of a cascade's tiles of sequences.
+    """The numbers of a cascade's tiles of sequences.
 
     num_states: splits of shared keys, a running softmax each.
     members: sequences of a full tile.
@@ -86,8 +85,8 @@ def num_row_tiles(spec: PagedSpec, rows: int) -> int:
 def skips_masks(spec: PagedSpec) -> bool:
     """Return True if tiles of keys that all rows of a program see get no mask.
 
-    That takes a second loop, which costs a program with few rows more than the masks: it waits for
-    its keys, and each loop has to fill its pipeline first.
+    That takes a second loop, which costs a program with few rows more than the masks: each loop has
+    to fill its pipeline first.
     """
     return decode_kernel(spec) == "paged_attention"
 
@@ -104,8 +103,8 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
     """Return how many programs per SM saturate memory bandwidth, or tensor cores.
 
     A program with a small head dimension has fewer bytes in flight, so more programs are needed.
-    With a larger one and many query rows, two hardly fit in shared memory. With more than 64 rows,
-    as for chunks, one program takes all of an SM's registers.
+    With a larger one and many query rows, two hardly fit in shared memory. With more than 64 rows
+    one program takes all of an SM's registers.
     """
     if isinstance(config, WarpDecodeConfig):
         return config.num_programs
@@ -125,8 +124,7 @@ def choose_splits(spec: DecodeSpec, config: DecodeConfig, num_sms: int) -> int:
     """Return the number of splits: what the caller asked for, or enough to give every SM work.
 
     It depends only on shapes. Each split takes its share of a sequence's real length, so a short
-    sequence's spare splits cost little. There are fewer if the capacity of the block table would
-    leave some splits without a tile.
+    sequence's spare splits cost little. The block table's capacity may leave fewer.
     """
     if spec.num_splits is not None:
         return spec.num_splits

@@ -18,7 +18,7 @@ LARGE_GROUP = 8
 def steps_of_queries(spec: AttentionSpec, block_q: int, block_kv: int) -> tuple[int, ...]:
     """Return how many tiles of keys each tile of queries visits, the last tile first.
 
-    Packed sequences count as equally long: their lengths are data on the device.
+    Packed sequences count as equally long.
     """
     if isinstance(spec, VarlenSpec):
         return (1,) * (spec.seq_q // block_q + spec.num_sequences + 1)

@@ -20,8 +20,8 @@ Q = (
 # tanh(x) = x · NEAR(x²) for |x| <= NEAR_LIMIT, to a relative error of 5e-6.
 NEAR_LIMIT = 0.375
 NEAR = (0.99999571, -0.33278066, 0.12264755)
-# The same to a relative error of 5e-7. A log-sum-exp of scores that are all below 0 may be a small
-# number, whose error is theirs.
+# The same to a relative error of 5e-7: a log-sum-exp of scores below 0 may be a small number with
+# their error.
 CLOSE_LIMIT = 0.25
 CLOSE = (0.99999962, -0.33321973, 0.12841907)
 

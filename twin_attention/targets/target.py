@@ -1,7 +1,7 @@
 """The code that a GPU runs: its own generation's, or SM80 code on a Hopper card.
 
-A Hopper card can run SM80 (Ampere) kernels, so they can be tested and timed without an Ampere card.
-Set the environment variable ``TWIN_ATTENTION_TARGET=sm80`` before this module is imported, or::
+So SM80 (Ampere) kernels can be tested without an Ampere card. Set the environment variable
+``TWIN_ATTENTION_TARGET=sm80`` before this module is imported, or::
 
     from twin_attention.targets.target import use_target
 
@@ -9,8 +9,7 @@ Set the environment variable ``TWIN_ATTENTION_TARGET=sm80`` before this module i
         out = torch_attn.flash_attention(q, k, v)
 
 Such a result is that of SM80 code on that card, never an A100's. The switch is process-wide, so
-that autograd's worker threads see it; JAX reads it while tracing, so that a jitted function keeps
-the target under which it was traced.
+that autograd's worker threads see it; a jitted function keeps the target under which JAX traced it.
 """
 
 from __future__ import annotations
