@@ -1,8 +1,8 @@
 """Deal out documents to ranks with equal causal work, and few documents shared between ranks.
 
-A rank reads a whole document without an exchange, so a document is cut only if work would otherwise
-be unequal. Its *degree* is the number of ranks that share it. Each of them has a part from the
-front and the matching part from the back, as in "zigzag".
+A rank reads a whole document without an exchange, so a document is cut only for equal work. Its
+*degree* is the number of ranks that share it. Each has a part from the front and the matching part
+from the back, as in "zigzag".
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class _Document(NamedTuple):
 class _Share(NamedTuple):
     """Tokens of a document that one rank holds.
 
-    Attributes:
-        parts: for each run of tokens, its first position, and one past its last.
-        work: pairs that these tokens see under a causal mask.
+    parts: for each run of tokens, its first position, and one past its last.
+    work: pairs that these tokens see under a causal mask.
     """
 
     document: _Document
@@ -63,7 +62,7 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Rank:
-    """Hold a rank's shares, its work in pairs, and its room for more tokens."""
+    """A rank's shares, its work in pairs, and its room for more tokens."""
 
     room: int
     work: int = 0
@@ -79,10 +78,7 @@ def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarr
     """Return the rank that holds each token, [seq_len] int32; all ranks hold the same number.
 
     Deal out all documents, raise the degree of one on the rank with most work, and repeat until
-    work is equal or no degree can grow.
-
-    Args:
-        offsets: of documents; padding begins at the last one.
+    work is equal or no degree can grow. Padding begins at the last offset.
     """
     local_len = seq_len // size
     documents = [_Document(start, end) for start, end in pairwise(offsets) if start < end]
@@ -165,7 +161,7 @@ def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Ran
 def _pour(shares: Sequence[_Share], ranks: Sequence[_Rank]) -> None:
     """Fill the ranks one after the other, so that a cut document continues on the next rank.
 
-    Padding is spread: each rank keeps room for it in proportion to its own room.
+    Each rank keeps room for padding in proportion to its own room.
     """
     room = sum(rank.room for rank in ranks)
     padding = room - sum(share.num_tokens for share in shares)
@@ -186,7 +182,7 @@ def _document_to_cut(
 ) -> _Document | None:
     """Return the document whose degree should grow on a rank with too much work.
 
-    Choose the shortest one whose cut takes enough work from the rank, since then the fewest keys
+    Choose the shortest one whose cut takes enough work from the rank, so that the fewest keys
     travel; otherwise the one whose cut takes most.
     """
     length_least = max(_SHARE_LEAST * local_len, 1)

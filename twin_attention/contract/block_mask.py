@@ -6,8 +6,7 @@ lengths and the number of tiles give its size: 1000 queries are 16 tiles of 64, 
 last tile may be cut off.
 
 Kernels take the mask as lists, a `BlockMask`, so only kept tiles cost anything. Causal masks and
-windows apply within them: a tile that they hide is skipped, and only tiles at their edges are
-masked.
+windows apply within them; only tiles at their edges are masked.
 
 The functions below make NumPy masks, which ``|`` and ``&`` combine. They count in tiles: tile i of
 the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys.
@@ -94,7 +93,7 @@ def local_tiles(tiles_q: int, tiles_kv: int, left: int, right: int) -> np.ndarra
 
 
 def strided_tiles(tiles_q: int, tiles_kv: int, stride: int) -> np.ndarray:
-    """Return the mask of a stride: each tile sees its own tile and every `stride`-th from there.
+    """Return the mask in which each tile sees its own tile and every `stride`-th from there.
 
     Source: Child et al. 2019 (Sparse Transformers), section 4.3.
 
@@ -107,7 +106,7 @@ def strided_tiles(tiles_q: int, tiles_kv: int, stride: int) -> np.ndarray:
 
 
 def global_tiles(tiles_q: int, tiles_kv: int, num_tiles: int) -> np.ndarray:
-    """Return the mask of global tiles: the first `num_tiles` see all tiles, and all tiles see them.
+    """Return the mask in which the first `num_tiles` see all tiles, and all tiles see them.
 
     Source: Zaheer et al. 2020 (BigBird), section 2.
 

@@ -1,9 +1,9 @@
 """Context parallel attention: which rank holds which tokens of a sequence, and who sees whom.
 
-A plan is made on the host from numbers alone. A rank's tokens are in the order of the sequence. A
-query sees an interval of positions, so it sees an interval of any rank's keys as well, and the
-bounds never decrease from one query to the next. A kernel needs only these bounds (`Intervals`),
-whatever the layout.
+A plan is made on the host from numbers only. A rank's tokens are in the order of the sequence. A
+query sees an interval of positions, so also an interval of any rank's keys, and the bounds never
+decrease from one query to the next. A kernel needs only these bounds (`Intervals`), whatever the
+layout.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
 class Intervals(NamedTuple):
     """Which rows of the other axis each row sees: int32 bounds that never decrease.
 
-    Attributes:
-        key_begins, key_ends: [Sq], the first key that each query sees, and one past the last.
-        query_begins, query_ends: [Skv], the same for the queries that see each key.
+    key_begins, key_ends: [Sq], the first key that each query sees, and one past the last.
+    query_begins, query_ends: [Skv], the same for the queries that see each key.
     """
 
     key_begins: Any
@@ -45,10 +44,9 @@ class Intervals(NamedTuple):
 class Runs(NamedTuple):
     """The increasing positions of each rank's tokens, as runs.
 
-    Attributes:
-        starts: [size, runs] int32, the first position of each run.
-        counts: [size, runs] int32, its tokens; 0 for runs that only other ranks have.
-        step: distance from one position of a run to the next.
+    starts: [size, runs] int32, the first position of each run.
+    counts: [size, runs] int32, its tokens; 0 for runs that only other ranks have.
+    step: distance from one position of a run to the next.
     """
 
     starts: np.ndarray
@@ -147,7 +145,7 @@ class ContextPlan:
     def documents(self, rank: int) -> np.ndarray:
         """Return where the document of each of a rank's tokens begins, [local_len] int32.
 
-        A position minus this is the position within the document, as rotary embeddings need it.
+        A position minus this is the position within the document, as for rotary embeddings.
         """
         begins, _ = self.bounds(Window())
         return begins[self.positions(rank)]
@@ -177,11 +175,10 @@ class ContextPlan:
         return begins, ends
 
     def intervals(self, rank: int, window: Window, rank_kv: int | None = None) -> Intervals:
-        """Return which keys of `rank_kv` the queries of `rank` see.
+        """Return which keys of `rank_kv` the queries of `rank` see; None is the whole sequence in
+        order.
 
-        Args:
-            window: `causal` included.
-            rank_kv: None is the whole sequence in order.
+        `window` includes `causal`.
         """
         begins, ends = (bound[self.positions(rank)] for bound in self.bounds(window))
         keys = np.arange(self.seq_len, dtype=np.int32)
@@ -213,9 +210,8 @@ class ContextPlan:
 def intervals_of(begins: np.ndarray, ends: np.ndarray, positions: np.ndarray) -> Intervals:
     """Return which keys each query sees.
 
-    Args:
-        begins, ends: [Sq] int32, the first position that each query sees, and one past the last.
-        positions: [Skv] int32, of the keys, increasing.
+    begins, ends: [Sq] int32, the first position that each query sees, and one past the last.
+    positions: [Skv] int32, of the keys, increasing.
     """
 
     def search(bounds: np.ndarray, x: np.ndarray, side: Literal["left", "right"]) -> np.ndarray:

@@ -55,37 +55,37 @@ def forward_flops(spec: AttentionSpec) -> int:
 
 
 def backward_flops(spec: AttentionSpec) -> int:
-    """Count the operations of the matrix products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
+    """Count the operations of the products s, dp, dv, dk, dq (2.5 forwards when D = Dv)."""
     return _backward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
 
 
 def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count `forward_flops` over the pairs that this mask keeps."""
+    """`forward_flops` over the pairs that this mask keeps."""
     return _forward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count `backward_flops` over the pairs that this mask keeps."""
+    """`backward_flops` over the pairs that this mask keeps."""
     return _backward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count `forward_flops` over the pairs that these ends keep."""
+    """`forward_flops` over the pairs that these ends keep."""
     return _forward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """Count `backward_flops` over the pairs that these ends keep."""
+    """`backward_flops` over the pairs that these ends keep."""
     return _backward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count `forward_flops` of packed sequences of these (query, key) lengths."""
+    """`forward_flops` of packed sequences of these (query, key) lengths."""
     return sum(forward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
 def varlen_backward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """Count `backward_flops` of packed sequences of these (query, key) lengths."""
+    """`backward_flops` of packed sequences of these (query, key) lengths."""
     return sum(backward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
@@ -117,10 +117,7 @@ def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Count the least traffic of a decode: each operand read once, each result written once.
-
-    Operands are q, the keys and values seen, their table entries and the lengths.
-    """
+    """Count the least traffic of a decode: each operand and the keys and values seen once."""
     row = (spec.head_dim + spec.head_dim_v) * ITEMSIZE[spec.dtype] + 4
     size = spec.cache.page_size
     seen = [keys for length in lengths if (keys := _keys_seen(spec, length))]
@@ -133,12 +130,12 @@ def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def paged_flops(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """Count `decode_flops` of sequences given as (new tokens, keys)."""
+    """`decode_flops` of sequences given as (new tokens, keys)."""
     return sum(decode_flops(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
 
 
 def paged_bytes(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """Count `decode_bytes` of sequences given as (new tokens, keys), and their offsets."""
+    """`decode_bytes` of sequences given as (new tokens, keys), and their offsets."""
     each = sum(decode_bytes(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
     return each + 4 * (spec.batch + 1)
 

@@ -1,4 +1,4 @@
-"""Dropout: which probabilities are dropped, bit by bit the same wherever they are computed.
+"""Dropout: which probabilities are dropped, the same bits wherever they are computed.
 
 Philox 4x32 with 7 rounds takes the seed as its key. Its counter is made of batch element, query
 head, and blocks of queries and keys. A call gives 16 bits for each of 8 pairs: queries i and i + 8
@@ -24,11 +24,10 @@ LEVELS = 1 << 16  # a rate is rounded to a multiple of 1 / LEVELS
 
 
 class DropoutRule(NamedTuple):
-    """Say which probabilities are dropped, and what the others are multiplied by.
+    """Which probabilities are dropped, and what the others are multiplied by.
 
-    Attributes:
-        threshold: a pair is dropped if its 16 bits are below this, from 1 to 65535.
-        scale: one over the share that is kept.
+    threshold: a pair is dropped if its 16 bits are below this, from 1 to 65535.
+    scale: one over the share that is kept.
     """
 
     threshold: int
@@ -50,12 +49,9 @@ def dropout_weights(
 ) -> Array:
     """Return the factors of probabilities: 0 if dropped, otherwise the scale.
 
-    Args:
-        xp: array namespace.
-        seed: [2] int32 or uint32.
-        counters: batch element, query head, query and key of each probability, counted from the
-            first of their sequence; integers that broadcast.
-        rule, dtype: of the problem, and of the result.
+    seed: [2] int32 or uint32.
+    counters: batch element, query head, query and key of each probability, counted from the first
+        of their sequence; integers that broadcast.
     """
     word = _word(xp, seed)
     batch, head, query, key = (xp.astype(x, word) for x in counters)

@@ -1,7 +1,7 @@
 """The operands of each operation, as one tuple in the order that every function takes them.
 
 A tuple holds tensors of either framework, or what is known of them: `Operand` for the argument
-checks, a layout for a launch. Optional operands default to None and come last.
+checks, a layout for a launch. Optional operands come last, and are None.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FREEZABLE = ("sinks", "bias", "relative_bias")
 
 
 class FlashOperands(NamedTuple, Generic[X]):
-    """Operands of `flash_attention`, or their gradients. What may be omitted is None.
+    """Operands of `flash_attention`, or their gradients.
 
     Attributes:
         q: [B, Sq, Hq, D].
@@ -35,9 +35,8 @@ class FlashOperands(NamedTuple, Generic[X]):
         relative_bias: [Hq, 2R + 1] float32 or q's dtype, added to a score by the key's distance
             from the query, clipped to -R .. R.
         alibi_slopes: [Hq] or [B, Hq] float32, subtracted once for each position between query and
-            key. Slopes are constants, without a gradient.
-        dropout_seed: [2] int32 or uint32, the key of the generator that decides which probabilities
-            are dropped.
+            key; no gradient.
+        dropout_seed: [2] int32 or uint32, the key of dropout's generator.
     """
 
     q: X
@@ -56,12 +55,10 @@ class FlashOperands(NamedTuple, Generic[X]):
 
 
 class VarlenOperands(NamedTuple, Generic[X]):
-    """Operands of `flash_attention_varlen`; those not listed are as in `FlashOperands`.
+    """Operands of `flash_attention_varlen`; others are as in `FlashOperands`.
 
     Attributes:
-        q: [Tq, Hq, D], the queries of all sequences one after the other.
-        k: [Tkv, Hkv, D].
-        v: [Tkv, Hkv, Dv].
+        q, k, v: [Tq, Hq, D], [Tkv, Hkv, D] and [Tkv, Hkv, Dv], all sequences one after the other.
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, the offset of each sequence's first token, then
             the end of the last sequence; tokens from there on are padding.
         kv_ends: [Tkv] int32, counted from the sequence's first key.
@@ -101,10 +98,8 @@ class BlockSparseOperands(NamedTuple, Generic[X]):
 class PartialOperands(NamedTuple, Generic[X]):
     """Operands of an attention over some of the keys, whose result is merged with that over others.
 
-    Attributes:
-        q, k, v: as in `FlashOperands`.
-        key_begins, key_ends, query_begins, query_ends: the bounds of `Intervals`.
-        sinks: as in `FlashOperands`, but only in the first call, which has no result to merge.
+    `key_begins` to `query_ends` are the bounds of `Intervals`. `sinks` only come with the first
+    call, which has no result to merge.
     """
 
     q: X
@@ -118,11 +113,10 @@ class PartialOperands(NamedTuple, Generic[X]):
 
 
 class GradientCarry(NamedTuple, Generic[X]):
-    """Hold what the gradients through some keys pass on to the gradients through others.
+    """What the gradients through some keys pass on to the gradients through others.
 
-    Attributes:
-        dq: [B, Sq, Hq, D] float32, the gradient of q so far.
-        lse2, delta: what a family's backward computes from the forward's rows.
+    dq: [B, Sq, Hq, D] float32, the gradient of q so far.
+    lse2, delta: what a family's backward computes from the forward's rows.
     """
 
     dq: X
@@ -142,7 +136,7 @@ AttentionOperands = (
 
 
 class DecodeOperands(NamedTuple, Generic[X]):
-    """Operands of `paged_decode`. What may be omitted is None.
+    """Operands of `paged_decode`.
 
     Attributes:
         q: [B, T, Hq, D], or [B, Hq, D] where the public function takes it.
@@ -166,12 +160,11 @@ class DecodeOperands(NamedTuple, Generic[X]):
 
 
 class PagedOperands(NamedTuple, Generic[X]):
-    """Operands of `paged_attention`; those not listed are as in `DecodeOperands`.
+    """Operands of `paged_attention`; others are as in `DecodeOperands`.
 
     Attributes:
         q: [Tq, Hq, D], the new tokens of all sequences one after the other.
-        cu_seqlens_q: [B + 1] int32, the offset of each sequence's first new token, then the end of
-            the last sequence's; tokens from there on are padding.
+        cu_seqlens_q: [B + 1] int32, offsets of the new tokens, as in `VarlenOperands`.
         tree_ends: [Tq] int32, counted from the sequence's first new token.
     """
 
@@ -188,12 +181,11 @@ class PagedOperands(NamedTuple, Generic[X]):
 
 
 class AppendOperands(NamedTuple, Generic[X]):
-    """Operands of `append_kv`; those not listed are as in `DecodeOperands`.
+    """Operands of `append_kv`; others are as in `DecodeOperands`.
 
     Attributes:
         k_new, v_new: [B, T, Hkv, D] and [B, T, Hkv, Dv], or without T where the public function
             takes them; with `cu_seqlens_q` packed, [Tq, Hkv, D] and [Tq, Hkv, Dv].
-        cu_seqlens_q: as in `PagedOperands`, or None.
         q: [B, T, Hq, D] or [Tq, Hq, D], rotated as the keys are, or None.
         rotary_cos, rotary_sin: [positions, R / 2], the rotation of each position, or None.
     """

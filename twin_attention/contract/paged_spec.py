@@ -1,4 +1,4 @@
-"""Descriptions of problems over a paged cache: decode, chunks of prompts, and appends."""
+"""Problems over a paged cache: decode, chunks of prompts, and appends."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ class PagedCache:
         num_pages: pages in the pool, shared by all sequences.
         page_size: keys in a page.
         max_pages: width of the tables.
-        heads: kv heads.
-        head_dim, head_dim_v: sizes of a key and of a value.
         dtype: of the pool, one of `DECODE_DTYPES` or `QUANTIZED_DTYPES`.
     """
 
@@ -100,10 +98,9 @@ class AppendSpec(Traits):
 
     Attributes:
         batch, tokens: sequences, and new tokens of each, or if `packed` of all of them.
-        cache: where keys and values go.
         dtype: of the new tokens.
         heads_q: query heads that are rotated as well.
-        packed: the new tokens are packed. How many each sequence has is data on the device.
+        packed: how many tokens each sequence has is data on the device.
         rotary_dim: leading dimensions of a key and of a query that are rotated; 0 is none.
         interleaved: a rotated pair is dimensions 2i and 2i + 1, not i and i + rotary_dim / 2.
     """
@@ -163,17 +160,13 @@ class DecodeSpec(Traits):
     keys ``p - window_left .. p``.
 
     Attributes:
-        batch, tokens, heads_q: counts; `tokens` are the new ones of each sequence.
-        cache: where keys and values are.
+        tokens: new tokens of each sequence.
         dtype: of queries and output.
-        scale: factor of the scores q·k.
         window_left: keys seen to the left of the position; None is unlimited.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
-        has_tree: the new tokens are a tree. Which token sees which is data on the device.
+        has_tree: the new tokens are a tree; its ends are data on the device.
         cascade: pages that several sequences begin with are read once. Which these are is data on
             the device.
-        placement: where the operands lie.
     """
 
     batch: int
@@ -279,8 +272,7 @@ class DecodeSpec(Traits):
 class PagedSpec(DecodeSpec):
     """A paged decode of any number of new tokens per sequence; the numbers are data on the device.
 
-    `tokens` counts the packed new tokens of all sequences. Positions and visible keys are defined
-    for each `sequence`.
+    `tokens` counts the packed new tokens of all sequences.
     """
 
     @classmethod

@@ -57,7 +57,7 @@ class Window:
 
 
 class FlashOptions(NamedTuple):
-    """Checked options of `flash_attention`; the default scale follows from the head dimension."""
+    """Checked options of `flash_attention`."""
 
     scale: float | None = None
     window_left: int | None = None
@@ -94,8 +94,7 @@ class ScoreRule(NamedTuple):
         scale: factor of q·k.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         scale_first: multiply q·k by the scale before anything else, as when something is added to
-            the score. Otherwise `exp2_scale` contains the scale, which then costs no instruction of
-            its own.
+            the score. Otherwise `exp2_scale` contains the scale, which then costs no instruction.
         exp2_scale: factor that takes a score to base 2: ``exp(score) = exp2(exp2_scale * score)``.
         precision: how float32 operands multiply, a `Precision`, in every product.
         cap_scale: factor of q·k in the softcap's tanh, ``scale / softcap``; None without a softcap.
@@ -121,10 +120,10 @@ class ScoreRule(NamedTuple):
     ) -> ScoreRule:
         """Return the rule of a problem.
 
-        The scale is folded into the exponent only if there is no softcap in between and the scale
-        is positive, because the running maximum is of unscaled scores. Its product with log2(e)
-        must also be a normal float32: a masked score is -inf, and -inf times a product that
-        vanished would be NaN.
+        The scale is folded into the exponent only without a softcap in between, and only if it is
+        positive, because the running maximum is of unscaled scores. Its product with log2(e) must
+        also be a normal
+        float32: a masked score is -inf, and -inf times a product that vanished would be NaN.
         """
         scale_first = scale_first or softcap is not None or not 2.0**-126 <= scale < 2.0**127
         exp2_scale = math.log2(math.e) * (1.0 if scale_first else scale)
@@ -140,10 +139,9 @@ class ScoreRule(NamedTuple):
 class Placement:
     """Where operands lie in memory, which no result depends on.
 
-    Attributes:
-        rows_aligned: every row begins at a multiple of 16 bytes, as TMA needs.
-        compact: q, k and v lie in memory as JAX arrays do: each fills one block in the order of its
-            axes, beginning at a multiple of 256 bytes.
+    rows_aligned: every row begins at a multiple of 16 bytes, as TMA needs.
+    compact: q, k and v lie in memory as JAX arrays do: each fills one block in the order of its
+        axes, beginning at a multiple of 256 bytes.
     """
 
     rows_aligned: bool = True
@@ -153,10 +151,9 @@ class Placement:
 class Traits:
     """What kernels ask of any problem.
 
-    Attributes:
-        is_packed: it is a flash attention of packed sequences.
-        is_part: it is an attention over some of the keys.
-        has_lists: it is an attention over the tiles that a block mask lists.
+    is_packed: it is a flash attention of packed sequences.
+    is_part: it is an attention over some of the keys.
+    has_lists: it is an attention over the tiles that a block mask lists.
     """
 
     is_packed: ClassVar[bool] = False
@@ -169,25 +166,18 @@ class AttentionSpec(Traits):
     """One attention problem: shapes, dtype and semantics, with every default resolved.
 
     Attributes:
-        batch, seq_q, seq_kv, heads_q, heads_kv: counts.
-        head_dim: size of a query and of a key.
-        head_dim_v: size of a value.
         dtype: one of `DTYPES`.
-        scale: factor of the scores q·k.
         window: visibility rule, `causal` included.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
         precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
-        placement: where the operands lie.
         segmented: there are segment ids. Which keys they hide is data on the device.
-        tree: keys have ends. The ends are data on the device.
+        tree: keys have ends, which are data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
             positions.
         terms: names, from `TERMS`, of the operands that are added to the scores.
         wide_bias: there is a float32 bias with rows and keys.
         row_max: the forward returns each row's largest score as well.
-        dropout_rate: the share of probabilities that are dropped. A seed, which is data on the
-            device, decides which.
+        dropout_rate: the share of probabilities that are dropped, by a seed on the device.
         frozen: names, from `FREEZABLE`, of the operands whose gradient a backward leaves out.
         function: the public function's name, for messages.
     """
@@ -268,9 +258,8 @@ class AttentionSpec(Traits):
 
     @property
     def bounded_window(self) -> Window:
-        """Return the window of positions, no wider than the problem.
-
-        A position plus it fits 32 bits.
+        """Return the window of positions, no wider than the problem: a position plus it fits 32
+        bits.
         """
         return self.position_window.bounded(self.seq_q + self.seq_kv)
 
@@ -337,11 +326,7 @@ def _has_wide_bias(operands: FlashOperands) -> bool:
 class VarlenSpec(AttentionSpec):
     """A batch of packed sequences, whose lengths are data on the device.
 
-    It is described as one sequence: a batch of 1 with `seq_q` and `seq_kv` tokens in all. Positions
-    and visible keys are defined for each `sequence`.
-
-    Attributes:
-        num_sequences: how many sequences share the token axis.
+    It is described as one sequence: a batch of 1 with `seq_q` and `seq_kv` tokens in all.
     """
 
     function: ClassVar[str] = "flash_attention_varlen"
@@ -377,12 +362,11 @@ def tile_size(length: int, tiles: int) -> int | None:
 
 @dataclass(frozen=True)
 class BlockSparseSpec(AttentionSpec):
-    """An attention over the tiles that a block mask keeps. Which these are is data on the device.
+    """An attention over the tiles that a block mask keeps, which are data on the device.
 
-    Attributes:
-        tile_q, tile_kv: queries and keys of a tile, each one of `TILE_SIZES`.
-        mask_batch, mask_heads: how many sequences and heads have their own mask: all of them, or 1
-            for one shared mask.
+    tile_q, tile_kv: queries and keys of a tile, each one of `TILE_SIZES`.
+    mask_batch, mask_heads: sequences and heads with their own mask: all of them, or 1 for a shared
+        one.
     """
 
     function: ClassVar[str] = "block_sparse_attention"
@@ -418,9 +402,8 @@ class PartialSpec(AttentionSpec):
 
     Which keys a query sees is data on the device, so the spec has no window.
 
-    Attributes:
-        first: there is no result over other keys yet, and none is read.
-        last: the result is over all keys, and is rounded to q's dtype.
+    first: there is no result over other keys yet, and none is read.
+    last: the result is over all keys, and is rounded to q's dtype.
     """
 
     function: ClassVar[str] = "context_attention"
@@ -445,10 +428,6 @@ class Dilation(NamedTuple):
     """One pair of dilated attention: segments of a sequence, and which of their tokens are kept.
 
     Kv head h, with its query heads, keeps the positions p with ``p % rate == h % rate``.
-
-    Attributes:
-        segment_length: tokens of a segment.
-        rate: one in this many tokens is kept.
     """
 
     segment_length: int
@@ -472,11 +451,7 @@ def dilated_calls(dilations: tuple[Dilation, ...]) -> tuple[tuple[Dilation, ...]
 
 @dataclass(frozen=True)
 class DilatedSpec(AttentionSpec):
-    """A dilated attention: a merge of attentions within segments, each over some of their tokens.
-
-    Attributes:
-        dilations: the pairs of segment length and rate.
-    """
+    """A dilated attention: a merge of attentions within segments, over some of their tokens."""
 
     dilations: tuple[Dilation, ...] = field(kw_only=True)
 
@@ -505,14 +480,7 @@ class DilatedSpec(AttentionSpec):
 
 @dataclass(frozen=True)
 class MergeSpec(Traits):
-    """A merge of partial results over disjoint keys.
-
-    Attributes:
-        num_states: how many there are.
-        batch, tokens, heads: rows of each.
-        head_dim_v: size of a row of the output.
-        dtype: of the merged output.
-    """
+    """A merge of partial results over disjoint keys; dtype: of the merged output."""
 
     num_states: int
     batch: int

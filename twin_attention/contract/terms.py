@@ -1,4 +1,4 @@
-"""Compute the terms added to scores, and their gradients, plainly over any array-API library.
+"""The terms added to scores, and their gradients, plainly over any array-API library.
 
 A query's position is the key position that it stands at, [Sq]; a distance is a key's position minus
 a query's.
@@ -25,11 +25,7 @@ def added_scores(
 ) -> Array | None:
     """Return what is added to scaled scores, as [B, Hq, Sq, Skv] broadcasts; None for nothing.
 
-    Args:
-        xp: array namespace.
-        position: of the queries, [Sq].
-        sequence: the sequence of each packed query, [Tq]; None for a dense batch.
-        dtype: of the scores.
+    sequence: that of each packed query, [Tq]; None for a dense batch.
     """
     table, slopes = operands.relative_bias, operands.alibi_slopes
     bias = operands.bias if isinstance(operands, FlashOperands) else None
@@ -63,11 +59,8 @@ def gradients_of_terms(
 ) -> dict[str, Array]:
     """Return the gradients of the terms by name; `alibi_slopes` and `frozen` terms have none.
 
-    Args:
-        xp, operands, position: as `added_scores` takes them.
-        ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
-        summed: the same, for gradients that sum it over keys.
-        frozen: as in `AttentionSpec`.
+    ds: gradient of what is added, [B, Hq, Sq, Skv]; 0 where a query does not see a key.
+    summed: the same, for gradients that sum it over keys.
     """
     found = {}
     operands = operands._replace(**dict.fromkeys(frozen))

@@ -3,7 +3,7 @@
 `ref` is the float64 oracle on the already-rounded inputs; `lp` is the same formula run plainly in
 the inputs' dtype (see `reference`), with products in TF32 if that was asked for. A result's largest
 error and root mean square error may be a small multiple of `lp`'s, and so may the error of each row
-or number by itself. It must be NaN or infinite where `ref` is, and nowhere else.
+or number. It must be NaN or infinite exactly where `ref` is.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "tf32": -126, "float32": -126}
 class Agreement:
     """Distance of a result from what it is compared with, and the budget for it.
 
-    Attributes:
-        max_error, max_budget: largest absolute error.
-        rmse, rmse_budget: root mean square error.
-        finite: False if there is an unexpected NaN or infinity, or an expected one is missing.
-        each: the worst error of a row or number over its own budget.
+    max_error, max_budget: largest absolute error.
+    rmse, rmse_budget: root mean square error.
+    finite: False if there is an unexpected NaN or infinity, or an expected one is missing.
+    each: the worst error of a row or number over its own budget.
     """
 
     max_error: float
@@ -103,8 +102,6 @@ def compare_to_reference(
     """Compare an output or gradient with its budget.
 
     Args:
-        got: the result, in any floating dtype.
-        ref, lp: the float64 oracle, and its formula in the inputs' dtype.
         dtype: the inputs' dtype name, or "tf32".
         kind: "output" or "gradient".
         lse: the oracle's log-sum-exps, of any shape, if it has some.
@@ -170,13 +167,7 @@ def _worst(
 def compare_lse(
     got: Array, ref: Array, tolerance: float = LSE_TOLERANCE, unit: float = 1.0
 ) -> Agreement:
-    """Compare a log-sum-exp by a tolerance of max(unit, |lse|); -inf must be met exactly.
-
-    Args:
-        got, ref: the result and the float64 oracle.
-        tolerance: by `lse_tolerance`.
-        unit: by `lse_unit`, if scores are products.
-    """
+    """Compare a log-sum-exp by a tolerance of max(unit, |lse|); -inf must be met exactly."""
     xp = array_namespace(ref)
     got, ref = xp.astype(got, xp.float64), xp.astype(ref, xp.float64)
     empty = xp.isinf(ref)
@@ -188,10 +179,11 @@ def compare_lse(
 
 
 def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
-    """Return the tolerance of a log-sum-exp; arguments as of `compare_to_reference`.
+    """Return the tolerance of a log-sum-exp.
 
     Products of 16-bit numbers are exact in float32, so scores have a float32 error. TF32 products
-    have a larger one: there lp's largest error counts as it does for an output.
+    have
+    a larger one: there lp's largest error counts as it does for an output.
     """
     if dtype != "tf32":
         return LSE_TOLERANCE
@@ -210,12 +202,10 @@ def lse_unit(ref: Array) -> float:
 def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: float) -> float:
     """Return how large dq (or dk) is if no ds cancels: ``scale · |dout| |v| · |k|`` (or |q|).
 
-    Args:
-        scale: factor of q·k; 1 for what is added to scores.
-        dout, v: float64, [..., Dv].
-        other: k for dq, q for dk, ones for what is added to scores, float64.
-        rows: how many rows of ds with a p near 1 a row of the gradient sums, at least 1. Their
-            errors are independent.
+    scale: 1 for what is added to scores.
+    other: k for dq, q for dk, ones for what is added to scores.
+    rows: how many rows of ds with a p near 1 a row of the gradient sums, at least 1. Their errors
+        are independent.
     """
     if not min(math.prod(x.shape) for x in (dout, v, other)):
         return 0.0
@@ -281,7 +271,7 @@ def _same_infinities(xp: Any, got: Array, want: Array) -> bool:
 
 
 def _rms_of_rows(xp: Any, x: Array) -> Array:
-    """Return the root mean square of each row; numbers that are not finite count as 0."""
+    """Numbers that are not finite count as 0."""
     finite = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
     return xp.sqrt(xp.mean(finite * finite, axis=-1))
 
@@ -294,7 +284,7 @@ def _max_abs(x: Array) -> float:
 
 
 def _rms(x: Array) -> float:
-    """Return the root mean square; numbers that are not finite count as 0."""
+    """Numbers that are not finite count as 0."""
     xp = array_namespace(x)
     finite = xp.where(xp.isfinite(x), x, xp.zeros_like(x))
     return math.sqrt(float(xp.mean(finite * finite))) if math.prod(x.shape) else 0.0

@@ -1,4 +1,4 @@
-"""Decide how ranks exchange keys: which way, in which steps, and which rows go where.
+"""How ranks exchange keys: which way, in which steps, and which rows go where.
 
 All of it follows from a plan and a window, on the host, and every rank gets the same answer.
 """
@@ -33,11 +33,10 @@ _RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 class Rows(NamedTuple):
     """Rows of tensors that one rank sends to another.
 
-    Attributes:
-        rank: the other rank, which receives or sends them.
-        start, end: which rows of the sender's tensors.
-        token: the first row's index among the tokens of the rank that holds the keys.
-        place: the first row's index among the receiver's received rows.
+    rank: the other rank, which receives or sends them.
+    start, end: which rows of the sender's tensors.
+    token: the first row's index among the tokens of the rank that holds the keys.
+    place: the first row's index among the receiver's received rows.
     """
 
     rank: int
@@ -50,13 +49,12 @@ class Rows(NamedTuple):
 class Step(NamedTuple):
     """The keys that a rank reads at a time, and what it exchanges for them.
 
-    Attributes:
-        received: the keys that arrive, own keys included, in the order in which they are stored.
-        order: [rows] int64, the row of each key among the received ones; None in sequence order.
-        intervals: which of the keys each query sees.
-        sent: own keys that go to other ranks in this step.
-        returned: rows of the step's gradients that go back to other ranks.
-        gathered: rows of the gradients in other ranks' steps that belong to own keys.
+    received: the keys that arrive, own keys included, in the order in which they are stored.
+    order: [rows] int64, the row of each key among the received ones; None in sequence order.
+    intervals: which of the keys each query sees.
+    sent: own keys that go to other ranks in this step.
+    returned: rows of the step's gradients that go back to other ranks.
+    gathered: rows of the gradients in other ranks' steps that belong to own keys.
     """
 
     received: tuple[Rows, ...]
@@ -75,16 +73,14 @@ class Step(NamedTuple):
 class Hop(NamedTuple):
     """The keys that each rank reads at a time from one other rank; all ranks read the same number.
 
-    Attributes:
-        distance: rank r reads keys of rank ``(r - distance) % size``.
-        routes: the ranks that send keys, and to whom.
-        sent: [size, rows] int32, the rows that each rank sends, padded with `local_len`; None if
-            all.
-        places: [size, local_len] int32, the place of each of a rank's rows among `sent`, `rows` if
-            it is not sent; None if all are sent.
-        positions: [size, rows] int32, positions of the keys that each rank reads, padded with
-            `seq_len`; None if it reads all of the other rank's.
-        runs: the same positions, without padding.
+    distance: rank r reads keys of rank ``(r - distance) % size``.
+    routes: the ranks that send keys, and to whom.
+    sent: [size, rows] int32, the rows that each rank sends, padded with `local_len`; None if all.
+    places: [size, local_len] int32, the place of each of a rank's rows among `sent`, `rows` if it
+        is not sent; None if all are sent.
+    positions: [size, rows] int32, positions of the keys that each rank reads, padded with
+        `seq_len`; None if it reads all of the other rank's.
+    runs: the same positions, without padding.
     """
 
     distance: int
@@ -111,8 +107,7 @@ class _Keys(NamedTuple):
 def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) -> tuple[Step, ...]:
     """Return the steps in which a rank reads all keys that its queries see, its own first.
 
-    All ranks have the same number of steps: with `exchange` "ring", a step for the keys of each
-    rank; with "gather", one. `window` includes `causal`.
+    With `exchange` "ring" there is a step for the keys of each rank; with "gather", one.
     """
     size = plan.size
     if exchange == "gather":
@@ -215,13 +210,13 @@ def _distances(plan: ContextPlan, window: Window) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
-    """Return what `ContextPlan.bounds` does, [2, seq_len]."""
+    """`ContextPlan.bounds`, as [2, seq_len]."""
     return np.stack(plan.bounds(window))
 
 
 @lru_cache(maxsize=4096)
 def _needed(plan: ContextPlan, window: Window, rank: int, holder: int) -> tuple[Rows, ...]:
-    """Return the rows of a holder's keys that go to a rank: the keys that its queries see."""
+    """Return the rows of a holder's keys that a rank's queries see."""
     runs = [(0, plan.local_len)]  # all of its own, so that each has a gradient
     if holder != rank:
         runs = _runs(_seen(plan, window, rank)[plan.positions_by_rank[holder]])
@@ -273,11 +268,9 @@ def choose_exchange(
 ) -> tuple[str, str]:
     """Return how ranks exchange keys, and why.
 
-    Args:
-        exchange: what the caller asked for; None takes "ring" or "gather", whichever forward is
-            estimated to be faster.
-        spec: of a rank's queries and its own keys.
-        one_program: all ranks run the same program, and None takes "ring".
+    exchange: what the caller asked for; None takes "ring" or "gather", whichever forward is
+        estimated to be faster, or with `one_program`, the same program of all ranks, "ring".
+    spec: of a rank's queries and its own keys.
     """
     if exchange is not None:
         return exchange, "it was asked for"
@@ -290,9 +283,7 @@ def choose_exchange(
 
 
 class _Sizes(NamedTuple):
-    """Hold the operations of a pair, and the bytes of a query's out and of a token's keys and
-    values.
-    """
+    """The operations of a pair, and the bytes of a query's out and of a token's keys and values."""
 
     flops: int
     out: int

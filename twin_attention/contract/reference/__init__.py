@@ -9,7 +9,7 @@ Everything is computed in one dtype, the caller's choice:
 
 Memory is O(Sq · Skv), or O(Tq · Tkv) of packed sequences. `formulas` has what every attention
 shares, `visibility` the masks, and `kinds` the functions for each kind of problem. These take
-`operands` of a call, `spec`, semantics with the operands' shapes, and `dtype`, of every operation
-and result. lse is a natural logarithm, and dlse may be None for zero. A row that sees no key, such
-as padding, gives 0, and -inf or its head's sink.
+`operands`, `spec`, semantics with the operands' shapes, and `dtype`, of every operation and result.
+lse is a natural logarithm, and dlse may be None for zero. A row that sees no key, such as padding,
+gives 0, and -inf or its head's sink.
 """

@@ -24,11 +24,9 @@ Array = Any
 def attention_forward(
     operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int] = (0, 0)
 ) -> tuple[Array, ...]:
-    """Compute attention output [B, Sq, Hq, Dv] and log-sum-exp [B, Hq, Sq].
+    """Compute out [B, Sq, Hq, Dv], lse [B, Hq, Sq] and, if asked for, each row's largest score.
 
-    If the problem asks for it, also return each row's largest score [B, Hq, Sq], -inf without a
-    key. first: the batch element and query head, in dropout's count over the whole, at which the
-    operands begin.
+    first: the batch element and query head at which dropout's count of the operands begins.
     """
     xp = array_namespace(operands.q)
     position = positions(xp, operands, spec)
@@ -56,9 +54,9 @@ def attention_backward(
 
     With dropout, delta is computed from out, ``rowsum(dout ∘ out) - dlse``, as in the kernels. If
     one key of a row counts, the delta above would cancel dp without an error, but such a row's out
-    is a rounded multiple of v. Gradients of terms that sum ds over keys also use it with
-    `precision` "tf32": with the delta above, the sum over all keys of a row would cancel, without a
-    product's error.
+    is a
+    rounded multiple of v. With `precision` "tf32" gradients of terms that sum ds over keys also use
+    it: with the delta above, a row's sum would cancel without a product's error.
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))

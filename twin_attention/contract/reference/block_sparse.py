@@ -17,10 +17,7 @@ Array = Any
 def block_sparse_forward(
     operands: BlockSparseOperands, spec: BlockSparseSpec, dtype: Any
 ) -> tuple[Array, ...]:
-    """Compute attention output and log-sum-exp over the tiles that a block mask keeps.
-
-    The mask is made of the tiles of keys that each tile of queries keeps.
-    """
+    """Compute out and lse; the mask is made of the lists of tiles of keys."""
     xp = array_namespace(operands.q)
     return forward(xp, operands, spec, _kept_keys(xp, operands, spec), dtype)
 

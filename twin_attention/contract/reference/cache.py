@@ -41,7 +41,6 @@ def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
     """Return `x` [..., Hkv, D] as a quantised cache stores it: ``x / scale``, rounded, clamped.
 
     A NaN becomes 0 in int8 and stays NaN in float8_e4m3fn. scale: [] or [Hkv] float32.
-    dtype: the cache's, in the library of `x`.
     """
     xp = array_namespace(x)
     x = xp.astype(x, xp.float32) / _of_heads(xp, scale)

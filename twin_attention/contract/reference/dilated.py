@@ -1,4 +1,4 @@
-"""Attention within dilated segments, and its gradients."""
+"""Attention within dilated segments, merged by log-sum-exp, and its gradients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Array = Any
 
 
 def dilated_forward(operands: FlashOperands, spec: DilatedSpec, dtype: Any) -> tuple[Array, Array]:
-    """Compute attention output and log-sum-exp within dilated segments, merged by log-sum-exp.
+    """Compute out and lse; a token that no pair keeps sees no key.
 
-    A token that no pair keeps sees no key. Source: Ding et al. 2023 (LongNet), sections 2.2, 2.3.
+    Source: Ding et al. 2023 (LongNet), sections 2.2, 2.3.
     """
     xp = array_namespace(operands.q)
     return merge(*_dilated_states(xp, operands, spec, dtype), dtype)

@@ -1,4 +1,4 @@
-"""The functions that compute the attention, and the gradients, of each kind of problem."""
+"""The functions for each kind of problem: attention, and gradients."""
 
 from __future__ import annotations
 

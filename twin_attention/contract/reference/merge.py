@@ -12,10 +12,7 @@ Array = Any
 
 
 def merge(outs: Array, lses: Array, dtype: Any) -> tuple[Array, Array]:
-    """Merge attention over disjoint sets of keys into attention over their union.
-
-    outs: [N, B, S, H, Dv]. lses: [N, B, H, S]. Return out [B, S, H, Dv] and lse [B, H, S].
-    """
+    """Merge outs [N, B, S, H, Dv] and lses [N, B, H, S] into one out and lse."""
     xp = array_namespace(outs, lses)
     weight, outs, lse = _merge_weights(xp, outs, lses, dtype)
     return xp.sum(weight * outs, axis=0), lse

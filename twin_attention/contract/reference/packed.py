@@ -21,10 +21,9 @@ Array = Any
 
 
 def varlen_forward(operands: VarlenOperands, spec: VarlenSpec, dtype: Any) -> tuple[Array, ...]:
-    """Compute attention output [Tq, Hq, Dv] and log-sum-exp [Hq, Tq] of packed sequences.
+    """Compute out [Tq, Hq, Dv], lse [Hq, Tq] and, if asked for, each row's largest score.
 
-    Only values depend on the offsets, so it can be traced. If the problem asks for it, also return
-    each row's largest score [Hq, Tq].
+    Only values depend on the offsets, so it can be traced.
     """
     xp = array_namespace(operands.q)
     batch, seen, _, position, sequence = _as_one_sequence(xp, operands, spec)
@@ -82,8 +81,8 @@ def _as_one_sequence(
     """Return packed sequences as a batch of one, and what is needed to treat them so.
 
     That is the mask [Tq, Tkv] of the keys that each query sees, and for each query [Tq]: whether it
-    is no padding, its position, counted from the first of all keys, and its sequence, the first one
-    for padding.
+    is no padding, its position, counted from the first of all keys, and its sequence, the first for
+    padding.
     """
     q, k, v, cu_q, cu_kv, sinks, *_ = operands
     sequence_q, sequence_kv = (

@@ -19,9 +19,7 @@ Array = Any
 
 
 def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:
-    """Compute attention [B, T, Hq, Dv] of new tokens over a paged cache, and log-sum-exp [B, Hq,
-    T].
-    """
+    """Compute out [B, T, Hq, Dv] of new tokens over a paged cache, and lse [B, Hq, T]."""
     q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
     xp = array_namespace(q, k_pages, v_pages)
     cache, group = spec.cache, spec.group_size
@@ -59,7 +57,7 @@ def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tup
 
 
 def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tuple[Array, Array]:
-    """Compute attention [Tq, Hq, Dv] of any number of new tokens per sequence, and lse [Hq, Tq].
+    """Compute out [Tq, Hq, Dv] of any number of new tokens per sequence, and lse [Hq, Tq].
 
     Only values depend on offsets, lengths and tables, so it can be traced. Each token is multiplied
     with the keys of all sequences: memory is O(Tq · B · capacity).

@@ -25,10 +25,7 @@ Array = Any
 def partial_forward(
     operands: PartialOperands, out: Array, lse: Array, spec: PartialSpec, dtype: Any
 ) -> tuple[Array, Array]:
-    """Compute attention and log-sum-exp over an earlier result's keys and the operands' keys.
-
-    out, lse: the result over other keys, [B, Sq, Hq, Dv] and [B, Hq, Sq].
-    """
+    """Compute out and lse over an earlier result's keys and the operands' keys."""
     xp = array_namespace(operands.q)
     part = forward(xp, operands, spec, seen_in_intervals(xp, operands, spec), dtype)
     outs, lses = (xp.stack([xp.astype(x, dtype), y]) for x, y in zip((out, lse), part, strict=True))
@@ -40,8 +37,7 @@ def partial_backward(
 ) -> tuple[Array, Array, Array]:
     """Compute the gradients dq, dk and dv through the keys of the operands.
 
-    lse: over all keys, [B, Hq, Sq].
-    delta: ``rowsum(dout ∘ out) - dlse``, of the result over all keys, [B, Hq, Sq].
+    lse [B, Hq, Sq] and delta, ``rowsum(dout ∘ out) - dlse``, are of the result over all keys.
     """
     xp = array_namespace(operands.q)
     q, k, v = by_kv_head(xp, operands, spec, dtype)

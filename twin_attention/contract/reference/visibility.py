@@ -1,4 +1,4 @@
-"""Masks: which query sees which key, by window, tree, segment ids, interval and packed sequence."""
+"""Masks: which query sees which key."""
 
 from __future__ import annotations
 
@@ -53,10 +53,11 @@ def apply_tree(
 def in_branch(
     xp: Any, operands: FlashOperands | VarlenOperands, spec: AttentionSpec, position: Array
 ) -> Array:
-    """Return the mask [..., Sq, Skv] of the keys on whose branch queries at these positions are.
+    """Return the mask [..., Sq, Skv] of the keys on whose branch queries at these positions [Sq, 1]
+    are.
 
     A query's own key is the last in the window, so `causal` is a right side of 0. The window counts
-    depths if there are any. position: of the queries, [Sq, 1].
+    depths if there are any.
     """
     ends, q_depths, kv_depths = operands.kv_ends, operands.q_depths, operands.kv_depths
     assert ends is not None
@@ -76,8 +77,7 @@ def apply_segments(
     """Hide keys of other segments.
 
     Return operands without their padding, the mask [B, Sq, Skv] of those in `seen` [Sq, Skv] or
-    [B, Sq, Skv], and which queries are no padding, [B, Sq]. Without segment ids nothing changes,
-    and the last is None.
+    [B, Sq, Skv], and which queries are no padding, [B, Sq]; None, without segment ids.
     """
     q, k, v, _, q_ids, kv_ids, *_ = operands
     if q_ids is None or kv_ids is None:

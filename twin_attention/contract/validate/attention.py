@@ -1,4 +1,4 @@
-"""Checks of the operands of `flash_attention` and `flash_attention_varlen`."""
+"""Checks of `flash_attention` and `flash_attention_varlen`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
     """Refuse saved tensors that come back to a backward changed in more than their layout.
 
-    dout: the gradient of out, which has the dtype, shape and device of the forward's.
-    q, out, lse: as they come back; q already agrees with the other operands.
+    dout has the dtype, shape and device of the forward's out; q already agrees with the other
+    operands.
     """
     for x in (q, out):
         check_dtype(x, dout.dtype, "the saved ")

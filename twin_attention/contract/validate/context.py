@@ -1,4 +1,4 @@
-"""Checks for context parallelism: plans, exchanges, shards and operands."""
+"""Checks for context parallelism."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_context_plan(
 def check_context_attention(
     operands: FlashOperands[Operand], options: FlashOptions, local_len: int
 ) -> AttentionSpec:
-    """Check a rank's operands of `context_attention`, and describe them as a separate sequence.
+    """Check a rank's operands, and describe them as a separate sequence.
 
     local_len: how many tokens the plan gives each rank.
     """

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
-    """Raise `error` in the project's one message format."""
+    """Raise `error` in the project's message format."""
     raise error(f"{name}: expected {expected}, got {got}")
 
 
@@ -46,14 +46,14 @@ def one_pool() -> NoReturn:
 
 
 def not_mapped(function: str) -> NoReturn:
-    """Refuse `vmap` of a function whose operands are packed sequences."""
+    """Refuse `vmap` of a function of packed sequences."""
     raise NotImplementedError(
         f"{function}: vmap is not supported; pack the sequences of the whole batch"
     )
 
 
 def not_mapped_with_sinks() -> NoReturn:
-    """Refuse `vmap` over per-token integers with operands that have no batch to join."""
+    """Refuse `vmap` over per-token integers: operands have no batch to join."""
     raise NotImplementedError(
         "flash_attention: vmap over segment ids, ends or depths with sinks, relative_bias or "
         "alibi_slopes of heads is not supported; call it for each, or share them"

@@ -22,9 +22,7 @@ def check_offsets_arguments(
 
 
 def check_offset_values(name: str, offsets: np.ndarray, tokens: int) -> None:
-    """Check [N + 1] offsets of sequences on an axis of `tokens`; the message names the first wrong
-    one.
-    """
+    """Check [N + 1] offsets on an axis of `tokens`; the message names the first wrong one."""
     least = np.concatenate([[0], offsets[:-1]])
     bad = (offsets < least) | (offsets > tokens)
     bad[0] |= offsets[0] != 0

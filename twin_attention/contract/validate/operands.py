@@ -16,7 +16,7 @@ from twin_attention.contract.validate.errors import fail
 
 
 class Operand(NamedTuple):
-    """Describe a tensor to the argument checks, whichever framework owns it.
+    """A tensor as the argument checks see it, whichever framework owns it.
 
     Attributes:
         dtype: the framework's dtype name without a prefix, such as "bfloat16".
@@ -78,7 +78,7 @@ def check_sinks(
     | DecodeOperands[Operand]
     | PagedOperands[Operand],
 ) -> None:
-    """Check sinks, if there are any: one for each head of q."""
+    """Check that sinks, if any, are one for each head of q."""
     q, sinks = operands.q, operands.sinks
     if sinks is None:
         return

@@ -1,4 +1,4 @@
-"""Checks of options that functions share, and of the numbers, bools and names in them.
+"""Checks of shared options, and of the numbers, bools and names in them.
 
 They only look at types and compare numbers, so that `torch.compile` can trace them.
 """
@@ -168,7 +168,7 @@ def _check_number(name: str, value: Any, expected: str) -> float:
     """Check a number that kernels take as float32, where numbers below the normal ones are 0.
 
     It keeps its own precision: `torch.compile` could not trace the rounding of an unknown number.
-    Nor are the bounds globals, which it would treat as unknown numbers too.
+    It would also treat globals as unknown numbers, so the bounds are none.
     """
     infinite, tiny = 2.0**128 - 2.0**103, 2.0**-126  # what rounds to infinity; the least normal
     if isinstance(value, bool) or not isinstance(value, Real):
