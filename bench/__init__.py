@@ -1,1 +1,1 @@
-"""Benchmarks of the kernels beside their peers; run ``python -m bench --help``."""
+"""Benchmarks of the kernels beside their peers."""

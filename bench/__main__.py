@@ -16,7 +16,6 @@ RUNNING = ("jax", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return the exit code."""
     parser = HelpfulParser(prog="python -m bench", description=__doc__)
     require(parser.error, REPORTING, "bench")
     from bench import compare, mine

@@ -51,7 +51,6 @@ def clean(text: str, names: re.Pattern[str] | None = None) -> str:
 
 
 def _names() -> re.Pattern[str] | None:
-    """Return a pattern of this user's and host's names."""
     host = socket.gethostname()
     found = {host, host.partition(".")[0], Path.home().name}
     with suppress(KeyError, OSError):  # a user without a name

@@ -1,4 +1,4 @@
-"""Calls of one attention function, forward, backward or both, ready to be timed."""
+"""Calls of an attention function, forward, backward or both, ready to be timed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ Attend = Callable[..., Any]  # out from q, k and v
 def torch_call(
     attend: Attend, operation: str, tensors: Sequence[Tensor], *, heads_first: bool = False
 ) -> Call:
-    """Return a call of `attend` in torch.
+    """Return a call of `attend` in torch on its arguments and dout, of `tensors`.
 
-    Args:
-        attend: takes q, k, v [B, S, H, D], and perhaps integers, and returns out.
-        tensors: `attend`'s arguments, and dout.
-        heads_first: `attend` takes and returns views [B, H, S, D].
+    heads_first: `attend` takes and returns views [B, H, S, D].
     """
     import torch
 
@@ -39,7 +36,7 @@ def torch_call(
 
 
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
-    """Return a jitted call of `attend` in JAX, on the memory of torch's tensors."""
+    """Return a jitted call in JAX, on the memory of torch's tensors."""
     from interop.exchange import to_jax
     from interop.parity.sides import leaves, prepare_jax
 

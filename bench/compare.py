@@ -16,28 +16,25 @@ _LOG_WIDTH = 120  # of the table where nothing says how wide the output is
 
 
 class Change(NamedTuple):
-    """One measurement in two runs, with times in both."""
-
     record: Record
     before: Times
     after: Times
 
     @property
     def relative(self) -> float:
-        """Return the medians' difference over the earlier one: below 0 if the later is faster."""
+        """The medians' difference over the earlier one: below 0 if the later is faster."""
         return self.after.median / self.before.median - 1
 
     @property
     def gap(self) -> float:
-        """Return the distance between the ranges over the earlier median; 0 if they meet."""
+        """The distance between the ranges over the earlier median; 0 if they meet."""
         (low, high), (other_low, other_high) = self.before.range, self.after.range
         return max(0.0, low - other_high, other_low - high) / self.before.median
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> list[Change]:
-    """Return measurements with a time in both runs, without peaks, in the later run's order.
-
-    The last record of a measurement counts.
+    """Return measurements with a time in both runs, in the later run's order; the last record
+    counts.
     """
     earlier, later = (
         {record.measurement: record for record in records if record.operation != "peak"}
@@ -51,7 +48,6 @@ def changes(before: Iterable[Record], after: Iterable[Record]) -> list[Change]:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to ``python -m bench``."""
     parser = commands.add_parser(
         "compare",
         help="compare two runs of the same measurements",
@@ -71,7 +67,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison; return 1 if one of ours is slower, 2 if nothing can be compared."""
+    """Return 1 if one of ours is slower, 2 if nothing can be compared."""
     try:
         runs = [load(path) for path in (arguments.before, arguments.after)]
         found = [c for c in changes(*runs) if arguments.filter in c.record.case["name"]]

@@ -1,8 +1,7 @@
-"""Dilated attention by its formula (Ding et al. 2023, LongNet, sections 2.2 and 2.3), and its
-check.
+"""Dilated attention by its formula (Ding et al. 2023, LongNet, sections 2.2 and 2.3).
 
-The formula calls `flash_attention` for each pair of a segment length and a rate, scatters the
-results back and merges them by log-sum-exps.
+It calls `flash_attention` for each pair of a segment length and a rate, scatters the results back
+and merges them by log-sum-exps.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ Attend = Callable[..., Any]
 
 
 def torch_standard(attention: Attend, case: DilatedCase) -> Attend:
-    """Return the formula in torch as a function of q, k, v, using `attention`."""
     import torch
 
     def attend(q, k, v):
@@ -51,7 +49,6 @@ def torch_standard(attention: Attend, case: DilatedCase) -> Attend:
 
 
 def jax_standard(attention: Attend, case: DilatedCase) -> Attend:
-    """Return the formula in JAX as a function of q, k, v, using `attention`."""
     import jax
     import jax.numpy as jnp
 
@@ -74,7 +71,6 @@ def jax_standard(attention: Attend, case: DilatedCase) -> Attend:
 
 
 def dilated_flops(case: DilatedCase) -> tuple[int, int]:
-    """Count the operations of a forward and of a backward, over all pairs."""
     specs = [_spec_of(case, pair, case.heads_q) for pair in case.spec.dilations]
     return sum(map(forward_flops, specs)), sum(map(backward_flops, specs))
 
@@ -113,9 +109,7 @@ def _evaluate(
 ) -> tuple[Tensors, Tensor]:
     """Return one head's results by the formula, and the pairs' log-sum-exps [N, B, S, 1].
 
-    Args:
-        inputs: q, k, v and, for gradients, dout [B, S, 1, D].
-        lses: exact ones to use instead; kernels have them in float32.
+    lses: exact ones to use instead; kernels have them in float32.
     """
     import torch
 

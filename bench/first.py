@@ -1,4 +1,4 @@
-"""Time first calls in processes of their own with empty caches, and keep a record for each step."""
+"""First calls in processes of their own with empty caches, and a record for each step."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ from interop.parity.cases import FlashCase
 STEPS = ("import", "forward", "backward")
 TURNS = 3
 LONGEST = 180  # seconds of a process
-# What keeps compiled code from one process to the next, and where it does.
+# What keeps compiled code from one process to the next, and where.
 _CACHES = ("TRITON_CACHE_DIR", "CUDA_CACHE_PATH")
 _WITHOUT = ("JAX_COMPILATION_CACHE_DIR",)
 
 
 @dataclass(frozen=True)
 class FirstCallJob:
-    """The first calls of one implementation on one case.
-
-    Attributes:
-        problem: the case.
-        subject: the implementation.
-        turns: processes to start, one after the other.
-    """
+    """The first calls of one implementation on one case, by `turns` processes in turn."""
 
     problem: FlashCase
     subject: Subject
@@ -49,18 +43,16 @@ class FirstCallJob:
         return f"{self.problem.name} {' '.join(filter(None, self.subject))}"
 
     def only(self, texts: Sequence[str]) -> FirstCallJob | None:
-        """Return the job if its implementation is one of the texts."""
         return self if self.subject.is_one_of(texts) else None
 
     def plan(self, origin: dict[str, Any]) -> dict[str, Record]:
-        """Return the records that measuring would fill, by step."""
         shared = {"case": self.case, **self.subject._asdict(), **origin}
         return {name: Record(operation=name, **shared) for name in STEPS}
 
     def measure(
         self, planned: Mapping[str, Record], sampler: Sampler, show: Callable[[str], object]
     ) -> list[Record]:
-        """Fill the planned records; the card is not sampled, since it waits most of the time."""
+        """The card is not sampled, since it waits most of the time."""
         if not planned:
             return []
         found: list[dict[str, float]] = []
@@ -76,11 +68,7 @@ class FirstCallJob:
         ]
 
     def _run(self) -> dict[str, float]:
-        """Return the seconds of each step in a new process.
-
-        Raises:
-            RuntimeError: it failed, with the last line that it printed.
-        """
+        """Return the seconds of each step in a new process; an error has its last line."""
         name, target = self.subject
         command = [sys.executable, "-m", "bench.first_call", *kernels_of(name)]
         with TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@ It runs in a process of its own: ``python -m bench.first_call SIDE FAMILY CASE``
 Until the clock starts it imports nothing that a side imports. It prints, as JSON, the seconds of
 importing the framework and the side ("import"), of the first call until its result is there
 ("forward"), and of the first backward behind it ("backward"), which in JAX is a program of its own
-with a forward in it. The inputs are made before, and torch makes a backward of its own, so that the
+with a forward in it. The inputs are made before, and torch makes another backward, so that the
 device is ready and autograd has what it imports.
 """
 
@@ -22,7 +22,6 @@ FRAMEWORKS = {"torch_attn": "torch", "pallas_attn": "jax"}
 
 
 def main(side: str, family: str, case: dict[str, Any]) -> dict[str, float]:
-    """Return the seconds of each step."""
     names = FRAMEWORKS[side], side
     found = {"import": _seconds(lambda: [*map(import_module, names)])}
     framework, api = map(import_module, names)
@@ -37,7 +36,6 @@ def main(side: str, family: str, case: dict[str, Any]) -> dict[str, float]:
 
 
 def _seconds(step: Callable[[], Any]) -> float:
-    """Return how long a function takes."""
     start = perf_counter()
     step()
     return perf_counter() - start

@@ -1,4 +1,4 @@
-"""Describe what a suite measures: calls that are timed together, on the same tensors."""
+"""What a suite measures: calls that are timed together, on the same tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 Operation = Literal["forward", "backward", "both", "decode", "append", "peak"]
 Check = Callable[[Sequence[Any]], float]
-# Times several calls against each other.
 Timer = Callable[["Mapping[Subject, Callable[[], Any]]"], "Mapping[Subject, Timing]"]
 
 
@@ -41,8 +40,8 @@ class Call(NamedTuple):
         result: from what `run` returned, the arrays to check: out, gradients, or both; the pools of
             an append. None if they are not the problem's result.
         saved: bytes of a forward's output and saved activations, None if unknown.
-        planned: returns the bytes that its compiler planned, once `run` has run. None if the timer
-            sees them.
+        planned: returns the bytes that its compiler planned, after `run`. None if the timer sees
+            them.
     """
 
     run: Callable[[], Any]
@@ -57,7 +56,6 @@ class Job:
 
     Attributes:
         flops, bytes: operations and least traffic of one call; 0 for no rate.
-        inputs: makes the tensors.
         factories: make each implementation's call from the tensors, or raise `Absent`.
         check: from the tensors, a function of a result: its worst error over its budget; above 1
             refuses it. None checks nothing.
@@ -86,7 +84,6 @@ class Job:
         return replace(self, factories=chosen) if chosen else None
 
     def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
-        """Return the records that measuring would fill."""
         return {
             Subject(*subject): Record(
                 case=self.case,

@@ -1,8 +1,8 @@
 """Continue after an implementation crashes the process.
 
 `supervise` runs a command in another process, which writes what it measures, and what runs, to a
-`Journal`. After a signal in `CRASHES` a new process continues; after SIGTERM, as from
-``timeout``, what ran is named.
+`Journal`. After a signal in `CRASHES` a new process continues; after SIGTERM, as from ``timeout``,
+what ran is named.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _MEASURED, _RUNNING = "measured.jsonl", "running.jsonl"
 class Journal:
     """Records of a run that outlive its process, if there is a folder.
 
-    Attributes:
-        measured: by key, what earlier processes have measured.
-        crashed: those records among them that name a crash.
-        suspects: keys of what ran together when a process ended.
+    measured: by key, what earlier processes have measured.
+    crashed: those records among them that name a crash.
+    suspects: keys of what ran together when a process ended.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -47,7 +46,7 @@ class Journal:
         self.measured = {record.key: record for record in self._load(_MEASURED)}
 
     def begin(self, records: Iterable[Record]) -> None:
-        """Note what runs next, and so what a crash is due to."""
+        """Note what runs next, to which a crash is due."""
         if self.folder is not None:
             (self.folder / _RUNNING).unlink(missing_ok=True)
             append(self.folder / _RUNNING, records)
@@ -95,7 +94,6 @@ def supervise(arguments: Sequence[str]) -> int:
 
 
 def _names(running: Path) -> str:
-    """Return the running case and implementations."""
     records = load(running) if running.exists() else []
     if not records:
         return "no implementation"

@@ -34,11 +34,10 @@ _LOG_WIDTH = 160  # of tables where nothing says how wide the output is
 class Setting(NamedTuple):
     """Where a run measures, and where its records go.
 
-    Attributes:
-        card: the card's size and limits, None for a CPU.
-        path: file that records are appended to, or None.
-        resume: reuse the measurements in `path`.
-        memory: fraction of the GPU's memory for an implementation, or None.
+    card: the card's size and limits, None for a CPU.
+    path: file that records are appended to, or None.
+    resume: reuse the measurements in `path`.
+    memory: fraction of the GPU's memory for an implementation, or None.
     """
 
     device: str
@@ -55,11 +54,9 @@ def open_journal() -> Journal:
 
 
 def prepare(refuse: Refuse, device: str = "cuda", memory_cap: float | None = None) -> Setting:
-    """Let the frameworks share the card; refuse if nothing can be timed.
+    """Let the frameworks share the card; refuse, by a parser's `error`, if nothing can be timed.
 
-    Args:
-        refuse: a parser's `error`.
-        memory_cap: GiB for an implementation, or None.
+    memory_cap: GiB for an implementation, or None.
     """
     # JAX, when it starts, must not reserve most of the shared card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -127,11 +124,7 @@ def measure(
 ) -> int:
     """Measure a suite's jobs after the device's peaks; return the exit code.
 
-    Args:
-        name: the suite.
-        jobs: in the order to run them.
-        log: CSV file that samples of clocks and power are appended to.
-        deadline, quiet: as in `run_suite`.
+    log: CSV file that samples of clocks and power are appended to.
     """
     import torch
 
@@ -168,7 +161,6 @@ def measure(
 
 
 def facts(device: str) -> dict[str, str]:
-    """Return the facts of this run, with peers' versions."""
     import torch
 
     from interop.parity import environment

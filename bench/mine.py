@@ -41,10 +41,8 @@ NAMES = {*FAMILY_NAMES, "torch triton graph", *PEERS}
 class Part(NamedTuple):
     """Some problems of a suite.
 
-    Attributes:
-        until: the share of the whole time by which they are done; time left over goes to later
-            parts.
-        cases: names, in order; None for all.
+    until: the share of the whole time by which they are done; time left over goes to later parts.
+    cases: names, in order; None for all.
     """
 
     suite: str
@@ -72,7 +70,6 @@ SEND = (
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to ``python -m bench``."""
     parser = commands.add_parser(
         "mine", help="measure this card in five minutes, into one file", description=__doc__
     )
@@ -94,7 +91,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table and write the file; return 1 if a result is wrong."""
+    """Return 1 if a result is wrong."""
     setting = prepare(arguments.refuse)
     make_folder(arguments.refuse, "--output", arguments.output)
     from interop.parity.environment import choose_targets

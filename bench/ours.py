@@ -1,7 +1,8 @@
 """Calls of the two sides' public functions, for each target.
 
 "torch triton compiled" is torch_attn under `torch.compile`; pallas_attn is always jitted. Calls
-named "deterministic" have reproducible backwards.
+named "deterministic" have reproducible backwards. Factories are like peers': they take (case,
+operation, tensors).
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ FAMILY_NAMES = {
     "torch triton": ("torch_attn", "triton"),
     "jax triton": ("pallas_attn", "triton"),
 }
-# Other ways to call flash attention.
 VARIANTS = {
     "torch gluon deterministic": ("torch_attn", "gluon"),
     "jax mosaic deterministic": ("pallas_attn", "mosaic"),
@@ -48,28 +48,20 @@ _CALLS = NAMES | FOREIGN_NAMES
 
 
 def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subject, Factory]:
-    """Return factories like peers', which take (case, operation, tensors).
-
-    Args:
-        targets: to compile for.
-        variants: add the other side's kernels, and compiled and deterministic calls.
-    """
+    """variants: add the other side's kernels, and compiled and deterministic calls."""
     names = _CALLS if variants else FAMILY_NAMES
     return _factories(_flash, filter(has_kernels, product(names, targets)))
 
 
 def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories like peers', which take (case, operation, tensors)."""
     names = (*FAMILY_NAMES, *FOREIGN_NAMES)
     keys = filter(has_kernels, product(names, targets))
     return _factories(partial(_or_absent, _packed), keys)
 
 
 def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories like peers', which take (case, operation, tensors).
-
-    Their names say how the tree is given: as a "tree" of ends, as "separate" packed paths, or, if
-    it has only roots, by "segments" ids.
+    """Names say how the tree is given: as a "tree" of ends, as "separate" packed paths, or, if it
+    has only roots, by "segments" ids.
     """
     kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
     keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
@@ -80,7 +72,7 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
 
 
 def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of calls with terms of scores, without variants."""
+    """Without variants."""
     keys = filter(has_kernels, product(CHOSEN_NAMES, targets))
     return _factories(partial(_or_absent, _scores), keys)
 
@@ -88,12 +80,11 @@ def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
 def decode_factories(
     targets: Sequence[str], names: Sequence[str] = ("jax mosaic", "torch triton", "jax triton")
 ) -> dict[Subject, Factory]:
-    """Return factories like peers', which take (case, tensors)."""
+    """Factories take (case, tensors)."""
     return _factories(partial(_or_absent, _paged, "paged_decode"), product(names, targets))
 
 
 def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Return factories of the families that have kernels for a problem."""
     keys = [key for key in product(FAMILY_NAMES, targets) if has_chunks(key[0], spec, key[1])]
     return _factories(partial(_paged, "paged_attention"), keys)
 
@@ -103,7 +94,6 @@ def _factories(make: Factory, keys: Iterable[tuple[str, str]]) -> dict[Subject, 
 
 
 def kernels_of(name: str) -> tuple[str, str]:
-    """Return the side and the family of an implementation."""
     return _CALLS[name]
 
 
@@ -226,9 +216,8 @@ def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, ten
 def _with_integers(
     side: str, target: str, attend: Factory, operation: str, tensors: Any, integers: Any
 ) -> Call:
-    """Return a call of `attend` on q, k, v and integers.
-
-    As constants the integers would be folded into what JAX compiles.
+    """Return a call of `attend` on q, k, v and integers; JAX would fold constants into what it
+    compiles.
     """
     *qkv, dout = tensors
     with use_target(target):
@@ -252,7 +241,7 @@ def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: Dec
 
 
 def for_target(call: Call, target: str) -> Call:
-    """Return the call, always run with the target's kernels.
+    """Run a call always with the target's kernels.
 
     JAX may compile at any call, for example after an import has changed its settings.
     """

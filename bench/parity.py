@@ -31,19 +31,17 @@ class ParityJob:
         return f"{self.problem.name} {PARITY}"
 
     def only(self, texts: Sequence[str]) -> ParityJob | None:
-        """Return the job with the implementations that match the texts; None without any."""
         chosen = [subject for subject in self.subjects if subject.is_one_of(texts)]
         return replace(self, subjects=chosen) if chosen else None
 
     def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
-        """Return the records that measuring would fill."""
         shared = {"case": self.case, "operation": PARITY, **origin}
         return {subject: Record(**subject._asdict(), **shared) for subject in self.subjects}
 
     def measure(
         self, planned: Mapping[Subject, Record], sampler: Sampler, show: Callable[[str], object]
     ) -> list[Record]:
-        """Fill the planned records. Nothing is timed, so nothing is sampled."""
+        """Nothing is timed, so nothing is sampled."""
         from interop.parity import sides
         from interop.parity.harness import run_case
 

@@ -16,10 +16,9 @@ _BYTES = 2**30  # of what is read or copied: many times any L2
 class Datasheet(NamedTuple):
     """Peak dense rates of a device, as NVIDIA gives them.
 
-    Attributes:
-        tflops: 10^12 bfloat16 or float16 tensor core operations per second.
-        gigabytes_per_second: of device memory.
-        gigahertz: boost clock of the SMs; Hopper's follows from its rate and tensor cores.
+    tflops: 10^12 bfloat16 or float16 tensor core operations per second.
+    gigabytes_per_second: of device memory.
+    gigahertz: boost clock of the SMs; Hopper's follows from its rate and tensor cores.
     """
 
     tflops: float
@@ -98,11 +97,10 @@ def _copy(_: None) -> Call:
 class Peak:
     """A peak rate of the device.
 
-    Attributes:
-        name: "bf16 matmul" or "read".
-        unit: "TFLOP/s" or "GB/s".
-        measured: the rate of torch's own kernel in the same run, if any; no bound.
-        datasheet: the rate in the device's datasheet, None if unknown.
+    name: "bf16 matmul" or "read".
+    unit: "TFLOP/s" or "GB/s".
+    measured: the rate of torch's own kernel in the same run, if any; no bound.
+    datasheet: the rate in the device's datasheet, None if unknown.
     """
 
     name: str
@@ -127,7 +125,7 @@ class Peak:
 
 
 class Peaks(NamedTuple):
-    """The two peaks that rates are compared with: matrix products, and reads of the cache."""
+    """Peaks to compare rates with: matrix products, and reads of the cache."""
 
     matmul: Peak
     read: Peak
@@ -138,7 +136,6 @@ class Peaks(NamedTuple):
 
 
 def peaks(records: Sequence[Record]) -> Peaks:
-    """Return the peaks among records that were measured together."""
     found = {r.case["name"]: r for r in records if r.operation == "peak" and r.times}
     matmul, read = found.get("matmul"), found.get("read")
     sheet = datasheet(records[0].device) if records else None

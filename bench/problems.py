@@ -45,21 +45,19 @@ DecodeFactories = dict[Subject, DecodeFactory]
 class SparseCase(BlockSparseCase):
     """One call of `block_sparse_attention` with a mask of a pattern.
 
-    Attributes:
-        pattern: "random" for about `kept` of the tiles and the diagonal's, without a causal mask;
-            "local" for a causal band and global tiles.
+    pattern: "random" for about `kept` of the tiles and the diagonal's, without a causal mask;
+        "local" for a causal band and global tiles.
     """
 
     pattern: str = "random"
 
     @cached_property
     def mask(self) -> BlockMask[np.ndarray]:
-        """Return the lists of the kept tiles."""
         return BlockMask.of(self.tiles)
 
     @property
     def tiles(self) -> np.ndarray:
-        """Return which tiles are kept, [tiles_q, tiles_kv] bool."""
+        """[tiles_q, tiles_kv] bool."""
         *_, q, kv = self.mask_shape
         if self.pattern == "local":
             return local_tiles(q, kv, left=BAND - 1, right=0) | global_tiles(q, kv, GLOBAL)
@@ -91,11 +89,7 @@ def attention_jobs(
 def attention_job(
     case: AttentionCase, operation: Operation, factories: Factories, heads: int | None = None
 ) -> Job:
-    """Return the job of one operation on a case.
-
-    Args:
-        heads: how many to check; None is `sample_check`'s default.
-    """
+    """heads: how many to check; None is `sample_check`'s default."""
     flops = _flops(case)
     traffic = cost.forward_bytes(case.spec), cost.backward_bytes(case.spec)
     passes = {"forward": (1, 0), "backward": (0, 1), "both": (1, 1)}[operation]
@@ -111,7 +105,6 @@ def attention_job(
 
 
 def _flops(case: AttentionCase) -> tuple[int, int]:
-    """Return the operations of a forward and of a backward."""
     if isinstance(case, DilatedCase):
         return dilated_flops(case)
     if isinstance(case, VarlenCase):
@@ -159,7 +152,7 @@ def dense_case(case: FlashCase) -> FlashCase:
 def attention_check(
     case: AttentionCase, operation: str, tensors: list[Tensor], heads: int | None = None
 ) -> Check:
-    """Return the check of an operation's result: a `sample_check` of a few heads."""
+    """Return a `sample_check` of a few heads of an operation's result."""
     if isinstance(case, DilatedCase):
         return dilated_check(case, operation, tensors)
     import torch
@@ -185,11 +178,7 @@ def attention_check(
 
 
 def checked(call: Call, check: Check) -> Call:
-    """Return a call after its own check, because its result is not the job's.
-
-    Raises:
-        ValueError: the result is wrong.
-    """
+    """Return a call after its own check, because its result is not the job's."""
     assert call.result is not None
     error = check(call.result(call.run()))
     if error > 1:
@@ -205,14 +194,7 @@ def absent(reason: str, *_: Any) -> NoReturn:
 class DecodeTensors:
     """Arguments of a `paged_decode` or `paged_attention`, as `interop.parity.inputs` makes them.
 
-    Attributes:
-        q: [B, T, Hq, D], or packed [Tq, Hq, D].
-        k_pages, v_pages: [P, page_size, Hkv, D].
-        block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32.
-        k_scale, v_scale: of a quantised cache, [] or [Hkv] float32; else None.
-        tree_ends: of draft trees, [B, T] int32; else None.
-        cu_seqlens_q: of a `paged_attention`, [B + 1] int32; else None.
+    The shapes are those of `twin_attention.contract.operands`; what is not used is None.
     """
 
     q: Tensor

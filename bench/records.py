@@ -47,10 +47,9 @@ _OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 class Times:
     """Milliseconds of one call.
 
-    Attributes:
-        median: median over the calls of a round, then over rounds.
-        fastest, slowest: medians of the fastest and of the slowest round.
-        p20, p80: percentiles over all calls; None if calls were not kept.
+    median: median over the calls of a round, then over rounds.
+    fastest, slowest: medians of the fastest and of the slowest round.
+    p20, p80: percentiles over all calls; None if calls were not kept.
     """
 
     median: float
@@ -61,12 +60,12 @@ class Times:
 
     @property
     def spread(self) -> float:
-        """Return the distance between the rounds, as a fraction of the median."""
+        """The distance between the rounds, as a fraction of the median."""
         return (self.slowest - self.fastest) / self.median
 
     @property
     def range(self) -> tuple[float, float]:
-        """Return the fastest round or the 20th percentile, and the slowest or the 80th."""
+        """The fastest round or the 20th percentile, and the slowest or the 80th."""
         bounds = [self.fastest, self.slowest, self.p20, self.p80]
         kept = [bound for bound in bounds if bound is not None]
         return min(kept), max(kept)
@@ -153,20 +152,20 @@ class Record:
 
     @property
     def run(self) -> str:
-        """Return what records must share to be compared: card, versions and commit."""
+        """What records must share to be compared: card, versions and commit."""
         shared = [self.device, self.card, self.versions, self.commit]
         return json.dumps(shared, sort_keys=True)
 
     @property
     def measurement(self) -> str:
-        """Return what was measured, without device, versions and commit."""
+        """What was measured, without device, versions and commit."""
         case = LATER_FIELDS | self.case
         measured = [self.suite, case, self.operation, self.implementation, self.target]
         return json.dumps(measured, sort_keys=True)
 
     @property
     def key(self) -> str:
-        """Return a text shared by records of the same measurement in one run."""
+        """A text shared by records of the same measurement in one run."""
         return json.dumps([self.measurement, self.run])
 
 

@@ -39,9 +39,8 @@ class Instruments(NamedTuple):
     """The functions that use the device: a timer, a wait for a result, a sampler of clocks and
     power.
 
-    Attributes:
-        release: frees memory that nothing refers to.
-        limit: limits an implementation's memory during its first call.
+    release: frees memory that nothing refers to.
+    limit: limits an implementation's memory during its first call.
     """
 
     time: Timer
@@ -70,7 +69,6 @@ def run_suite(
         path: file that records are appended to.
         resume: reuse the measurements in `path`, but try failures again.
         log: CSV file that samples of clocks and power are appended to.
-        journal: of this run, with earlier processes' measurements.
         deadline: by `time.monotonic`. A job is skipped if one as long as the longest so far would
             end after it.
         quiet: print no table.
@@ -158,7 +156,7 @@ def measure(
     """Fill the planned records of one job; an error becomes the status of what it stopped.
 
     Implementations are timed together while they fit in memory; one that does not waits until those
-    before it are done. `show` receives each step.
+    before it are done.
     """
     if not planned:
         return []

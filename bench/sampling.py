@@ -25,12 +25,7 @@ THROTTLE_REASONS = {
 
 
 class Sample(NamedTuple):
-    """The state of the GPU at one time.
-
-    Attributes:
-        time: seconds since the epoch.
-        throttle: bits of the reasons for a lower clock.
-    """
+    """The state of the GPU at one time: seconds since the epoch, and bits of throttle reasons."""
 
     time: float
     sm_mhz: float
@@ -50,10 +45,7 @@ class Sampler:
     """
 
     def __init__(self, read: Callable[[], Sample] | None, interval: float = 0.05) -> None:
-        """Args:
-        read: takes a sample; None if there is nothing to read.
-        interval: seconds between samples.
-        """
+        """`read` takes a sample; None if there is nothing to read. `interval` is in seconds."""
         self.samples: list[Sample] = []
         self._read = read
         self._interval = interval
@@ -113,7 +105,6 @@ def log_path(records: Path, suite: str) -> Path:
 
 
 def read_log(path: Path) -> list[Sample]:
-    """Return the samples of a file that `Sampler.write` wrote."""
     with path.open(encoding="utf-8", newline="") as file:
         _, *rows = csv.reader(file)
     return [Sample._make([*map(float, row[1:-1]), int(row[-1])]) for row in rows]
@@ -162,8 +153,7 @@ def nvml_reader() -> Callable[[], Sample] | None:
 def card() -> dict[str, Any]:
     """Return size, limits and driver of torch's current GPU; None for the unknown.
 
-    The fields are multiprocessors, memory_gib, shared_memory (bytes of a block), watts (the limit),
-    sm_mhz and memory_mhz (the highest clocks) and driver (its version).
+    Memory is in GiB, shared memory in bytes of a block, and clocks are the highest.
     """
     import torch
 

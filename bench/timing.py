@@ -65,11 +65,10 @@ class Timing:
 class Plan(NamedTuple):
     """The counts of a turn of one call.
 
-    Attributes:
-        warmup, repeats: calls that are not counted, and that are.
-        fills: before each call.
-        queued: behind the fills, without waiting for them.
-        rest: seconds before a turn.
+    warmup, repeats: calls that are not counted, and that are.
+    fills: before each call.
+    queued: behind the fills, without waiting for them.
+    rest: seconds before a turn.
     """
 
     warmup: int
@@ -101,13 +100,8 @@ def time_calls(
 ) -> dict[Name, Timing]:
     """Time several calls, in alternating order (ABBA).
 
-    Args:
-        wait: blocks until a call's result is there.
-        rounds: turns of each call.
-        round_ms: rough duration of a turn's counted calls, which are 3 to 20.
-
-    Raises:
-        RuntimeError: the trace does not show the calls, or no kernel of one.
+    `round_ms` is the rough duration of a turn's counted calls, which are 3 to 20. Raise
+    RuntimeError if the trace does not show the calls, or no kernel of one.
     """
     plans = {name: _plan(call, wait, round_ms) for name, call in calls.items()}
     host: dict[Name, list[list[float]]] = {name: [] for name in calls}
@@ -142,11 +136,9 @@ def time_host(
     """Time several calls on the host, in alternating order (ABBA), with `repeats` calls in a turn.
 
     A turn begins with an idle device and does not wait for it; the device must be faster than the
-    host, which otherwise waits for room in the queue of launches.
-
-    Returns:
-        Timings whose `host` and `busy` are milliseconds of one call: the median, the fastest and
-        the slowest turn.
+    host, which otherwise waits for room in the queue of launches. `host` and `busy` are
+    milliseconds of one
+    call: the median, the fastest and the slowest turn.
     """
     for call in calls.values():
         _host_turn(call, wait, _HOST_WARMUP)
@@ -180,12 +172,7 @@ def summarize(rounds: Sequence[Sequence[float]]) -> Times:
 def split(trace: Iterable[Kernel], repeats: Sequence[int]) -> list[list[list[Kernel]]]:
     """Return the kernels of each call of each turn, separated by the fills.
 
-    Args:
-        trace: kernels in any order.
-        repeats: calls of each turn.
-
-    Raises:
-        RuntimeError: the number of calls with a kernel differs.
+    Raise RuntimeError if the number of calls with a kernel is not `repeats`.
     """
     calls: list[list[Kernel]] = []
     for kernel in sorted(trace, key=lambda kernel: kernel.start):

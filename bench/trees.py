@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 class TreeCase(FlashCase):
     """One causal call of `flash_attention` over one tree of segments.
 
-    Attributes:
-        seq_q, seq_kv: the tokens of all segments.
-        parents: of each segment, in depth-first order; -1 for a root.
-        segment_lengths: tokens of each segment.
+    parents: of each segment, in depth-first order; -1 for a root.
     """
 
     parents: tuple[int, ...] = (-1,)
@@ -33,7 +30,6 @@ class TreeCase(FlashCase):
 
     @property
     def spec(self) -> AttentionSpec:
-        """Return the problem with its defaults resolved."""
         return replace(super().spec, tree=True)
 
     @property
@@ -48,7 +44,6 @@ class TreeCase(FlashCase):
 
     @cached_property
     def segment_ids(self) -> np.ndarray:
-        """Return each token's segment, [1, S] int32."""
         segments = np.arange(len(self.segment_lengths), dtype=np.int32)
         return np.repeat(segments, self.segment_lengths)[None]
 
@@ -70,9 +65,8 @@ class TreeCase(FlashCase):
 def separate(case: TreeCase, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Copy a tree's paths out of q, k, v and dout [1, S, H, D], one after the other.
 
-    Returns:
-        q, k, v and dout [T, H, D], and the paths' offsets. dout is 0 except at one copy of each
-        token, so that the gradients are the tree's.
+    Return q, k, v and dout [T, H, D], and the paths' offsets. dout is 0 except at one copy of each
+    token, so that the gradients are the tree's.
     """
     import torch
 

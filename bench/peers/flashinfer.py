@@ -25,7 +25,7 @@ COMPILED_AHEAD = (
 
 
 def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """Return a call of its decode kernels, or of its prefill kernels for several tokens.
+    """Its decode kernels, or its prefill kernels for several tokens.
 
     One token uses BatchDecodeWithPagedKVCacheWrapper without tensor cores, which is faster there.
     """
@@ -44,7 +44,6 @@ def prefill(case: PagedCase, tensors: DecodeTensors) -> Call:
 
 
 def _check_case(case: DecodeCase) -> None:
-    """Raise `Absent` for a case that this adapter does not do."""
     spec = case.spec
     if spec.cache.dtype == "int8" or case.scale_shape:
         raise Absent("neither int8 nor a scale for each head")

@@ -33,7 +33,6 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-3's kernels for packed sequences."""
     check_packed(case)
     check_head_dims(case, same=True)
     register()
@@ -51,8 +50,7 @@ def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 def register() -> None:
     """Register the library's functions with JAX, whose devices load its dependencies.
 
-    Raises:
-        Absent: there is no library, it cannot be loaded, or this card is not Hopper.
+    Raise `Absent` if it is missing or cannot be loaded, or this card is not Hopper.
     """
     import jax
 
@@ -77,10 +75,8 @@ def _attention(
 ) -> Callable[..., Any]:
     """Return a function of q, k, v, [B, S, H, D] or [T, H, D], with the library's backward.
 
-    Args:
-        sequences: how many there are.
-        offsets: of packed queries and keys, [N + 1] int32.
-        lengths: of the longest packed sequence, by attribute.
+    offsets: of packed queries and keys, [N + 1] int32.
+    lengths: of the longest packed sequence, by attribute.
     """
     import jax
     from jax.ffi import ffi_call

@@ -25,7 +25,7 @@ _XPROF = "xprof.cli.tools.get_kernel_stats_tool"
 def jax_nn(
     implementation: Literal["xla", "cudnn"], case: FlashCase, operation: str, tensors
 ) -> Call:
-    """Return a call of XLA's operations or cuDNN's kernels; float32 is not rounded to TF32."""
+    """XLA's operations or cuDNN's kernels; float32 is not rounded to TF32."""
     check_flash(case, dtypes=(*HALF, "float32") if implementation == "xla" else HALF)
     import jax
 
@@ -39,7 +39,7 @@ def jax_nn(
 
 
 def pallas_mha(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of `jax.experimental.pallas.ops.gpu.attention.mha` with its block sizes."""
+    """`jax.experimental.pallas.ops.gpu.attention.mha` with its block sizes."""
     check_flash(case, groups=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # in favour of tokamax, a peer as well
@@ -54,7 +54,7 @@ def pallas_mha(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def tokamax(implementation: str, case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of tokamax's "mosaic" or "triton" kernels as configured."""
+    """tokamax's "mosaic" or "triton" kernels as configured."""
     check_flash(case)
     with _xprof():
         module = load("tokamax")

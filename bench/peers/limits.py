@@ -1,4 +1,4 @@
-"""Refuse, with `Absent`, what a peer does not do."""
+"""Raise `Absent` for what a peer does not do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ HALF = ("float16", "bfloat16")
 
 
 def load(module: str) -> ModuleType:
-    """Import a peer.
-
-    Raises:
-        Absent: it cannot be imported.
-    """
     try:
         return import_module(module)
     except (ImportError, RuntimeError) as error:  # FlashInfer's, without a part of CUTLASS's DSL
@@ -32,12 +27,8 @@ def check_flash(
 ) -> None:
     """Refuse what an adapter does not pass on to its peer.
 
-    Args:
-        rectangles: its causal mask is aligned to the last query and key, like ours.
-        groups: query heads may share a kv head.
-
-    Raises:
-        Absent: the peer does not do the case.
+    rectangles: its causal mask is aligned to the last query and key, like ours.
+    groups: query heads may share a kv head.
     """
     if case.window_size is not None or case.softcap is not None:
         raise Absent("this adapter has neither windows nor capped scores")
@@ -50,11 +41,6 @@ def check_flash(
 
 
 def check_packed(case: VarlenCase, dtypes: tuple[str, ...] = HALF) -> None:
-    """Refuse what an adapter does not pass on to its peer of packed sequences.
-
-    Raises:
-        Absent: the peer does not do the case.
-    """
     if case.window_size is not None or case.softcap is not None or case.sinks:
         raise Absent("this adapter has neither windows, capped scores nor sinks")
     if case.dtype not in dtypes:
@@ -66,11 +52,7 @@ def check_packed(case: VarlenCase, dtypes: tuple[str, ...] = HALF) -> None:
 def check_head_dims(case: FlashCase | VarlenCase, *, same: bool = False) -> None:
     """Refuse head dimensions that FlashAttention-3 and 4 do not take on Hopper.
 
-    Args:
-        same: values must have the head dimension of queries and keys.
-
-    Raises:
-        Absent: a head dimension over 256 or no multiple of 8, or another one of values.
+    They are over 256 or no multiple of 8, or with `same` values of another one.
     """
     head_dims = case.spec.head_dim, case.spec.head_dim_v
     for head_dim in head_dims:
@@ -81,11 +63,7 @@ def check_head_dims(case: FlashCase | VarlenCase, *, same: bool = False) -> None
 
 
 def check_dense(case: DecodeCase) -> None:
-    """Refuse what a plain attention over a dense copy of the cache does not do.
-
-    Raises:
-        Absent: a window, capped scores, sinks, a quantised cache, a tree or different lengths.
-    """
+    """Refuse what a plain attention over a dense copy of the cache does not do."""
     if case.window_size is not None or case.softcap is not None or case.sinks:
         raise Absent("this adapter has neither windows, capped scores nor sinks")
     if case.spec.cache.is_quantized:

@@ -28,7 +28,7 @@ ARRAYS = {"forward": 1, "backward": 4}
 
 
 def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
+    """torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
     check_packed(case)
     attend = _aten()._flash_attention_forward
     offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
@@ -41,7 +41,7 @@ def fa2_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 
 def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
+    """FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
     check_packed(case, dtypes=("bfloat16",))
     if operation != "forward":
         raise Absent("its package has the forward alone")
@@ -52,7 +52,7 @@ def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 
 def fa4_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
+    """FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
     check_packed(case)
     check_head_dims(case)
     attend = load("flash_attn.cute").flash_attn_varlen_func
@@ -60,7 +60,7 @@ def fa4_varlen(case: VarlenCase, operation: str, tensors) -> Call:
 
 
 def flex(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention with a premade block mask of documents."""
+    """Compiled FlexAttention with a premade block mask of documents."""
     check_packed(case, dtypes=(*HALF, "float32"))
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -96,7 +96,7 @@ def document_mask(case: VarlenCase, device: Any) -> Any:
 
 
 def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
-    """Return a call of XLA's attention in `jax.nn` over all tokens, with a mask of documents."""
+    """XLA's attention in `jax.nn` over all tokens, with a mask of documents."""
     check_packed(case)
     tokens = len(tensors[0])
     if (scores := ARRAYS[operation] * 4 * case.heads_q * tokens**2) > SCORES_MAX:
@@ -120,7 +120,7 @@ def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
 def padded(
     factory: Callable[..., Call], case: VarlenCase, operation: str, tensors: Sequence[Tensor]
 ) -> Call:
-    """Return a flash peer's call on the documents, padded to the longest one.
+    """A flash peer on the documents, padded to the longest one.
 
     The batch is premade, its length a multiple of 64. Padding comes last, where causal rows do not
     see it; its gradient is 0.
@@ -150,7 +150,7 @@ def padded(
 def _flash_attn_varlen(
     attend: Callable[..., Any], case: VarlenCase, operation: str, tensors: Sequence[Tensor]
 ) -> Call:
-    """Return a call of a package's `flash_attn_varlen_func`, which may return more than out."""
+    """A package's `flash_attn_varlen_func`, which may return more than out."""
     offsets, longest = offsets_of(case, tensors[0].device), max(document_lengths(case))
     attend = partial(
         attend, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=longest,

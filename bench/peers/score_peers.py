@@ -16,7 +16,7 @@ from interop.parity.cases import FlashCase
 
 
 def flex(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention with the terms in its score_mod."""
+    """Compiled FlexAttention with the terms in its score_mod."""
     if case.dropout_rate or case.row_max:
         raise Absent("its score_mod neither drops probabilities nor returns scores")
     from torch.nn.attention.flex_attention import flex_attention
@@ -49,7 +49,7 @@ def flex(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def sdpa(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of `scaled_dot_product_attention` with the bias as attn_mask."""
+    """`scaled_dot_product_attention` with the bias as attn_mask."""
     if _terms(case) not in (["bias"], []):
         raise Absent("it has a bias alone")
     import torch
@@ -64,7 +64,7 @@ def sdpa(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def jax_nn(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of `jax.nn`'s cuDNN kernels with a bias."""
+    """`jax.nn`'s cuDNN kernels with a bias."""
     if _terms(case) not in (["bias"], []):
         raise Absent("it has a bias alone")
     import jax
@@ -77,7 +77,7 @@ def jax_nn(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def flash_attn(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of flash-attn with ALiBi's slopes, or with dropout, whose bits are its own."""
+    """flash-attn with ALiBi's slopes, or with dropout, whose bits are its own."""
     if _terms(case) not in (["alibi_slopes"], ["dropout_seed"], []):
         raise Absent("it has slopes and dropout alone")
     module = load("flash_attn")

@@ -19,7 +19,6 @@ from twin_attention.contract.block_mask import BlockMask
 
 
 def flex(case: SparseCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention with a premade block mask."""
     from torch.nn.attention.flex_attention import flex_attention
 
     attend = partial(
@@ -48,12 +47,11 @@ def flex_mask(
     visible: Callable[..., Any] | None,
     device: Any,
 ) -> Any:
-    """Return a mask of the kept tiles. `create_block_mask` would evaluate every pair.
+    """Return a mask of the kept tiles; `create_block_mask` would evaluate every pair.
 
-    Args:
-        kept, whole: [tiles_q, tiles_kv] bool, tiles that are seen partly or wholly.
-        tile, lengths: queries and keys, of a tile and of all.
-        visible: which pairs of partly seen tiles are seen; None if all are whole.
+    kept, whole: [tiles_q, tiles_kv] bool, tiles that are seen partly or wholly.
+    tile, lengths: queries and keys, of a tile and of all.
+    visible: which pairs of partly seen tiles are seen; None if all are whole.
     """
     import torch
     from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -68,7 +66,7 @@ def flex_mask(
 
 
 def jax_masked(case: SparseCase, operation: str, tensors) -> Call:
-    """Return a call of XLA's attention in `jax.nn` that makes a mask of pairs."""
+    """XLA's attention in `jax.nn` that makes a mask of pairs."""
     import jax
     import jax.numpy as jnp
     import torch

@@ -18,10 +18,7 @@ EFFICIENT_ATTENTION = "EFFICIENT_ATTENTION"
 
 
 def eager(case: FlashCase, operation: str, tensors) -> Call:
-    """Compute ``softmax(scale · q kᵀ) v`` in the inputs' dtype, all scores in memory.
-
-    The causal mask is premade.
-    """
+    """Compute ``softmax(scale · q kᵀ) v`` in the inputs' dtype; the causal mask is premade."""
     check_flash(case, dtypes=(*HALF, "float32"), rectangles=True)
     import torch
 
@@ -44,7 +41,7 @@ def eager(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def flex(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of compiled FlexAttention with a premade causal block mask."""
+    """Compiled FlexAttention with a premade causal block mask."""
     check_flash(case, dtypes=(*HALF, "float32"), rectangles=True)
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -67,7 +64,7 @@ def flex(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of the backend, a name of `torch.nn.attention.SDPBackend`."""
+    """The backend of this name of `torch.nn.attention.SDPBackend`."""
     dtypes = (*HALF, "float32") if backend == EFFICIENT_ATTENTION else HALF
     check_flash(case, dtypes=dtypes, rectangles=backend == FLASH_ATTENTION)
     attend = _attention(
@@ -77,7 +74,7 @@ def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa3(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
+    """FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
     check_flash(case, dtypes=("bfloat16",), rectangles=True)
     if operation != "forward":
         raise Absent("its package has the forward alone")
@@ -87,7 +84,7 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa4(case: FlashCase, operation: str, tensors) -> Call:
-    """Return a call of FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
+    """FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
     check_flash(case, rectangles=True)
     check_head_dims(case)
     attend = load("flash_attn.cute").flash_attn_func
@@ -102,7 +99,7 @@ def fa4(case: FlashCase, operation: str, tensors) -> Call:
 def sdpa_by_default(
     case: FlashCase, operation: str, tensors, wrap: Callable[[Any], Any] = lambda attend: attend
 ) -> Call:
-    """Return a call of the backend that torch chooses; `wrap` may compile it."""
+    """The backend that torch chooses; `wrap` may compile it."""
     check_flash(case, dtypes=(*HALF, "float32"), groups=False)
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -113,9 +110,8 @@ def sdpa_by_default(
 def sdpa_operator(
     backend: Literal["flash", "cudnn"], case: FlashCase, operation: str, tensors
 ) -> Call:
-    """Return a call of the operator behind torch's SDPA.
-
-    For host times: `sdpa` also enters `sdpa_kernel`, which takes about as long as the attention.
+    """The operator behind torch's SDPA, for host times: `sdpa_kernel` takes as long as the
+    attention.
     """
     check_flash(case, groups=False)
     import torch
@@ -132,7 +128,7 @@ def sdpa_operator(
 
 
 def sdpa_decode(backend: str, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """Return a call of the backend on a premade dense copy of the cache."""
+    """The backend on a premade dense copy of the cache."""
     check_dense(case)
     spec, length = case.spec, case.lengths[0]
     causal = spec.tokens > 1

@@ -23,11 +23,10 @@ def flex(
     makes_mask: bool = False,
     compiles_mask: bool = True,
 ) -> Call:
-    """Return a call of compiled FlexAttention with a block mask of the tree.
+    """Compiled FlexAttention with a block mask of the tree.
 
-    Args:
-        makes_mask: make the mask in each call, as each new tree needs it; else it is premade.
-        compiles_mask: compile the function that makes it, unlike torch's default.
+    makes_mask: in each call, as each new tree needs it; else it is premade.
+    compiles_mask: compile the function that makes it, unlike torch's default.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

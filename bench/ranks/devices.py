@@ -16,7 +16,6 @@ from twin_attention.targets.target import use_target
 
 
 def need_devices(size: int) -> None:
-    """Raise `Absent` if JAX has fewer devices than ranks."""
     import jax
 
     if jax.device_count() < size:
@@ -26,10 +25,8 @@ def need_devices(size: int) -> None:
 def make_call(
     target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
 ) -> Call:
-    """Return the call of ranks on as many devices of JAX, in this process.
-
-    Raises:
-        Absent: there are fewer devices.
+    """Return the call of ranks on as many devices of JAX, in this process; raise `Absent` for
+    fewer.
     """
     import jax
 

@@ -36,12 +36,8 @@ class Alone(Peers):
         shards: Sequence[tuple[Tensor, ...]],
         sent: dict[tuple[int, int, int], tuple[Tensor, ...]],
     ) -> None:
-        """Take what all ranks of a problem share.
-
-        Args:
-            rank: this one.
-            shards: keys and values of every rank.
-            sent: the gradients that the ranks sent last, by receiver, sender and token.
+        """shards: keys and values of every rank.
+        sent: the gradients that the ranks sent last, by receiver, sender and token.
         """
         self.rank, self.size, self.group = rank, len(shards), type(self)
         self._shards, self._sent = shards, sent
@@ -150,12 +146,12 @@ class Copied:
 
 
 def _on_host(x: Tensor) -> Tensor:
-    """Return a copy in host memory, from which copies to a card do not wait."""
+    """Copy to host memory, from which copies to a card do not wait."""
     return x.cpu().pin_memory() if x.is_cuda else x.clone()
 
 
 def _joined(parts: Sequence[tuple[Tensor, ...]]) -> tuple[Tensor, ...] | None:
-    """Return rows of several ranks behind each other; one rank's without a copy."""
+    """Join rows of several ranks; one rank's without a copy."""
     if len(parts) < 2:
         return tuple(x.contiguous() for x in parts[0]) if parts else None
     return tuple(torch.cat(xs, 1) for xs in zip(*parts, strict=True))
@@ -188,7 +184,6 @@ def shares(case: Any, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
 
 
 def assembled(case: Any, results: Sequence[Sequence[Tensor]], is_packed: bool) -> list[Tensor]:
-    """Return results of the whole sequence, from those of each rank."""
     whole = [unshard_sequence(list(xs), case.plan) for xs in zip(*results, strict=True)]
     return [x[0] if is_packed else x for x in whole]
 
@@ -201,11 +196,7 @@ def make_call(
     exchange: str = "ring",
     from_host: bool = False,
 ) -> Call:
-    """Return the call of all ranks in turn, which exchange nothing with each other.
-
-    Args:
-        from_host: keys come from host memory.
-    """
+    """Return the call of all ranks in turn, which exchange nothing with each other."""
     peers = FromHost if from_host else Alone
     shards = [tuple(shares(case, tensors[1:3], rank)) for rank in range(case.ranks)]
     sent: dict[tuple[int, int, int], tuple[Tensor, ...]] = {}

@@ -52,8 +52,7 @@ class Group:
     def ask(self, question: str, problem: _Problem) -> list[Any]:
         """Return the answer of each rank to "run", "results" or "time".
 
-        Raises:
-            RuntimeError: a rank failed, or did not answer in time. That ends the group.
+        RuntimeError: a rank failed, or did not answer in time. That ends the group.
         """
         for pipe in self._pipes:
             pipe.send((question, problem))
@@ -83,15 +82,12 @@ def _end(pipes: Sequence[Any], processes: Sequence[Any]) -> None:
 
 
 class _Problem(NamedTuple):
-    """Name what a rank of a group computes."""
-
     target: str
     case: Any
     operation: str
     exchange: str
 
     def prepare(self, rank: int, device: str) -> Run:
-        """Return the call of a rank."""
         tensors = attention_tensors(self.case.whole, device)
         *inputs, dout = shares(self.case, tensors, rank)
         run = partial(attend, self.case, dist.group.WORLD, self.exchange)
@@ -101,8 +97,6 @@ class _Problem(NamedTuple):
 
 
 class Together:
-    """A call of the ranks of a group."""
-
     def __init__(self, group: Group, problem: _Problem) -> None:
         self._group, self._problem = group, problem
 
@@ -110,7 +104,6 @@ class Together:
         self.ask("run")
 
     def ask(self, question: str) -> list[Any]:
-        """Return the answer of each rank; see `Group.ask`."""
         return self._group.ask(question, self._problem)
 
 
@@ -148,8 +141,8 @@ def _rounds(run: Run, device: str) -> Iterator[list[float]]:
 def _together(run: Run, device: str) -> float:
     """Return the milliseconds of a call on the slowest rank, of several one after the other.
 
-    All ranks begin together. The calls are queued behind fills, and the host may run ahead, as it
-    does in training.
+    All ranks begin together. The calls are queued behind fills, and the host may run ahead, as in
+    training.
     """
     time.sleep(_REST)
     dist.barrier()
@@ -176,11 +169,7 @@ def _together(run: Run, device: str) -> float:
 def make_call(
     target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
 ) -> Call:
-    """Return the call of ranks on as many GPUs, in a process each.
-
-    Raises:
-        Absent: there are fewer GPUs.
-    """
+    """Return the call of ranks on as many GPUs, in a process each; raise `Absent` for fewer."""
     device = tensors[0].device.type
     if device == "cuda" and torch.cuda.device_count() < case.ranks:
         raise Absent(f"needs {case.ranks} GPUs")
@@ -198,10 +187,7 @@ def time_ranks(
 ) -> dict[Subject, Timing]:
     """Time the slowest rank, groups by their own clocks, and the whole sequence, by ranks.
 
-    Args:
-        size: ranks that share the whole sequence.
-        calls: of "dense" the whole sequence, whose times are divided by `size`.
-        wait: blocks until a call's result is there.
+    `calls` of "dense" are the whole sequence, whose times are divided by `size`.
     """
     groups = {s: run for s, run in calls.items() if isinstance(run, Together)}
     others = {

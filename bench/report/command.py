@@ -16,7 +16,6 @@ from interop.parity.arguments import make_folder
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to ``python -m bench``."""
     parser = commands.add_parser(
         "report", help="write tables, plots and a page of records", description=__doc__
     )
@@ -45,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the report; return 2 if a file cannot be read or holds no record."""
+    """Return 2 if a file cannot be read or holds no record."""
     from bench.report.markdown import put_excerpt, summary
     from bench.report.page import number_of_chapters, to_page
     from bench.report.tables import to_csv

@@ -1,4 +1,4 @@
-"""Write the report's summary in markdown with plots, and tables for the documentation."""
+"""The report's summary in markdown with plots, and tables for the documentation."""
 
 from __future__ import annotations
 
@@ -47,11 +47,7 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
 
 
 def put_excerpt(text: str, records: Sequence[Record]) -> str:
-    """Return a text with tables of records between its marks, `BEGIN` and `END`.
-
-    Raises:
-        ValueError: a mark is missing.
-    """
+    """Put tables of records between a text's marks, `BEGIN` and `END`, which must be there."""
     try:
         before, rest = text.split(BEGIN)
         _, after = rest.split(END)

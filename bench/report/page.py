@@ -1,5 +1,3 @@
-"""Write the report as one HTML page."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +15,7 @@ from interop.rendering.tables import Cell, to_html
 
 Follow = Callable[[Iterable[tuple[str, str]]], Iterable[tuple[str, str]]]
 
-# Classes of page.css: a failure is loud, an expected absence is not.
+# A failure is loud, an expected absence is not.
 _LOOKS = {
     "failed": "failed",
     "refused by parity": "failed",
@@ -43,9 +41,8 @@ def to_page(
 ) -> str:
     """Return a page with every run's facts, peaks and suites.
 
-    Args:
-        logs: by suite, clocks and power over its run.
-        follow: wraps the iterable of chapters, as a progress bar does.
+    logs: by suite, clocks and power over its run.
+    follow: wraps the iterable of chapters, as a progress bar does.
     """
     compared = runs(records)
     measured = [record for run in compared for record in run if record.operation != "peak"]
@@ -60,7 +57,6 @@ def to_page(
 
 
 def _badges(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return the statuses of our rows, red if one failed, and of the peers'."""
     ours, peers = ([r for r in records if r.is_peer == peer] for peer in (False, True))
     look = "failed" if any(_LOOKS.get(r.status) == "failed" for r in ours) else "passed"
     texts = [(look, "ours", statuses(ours)), ("peers", "peers", statuses(peers))]
@@ -99,7 +95,6 @@ def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
 def _chapters(
     run: Sequence[Record], logs: Mapping[str, Sequence[Sample]]
 ) -> Iterator[tuple[str, str]]:
-    """Return the title and HTML of each part of a run."""
     title = f"Run of {run[0].date[:10]}, commit {run[0].commit[:12]}"
     yield title, "\n".join(_overview(run))
     for section in sections(run):

@@ -1,4 +1,4 @@
-"""Collect what a report shows of a run: facts, peaks, and a section per suite."""
+"""What a report shows of a run: facts, peaks, and a section per suite."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ _NEAR = 0.03  # what a cross-check may be off by
 class Section:
     """One suite of one run.
 
-    Attributes:
-        records: by operation, without peaks.
-        peaks: measured with the suite.
-        tables: by heading.
-        every: a row for each of `records`, in their order.
+    records: by operation, without peaks.
+    peaks: measured with the suite.
+    tables: by heading.
+    every: a row for each of `records`, in their order.
     """
 
     title: str
@@ -79,7 +78,6 @@ def _tables(
 
 
 def limits(card: Mapping[str, Any]) -> str:
-    """Return a card's known size, limits and driver in one line."""
     texts = {
         "multiprocessors": "{} SMs", "memory_gib": "{:.0f} GiB",
         "shared_memory": "{} bytes of shared memory a block", "sm_mhz": "up to {:.0f} MHz",

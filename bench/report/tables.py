@@ -84,7 +84,6 @@ def ratio_text(row: dict[str, Record], label: str, other: str | None) -> str:
 
 
 def best_peer(row: dict[str, Record]) -> str | None:
-    """Return the label of a case's fastest peer, if any has a time."""
     times = {label: r.times.median for label, r in row.items() if r.is_peer and r.times}
     return min(times, key=lambda label: times[label], default=None)
 
@@ -118,7 +117,6 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """Return a fraction as a percentage with one decimal."""
     return f"{value:.1%}"
 
 
@@ -224,10 +222,7 @@ def unmeasured(records: Sequence[Record]) -> Grid:
 
 
 def to_csv(records: Iterable[Record]) -> str:
-    """Return a row per record and a column per field, also nested ones.
-
-    Only the records have the long timelines of memory.
-    """
+    """Return a row per record and a column per field, but for the long timelines of memory."""
     rows = [_flat(asdict(replace(record, timeline=None))) for record in records]
     buffer = io.StringIO()
     fields = list(dict.fromkeys(name for row in rows for name in row))

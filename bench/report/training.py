@@ -1,5 +1,3 @@
-"""Make tables of training steps and of inference."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,3 @@
-"""Columns and tables that several suites have."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +63,6 @@ def tables_by_pass(records: Sequence[Record], columns: Mapping[str, Column]) -> 
 
 
 def every_implementation(records: Sequence[Record], columns: Mapping[str, Column]) -> Grid:
-    """Return a row for each implementation that is there."""
     return to_grid(
         [
             {"case": r.case["name"], "implementation": r.label}
@@ -80,10 +77,7 @@ def every_implementation(records: Sequence[Record], columns: Mapping[str, Column
 def own_times(
     records: Sequence[Record],
 ) -> Iterator[tuple[str, dict[str, dict[str, Record]], str, Record]]:
-    """Yield operation, all its cases as `by_case` has them, a case's name, and a timed record.
-
-    The records are those of our own implementations.
-    """
+    """Yield operation, all its cases as `by_case` has them, a case's name, and our timed record."""
     for operation, group in by_operation(records).items():
         cases = by_case(group)
         for name, row in cases.items():

@@ -21,7 +21,6 @@ from twin_attention.targets.target import TARGETS
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
-    """Add a command for each suite, and "all", to ``python -m bench``."""
     for name, text in SUITES.items():
         parser = commands.add_parser(name, help=f"measure {text}", description=f"Measure {text}.")
         parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
@@ -89,7 +88,6 @@ def _run_all(arguments: argparse.Namespace) -> int:
 
 
 def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
-    """Run the suites that the filter leaves; return the exit code."""
     chosen = _choose(names, arguments)
     setting = prepare(arguments.refuse, arguments.device, arguments.memory_cap)
     setting = setting._replace(path=arguments.json, resume=arguments.resume)
@@ -136,7 +134,6 @@ def _jobs(name: str, targets: Sequence[Any], pattern: str) -> list[AnyJob]:
 
 
 def _only(jobs: Sequence[AnyJob], texts: Sequence[str]) -> list[AnyJob]:
-    """Return the jobs of implementations whose names contain one of the texts."""
     return [left for job in jobs if (left := job.only(texts)) is not None]
 
 

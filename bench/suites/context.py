@@ -76,7 +76,6 @@ def _case(
     window: int | None = None,
     packed: bool = False,
 ) -> ContextCase:
-    """Return a case with a number of tokens per rank."""
     kind = "lognormal" if packed else "causal" if window is None else f"window-{window}"
     tokens, heads = ranks * local, CHANNELS // head_dim
     return ContextCase(
@@ -99,7 +98,6 @@ def context_cases() -> Iterator[ContextCase]:
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward, and forward with backward, of every case, for the device's own target."""
     return [
         job(case, operation, targets[0]) for case in context_cases() for operation in OPERATIONS
     ]
@@ -151,11 +149,7 @@ def _dense(
     operation: str,
     tensors: list[Tensor],
 ) -> Call:
-    """Return the call of the whole sequence.
-
-    Raises:
-        Absent: it is JAX's, with fewer devices than ranks to compare it with.
-    """
+    """Return the call of the whole sequence; JAX needs as many devices as ranks."""
     if side == "jax":
         from bench.ranks.devices import need_devices
 
@@ -182,7 +176,6 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return shares of the whole sequence's time, and a row for each implementation."""
     return {SHARES: _shares(records)} | tables_by_pass(records, COLUMNS)
 
 

@@ -42,7 +42,6 @@ COLUMNS = {
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return every case's jobs for the device's own target."""
     factories = partial(_factories, targets[:1])
     single, batches = _cases()
     return [

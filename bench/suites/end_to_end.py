@@ -57,10 +57,7 @@ IN_JAX = (
 
 
 def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
-    """Return every case's jobs for the first target, torch's first; tiny on a CPU.
-
-    JAX keeps the memory that it took, so torch would have less after it.
-    """
+    """Torch goes first: JAX keeps the memory that it took. Jobs are tiny on a CPU."""
     target = targets[0]
     cases = TINY if target is None else CASES
     return [job for side in ATTENTIONS for case in cases for job in _jobs(case, side, target)]

@@ -35,12 +35,10 @@ COLUMNS = {
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return a forward of every case."""
     return attention_jobs(cases(), ("forward",), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
-    """Return every shape and number of kv heads, without and with a causal mask."""
     found = []
     for causal, heads_kv, (batch, seq_q, seq_kv) in product((False, True), HEADS_KV, SHAPES):
         name = f"{batch}x{seq_q}x{seq_kv}-kv{heads_kv}" + ("-causal" if causal else "")

@@ -29,6 +29,5 @@ COLUMNS = {"case": "name", "step": OPERATION, "s": of_median("times", 1e-3)}
 
 
 def jobs(targets: Sequence[str]) -> list[FirstCallJob]:
-    """Return the first calls of every family, compiled for the device's own target."""
     keys = product(CASES, CHOSEN_NAMES)
     return [FirstCallJob(case, Subject(name, targets[0])) for case, name in keys]

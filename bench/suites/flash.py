@@ -67,13 +67,11 @@ ONE_SHAPE = (
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward and backward of every case."""
     factories = partial(_factories, targets)
     return attention_jobs([*cases(), *more_cases()], ("forward", "backward"), factories)
 
 
 def cases() -> list[FlashCase]:
-    """Return every length and head dimension, without and with a causal mask."""
     found = []
     for head_dim, length, causal in product(HEAD_DIMS, LENGTHS, (False, True)):
         batch, heads = TOKENS // length, CHANNELS // head_dim
@@ -83,7 +81,6 @@ def cases() -> list[FlashCase]:
 
 
 def more_cases() -> list[FlashCase | VarlenCase]:
-    """Return the other shapes, the packed one last."""
     found: list[FlashCase | VarlenCase] = []
     for batch, length, heads, heads_kv, head_dim in MORE:
         kv = "" if heads_kv == heads else f"-kv{heads_kv}"

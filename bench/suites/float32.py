@@ -32,12 +32,10 @@ COLUMNS = {
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward and backward of every case."""
     return attention_jobs(cases(), ("forward", "backward"), partial(_factories, targets))
 
 
 def cases() -> list[FlashCase]:
-    """Return every head dimension and precision, without and with a causal mask."""
     return [
         FlashCase(
             f"{precision}-d{head_dim}" + ("-causal" if causal else ""), 4, 4096, 4096, 16, 16,

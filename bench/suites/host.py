@@ -76,7 +76,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return a job per operation and case, for the device's own target."""
     native = targets[0]
     found = [
         *attention_jobs([FLASH_CASE], ("forward", "both"), lambda case: _flash(native)),
@@ -88,7 +87,7 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _timed_on_the_host(job: Job) -> Job:
-    """Return the job with the host's timer and without the device's rates."""
+    """Give the job the host's timer, and no device's rates."""
     repeats = CALLS_OF_BOTH if job.operation == "both" else CALLS
     timer = partial(_time, repeats)
     return replace(job, time=timer, flops=0, bytes=0, reads=None, writes=None)
@@ -126,7 +125,7 @@ def _by_name(
 
 
 def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Call:
-    """Return a call of SDPA under `torch.compile`, with a dout that is contiguous heads first.
+    """SDPA under `torch.compile`, with a dout that is contiguous heads first.
 
     The compiled backward of torch 2.11 is wrong for a dout that is a view of [B, S, H, D].
     """
@@ -197,7 +196,7 @@ def _decode_cases() -> list[DecodeCase]:
 
 
 def _append_job(target: str) -> Job:
-    """Return the job of an `append_kv`; JAX has it only in programs that own the cache."""
+    """JAX only has an `append_kv` in programs that own the cache."""
     return Job(
         case=asdict(CACHE),
         operation="append",
@@ -210,7 +209,7 @@ def _append_job(target: str) -> Job:
 
 
 def _append(tensors: DecodeTensors) -> Call:
-    """Return a call that appends the queries as keys and values."""
+    """Append the queries as keys and values."""
     from torch_attn import append_kv
 
     q, *cache = tensors.arguments.values()
@@ -218,7 +217,7 @@ def _append(tensors: DecodeTensors) -> Call:
 
 
 def _check_append(tensors: DecodeTensors) -> Check:
-    """Return a check that the last slots hold the new keys and values."""
+    """Check that the last slots hold the new keys and values."""
     import torch
 
     sequences = torch.arange(len(CACHE.lengths), device=tensors.q.device)

@@ -92,7 +92,6 @@ COLUMNS = {
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return a decode of every case."""
     native = _ours(targets[:1])
     torch_twin = {s: f for s, f in native.items() if s.implementation.startswith("torch ")}
     peers: DecodeFactories = {Subject(peer): factory for peer, factory in DECODE.items()}

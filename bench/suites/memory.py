@@ -36,7 +36,7 @@ _STEPS = 3  # before memory is looked at; the first compiles
 
 
 def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
-    """Return every case's jobs for the first target, torch's first; tiny on a CPU."""
+    """Torch goes first; jobs are tiny on a CPU."""
     target = targets[0]
     device = "cpu" if target is None else "cuda"
     cases = [TINY] if target is None else [TrainingCase("S", 1, context) for context in CONTEXTS]
@@ -76,7 +76,6 @@ COLUMNS = (
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the categories at each step's peak."""
     rows = [["case", "implementation", *CATEGORIES, "all", "status"]]
     for record in records:
         at_peak = peak(record.timeline) if record.timeline else {}

@@ -51,12 +51,10 @@ COLUMNS = {
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward and backward of every case."""
     return attention_jobs(cases(), ("forward", "backward"), lambda _: factories(targets))
 
 
 def cases() -> list[VarlenCase]:
-    """Return both distributions of lengths at every head dimension."""
     distributions = {f"lognormal-{tokens}": lognormal(tokens) for tokens in TOKENS}
     equal = [MEAN_LENGTH] * (EQUAL_TOKENS // MEAN_LENGTH)
     distributions[f"equal-{EQUAL_TOKENS}"] = equal

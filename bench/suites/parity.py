@@ -30,14 +30,12 @@ COLUMNS = {"problem": lambda record: problem_text(record.case)}
 
 
 def jobs(targets: Sequence[str]) -> list[ParityJob]:
-    """Return the comparison of every case."""
     subjects = [Subject(*key) for key in product(FAMILY_NAMES, targets) if has_kernels(key)]
     found = {case.name: case for case in chain(*(cases("full") for cases in KINDS))}
     return [ParityJob(found[name], subjects) for name in CASES]
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return a row per case and implementation."""
     shown = [record for record in records if record.status != "absent"]
     rows = [
         {

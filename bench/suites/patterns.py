@@ -84,7 +84,6 @@ _APART = (*_OWN, "module")  # whose speed-ups are not shown
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward, and forward with backward, of every case, for the device's own target."""
     return [job(case, operation, targets[0]) for case in cases() for operation in OPERATIONS]
 
 
@@ -180,7 +179,7 @@ def _kind(record: Record) -> str:
 
 
 def job(case: PatternCase, operation: Operation, target: str) -> Job:
-    """Return one operation on a case, of every implementation that is timed at its length."""
+    """Return one operation of every implementation that is timed at the case's length."""
     peers = {}
     if isinstance(case, SparseCase):
         kinds = ("block-sparse", "dense", *(["module"] if case.pattern == "random" else []))
@@ -235,9 +234,9 @@ def _attend(kind: str, side: str, case: Any) -> Attend:
 def _module_call(
     side: str, target: str, case: PatternCase, operation: str, tensors: list[Tensor]
 ) -> Call:
-    """Return a call of a multi-head module, with q's channels as its tokens and random weights.
+    """A multi-head module, with q's channels as its tokens and random weights.
 
-    With others, by which tokens are q, k and v themselves, its output is checked here; gradients
+    Its output is checked with other weights, by which tokens are q, k and v themselves; gradients
     are not.
     """
     import torch
@@ -282,11 +281,7 @@ def _torch_module(case: PatternCase) -> Attend:
 
 
 def _jax_module(case: PatternCase) -> Attend:
-    """Return the module as a function of its tokens, its weights and a mask's lists.
-
-    Raises:
-        Absent: there is no Flax.
-    """
+    """Return the module as a function of its tokens, its weights and a mask's lists."""
     try:
         from flax import nnx
     except ImportError as error:
@@ -311,7 +306,6 @@ def _jax_module(case: PatternCase) -> Attend:
 
 
 def _module(modules: Any, case: PatternCase, mask: Any, **options: Any) -> Any:
-    """Return a side's multi-head module of a case's pattern."""
     sizes, options = (case.heads_q * case.head_dim, case.heads_q), options | {"causal": case.causal}
     if isinstance(case, SparseCase):
         return modules.MultiHeadBlockSparseAttention(*sizes, mask, **options)

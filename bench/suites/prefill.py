@@ -38,7 +38,6 @@ COLUMNS = {
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return the job of every case."""
     return [decode_job(case, factories(case, targets)) for case in cases()]
 
 

@@ -1,4 +1,4 @@
-"""Time what scores have beside q·k, and dropout: biases, tables, slopes, row maxima."""
+"""What scores have beside q·k, and dropout: biases, tables, slopes, row maxima."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ SHARES = "The time of 'plain' over this"
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward, and forward with backward, of every case."""
     return [
         job(case, operation, targets[:1])
         for case in cases()
@@ -71,7 +70,6 @@ def cases() -> list[FlashCase]:
 
 
 def job(case: FlashCase, operation: Operation, targets: Sequence[str]) -> Job:
-    """Return one operation on a case, of our own implementations and of peers."""
     peers = {Subject(name): factory for name, factory in SCORES.items()}
     factories = ours.score_factories(targets) | peers
     return attention_job(case, operation, factories, HEADS_CHECKED)

@@ -47,7 +47,6 @@ SEPARATE = "separate"
 
 
 def jobs(targets: Sequence[str]) -> list[Job]:
-    """Return forward, and forward with backward, of every case, for the device's own target."""
     return [job(case, operation, targets[:1]) for case in cases() for operation in OPERATIONS]
 
 
@@ -67,7 +66,6 @@ def _prompt(prompt: int, count: int, length: int, head_dim: int) -> TreeCase:
 def tree_case(
     name: str, parents: Sequence[int], lengths: Sequence[int], head_dim: int, **fields: Any
 ) -> TreeCase:
-    """Return the case of segments of these parents and lengths."""
     heads, tokens = CHANNELS // head_dim, sum(lengths)
     shape = {"heads_q": heads, "heads_kv": heads, "head_dim": head_dim, "causal": True} | fields
     return TreeCase(
@@ -76,13 +74,12 @@ def tree_case(
 
 
 def job(case: TreeCase, operation: Operation, targets: Sequence[str]) -> Job:
-    """Return one operation on a case, of our own implementations and of peers."""
     peers = {Subject(name): factory for name, factory in TREE.items()}
     return attention_job(case, operation, ours.tree_factories(case, targets) | peers, HEADS)
 
 
 def _pairs_per_second(record: Record) -> float | None:
-    """Return 10^12 pairs a second, counting the pairs that the implementation works on."""
+    """Return 10^12 pairs a second that the implementation works on."""
     if record.times is None:
         return None
     case = TreeCase(**record.case)

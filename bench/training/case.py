@@ -1,5 +1,3 @@
-"""A model's training: its size, tokens, dtypes and cost."""
-
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
@@ -34,12 +32,10 @@ INFERENCE = ("prefill", "decode")  # of the prompt, and of one token after it
 class TrainingCase:
     """A model, a batch and dtypes.
 
-    Attributes:
-        size: of `models.config.make_config`.
-        form: of `make_config`, or "llama": `models.llama` in the modern form's shape.
-        batch: sequences of a step.
-        context: tokens of a sequence that the model predicts from.
-        dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
+    size: of `models.config.make_config`.
+    form: of `make_config`, or "llama": `models.llama` in the modern form's shape.
+    context: tokens of a sequence that the model predicts from.
+    dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
     """
 
     size: str

@@ -14,13 +14,7 @@ from models.llama import Llama
 class Inference:
     """A model with a prompt of random tokens, and the token after it.
 
-    Args:
-        attention: a name of `models.llama`.
-        device: "cuda" or "cpu".
-
-    Raises:
-        ValueError: an unknown attention.
-        NotImplementedError: an attention that the device lacks for this dtype and head dimension.
+    NotImplementedError: the device lacks the attention for this dtype and head dimension.
     """
 
     def __init__(self, case: TrainingCase, attention: str, device: str) -> None:
@@ -50,10 +44,7 @@ class Inference:
         return found
 
     def memory(self) -> tuple[None, dict[str, int]]:
-        """Return None, because a forward leaves nothing, and each phase's peak in bytes.
-
-        torch counts no bytes on a CPU.
-        """
+        """Return None, because a forward leaves nothing, and on a GPU each phase's peak in bytes."""
         peaks = {}
         for phase in INFERENCE if self.prompt.is_cuda else ():
             torch.cuda.reset_peak_memory_stats()

@@ -26,12 +26,7 @@ LEARNING_RATE = 3e-4
 class JaxTraining:
     """A model with its AdamW optimizer and one batch of random tokens.
 
-    Args:
-        attention: a name of `models.jax_attention`.
-
-    Raises:
-        ValueError: an unknown attention.
-        NotImplementedError: an attention that the device lacks for this dtype and head dimension.
+    NotImplementedError: the device lacks the attention for this dtype and head dimension.
     """
 
     def __init__(self, case: TrainingCase, attention: str) -> None:
@@ -114,9 +109,10 @@ class JaxTraining:
         return found
 
     def memory(self) -> tuple[int, dict[str, int]]:
-        """Return the bytes that a forward leaves, and each program's peak.
+        """Return the bytes that a forward leaves, and each program's peak, as XLA plans, plus
+        arrays.
 
-        They are what XLA plans, plus existing arrays; call this after `time_step`.
+        Call this after `time_step`.
         """
         resident = num_bytes(self.params) + num_bytes(self.moments) + num_bytes(self.tokens)
         saved = num_bytes(self.forward())
@@ -153,8 +149,7 @@ class JaxTraining:
 class Program:
     """A jitted function for arguments of one shape, compiled at its first call.
 
-    Args:
-        donated: positions of arguments whose memory its results may take.
+    Its results may take the memory of the `donated` arguments.
     """
 
     def __init__(self, function: Callable[..., Any], donated: tuple[int, ...] = ()) -> None:
@@ -168,7 +163,6 @@ class Program:
 
     @property
     def temporaries(self) -> int:
-        """Return the bytes of temporaries that XLA plans."""
         return self.compiled.memory_analysis().temp_size_in_bytes
 
     @property

@@ -38,11 +38,9 @@ Observe = Callable[[Any, TrainingCase, Show], Mapping[str, dict[str, Any]]]
 class TrainingJob:
     """One model with one attention, made, observed and freed before the next one.
 
-    Attributes:
-        subject: the implementation's name in records.
-        start: makes the training or the inference, or raises `Absent`.
-        observe: takes its measurements.
-        operations: what `observe` returns.
+    start: makes the training or the inference, or raises `Absent`.
+    observe: takes its measurements.
+    operations: what `observe` returns.
     """
 
     training: TrainingCase
@@ -60,11 +58,9 @@ class TrainingJob:
         return f"{self.training.name} {self.subject.implementation}"
 
     def only(self, texts: Sequence[str]) -> TrainingJob | None:
-        """Return the job if its implementation matches a text."""
         return self if self.subject.is_one_of(texts) else None
 
     def plan(self, origin: dict[str, Any]) -> dict[str, Record]:
-        """Return the records to fill, by operation."""
         shared = {"case": self.case, **self.subject._asdict(), **origin}
         return {name: Record(operation=name, **shared) for name in self.operations}
 
@@ -92,12 +88,7 @@ class TrainingJob:
 def start(
     case: TrainingCase, framework: str, attention: str, device: str, compiled: bool = False
 ) -> Training:
-    """Make a training.
-
-    Raises:
-        Absent: JAX without Flax or Optax, or "llama" without a transformers that has it.
-        NotImplementedError: an attention that the device does not run for this case.
-    """
+    """Make a training; NotImplementedError: the device does not run the attention for this case."""
     if case.form == "llama":
         _import_llama()
     if framework == "torch":
@@ -112,12 +103,7 @@ def start(
 
 
 def start_inference(case: TrainingCase, attention: str, device: str) -> Steps:
-    """Make an inference of a case of the form "llama".
-
-    Raises:
-        Absent: no transformers that has the model.
-        NotImplementedError: an attention that the device does not run for this case.
-    """
+    """Make an inference of a case of the form "llama"; errors are those of `start`."""
     _import_llama()
     from bench.training.inference import Inference
 

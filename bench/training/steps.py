@@ -1,5 +1,3 @@
-"""Time all steps of a training or an inference."""
-
 from __future__ import annotations
 
 import time
@@ -20,7 +18,7 @@ OPERATIONS = (*PHASES, "step")
 
 
 class Mean(NamedTuple):
-    """Mean and standard deviation, in milliseconds."""
+    """In milliseconds."""
 
     mean: float
     deviation: float

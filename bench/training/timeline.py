@@ -28,12 +28,7 @@ class Event(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Memory of known tensors, by address.
-
-    Attributes:
-        parameters, optimizer: exist before the step.
-        gradients: exist after the backward.
-    """
+    """Memory of known tensors by address: gradients exist after the backward, others before."""
 
     parameters: Blocks
     optimizer: Blocks
@@ -44,10 +39,7 @@ def timeline_of(start: Blocks, events: Mapping[str, Sequence[Event]], owned: Own
     """Return the bytes of each category after each event of a step.
 
     What a forward leaves, its loss included, is a saved activation; unknown memory is "other".
-
-    Args:
-        start: blocks before the step.
-        events: of each phase, in order. Ends of unknown blocks are left out.
+    `events` are of each phase; ends of blocks unknown to `start` are left out.
     """
     found = empty_timeline()
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
@@ -89,7 +81,6 @@ def add_point(timeline: Timeline, phase: str, num_bytes: Mapping[str, int]) -> N
 
 
 def totals(timeline: Timeline) -> list[int]:
-    """Return the bytes of all categories at each point."""
     return [sum(point) for point in zip(*(timeline[name] for name in CATEGORIES), strict=True)]
 
 

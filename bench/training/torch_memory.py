@@ -1,5 +1,3 @@
-"""Record what torch allocates during a training step."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +38,6 @@ def blocks_of(tensors: Iterable[Tensor]) -> Blocks:
 
 
 def cuda_events(call: Any) -> list[Event]:
-    """Return what CUDA's caching allocator did during a call."""
     memory: Any = torch.cuda.memory
     memory._record_memory_history(context=None, clear_history=True)
     try:
@@ -76,7 +73,6 @@ def _active_blocks() -> Blocks:
 
 
 def cpu_events(call: Any) -> list[Event]:
-    """Return what torch's CPU allocator did during a call."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]

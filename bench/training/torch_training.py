@@ -23,13 +23,7 @@ LEARNING_RATE = 3e-4
 class TorchTraining:
     """A model with its AdamW optimizer and one batch of random tokens.
 
-    Args:
-        attention: a name of `models.torch_attention`, or of `models.llama` for its form.
-        compiled: compile each block. Blocks share their code, so it is compiled once.
-
-    Raises:
-        ValueError: an unknown attention.
-        NotImplementedError: an attention that the device lacks for this dtype and head dimension.
+    compiled: compile each block. Blocks share their code, so it is compiled once.
     """
 
     def __init__(self, case: TrainingCase, attention: str, device: str, compiled: bool) -> None:
@@ -69,9 +63,8 @@ class TorchTraining:
         return dict(zip(PHASES, phases, strict=True)) | {"step": between(marks[0], marks[-1])}
 
     def memory(self) -> tuple[int | None, dict[str, int]]:
-        """Return the bytes that a forward leaves, and each phase's peak.
-
-        torch counts no bytes on a CPU.
+        """Return the bytes that a forward leaves, and each phase's peak; torch counts none on a
+        CPU.
         """
         if not self.tokens.is_cuda:
             return None, {}

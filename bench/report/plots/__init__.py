@@ -36,7 +36,6 @@ class Picture(NamedTuple):
 
 
 def of_run(run: Sequence[Record]) -> Iterator[Picture]:
-    """Draw all suites of a run together."""
     placed = [r for r in run if r.tflops and r.bytes_per_second and r.operation != "peak"]
     if placed:
         yield Picture(
@@ -52,9 +51,8 @@ def of_suite(
 ) -> Iterator[Picture]:
     """Draw the records of one suite, without peaks.
 
-    Args:
-        bounds: the peaks of the same run.
-        log: clocks and power over the run, if there is one.
+    bounds: the peaks of the same run.
+    log: clocks and power over the run, if there is one.
     """
     if records[0].suite in ("end-to-end", "memory"):
         yield from (picture for _, picture in _training(records))
@@ -101,10 +99,7 @@ def _training(records: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
 
 
 def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
-    """Draw a summary's pictures, each with a short name.
-
-    They are causal flash attention over length, batched decodes, and training.
-    """
+    """Draw a summary's pictures: causal flash attention, batched decodes, and training."""
     shown = [record for record in run if record.implementation in SHOWN]
     for operation in ("forward", "backward"):
         group = [r for r in shown if (r.suite, r.operation) == ("flash", operation)]

@@ -16,7 +16,7 @@ _CLOCK, _POWER = COLOURS[0], COLOURS[5]
 
 
 def over_time(log: Sequence[Sample]) -> Figure:
-    """Draw samples over minutes, shaded where the clock was throttled."""
+    """Shade where the clock was throttled."""
     minutes = [(sample.time - log[0].time) / 60 for sample in log]
     throttled = [any(sample.throttle & bit for bit in THROTTLE_REASONS) for sample in log]
     figure, clock, power = _panels("minutes", minutes, throttled)
@@ -43,7 +43,6 @@ def over_jobs(records: Sequence[Record]) -> Figure:
 
 
 def _panels(unit: str, x: Sequence[float], throttled: Sequence[bool]) -> tuple[Figure, Axes, Axes]:
-    """Return a panel for the clock, shaded where throttled, and one for the power."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     clock, power = figure.subplots(2, 1, sharex=True)
     clock.set_ylabel("SM clock, MHz", fontsize=8)

@@ -48,11 +48,9 @@ def over_length(
 ) -> Figure:
     """Draw a panel for each series of one operation, all on one scale.
 
-    Args:
-        series: records by panel.
-        looks: styles by label.
-        columns: panels per row.
-        named: name each line at its end instead of above the figure.
+    looks: styles by label.
+    columns: panels per row.
+    named: name each line at its end instead of above the figure.
     """
     panel_width = 13 / columns  # inches
     columns = min(columns, len(series))
@@ -94,9 +92,7 @@ def over_length(
 def _name_lines(axes: Axes, height: float) -> None:
     """Write the lines' names to the right of their ends, without overlap.
 
-    Args:
-        axes: a panel whose limits are set.
-        height: of the panel, in inches.
+    axes has its limits set; `height` is in inches.
     """
     own = [(str(line.get_label()), line) for line in axes.lines]
     own = [(name, line) for name, line in own if not name.startswith("_")]

@@ -18,7 +18,6 @@ _PEERS = {"color": MUTED_COLOUR, "marker": ".", "markersize": 3.5, "alpha": 0.45
 
 
 def roofline(records: Sequence[Record], peaks: Peaks, looks: dict[str, Style]) -> Figure:
-    """Draw records that have a rate and a traffic; peers in grey."""
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log")
