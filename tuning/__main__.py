@@ -13,7 +13,6 @@ NEEDED = ("jax", "rich", "torch", "triton")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return the exit code."""
     parser = HelpfulParser(prog="python -m tuning", description=__doc__)
     require(parser.error, NEEDED, "bench")
     from tuning.search import command as search

@@ -1,5 +1,3 @@
-"""Processes to compile in; their parent may hold a GPU."""
-
 from __future__ import annotations
 
 import os

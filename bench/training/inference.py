@@ -44,7 +44,7 @@ class Inference:
         return found
 
     def memory(self) -> tuple[None, dict[str, int]]:
-        """Return None, because a forward leaves nothing, and on a GPU each phase's peak in bytes."""
+        """Return None, as a forward leaves nothing, and on a GPU each phase's peak in bytes."""
         peaks = {}
         for phase in INFERENCE if self.prompt.is_cuda else ():
             torch.cuda.reset_peak_memory_stats()

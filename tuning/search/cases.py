@@ -1,5 +1,4 @@
-"""The problem on which a row of the configuration tables is tuned: its kernel's first case that
-reads it.
+"""The problem that a row of the tables is tuned on: its kernel's first case that reads it.
 
 New rows need a case here that reaches them.
 """

@@ -33,7 +33,6 @@ _WIDTH = 120  # of what is printed, where a log has none
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to ``python -m tuning``."""
     parser = commands.add_parser(
         "search", help="search for better configurations, on a GPU", description=__doc__
     )

@@ -31,11 +31,10 @@ Timer = Callable[[Mapping[KernelConfig, Run]], "dict[KernelConfig, Timing]"]
 class Tools(NamedTuple):
     """The functions that use a compiler and a GPU.
 
-    Attributes:
-        survey: compiles a row's configurations, in order.
-        calls: prepares a row's case and returns `search`'s `call`.
-        timer: times calls against each other.
-        note: the table's comment on a found configuration.
+    survey: compiles a row's configurations, in order.
+    calls: prepares a row's case and returns `search`'s `call`.
+    timer: times calls against each other.
+    note: the table's comment on a found configuration.
     """
 
     survey: Surveyor
@@ -66,11 +65,8 @@ def tune(
 ) -> None:
     """Tune rows one after the other and write each gain at once.
 
-    Args:
-        table: holds the rows and changes with them.
-        target: "sm80" or "sm90".
-        output: the file to write.
-        limit_seconds: for all rows; each has an even share of what is left.
+    table: holds the rows and changes with them.
+    limit_seconds: for all rows; each has an even share of what is left.
     """
     say = partial(console.print, highlight=False)
     end = time.monotonic() + limit_seconds
@@ -103,14 +99,12 @@ def search(
 ) -> Found | None:
     """Time candidates against the best so far, until they or the time run out.
 
-    Args:
-        present: the row's configuration.
-        call: makes a configuration's call; raises if its results are wrong or it cannot run.
-        deadline: of `time.monotonic`; no candidate is begun after it.
-        report: takes a line on each candidate.
+    Return the best candidate if a second timing shows a gain beyond both spreads; else None.
 
-    Returns:
-        The best candidate if a second timing shows a gain beyond both spreads; else None.
+    present: the row's configuration.
+    call: makes a configuration's call; raises if its results are wrong or it cannot run.
+    deadline: of `time.monotonic`; no candidate is begun after it.
+    report: takes a line on each candidate.
     """
     first = call(present)
     best, run = present, first
@@ -162,11 +156,7 @@ def show(
 
 
 def case_of(table: ConfigTable, row: Row) -> TimedCase:
-    """Return the case that stands for a row.
-
-    Raises:
-        LookupError: none of the kernel's cases reads the row.
-    """
+    """Return the case that stands for a row, or raise LookupError."""
     for case in cases(row.kernel):
         if table.index_of(row.kernel, reader(row.kernel, case.spec)) == row.index:
             return case

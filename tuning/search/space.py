@@ -48,13 +48,7 @@ _REGISTERS = 192  # of a thread's 255; operands and addresses take the rest
 def candidates(
     kernel: str, spec: AttentionSpec | DecodeSpec, present: KernelConfig, target: str
 ) -> list[KernelConfig]:
-    """Return all other configurations that may fit, nearest to the present one first.
-
-    Args:
-        kernel: one of `TUNED`.
-        spec: the problem that the row is tuned on.
-        target: "sm80" or "sm90".
-    """
+    """Return all other configurations that may fit, nearest to the present one first."""
     make = KERNELS[kernel].config
     values = {name: (value,) for name, value in vars(present).items()} | SPACE[make]
     if kernel == "paged_attention":
@@ -71,9 +65,10 @@ def may_fit(
 ) -> bool:
     """Return True if the least that a program needs fits, before anything is compiled.
 
-    Registers hold the accumulators and one tile of scores, in float32; shared memory the tiles
-    that are loaded ahead: the stages less one, or `tiles_ahead`. Each warp needs at least an
-    instruction's share of the scores, 16×8 on tensor cores.
+    Registers hold the accumulators and one tile of scores, in float32; shared memory the tiles that
+    are
+    loaded ahead: the stages less one, or `tiles_ahead`. Each warp needs at least an instruction's
+    share of the scores, 16×8 on tensor cores.
     """
     if not isinstance(config, FlashConfig | DecodeConfig):
         return True

@@ -29,10 +29,9 @@ MOST_SPILLED = 4096
 class Survey:
     """One configuration, compiled.
 
-    Attributes:
-        resources: of the first problem that failed, or of the first; None if a compiler gave up.
-        reason: why it is not worth a launch, or None.
-        code: a digest of the first problem's code, which identifies equal kernels.
+    resources: of the first problem that failed, or of the first; None if a compiler gave up.
+    reason: why it is not worth a launch, or None.
+    code: a digest of the first problem's code, which identifies equal kernels.
     """
 
     config: KernelConfig
@@ -44,10 +43,9 @@ class Survey:
 class Plan(NamedTuple):
     """One row and the problems to survey its configurations by.
 
-    Attributes:
-        problems: the static gate's that read the row; each must compile to fit code.
-        spec: the problem that the row is timed on.
-        device: of the launches, None if there are none.
+    problems: the static gate's that read the row; each must compile to fit code.
+    spec: the problem that the row is timed on.
+    device: of the launches, such as "sm90"; None if there are none.
     """
 
     package: str
@@ -68,15 +66,9 @@ def survey(
     case: TimedCase,
     configs: Sequence[KernelConfig],
 ) -> Iterator[Survey]:
-    """Compile configurations of a row, in all processes; return a survey of each, in order.
+    """Return a survey of each configuration of a row, in order, made in all processes.
 
-    Args:
-        package, target: of the table.
-        device: of the launches, such as "sm90"; None if there are none.
-        case: the row is timed on it.
-
-    Raises:
-        LookupError: no problem of the static gate reads the row.
+    Raise LookupError if no problem of the static gate reads the row.
     """
     if package == "pallas_attn" and device != target:
         device = None  # its recordings are compiled for the target's own devices alone

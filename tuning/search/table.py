@@ -17,11 +17,8 @@ _ROW = re.compile(r"\s*\[.*\],\s*(#.*)?")  # a line
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table.
-
-    Attributes:
-        index: its place among the kernel's rows.
-        key: the columns that say which problems it serves, with their values.
+    """A row by its place among the kernel's rows; key: the values that say which problems it
+    serves.
     """
 
     kernel: str
@@ -60,11 +57,7 @@ class ConfigTable:
         return next((index for index, row in rows if row.serves(spec)), None)
 
     def write(self, row: Row, config: KernelConfig, note: str) -> None:
-        """Replace a row's configuration and its comment.
-
-        Args:
-            note: when, where and how it was found; one line.
-        """
+        """Replace a row's configuration and its comment, a line on when, where and how."""
         lines = self.text.splitlines()
         begin = lines.index(f"[{row.kernel}]")
         end = lines.index("]", begin)

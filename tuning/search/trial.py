@@ -32,14 +32,12 @@ class Refused(Exception):
 class Trials:
     """Calls of a kernel's function on a case, one per configuration.
 
-    They call the kernels' functions, because the packages keep JAX's traces with earlier
-    configurations.
+    They call the kernels' functions: the packages keep JAX's traces with earlier configurations.
     """
 
     def __init__(
         self, side: str, target: str, kernel: str, case: TimedCase, device: str = "cuda"
     ) -> None:
-        """Make the case's tensors on the device, and the oracle's results."""
         self._side, self._kernel, self._function = side, kernel, KERNELS[kernel].function
         backend = portable_backend(side, target if device == "cuda" else None)
         self._options = {"spec": case.spec, "backend": backend}

@@ -23,10 +23,8 @@ _NO_SCOREBOARD = 7
 class Instruction(NamedTuple):
     """An instruction without its predicate.
 
-    Attributes:
-        text: name and operands.
-        control: from bit 0 on: 4 bits of stall, 1 of yield, 3 of the scoreboard of late results, 3
-            of that of late reads, and a bit for each scoreboard to wait for.
+    control: from bit 0 on: 4 bits of stall, 1 of yield, 3 of the scoreboard of late results, 3 of
+        that of late reads, and a bit for each scoreboard to wait for.
     """
 
     text: str
@@ -35,12 +33,10 @@ class Instruction(NamedTuple):
 
 
 def overwritten(sass: str) -> list[str]:
-    """Return the barriers whose register some path overwrites too early.
+    """Return the barriers whose register some path overwrites too early, in ``cuobjdump -sass`` for
+    SM90.
 
     A load writes its result late, and may follow.
-
-    Args:
-        sass: as ``cuobjdump -sass`` prints it for SM90.
     """
     lines = _LINE.findall(sass)
     places = {int(address, 16): i for i, (address, *_) in enumerate(lines)}

@@ -1,12 +1,11 @@
 """Bound a kernel's inner loop by multiplying, special functions or loading.
 
-For one tile of the loop, count the cycles that an SM needs for each resource; the largest is
-the bound. The loop is slower as far as they do not overlap. Not counted are shared memory,
-and on the FMA units the softmax's scaling, maxima, sums and masks and the conversion of a
-quantised cache.
+For one tile of the loop, count the cycles that an SM needs for each resource; the largest is the
+bound. The loop is slower as far as they do not overlap. Not counted are shared memory, and on the
+FMA units the softmax's scaling, maxima, sums and masks and the conversion of a quantised cache.
 
-Programs that run together share tiles of k and v (q and dout for dk and dv), which come from
-L2: ``cp.async.cg`` bypasses L1. A decode reads its cache once, from device memory.
+Programs that run together share tiles of k and v (q and dout for dk and dv), which come from L2:
+``cp.async.cg`` bypasses L1. A decode reads its cache once, from device memory.
 
 Rates of one SM per cycle:
 
@@ -62,11 +61,10 @@ _BYTES = {
 class Tile:
     """The work of one step of a kernel's loop, or of one program without a loop.
 
-    Attributes:
-        flops: operations of its products, padded columns included.
-        special: exponentials and reciprocals, for the scores.
-        bytes: loaded, and stored if there is no loop.
-        source: of most bytes: "L2" or "device memory".
+    flops: operations of its products, padded columns included.
+    special: exponentials and reciprocals, for the scores.
+    bytes: loaded, and stored if there is no loop.
+    source: of most bytes: "L2" or "device memory".
     """
 
     flops: int
@@ -79,10 +77,9 @@ class Tile:
 class Bound:
     """The cycles of a tile.
 
-    Attributes:
-        intensity: floating-point operations per byte.
-        cycles: of one SM, by resource.
-        limit: the resource with the most cycles.
+    intensity: floating-point operations per byte.
+    cycles: of one SM, by resource.
+    limit: the resource with the most cycles.
     """
 
     tile: Tile
@@ -128,10 +125,9 @@ def count(
 ) -> Tile:
     """Count the work of one wholly visible tile of a kernel of `spec`.
 
-    Args:
-        padded: the tile's columns for a head dimension.
-        cap_functions: special functions of a score's softcap: two of a tanh by exponentials, one of
-            a quotient of polynomials, none of a polynomial.
+    padded: the tile's columns for a head dimension.
+    cap_functions: special functions of a score's softcap: two of a tanh by exponentials, one of a
+        quotient of polynomials, none of a polynomial.
     """
     described = find_kernel(kernel)
     sizes = {"d": padded(spec.head_dim), "dv": padded(spec.head_dim_v)}

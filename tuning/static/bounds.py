@@ -1,7 +1,7 @@
 """Find loop bounds that a compiler made constant.
 
-Triton 3.6 drops a number that a loop carries if only the bounds of an inner loop depend on
-it; the inner loop then always begins or ends where it first did.
+Triton 3.6 drops a number that a loop carries if only the bounds of an inner loop depend on it; the
+inner loop then always begins or ends where it first did.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ _LOOP = re.compile(r"scf\.for %\S+ = %(\S+) to %(\S+) step ")
 
 
 def fixed_bounds(before: str, after: str) -> int:
-    """Return how many loop bounds a compiler's passes made constant.
+    """Return how many loop bounds a compiler's passes made constant, of two texts in MLIR.
 
-    Args:
-        before, after: a kernel in MLIR, in which constants are called "%c", as Triton prints them.
+    In these, constants are called "%c", as Triton prints them.
     """
     return max(0, _variable_bounds(before) - _variable_bounds(after))
 

@@ -41,7 +41,6 @@ _LABELS = ["kernel", "dtype", "D", "feature", "tile"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to ``python -m tuning``."""
     parser = commands.add_parser(
         "static", help="list what shipped configurations take", description=__doc__
     )
@@ -100,7 +99,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile and print the tables, or sweep; return 1 if a kernel fails."""
+    """Return 1 if a kernel fails."""
     console = console_of(_WIDTH)
     begin = time.perf_counter()
     if arguments.sweep:

@@ -1,7 +1,6 @@
 """Compile the kernels of random problems, without a GPU, and find compilers' mistakes.
 
-These occur in combinations of features, of which the gate has few. Speed is not judged: a
-rare combination may spill.
+The gate has few combinations of features. Speed is not judged: a rare combination may spill.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ LONGEST = 2048
 
 @dataclass(frozen=True)
 class Compilation:
-    """A family's random problem.
-
-    Attributes:
-        spec, sinks: of its case.
-        framework, target, family: as in a gate's problem.
-    """
+    """A family's random problem."""
 
     problem: Problem
     spec: AttentionSpec
@@ -41,8 +35,6 @@ class Compilation:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake in a problem's code."""
-
     compilation: Compilation
     reason: str
 

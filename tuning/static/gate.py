@@ -1,14 +1,14 @@
 """Judge every shipped configuration by its compiled code.
 
-A kernel fails if it takes more shared memory than the target has, lost its tensor-core
-instructions (on 16-bit inputs or in TF32), reads a uniform register that nothing wrote, or lost
-loop bounds. On SM80 it also fails if it spills registers or lost a pipeline's asynchronous copies;
-forward and decode must fit smaller cards that run SM80 code, unless these have their own row.
-SM90's configurations are chosen by times, which include the cost of spills.
+A kernel fails if it takes more shared memory than the target has, lost its tensor-core instructions
+(on 16-bit inputs or in TF32), reads a uniform register that nothing wrote, or lost loop bounds. On
+SM80 it also fails if it spills registers or lost a pipeline's asynchronous copies; forward and
+decode must fit smaller cards that run SM80 code, unless these have their own row. SM90's
+configurations are chosen by times, which include the cost of spills.
 
-Explicit kernels take nearly all registers on purpose, and fail if a step of the main loop spills
-as much as a tile has. Those of SM80 and of paged caches also fail if they lost ldmatrix or
-cp.async, those of SM90 if they lost TMA or the compiler waits for each product.
+Explicit kernels take nearly all registers on purpose, and fail if a step of the main loop spills as
+much as a tile has. Those of SM80 and of paged caches also fail if they lost ldmatrix or cp.async,
+those of SM90 if they lost TMA or the compiler waits for each product.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from twin_attention.targets.target import (
 )
 
 FRAMEWORKS = {"torch": "torch_attn", "jax": "pallas_attn"}
-# Fields of the feature's case, added to those in `Problem.spec`. Without a causal mask or a
-# window a kernel has one of the causal one's two loops, sometimes with other tiles.
+# Fields of the feature's case, added to those in `Problem.spec`. Without a causal mask or a window
+# a kernel has one of the causal one's two loops, sometimes with other tiles.
 FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "full": {},
@@ -127,8 +127,8 @@ _AOT = {
     ("jax", "triton"): "tuning.static.pallas_aot",
     ("jax", "mosaic"): "tuning.static.mosaic_aot",
 }
-# Features that only some kernels have: the portable ones are compiled in bfloat16, or float32
-# for TF32, with these head sizes.
+# Features that only some kernels have: the portable ones are compiled in bfloat16, or float32 for
+# TF32, with these head sizes.
 _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
@@ -139,15 +139,15 @@ _PORTABLE_FEATURES = {
     "few-kv-heads-odd-length": (), "short": (), "long": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,
 }  # fmt: skip
-# Terms of scores in SM90's explicit kernels, with these head sizes: with Triton 3.9 dropout in
-# the fused backward at 64 spills 332 bytes in a step.
+# Terms of scores in SM90's explicit kernels, with these head sizes: with Triton 3.9 dropout in the
+# fused backward at 64 spills as much as a tile.
 _TERM_FEATURES = {
     "bias": (64, 128, 256), "row-max": (64, 128, 256),
     "terms": (128, 256), "terms-packed": (128, 256),
     "dropout": (128, 256), "dropout-packed": (128, 256),
 }  # fmt: skip
 # Those that a target's explicit kernels have. No windows of depths on SM90: with Triton 3.9 the
-# fused backward at head dimension 64 spills 272 bytes in a step.
+# fused backward at head dimension 64 spills as much as a tile.
 _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"), ("long", "sm90"),
@@ -164,11 +164,11 @@ _MOSAIC_HEAD_DIMS_WITH_FEATURES = (64, 128)
 _MOSAIC_HEAD_DIMS_OF_SHORT = (192, 256)  # of rows of their own under a mask
 _PAGED_HEAD_DIMS = (64, 128, 256)
 _PAGED_FEATURES = ("decode", "decode-all-options")
-# Bytes that a thread of an explicit kernel may spill and reload in a step: bounds, addresses,
-# and rows of lse and delta. The least tile, 64x64 scores over 128 threads, would make 256.
+# Bytes that a thread of an explicit kernel may spill and reload in a step: bounds, addresses, and
+# rows of lse and delta. The least tile, 64x64 scores over 128 threads, would make 256.
 _LOOP_SPILLS_MAX = 255
-# Bytes that a thread of a portable kernel may spill in a step, and in all: less than the least
-# tile takes. paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
+# Bytes that a thread of a portable kernel may spill in a step, and in all: less than the least tile
+# takes. paged_attention keeps 112 for its last lines (Triton 3.9, head size 64).
 _SCALAR_SPILLS_MAX = 32
 _SPILLS_MAX = 127
 # The kernel of shared pages keeps its main loop's addresses while it searches, up to 200 bytes
@@ -181,14 +181,10 @@ _WGMMA_ROWS = 64  # which a wgmma instruction multiplies
 class Problem:
     """A row of the configuration tables, with a feature of the kernels that reach it.
 
-    Attributes:
-        framework: one of `FRAMEWORKS`.
-        target: "sm80" or "sm90".
-        dtype: of k and v, one of `DTYPES`.
-        head_dim: the padded head size of the row.
-        feature: one of `FEATURES`.
-        family: of the kernels.
-        shared_memory: bytes per block on the card, or None for the target's own cards.
+    dtype: of k and v, one of `DTYPES`.
+    head_dim: the padded head size of the row.
+    feature: one of `FEATURES`.
+    shared_memory: bytes per block on the card, or None for the target's own cards.
     """
 
     framework: str
@@ -233,7 +229,7 @@ class Problem:
 
     @property
     def sinks(self) -> bool:
-        """Return True where `flash_attention` is given sinks."""
+        """True where `flash_attention` is given sinks."""
         return FLASH_FEATURES.get(self.feature, {}).get("sinks", False)
 
 
@@ -242,9 +238,7 @@ def decode_spec(
 ) -> DecodeSpec:
     """Return a decode of 16 query heads, in float16 with a quantised cache.
 
-    Args:
-        kv_dtype: dtype of the cache.
-        options: further fields of a `DecodeCase`.
+    options: further fields of a `DecodeCase`.
     """
     dtype = "float16" if kv_dtype in QUANTIZED_DTYPES else kv_dtype
     lengths = (1,) * batch
@@ -352,8 +346,7 @@ def compiler(
 def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> list[Verdict]:
     """Compile the kernels of one problem and judge them.
 
-    Args:
-        changes: fields of the shipped configurations to change first, by kernel.
+    changes: fields of the shipped configurations to change first, by kernel.
     """
     with use_configs(changes, FRAMEWORKS[problem.framework]):
         compiled = _compile(problem)
@@ -409,7 +402,6 @@ def shared_memory_limit(kernel: str, target: str) -> int:
 def failures(
     problem: Problem, kernel: str, config: KernelConfig, resources: Resources
 ) -> tuple[str, ...]:
-    """Return the reasons why a compiled kernel fails, if any."""
     target, is_explicit = problem.target, problem.family != "triton"
     found = []
     if is_explicit:

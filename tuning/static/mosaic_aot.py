@@ -80,9 +80,8 @@ _CAPABILITIES = {
 class Compiled:
     """A compiled kernel, as `tuning.static.resources.measure` reads it.
 
-    Attributes:
-        asm: "ptx" and "cubin".
-        metadata: `shared`, the bytes of a program, and `num_warps`.
+    asm: "ptx" and "cubin".
+    metadata: `shared`, the bytes of a program, and `num_warps`.
     """
 
     asm: dict[str, Any]
@@ -105,15 +104,12 @@ def compile_kernels(
 ) -> list[tuple[str, KernelConfig, Compiled]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
 
+    Return each kernel's name, configuration and code, for both deterministic and other backwards.
+    Raise RuntimeError if the plugin compiled nothing, as for a second target in one process.
+
     Args:
         shared_memory: bytes per block on the card, or None for the target's own cards.
         sinks: give sinks to `flash_attention`; a decode always has them.
-
-    Returns:
-        Each kernel's name, configuration and code, for both deterministic and other backwards.
-
-    Raises:
-        RuntimeError: the plugin compiled nothing, as for a second target in one process.
     """
     # Set before the plugin is loaded; its other dumps would take hundreds of megabytes.
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"
@@ -162,9 +158,7 @@ def _is_installed(module: str) -> bool:
 def card_in_words(target: str, limit: int) -> Any:
     """Return a described device of JAX to compile for.
 
-    Args:
-        target: instruction set, "sm80" or "sm90".
-        limit: bytes of shared memory per block.
+    limit: bytes of shared memory per block.
     """
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # set before the plugin is loaded
     text = _DESCRIPTION.format(

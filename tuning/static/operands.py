@@ -45,12 +45,7 @@ def run_kernels(
     *operands: Any,
     deterministic: Sequence[bool] = (False, True),
 ) -> list[Any]:
-    """Call every function of a family for a problem; return the results.
-
-    Args:
-        operands: from `operands_of`.
-        deterministic: which backwards.
-    """
+    """Call every function of a family for a problem, with `operands_of`; return the results."""
     family, run = backend.family, backend.family.function
     if isinstance(spec, PartialSpec):
         part, rounded, out, lse = operands

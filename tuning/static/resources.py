@@ -41,13 +41,10 @@ class Resources:
     """The resources of one kernel.
 
     Attributes:
-        registers: 32-bit registers per thread.
         spill_stores, spill_loads: bytes of a thread's spill instructions, as in ``ptxas -v``.
         loop_spills: both in a step of the main loop, the largest of all warps' loops: the last
             innermost loop with tensor-core products, which has no mask. Not for portable wgmma.
         stack: bytes of a thread's stack frame.
-        shared: bytes of shared memory per block.
-        warps: warps per block.
         occupancy: blocks resident on an SM.
         serialized: the compiler waits for each wgmma though the PTX does not (ptxas C7512).
         unwritten: reads of uniform registers that nothing wrote, with wgmma.
@@ -77,7 +74,6 @@ class Resources:
 
 
 def measure(compiled: CompiledKernel | Compiled, target: str) -> Resources:
-    """Read a kernel that Triton or Mosaic compiled for `target`."""
     cubin = compiled.asm["cubin"]
     usage = re.search(r"REG:(\d+) STACK:(\d+)", _cuobjdump(cubin, "-res-usage"))
     assert usage is not None
@@ -127,7 +123,6 @@ def _bytes_moved(opcode: str, sass: str) -> int:
 
 
 def _spills(sass: str) -> int:
-    """Return the bytes of all spill stores and loads."""
     return _bytes_moved("STL", sass) + _bytes_moved("LDL", sass)
 
 
@@ -135,8 +130,8 @@ def _main_loops(sass: str) -> list[str]:
     """Return the instructions of each consumer's last innermost loop with products.
 
     Warps of different work begin by setting their registers. A loop lies between a branch and its
-    earlier target. Code that begins in a loop and ends behind it is none: that branch returns
-    from polling a barrier.
+    earlier target. Code that begins in a loop and ends behind it is none: that branch returns from
+    polling a barrier.
     """
     instructions = [
         (int(address, 16), text)

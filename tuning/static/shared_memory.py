@@ -1,7 +1,7 @@
 """Compile kernels only until their shared memory is known, which is several times faster.
 
-Uses Triton's hook on a compiler's stages and private passes for shared memory. Checked with
-Triton 3.6 and 3.9; ``tests/tuning/test_sweep.py`` guards it.
+Uses Triton's hook on a compiler's stages and private passes, which
+``tests/tuning/test_sweep.py`` guards.
 """
 
 from __future__ import annotations

@@ -39,10 +39,8 @@ _WITH_TILES = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv")
 class Misfit:
     """A problem whose configuration takes more shared memory than there is.
 
-    Attributes:
-        row: the gate's problem with its configurations.
-        outcome: the kernel, and the configuration that fits; or why it is refused.
-        refused: nothing fits.
+    row: the gate's problem with its configurations.
+    outcome: the kernel, and the configuration that fits; or why it is refused.
     """
 
     row: Problem
@@ -69,8 +67,7 @@ def lengths_of(
 def sweep(row: Problem, windows: Sequence[Window] = WINDOWS) -> tuple[int, list[Misfit]]:
     """Compile a row's problems, in a separate process (`only_shared_memory`).
 
-    Returns:
-        The number of problems, and those that do not fit as configured.
+    Return their number, and those that do not fit as configured.
     """
     specs = lengths_of(row, windows)
     with only_shared_memory():
@@ -147,9 +144,7 @@ def _structures(spec: AttentionSpec, configs: Mapping[str, Any]) -> Iterator[tup
 
 
 def _decodes(row: Problem) -> Iterator[DecodeSpec]:
-    """Return decodes of few and many rows and keys, small and large pages, split or not, and
-    chunks.
-    """
+    """Return decodes of few and many rows and keys, pages and splits, and chunks."""
     for tokens, page_size, pages, splits in (
         (1, 16, 1, 1), (1, 256, 8, 4), (2, 64, 16, None), (3, 256, 2, 1),
         (5, 16, 64, 4), (8, 1, 300, None), (16, 128, 8, 1), (16, 32, 100, 4),

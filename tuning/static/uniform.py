@@ -1,7 +1,7 @@
 """Find uniform registers that a miscompiled kernel reads before it writes them.
 
 They hold the addresses of wgmma and TMA. A wrong one is an illegal access, or silently wrong
-numbers, and only for the problems that reach it.
+numbers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _GENERAL = 64  # the bit of the first general register, behind those of uniform 
 
 
 def unwritten(sass: str) -> list[str]:
-    """Return the instructions that read a register which some path left unwritten.
-
-    Args:
-        sass: as ``cuobjdump -sass`` prints it.
-    """
+    """Return the instructions that read a register some path left unwritten; by cuobjdump."""
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+[^;]*;", sass)
     instructions = [_INSTRUCTION.match(line) for line in lines]
     places = {int(x[1], 16): i for i, x in enumerate(instructions) if x}
