@@ -24,7 +24,7 @@ _TRIES = 2  # before one more rank is relieved at a time, so that many ranks nee
 
 
 class _Document(NamedTuple):
-    """The positions of a document: its first, and one past its last."""
+    """Its first position, and one past its last."""
 
     start: int
     end: int
@@ -53,7 +53,6 @@ class _Share(NamedTuple):
 
     @classmethod
     def of(cls, document: _Document, *parts: tuple[int, int]) -> _Share:
-        """Return the share of some parts."""
         num_tokens = sum(end - start for start, end in parts)
         before = 2 * document.start - 1
         work = sum((end - start) * (start + end - before) // 2 for start, end in parts)
@@ -62,7 +61,7 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Rank:
-    """A rank's shares, its work in pairs, and its room for more tokens."""
+    """Its shares, its work in pairs, and its room for more tokens."""
 
     room: int
     work: int = 0
@@ -107,17 +106,16 @@ def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarr
 
 
 def _most(ranks: Iterable[_Rank]) -> int:
-    """Return the most work that a rank has."""
     return max(rank.work for rank in ranks)
 
 
 def _degree_least(document: _Document, local_len: int, work_max: float, size: int) -> int:
-    """Return the fewest ranks that can share a document, given a rank's limits of room and work."""
+    """Return the fewest ranks that can share a document, by a rank's limits of room and work."""
     return min(size, ceil(max(document.length / local_len, document.work / work_max)))
 
 
 def _shares(document: _Document, degree: int) -> Iterator[_Share]:
-    """Yield a document's shares, as many as its degree, with equal work."""
+    """Yield a document's shares, with equal work."""
     if degree == 1:
         yield _Share.of(document, (document.start, document.end))
         return
@@ -143,7 +141,7 @@ def _deal(degrees: dict[_Document, int], local_len: int, size: int) -> list[_Ran
             break
         count += shares[-1].num_tokens
         poured.append(shares.pop())
-    # What will fill a rank's remaining room: poured documents or padding.
+    # Poured documents or padding.
     room = local_len * size - num_tokens + count
     work_of_room = sum(share.work for share in poured) / max(room, 1)
     for share in shares:

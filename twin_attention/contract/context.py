@@ -134,7 +134,7 @@ class ContextPlan:
 
     @cached_property
     def runs(self) -> Runs:
-        """The positions of each rank's tokens, as runs."""
+        """The positions of each rank's tokens."""
         return Runs.of(self.positions_by_rank, self.step)
 
     @cached_property
@@ -306,7 +306,6 @@ def unshard_sequence(xs: Any, plan: ContextPlan, axis: int = 1) -> Any:
 
 
 def _take(x: Any, rows: np.ndarray, axis: int) -> Any:
-    """Return rows of an array along an axis, on the array's device."""
     xp = array_namespace(x)
     # A JAX array may be sharded over an axis that the rows lack; JAX moves the rows itself.
     where = {} if is_jax_array(x) else {"device": device(x)}

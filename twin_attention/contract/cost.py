@@ -23,7 +23,7 @@ def visible_pairs(spec: AttentionSpec) -> int:
 
 
 def block_sparse_pairs(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """Count the pairs that the window and a block mask keep, in all heads of all sequences."""
+    """Count the pairs that the window and a block mask keep, over all heads and sequences."""
     starts = np.arange(0, spec.seq_q, spec.tile_q)[:, None]
     rows = np.minimum(spec.tile_q, spec.seq_q - starts)
     edges = np.append(np.arange(0, spec.seq_kv, spec.tile_kv), spec.seq_kv)
@@ -50,7 +50,7 @@ def tree_pairs(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
 
 
 def forward_flops(spec: AttentionSpec) -> int:
-    """Count the operations of the two matrix products, q·kᵀ and p·v."""
+    """Count the operations of the products q·kᵀ and p·v."""
     return _forward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
 
 
@@ -60,32 +60,32 @@ def backward_flops(spec: AttentionSpec) -> int:
 
 
 def block_sparse_forward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """`forward_flops` over the pairs that this mask keeps."""
+    """Count over the pairs that this mask keeps."""
     return _forward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def block_sparse_backward_flops(spec: BlockSparseSpec, mask: BlockMask[np.ndarray]) -> int:
-    """`backward_flops` over the pairs that this mask keeps."""
+    """Count over the pairs that this mask keeps."""
     return _backward_flops(spec, block_sparse_pairs(spec, mask))
 
 
 def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """`forward_flops` over the pairs that these ends keep."""
+    """Count over the pairs that these ends keep."""
     return _forward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
-    """`backward_flops` over the pairs that these ends keep."""
+    """Count over the pairs that these ends keep."""
     return _backward_flops(spec, tree_pairs(spec, kv_ends))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """`forward_flops` of packed sequences of these (query, key) lengths."""
+    """Count for packed sequences of these (query, key) lengths."""
     return sum(forward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
 def varlen_backward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:
-    """`backward_flops` of packed sequences of these (query, key) lengths."""
+    """Count for packed sequences of these (query, key) lengths."""
     return sum(backward_flops(spec.sequence(*pair)) for pair in lengths)
 
 
@@ -103,7 +103,7 @@ def backward_bytes(spec: AttentionSpec) -> int:
 
 
 def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
-    """Count the operations of a decode's two matrix products for these lengths."""
+    """Count the operations of a decode's products for these lengths."""
     pairs = sum(
         len(spec.visible_keys(token, length)) for length in lengths for token in range(spec.tokens)
     )
@@ -130,12 +130,12 @@ def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 
 
 def paged_flops(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """`decode_flops` of sequences given as (new tokens, keys)."""
+    """Count for sequences given as (new tokens, keys)."""
     return sum(decode_flops(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
 
 
 def paged_bytes(spec: PagedSpec, sequences: Sequence[tuple[int, int]]) -> int:
-    """`decode_bytes` of sequences given as (new tokens, keys), and their offsets."""
+    """Count for sequences given as (new tokens, keys), with their offsets."""
     each = sum(decode_bytes(spec.sequence(tokens), [keys]) for tokens, keys in sequences)
     return each + 4 * (spec.batch + 1)
 
@@ -147,7 +147,6 @@ def _keys_seen(spec: DecodeSpec, length: int) -> range:
 
 
 def _operand_bytes(spec: AttentionSpec) -> int:
-    """Count the bytes of q, k, v and out."""
     both = spec.head_dim + spec.head_dim_v
     rows = spec.seq_q * spec.heads_q + spec.seq_kv * spec.heads_kv
     return spec.batch * rows * both * ITEMSIZE[spec.dtype]

@@ -96,14 +96,12 @@ def _word(xp: Any, x: Array) -> Any:
 
 
 def _unsigned(xp: Any, x: Array, word: Any) -> Array:
-    """Return the bits of a 32-bit number as a word."""
     low = xp.asarray(0xFFFF, dtype=word, device=device(x))
     x = xp.astype(x, word)
     return (x >> 16 & low) << 16 | (x & low)
 
 
 def _product(x: Array, multiplier: int, low: Array) -> tuple[Array, Array]:
-    """Return the upper and the lower 32 bits of a product."""
     a, b = x >> 16, x & low
     c, d = multiplier >> 16, multiplier & 0xFFFF
     of_low, first, second = b * d, a * d, b * c
@@ -113,7 +111,6 @@ def _product(x: Array, multiplier: int, low: Array) -> tuple[Array, Array]:
 
 
 def _sum(x: Array, step: int, low: Array) -> Array:
-    """Return the lower 32 bits of a sum."""
     lower = (x & low) + (step & 0xFFFF)
     upper = (x >> 16) + (step >> 16) + (lower >> 16)
     return (upper & low) << 16 | (lower & low)

@@ -11,11 +11,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 X = TypeVar("X")
 
-# Operands that are added to the scores.
 TERMS = ("bias", "relative_bias", "alibi_slopes")
 # Floating-point operands without a gradient.
 CONSTANTS = ("alibi_slopes",)
-# Operands whose gradient a backward leaves out if nobody asks for it.
+# Operands whose gradient a backward may leave out.
 FREEZABLE = ("sinks", "bias", "relative_bias")
 
 
@@ -81,9 +80,7 @@ class VarlenOperands(NamedTuple, Generic[X]):
 
 
 class BlockSparseOperands(NamedTuple, Generic[X]):
-    """Operands of `block_sparse_attention`: those of `FlashOperands`, and the lists of a
-    `BlockMask`.
-    """
+    """Operands of `FlashOperands`, and the lists of a `BlockMask`."""
 
     q: X
     k: X
@@ -129,7 +126,7 @@ def has_terms(operands: Any) -> bool:
     return any(getattr(operands, name, None) is not None for name in TERMS)
 
 
-# Of the operations that the flash attention kernels run.
+# Of the flash attention kernels' operations.
 AttentionOperands = (
     FlashOperands[X] | VarlenOperands[X] | BlockSparseOperands[X] | PartialOperands[X]
 )
@@ -207,7 +204,7 @@ class AppendOperands(NamedTuple, Generic[X]):
 def frozen_operands(
     names: Iterable[str], operands: Iterable[Any], needed: Iterable[bool]
 ) -> tuple[str, ...]:
-    """Return the names of the operands whose gradient nobody needs; `needed` has their flags."""
+    """Return the operands whose gradient nobody needs; `needed` has their flags."""
     return tuple(
         name
         for name, x, is_needed in zip(names, operands, needed, strict=True)
@@ -216,7 +213,7 @@ def frozen_operands(
 
 
 def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:
-    """Return the operands as `operand` describes each by name; an omitted one stays None."""
+    """Describe each operand by name; an omitted one stays None."""
     optional = operands._field_defaults
     return operands._make(
         None if x is None and name in optional else operand(name, x)

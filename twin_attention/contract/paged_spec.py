@@ -22,7 +22,7 @@ PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 64, 256
 
 
 class DecodeOptions(NamedTuple):
-    """Checked options of a paged decode; the default scale follows from the head dimension."""
+    """Checked options of a paged decode."""
 
     scale: float | None
     window_left: int | None
@@ -76,12 +76,12 @@ class PagedCache:
 
     @property
     def is_empty(self) -> bool:
-        """True when it has no slot for a key of any sequence."""
+        """True without a slot for a key."""
         return 0 in (self.num_pages, self.capacity)
 
     @property
     def is_quantized(self) -> bool:
-        """True when keys and values are stored divided by a scale, in 8 bits."""
+        """True for keys and values stored divided by a scale, in 8 bits."""
         return self.dtype in QUANTIZED_DTYPES
 
     @property
@@ -118,7 +118,7 @@ class AppendSpec(Traits):
     def of(
         cls, operands: AppendOperands, dtype: str, kv_dtype: str, interleaved: bool
     ) -> AppendSpec:
-        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
+        """Describe matching operands; `kv_dtype` is the pool's."""
         q, cos, offsets = operands.q, operands.rotary_cos, operands.cu_seqlens_q
         packed = offsets is not None
         tokens = operands.k_new.shape[:-2]
@@ -190,7 +190,7 @@ class DecodeSpec(Traits):
         kv_dtype: str,
         options: DecodeOptions,
     ) -> Self:
-        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
+        """Describe matching operands; `kv_dtype` is the pool's."""
         batch, *tokens, heads_q, head_dim = operands.q.shape
         return cls(
             batch=batch,
@@ -225,7 +225,7 @@ class DecodeSpec(Traits):
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one kv head (GQA): query head h reads kv head h // group_size."""
+        """Query heads per kv head (GQA): query head h reads kv head h // group_size."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
@@ -262,7 +262,7 @@ class DecodeSpec(Traits):
         )
 
     def visible_keys(self, token: int, length: int) -> range:
-        """Return the keys that one new token of a sequence of `length` keys sees without a tree."""
+        """Return the keys that a new token of a sequence of `length` keys sees without a tree."""
         position = min(max(length, 0), self.cache.capacity) - self.tokens + token
         begin = 0 if self.window_left is None else max(0, position - self.window_left)
         return range(begin, max(begin, position + 1))
@@ -283,7 +283,7 @@ class PagedSpec(DecodeSpec):
         kv_dtype: str,
         options: DecodeOptions,
     ) -> Self:
-        """Describe the problem of matching operands; `kv_dtype` is the pool's."""
+        """Describe matching operands; `kv_dtype` is the pool's."""
         spec = super().of(operands, dtype, kv_dtype, options)  # of a token per sequence
         batch, tokens = operands.cu_seqlens_q.shape[0] - 1, operands.q.shape[0]
         return replace(spec, batch=batch, tokens=tokens)
@@ -294,11 +294,11 @@ class PagedSpec(DecodeSpec):
         return -(-self.tokens // max(1, self.batch)) * self.group_size
 
     def merge(self, num_splits: int) -> MergeSpec:
-        """Return the problem of merging the results of its splits: one batch of all tokens."""
+        """Return the problem of merging its splits: one batch of all tokens."""
         return MergeSpec(num_splits, 1, self.tokens, self.heads_q, self.head_dim_v, self.dtype)
 
     def sequence(self, tokens: int) -> DecodeSpec:
-        """Return the problem of one of its sequences by itself, with `tokens` new tokens."""
+        """Return the problem of one of its sequences, with `tokens` new tokens."""
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(DecodeSpec)}
         same["batch"], same["tokens"] = 1, tokens
         return DecodeSpec(**same)

@@ -38,7 +38,7 @@ def scale_or_default(scale: float | None, head_dim: int) -> float:
 
 @dataclass(frozen=True)
 class Window:
-    """Keys that a query sees to the left and right of its own position; None is unlimited."""
+    """Keys seen to the left and right of the own position; None is unlimited."""
 
     left: int | None = None
     right: int | None = None
@@ -213,7 +213,7 @@ class AttentionSpec(Traits):
         dtype: str,
         options: FlashOptions,
     ) -> AttentionSpec:
-        """Describe the problem of matching operands."""
+        """Describe matching operands."""
         return cls(
             batch=operands.q.shape[0],
             segmented=operands.q_segment_ids is not None,
@@ -223,7 +223,7 @@ class AttentionSpec(Traits):
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one kv head (GQA): query head h reads kv head h // group_size."""
+        """Query heads per kv head (GQA): query head h reads kv head h // group_size."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
 
     @property
@@ -282,7 +282,6 @@ class AttentionSpec(Traits):
 def _fields_of(
     operands: FlashOperands | VarlenOperands, dtype: str, options: FlashOptions
 ) -> dict[str, Any]:
-    """Return the fields of a problem that do not depend on how sequences are laid out."""
     seq_q, heads_q, head_dim = operands.q.shape[-3:]
     seq_kv, heads_kv, head_dim_v = operands.v.shape[-3:]
     return {
@@ -312,7 +311,6 @@ def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptio
 
 
 def _terms_of(operands: FlashOperands | VarlenOperands) -> tuple[str, ...]:
-    """Return the names of the operands that are added to the scores."""
     return tuple(name for name in TERMS if getattr(operands, name, None) is not None)
 
 
@@ -340,13 +338,13 @@ class VarlenSpec(AttentionSpec):
         dtype: str,
         options: FlashOptions,
     ) -> VarlenSpec:
-        """Describe the problem of matching operands."""
+        """Describe matching operands."""
         num_sequences = operands.cu_seqlens_q.shape[0] - 1
         shared = _fields_of(operands, dtype, options)
         return cls(batch=1, num_sequences=num_sequences, **shared)
 
     def sequence(self, seq_q: int, seq_kv: int) -> AttentionSpec:
-        """Return the problem of one of its sequences by itself."""
+        """Return the problem of one of its sequences."""
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
         same["seq_q"], same["seq_kv"] = seq_q, seq_kv
         return AttentionSpec(**same)
@@ -383,7 +381,7 @@ class BlockSparseSpec(AttentionSpec):
         dtype: str,
         options: FlashOptions,
     ) -> BlockSparseSpec:
-        """Describe the problem of matching operands."""
+        """Describe matching operands."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
         same = AttentionSpec.of(dense, dtype, options)
         mask_batch, mask_heads, tiles_q = operands.kv_counts.shape
@@ -418,7 +416,7 @@ class PartialSpec(AttentionSpec):
         dtype: str,
         options: FlashOptions,
     ) -> PartialSpec:
-        """Describe the problem of matching operands; the window of the options is not in it."""
+        """Describe matching operands, without the window of the options."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
         options = options._replace(window_left=None, window_right=None)
         return cls(**vars(AttentionSpec.of(dense, dtype, options)))
@@ -464,13 +462,13 @@ class DilatedSpec(AttentionSpec):
         *,
         dilations: tuple[Dilation, ...],
     ) -> DilatedSpec:
-        """Describe the problem of matching operands."""
+        """Describe matching operands."""
         same = AttentionSpec.of(operands, dtype, options)
         return cls(**vars(same), dilations=dilations)
 
     @property
     def longest_call(self) -> AttentionSpec:
-        """The problem of the one of its `dilated_calls` whose segments keep the most tokens."""
+        """The problem of the `dilated_calls` whose segments keep the most tokens."""
         call = max(dilated_calls(self.dilations), key=lambda call: call[0].kept)
         same: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(AttentionSpec)}
         same["batch"] *= sum(self.seq_q // x.segment_length for x in call)

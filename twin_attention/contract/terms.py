@@ -77,7 +77,7 @@ def gradients_of_terms(
 
 
 def _distances(xp: Any, position: Array, seq_kv: int) -> Array:
-    """Return the distance of each key from each query, [Sq, Skv]."""
+    """[Sq, Skv]"""
     key = xp.arange(seq_kv, dtype=position.dtype, device=device(position))
     return key[None, :] - position[:, None]
 

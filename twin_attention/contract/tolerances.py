@@ -215,7 +215,7 @@ def cancelled_gradient(scale: float, dout: Array, v: Array, other: Array, rows: 
 
 
 def cancelled_sum(terms: Array) -> float:
-    """Return how large sums over the last axis are if nothing cancels; errors scale with it."""
+    """Return how large sums over the last axis are if nothing cancels."""
     xp = array_namespace(terms)
     return FLOAT32_CLASS / SUM_ERROR * _max_abs(xp.sum(terms * terms, axis=-1)) ** 0.5
 
@@ -277,7 +277,6 @@ def _rms_of_rows(xp: Any, x: Array) -> Array:
 
 
 def _max_abs(x: Array) -> float:
-    """Return the largest magnitude, 0 without a finite number."""
     xp = array_namespace(x)
     finite = xp.where(xp.isfinite(x), xp.abs(x), xp.zeros_like(x))
     return float(xp.max(finite)) if math.prod(x.shape) else 0.0

@@ -92,14 +92,11 @@ class Hop(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """The first half of a `Step`."""
-
     received: tuple[Rows, ...]
     order: np.ndarray | None
     intervals: Intervals
 
     def of(self, holder: int) -> Iterable[Rows]:
-        """Yield each of a holder's pieces."""
         return (rows for rows in self.received if rows.rank == holder)
 
 
@@ -153,7 +150,7 @@ def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
 def _step(
     plan: ContextPlan, window: Window, rank: int, holders: dict[int, tuple[int, ...]]
 ) -> Step:
-    """Return a step of a rank; `holders` are the ranks that exchange keys with it in this step."""
+    """Return a rank's step; `holders` exchange keys with it."""
     keys = {q: _keys_of(plan, window, q, ranks) for q, ranks in holders.items()}
     sent = [rows._replace(rank=q) for q in keys if q != rank for rows in keys[q].of(rank)]
     returned = [
@@ -177,7 +174,6 @@ def _gathered(keys: dict[int, _Keys], holder: int) -> Iterable[Rows]:
 
 
 def _placed(received: Iterable[Rows]) -> Iterable[Rows]:
-    """Yield rows placed one after the other at their receiver."""
     place = 0
     for rows in received:
         yield rows._replace(place=place)
@@ -204,13 +200,11 @@ def _keys_of(plan: ContextPlan, window: Window, rank: int, holders: tuple[int, .
 
 @lru_cache(maxsize=16)
 def _distances(plan: ContextPlan, window: Window) -> tuple[int, ...]:
-    """Return what `ContextPlan.distances` does."""
     return plan.distances(window)
 
 
 @lru_cache(maxsize=16)
 def _bounds(plan: ContextPlan, window: Window) -> np.ndarray:
-    """`ContextPlan.bounds`, as [2, seq_len]."""
     return np.stack(plan.bounds(window))
 
 
@@ -356,7 +350,7 @@ def describe_exchange(
 def problem_of_rank(
     exchange: str, spec: AttentionSpec, plan: ContextPlan, options: FlashOptions
 ) -> AttentionSpec:
-    """Return the problem that a rank's kernels solve; `spec` describes its queries and keys."""
+    """Return the problem of a rank's kernels; `spec` describes its queries and keys."""
     if exchange == "ring":
         return spec
     if exchange == "gather":

@@ -156,14 +156,13 @@ def check_tree(ends: Any, depths: Any = None, cu_seqlens: Any = None) -> None:
 
 
 def _is_batch(x: Any) -> bool:
-    """Return True for a sequence of trees, False for one tree."""
     if hasattr(x, "ndim"):
         return x.ndim == 2
     return isinstance(x, Sequence) and any(not isinstance(item, Integral) for item in x)
 
 
 def _tokens_of(parents: Any, lengths: Any, where: str) -> Tree:
-    """Return the tree [T] of nodes; `where` is the index of a tree in its batch, for messages."""
+    """`where` is the index of a tree in its batch, for messages."""
     parents = _integers("parents", parents)
     counts = np.ones_like(parents) if lengths is None else _integers("lengths", lengths)
     if parents.ndim != 1:
@@ -198,7 +197,6 @@ def _tokens_of(parents: Any, lengths: Any, where: str) -> Tree:
 
 
 def _check_order(parents: np.ndarray, where: str) -> None:
-    """Refuse nodes that are not in depth-first order."""
     path: list[int] = []
     for i, parent in enumerate(parents.tolist()):
         while path and path[-1] != parent:
@@ -210,7 +208,6 @@ def _check_order(parents: np.ndarray, where: str) -> None:
 
 
 def _padded(tree: Tree, size: int | None) -> Tree:
-    """Return a tree with padding, `size` tokens in all."""
     tokens = len(tree.ends)
     if size is None:
         return tree
@@ -223,7 +220,7 @@ def _padded(tree: Tree, size: int | None) -> Tree:
 
 
 def _check_values(ends: np.ndarray, depths: np.ndarray | None, where: tuple[int, ...]) -> None:
-    """Check one tree, whose first token is at index `where` of `ends`."""
+    """The tree's first token is at index `where` of `ends`."""
     *batch, first = where
 
     def at(name: str, i: int) -> str:
@@ -250,7 +247,6 @@ def _check_values(ends: np.ndarray, depths: np.ndarray | None, where: tuple[int,
 
 
 def _integers(name: str, x: Any) -> np.ndarray:
-    """Return an argument as integers of NumPy."""
     found = x.numpy(force=True) if is_torch_array(x) else np.asarray(x)
     if found.size == 0 and not hasattr(x, "dtype"):
         return found.astype(np.int64)

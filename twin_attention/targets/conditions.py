@@ -74,9 +74,7 @@ def _has_keys(count: int) -> Callable[[Spec], bool]:
 
 
 def _sees_on_average(count: int) -> Callable[[Spec], bool]:
-    """Return the condition that queries see at least `count` keys on average; parts as in
-    `_has_keys`.
-    """
+    """Queries see at least `count` keys on average; parts count as in `_has_keys`."""
 
     def sees_on_average(spec: Spec) -> bool:
         if not isinstance(spec, AttentionSpec):
@@ -87,7 +85,7 @@ def _sees_on_average(count: int) -> Callable[[Spec], bool]:
 
 
 def _sees_keys(count: int) -> Callable[[Spec], bool]:
-    """Return the condition that a dense batch's last query sees at least `count` keys."""
+    """A dense batch's last query sees at least `count` keys."""
 
     def sees_keys(spec: Spec) -> bool:
         if not isinstance(spec, AttentionSpec) or spec.is_packed:

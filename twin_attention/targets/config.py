@@ -180,7 +180,6 @@ def current_configs(
 
 
 def _within_tiles(config: KernelConfig, spec: Spec) -> KernelConfig:
-    """Return the configuration with tiles no larger than a block mask's."""
     if not (isinstance(spec, BlockSparseSpec) and isinstance(config, FlashConfig)):
         return config
     return replace(
@@ -265,7 +264,6 @@ def use_configs(
 
 
 def requested_configs() -> tuple[Change, ...]:
-    """Return the changes of the `use_configs` blocks around the caller."""
     return _changes
 
 

@@ -45,7 +45,7 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
 
 
 def function_of(operation: str, spec: Spec) -> str:
-    """Return the function of a family that runs an operation on a problem."""
+    """Return the family's function for an operation on a problem."""
     return operation.replace("flash", "partial") if spec.is_part else operation
 
 

@@ -73,7 +73,7 @@ def attention_backward(
 def _kept(
     xp: Any, operands: FlashOperands, spec: AttentionSpec, dtype: Any, first: tuple[int, int]
 ) -> Array | None:
-    """Return the weights of dropout [B, Hq, Sq, Skv]; None without dropout."""
+    """[B, Hq, Sq, Skv]; None without dropout."""
     sizes = (spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv)
     batch, head, query, key = (xp.arange(n, device=device(operands.q)) for n in sizes)
     counters = (

@@ -1,4 +1,4 @@
-"""Attention over the tiles that a block mask keeps, and its gradients."""
+"""Attention over the tiles that a block mask keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def block_sparse_backward(
     spec: BlockSparseSpec,
     dtype: Any,
 ) -> BlockSparseOperands[Array]:
-    """Compute the gradients of `block_sparse_forward`; lists have none."""
+    """Lists have no gradients."""
     xp = array_namespace(operands.q)
     seen = _kept_keys(xp, operands, spec)
     dq, dk, dv, dsinks, *_ = backward(xp, dout, dlse, operands, spec, seen, dtype)

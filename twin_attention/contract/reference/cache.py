@@ -51,7 +51,6 @@ def quantize(x: Array, scale: Array, cache: PagedCache, dtype: Any) -> Array:
 
 
 def _of_heads(xp: Any, scale: Array) -> Array:
-    """Return a scale as a factor of [..., Hkv, D]."""
     return xp.reshape(scale, (*scale.shape, 1)) if scale.shape else scale
 
 

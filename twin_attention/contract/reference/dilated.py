@@ -1,4 +1,4 @@
-"""Attention within dilated segments, merged by log-sum-exp, and its gradients."""
+"""Attention within dilated segments, merged by log-sum-exp."""
 
 from __future__ import annotations
 

@@ -140,7 +140,6 @@ def rows_of(xp: Any, x: Array, spec: AttentionSpec, dtype: Any) -> Array:
 
 
 def to_heads(xp: Any, rows: Array, spec: AttentionSpec) -> Array:
-    """Undo `rows_of`."""
     x = xp.reshape(rows, (spec.batch, spec.heads_q, spec.seq_q, rows.shape[-1]))
     return xp.permute_dims(x, (0, 2, 1, 3))
 

@@ -1,4 +1,4 @@
-"""Attention over the union of disjoint sets of keys, and its gradients."""
+"""Attention over the union of disjoint sets of keys."""
 
 from __future__ import annotations
 

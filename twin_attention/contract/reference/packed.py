@@ -1,4 +1,4 @@
-"""Attention of packed sequences, and its gradients."""
+"""Attention of packed sequences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a paged cache: the same number per sequence, or any number."""
+"""Attention of new tokens over a paged cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over some of the keys, merged with a result over others, and its gradients."""
+"""Attention over some of the keys, merged with a result over others."""
 
 from __future__ import annotations
 

@@ -100,7 +100,6 @@ def _check_tree(
 
 
 def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], batch: int) -> None:
-    """Check the terms added to the scores of `batch` sequences."""
     q, table, slopes = operands.q, operands.relative_bias, operands.alibi_slopes
     heads = q.shape[-2]
     if table is not None:

@@ -1,4 +1,4 @@
-"""Checks of block masks, and of the operands of `block_sparse_attention`."""
+"""Checks of block masks and of `block_sparse_attention`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_block_sparse_attention(
 
 
 def check_lists(kv_counts: Operand, kv_tiles: Operand, q_counts: Operand, q_tiles: Operand) -> None:
-    """Check the lists of a block mask, except their contents."""
+    """Contents are not checked."""
     lists = ((kv_counts, kv_tiles), (q_counts, q_tiles))
     for counts, tiles in lists:
         for x in (counts, tiles):
@@ -110,7 +110,6 @@ def check_kept_tiles(kept: Operand, q: Operand, k: Operand) -> None:
 
 
 def check_mask(kept: Operand) -> None:
-    """Check a block mask of booleans by itself."""
     check_dtype(kept, "bool")
     if not 2 <= len(kept.shape) <= 4:
         expected = "2 to 4 dimensions [B or 1, Hq or 1, tiles_q, tiles_kv]"
@@ -124,7 +123,6 @@ def check_tiles(least: int = 0, **numbers: Any) -> None:
 
 
 def _check_mask_axes(x: Operand, masks: tuple[int, ...], q: Operand) -> None:
-    """Check how many masks there are, of sequences and of heads."""
     batch, _, heads, _ = q.shape
     if masks[0] not in (1, batch):
         fail(ValueError, x.name, f"masks of 1 or {batch} sequences", masks[0])

@@ -41,10 +41,7 @@ def check_context_plan(
 def check_context_attention(
     operands: FlashOperands[Operand], options: FlashOptions, local_len: int
 ) -> AttentionSpec:
-    """Check a rank's operands, and describe them as a separate sequence.
-
-    local_len: how many tokens the plan gives each rank.
-    """
+    """Check a rank's operands, and describe them as a sequence of `local_len` tokens."""
     spec = check_flash_attention(operands, options)
     for x in (operands.q, operands.k):
         if x.shape[1] != local_len:
@@ -55,7 +52,6 @@ def check_context_attention(
 def check_exchange(
     exchange: Any, choices: Sequence[str], heads: tuple[int, int], size: int
 ) -> None:
-    """Check how ranks exchange keys; `heads` are those of queries and of keys."""
     check_choice("exchange", exchange, choices)
     for name, count in zip("qk", heads, strict=True):
         if exchange == "heads" and count % size:
@@ -63,24 +59,24 @@ def check_exchange(
 
 
 def check_group(plan_size: int, group_size: int) -> None:
-    """Refuse a plan for another number of ranks than the group has."""
+    """Refuse a plan for another number of ranks."""
     if plan_size != group_size:
         fail(ValueError, "plan", f"a plan for the group's {group_size} ranks", plan_size)
 
 
 def check_rank(rank: Any, size: int) -> int:
-    """Check that a plan for `size` ranks has this one, and return it."""
+    """Return a rank that a plan for `size` ranks has."""
     return check_integer("rank", rank, 0, size - 1)
 
 
 def check_whole(name: str, shape: tuple[int, ...], axis: int, length: int) -> None:
-    """Refuse an array whose token axis is not as long as the plan's sequence."""
+    """Refuse an array with another length of the token axis than the plan."""
     if not -len(shape) <= axis < len(shape) or shape[axis] != length:
         fail(ValueError, name, f"{length} tokens along axis {axis}", f"shape {tuple(shape)}")
 
 
 def check_shards(shapes: list[tuple[int, ...]], axis: int, size: int, length: int) -> None:
-    """Refuse shards whose number or lengths do not match the plan."""
+    """Refuse shards of another number or other lengths."""
     if len(shapes) != size:
         fail(ValueError, "xs", f"the tokens of {size} ranks", len(shapes))
     for rank, shape in enumerate(shapes):

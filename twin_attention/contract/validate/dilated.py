@@ -1,4 +1,4 @@
-"""Checks of the pairs and the operands of `dilated_attention`."""
+"""Checks of `dilated_attention`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def check_dilated_attention(
 
 
 def check_segments(dilations: tuple[Dilation, ...], length: int) -> None:
-    """Check that segments are whole in a sequence of this length."""
     for i, (segment_length, _) in enumerate(dilations):
         if length % segment_length:
             expected = f"a divisor of q's length {length}"

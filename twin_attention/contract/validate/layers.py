@@ -1,4 +1,4 @@
-"""Checks of the sizes and the input of a multi-head module."""
+"""Checks of a multi-head module's sizes and input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from twin_attention.contract.validate.options import check_integer
 
 
 def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, int]:
-    """Check the sizes of a multi-head module; return the head dimension and number of kv heads."""
+    """Return the head dimension and number of kv heads."""
     for name, x in (("d_model", d_model), ("num_heads", num_heads)):
         check_integer(name, x, 1, WINDOW_UNLIMITED)
     if d_model % num_heads:
@@ -29,6 +29,6 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
 
 
 def check_tokens(shape: tuple[int, ...], d_model: int) -> None:
-    """Check the shape [B, S, d_model] of a multi-head module's input."""
+    """Check [B, S, d_model]."""
     if len(shape) != 3 or shape[2] != d_model:
         fail(ValueError, "x", f"shape [B, S, d_model {d_model}]", tuple(shape))

@@ -1,4 +1,4 @@
-"""Checks of the operands of `merge_states`."""
+"""Checks of `merge_states`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the offsets where packed sequences begin."""
+"""Checks of packed sequences' offsets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from twin_attention.contract.validate.options import check_integer
 def check_offsets_arguments(
     cu_seqlens_q: Operand, cu_seqlens_kv: Operand, tokens_q: Any, tokens_kv: Any
 ) -> None:
-    """Check the arguments of `check_offsets`, except their contents."""
+    """Contents are not checked."""
     for name, tokens in (("tokens_q", tokens_q), ("tokens_kv", tokens_kv)):
         check_integer(name, tokens, 0, WINDOW_UNLIMITED)
     check_offset_operands(cu_seqlens_q, cu_seqlens_kv)

@@ -41,7 +41,7 @@ def check_qkv(
     operands: FlashOperands[Operand] | VarlenOperands[Operand] | BlockSparseOperands[Operand],
     layouts: tuple[str, str, str],
 ) -> None:
-    """Check that queries, keys and values have these layouts and fit each other."""
+    """Check that q, k and v have these layouts and fit each other."""
     q, k, v = operands.q, operands.k, operands.v
     for x, layout in zip((q, k, v), layouts, strict=True):
         rank = 1 + layout.count(",")
@@ -90,7 +90,7 @@ def check_sinks(
 
 
 def check_float(x: Operand, dtypes: tuple[str, ...]) -> None:
-    """Check that a tensor has one of these floating-point dtypes."""
+    """Check for one of these floating-point dtypes."""
     if "float" not in x.dtype:
         fail(TypeError, x.name, "a floating-point dtype", x.dtype)
     if x.dtype not in dtypes:
@@ -109,7 +109,7 @@ def check_device(x: Operand, other: Operand) -> None:
 
 
 def check_head_dim(x: Operand) -> None:
-    """Check that the kernels take a tensor's last dimension."""
+    """Check that the kernels take a last dimension."""
     if not is_head_dim(x.shape[-1]):
         fail(NotImplementedError, x.name, HEAD_DIMS, x.shape[-1])
 

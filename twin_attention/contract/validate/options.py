@@ -24,7 +24,6 @@ def check_flash_options(
     precision: Any,
     return_lse: Any,
 ) -> FlashOptions:
-    """Check the options that all functions of flash attention share."""
     _check_flag("return_lse", return_lse)
     number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
     number, causal = _scale_within(number, cap), _check_flag("causal", causal)
@@ -46,7 +45,6 @@ def check_attention_options(
     return_row_max: Any,
     return_lse: Any,
 ) -> FlashOptions:
-    """Check all options of `flash_attention` and `flash_attention_varlen`."""
     options = check_flash_options(
         causal, scale, window_size, softcap, deterministic, precision, return_lse
     )

@@ -1,4 +1,4 @@
-"""Checks of the operands of `paged_decode`, `paged_attention` and `append_kv`."""
+"""Checks of `paged_decode`, `paged_attention` and `append_kv`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _check_cache(
 def _check_queries(
     operands: DecodeOperands[Operand] | PagedOperands[Operand], cache: PagedCache
 ) -> None:
-    """Check what a decode takes besides its cache: heads, scales and sinks."""
+    """Check heads, scales and sinks."""
     head_dim = operands.q.shape[-1]
     if head_dim != cache.head_dim:
         fail(ValueError, "q", f"k_pages' head dimension {cache.head_dim}", head_dim)

@@ -22,7 +22,7 @@ def check_pages_arguments(
     cu_seqlens_q: Operand | None,
     num_new_tokens: Any,
 ) -> None:
-    """Check the arguments of `check_pages`, except their contents."""
+    """Contents are not checked."""
     if num_new_tokens is not None:
         check_integer("num_new_tokens", num_new_tokens, 0, TOKENS_MAX)
         if cu_seqlens_q is not None:
@@ -91,7 +91,7 @@ def check_pool(k_pages: Operand) -> None:
 
 
 def check_tables(k_pages: Operand, block_tables: Operand, seq_lens: Operand, batch: int) -> None:
-    """Check the tables and the lengths of `batch` sequences, except their contents."""
+    """Contents are not checked."""
     for x in (block_tables, seq_lens):
         check_dtype(x, "int32")
     if len(block_tables.shape) != 2 or block_tables.shape[0] != batch:
