@@ -25,8 +25,6 @@ LEFT_OUT = Operand((), "")
 
 
 class Mistake(NamedTuple):
-    """The error of a valid call after `changes` to its operands and options."""
-
     error: type[Exception]
     message: str
     changes: dict[str, Any]

@@ -16,7 +16,6 @@ LOWERS_ALL = (0, 11, 2)
 
 
 def files_of(reports: Iterable[Any]) -> list[tuple[str, int, str]]:
-    """Return each file that was skipped as a whole, its number of tests, and the reason."""
     found = {}
     for x in reports:  # of each worker
         if x.nodeid.endswith(".py") and isinstance(x.longrepr, tuple):

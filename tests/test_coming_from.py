@@ -26,7 +26,6 @@ SINKS = torch.tensor([-0.5, 0.0, 0.75, 1.5])
 
 
 def rows() -> list[tuple[str, str, str]]:
-    """Yield a heading, their call, our call."""
     found, heading = [], ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):

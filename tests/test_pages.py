@@ -118,7 +118,6 @@ def test_a_key_sorts_a_table(pages):
 
 
 def crossings(figure: Figure) -> list[tuple[str, str]]:
-    """Return each text in a panel that a line of the panel crosses, with the line's name."""
     FigureCanvasAgg(figure).draw()
     found = []
     for axes in figure.axes:

@@ -17,7 +17,6 @@ REFERENCE = {"torch": ("torch_attn", "reference"), "jax": ("pallas_attn", "refer
 
 @pytest.fixture
 def measured(monkeypatch, record):
-    """Measure in this process."""
     monkeypatch.setattr("bench.first.kernels_of", REFERENCE.get)
     origin = {"suite": "first"}
     for name in ("device", "versions", "commit", "date"):

@@ -47,7 +47,6 @@ def job(name, operation="forward", **factories):
 
 @pytest.fixture
 def card(monkeypatch):
-    """An A100, where each part has one problem."""
     suites = {part.suite: [job(f"{part.suite} problem")] for part in mine.PARTS}
     monkeypatch.setattr(environment, "choose_device", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

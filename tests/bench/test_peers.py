@@ -368,8 +368,6 @@ def test_fa2_decodes_from_a_dense_copy(tokens):
 
 
 class Wrapper:
-    """FlashInfer's wrappers in plain torch."""
-
     planned = 0
 
     def __init__(self, workspace, layout):

@@ -16,7 +16,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def by_case(name, head_dims):
-    """Median times by suite, operation and case, then by label."""
     found = defaultdict(dict)
     for record in load(ROOT / "bench" / "results" / name):
         if record.times is not None and record.case.get("head_dim") in head_dims:

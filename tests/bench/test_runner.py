@@ -258,7 +258,6 @@ class Memory:
         return taken
 
     def call(self, tensors):
-        """Return a call that holds memory, as a graph of a forward does."""
         graph = self.take()
         return Call(lambda: graph and "done", lambda result: (result,))
 

@@ -464,7 +464,6 @@ def test_cells(record, suite, name, wanted):
 
 
 def records_of(suite, record, path):
-    """One of them failed."""
     made = [
         record(
             suite=suite, operation=job.operation, implementation=subject.implementation,

@@ -183,7 +183,6 @@ def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, 
 
 @pytest.fixture
 def measured(monkeypatch, record):
-    """Suites write a record at once; return their names, and their codes."""
     done = SimpleNamespace(names=[], logs={}, codes={})
 
     def measure(name, jobs, setting, log):

@@ -74,7 +74,6 @@ def test_busy_leaves_gaps_out_and_span_counts_them(kernels, busy, span):
 
 @pytest.fixture
 def device(monkeypatch):
-    """A call takes the microseconds of its name; notes what is asked."""
     asked = SimpleNamespace(turns=[], plans={})
     microseconds = {"short": 40, "long": 600, "longest": 30_000, "jax": 600}
     events = {"long": iter([0.61])}
@@ -149,7 +148,6 @@ def test_a_call_of_jax_waits_for_one_fill():
 
 @pytest.fixture
 def host(monkeypatch):
-    """A call takes the given milliseconds; notes what it does."""
     asked = SimpleNamespace(now=0.0, done=[])
 
     def call(name, *turns):

@@ -32,7 +32,6 @@ def plans(draw: st.DrawFn) -> ContextPlan:
 
 
 def whole_mask(plan: ContextPlan, window: Window) -> np.ndarray:
-    """[seq_len, seq_len]"""
     token = np.arange(plan.seq_len)
     query, key = token[:, None], token[None, :]
     seen = np.ones((plan.seq_len, plan.seq_len), bool)

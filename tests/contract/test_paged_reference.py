@@ -240,7 +240,7 @@ def test_the_dtype_of_every_operation_is_the_callers():
 
 
 def states_of(num_states, seed=0):
-    """Partial results [N, 2, 3, 2, 16]. Some, and one row of all, saw nothing and hold NaN."""
+    """[N, 2, 3, 2, 16]; some, and one row of all, saw nothing and hold NaN."""
     rng = np.random.default_rng(seed)
     outs = rng.standard_normal((num_states, 2, 3, 2, 16))
     lses = 3 * rng.standard_normal((num_states, 2, 2, 3))
@@ -306,7 +306,6 @@ def test_gradients_of_a_merge_are_those_of_its_formula(dlse_is_given):
 
 
 def codes(cache):
-    """Every finite number that `quantize` gives, in order."""
     if cache.dtype == "int8":
         return np.arange(-127, 128)
     every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -28,7 +28,6 @@ CASES = [
 
 
 def seen(case: FlashCase, x: dict[str, torch.Tensor], b: int) -> torch.Tensor:
-    """Return which keys each query sees, as docs/semantics.md says."""
     found = torch.zeros(case.seq_q, case.seq_kv, dtype=torch.bool)
     left = None if case.window_size is None else case.window_size[0]
     for i in range(case.seq_q):

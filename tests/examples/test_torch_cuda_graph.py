@@ -62,7 +62,6 @@ def test_replays_with_other_lengths_give_what_eager_steps_give():
 
 
 def launches(call) -> list[str]:
-    """Launches that a call asks of the driver, of kernels and of graphs."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         call()
         torch.cuda.synchronize()

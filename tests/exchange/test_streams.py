@@ -89,7 +89,6 @@ def quick_collections():
 
 @pytest.fixture(autouse=True)
 def idle(seed, quick_collections):
-    """Nothing is queued on the card, and nothing left to collect."""
     gc.collect()
     torch.cuda.synchronize()
 
@@ -99,7 +98,6 @@ def all_equal(tensor, value):
 
 
 def torch_occupies(address):
-    """Whether torch has given away the memory, or holds it back for another stream."""
     torch.empty(1, device="cuda")  # torch looks for finished events when it allocates
     blocks = [block for part in torch.cuda.memory_snapshot() for block in part["blocks"]]
     here = [block for block in blocks if 0 <= address - block["address"] < block["size"]]

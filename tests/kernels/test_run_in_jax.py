@@ -498,7 +498,6 @@ def test_explain_names_them_and_says_whose_they_are():
 
 
 def simulated(parameters, written, zeroed, monkeypatch):
-    """Return what each parameter of a kernel gets, by its number."""
     jaxlib = SimpleNamespace(
         TritonKernel=lambda *args: args,
         TritonKernelCall=lambda kernel, x, y, z, given: SimpleNamespace(

@@ -85,7 +85,6 @@ def test_compact():
 
 
 def launch(code, inputs, results):
-    """The kernel writes what it does not read."""
     numbers = [*range(len(inputs) + len(results))]
     read, written = tuple(numbers[: len(inputs)]), tuple(numbers[len(inputs) :])
     return Kernel(code, (*inputs, *results), read, written)
@@ -104,7 +103,6 @@ def plan_of_decode(function, operands, card):
 
 
 def plan_of(function, operands, card):
-    """With a reshape, zeros in place and a constant."""
     assert [x.shape for x in operands] == [(4, 64), (4, 64)]
     x, y = Value(0, (4, 64), "float32"), Value(1, (4, 64), "float32")
     viewed, sums = Value(2, (1, 4, 64), "float32"), Value(3, (64,), "float32")
@@ -218,7 +216,6 @@ def normal(seed, *shape):
 
 
 def row_exists(count):
-    """Return which rows of lse2 and delta are no padding."""
     exists, start = np.zeros(count, bool), 0
     for number, length in enumerate(LENGTHS):
         first = (start // 128 + number) * 128

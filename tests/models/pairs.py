@@ -37,7 +37,6 @@ def in_float64(model: torch_model.Transformer) -> torch_model.Transformer:
 
 
 def batch_of(device: str, step: int = 0, batch: int = 2, length: int = 32) -> torch.Tensor:
-    """Return another stretch of the text at each step: [batch, length + 1] int32."""
     size = batch * (length + 1)
     tokens = torch.tensor(list(TEXT[step * size : (step + 1) * size]), dtype=torch.int32)
     return tokens.reshape(batch, -1).to(device)

@@ -77,7 +77,6 @@ def check(case, plan, **options):
 
 
 def check_placed(plan):
-    """Spread arrays are put together outside of `jit` too."""
     mesh = jax.make_mesh((4,), ("context",), axis_types=(AUTO,))
     x = jax.numpy.arange(64.0).reshape(1, 64)
     placed = jax.device_put(

@@ -40,7 +40,6 @@ def fresh_caches():
 
 
 def operations(function, qkv, platform):
-    """Return the names of StableHLO operations."""
     lowered = jax.jit(function).trace(*qkv).lower(lowering_platforms=(platform,))
     return set(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
 

@@ -19,7 +19,6 @@ def inputs(seq_q: int, seq_kv: int, dtype=jnp.bfloat16, batch: tuple[int, ...] =
 
 
 def assert_like_jax(function, operands, kind="output", **options) -> None:
-    """Compare in float32."""
     theirs, ours = (
         function(lambda *qkv, attention=attention: attention(*qkv, **options))
         for attention in (jax.nn.dot_product_attention, dot_product_attention)

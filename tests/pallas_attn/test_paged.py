@@ -69,7 +69,6 @@ def test_a_gradient_is_refused():
 
 
 def located(cu, num_tokens, rows, block, locate=locate_tokens):
-    """Return (sequence, first, tokens, start) of each tile, [tiles, 4]."""
     tiles = num_tokens * rows // block + len(cu)
 
     def kernel(cu_ref, found_ref):

@@ -174,7 +174,6 @@ def test_newer_versions_are_named(monkeypatch):
 
 
 def _used():
-    """Return by file which attributes of each module of the table it uses, with their dots."""
     found = {}
     own, crossing = (Path(x.__file__).parent.rglob("*.py") for x in (pallas_attn, kernels))
     for file in (*own, *crossing):

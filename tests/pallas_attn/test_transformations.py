@@ -62,7 +62,6 @@ def results_and_gradients(attention, *inputs):
 
 
 def recomputed(attention):
-    """Keeps nothing for the backward, under `jit`."""
     return jax.jit(jax.checkpoint(attention))
 
 

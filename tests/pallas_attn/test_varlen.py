@@ -159,7 +159,6 @@ def test_one_sequence_is_flash_attention_bit_for_bit(problems):
 
 
 def located(locate_tile, cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS_KV):
-    """Return what `locate_tile` says of each tile of queries, [tiles, 6]."""
     tiles = count_sequence_tiles(tokens_q, len(cu_q) - 1, block)
 
     def kernel(cu_q_ref, cu_kv_ref, found_ref):

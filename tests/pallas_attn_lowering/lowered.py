@@ -10,7 +10,6 @@ def of(*shape, dtype="bfloat16"):
 
 
 def batched(operands):
-    """Add an axis of 3."""
     return [of(3, *x.shape, dtype=x.dtype) for x in operands]
 
 
@@ -25,7 +24,6 @@ def kernels(text):
 
 
 def sharded_and_scanned(attention):
-    """Return two functions of q, k and v: one on a shard of heads, one that scans over layers."""
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     heads = jax.P(None, None, "x")
     sharded = jax.shard_map(

@@ -54,7 +54,6 @@ def test_every_kernel_of_a_program_is_noted(noted):
 
 
 def outcomes(*kernels):
-    """What compiling says of each kernel in turn, or ""."""
     card = mosaic_aot.card_in_words("sm90", SHARED_MEMORY_LIMIT["sm90"])
     return [str(compile_beside(kernel, card).exception() or "") for kernel in kernels]
 

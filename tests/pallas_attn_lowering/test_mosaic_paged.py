@@ -67,7 +67,6 @@ def operands(case):
 
 
 def new_tokens(case):
-    """New keys and values take the place of q."""
     spec, found = case.spec, operands(case)
     rows = found.pop("q").shape[:2]
     sizes = {"k_new": spec.head_dim, "v_new": spec.head_dim_v}

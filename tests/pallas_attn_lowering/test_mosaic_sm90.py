@@ -72,7 +72,6 @@ def chunks(page_size, heads_q, head_dim, head_dim_v, dtype="bfloat16"):
 
 
 def check_everywhere(function, operands, number):
-    """Lower a function, also mapped and with 64-bit types enabled."""
     expected = ["mosaic_gpu_v2"] * number
     assert kernels(lower(function, *operands)) == expected
     with jax.enable_x64(True):
@@ -107,7 +106,6 @@ def test_a_block_mask_is_lowered(head_dim, options):
 
 
 def sequences(operands):
-    """Return five packed sequences from a batch of one."""
     offsets = of(6, dtype="int32")
     return [*(of(*x.shape[1:], dtype=x.dtype) for x in operands), offsets, offsets]
 
@@ -151,7 +149,6 @@ def test_items_are_the_tiles_of_a_few_heads_at_a_time(heads, num_tiles):
 
 
 def places(monkeypatch, cu_seqlens, cu_seqlens_other, heads, last_first):
-    """Return the places of all items and of three more."""
     num_rows, num_rows_other, block = 1300, 1500, 128
     taken = items.Items(
         *(jnp.asarray(x, jnp.int32) for x in (cu_seqlens, cu_seqlens_other)),

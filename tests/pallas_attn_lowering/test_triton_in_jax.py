@@ -95,7 +95,6 @@ def test_packed_sequences_are_lowered(head_dim):
 
 
 def fields(message):
-    """Yield a protocol buffer's fields: numbers, and bytes."""
 
     def varint():
         value, shift = 0, 0

@@ -23,7 +23,6 @@ FEATURES = {
 
 
 def kernels_of(jaxpr):
-    """Yield the calls of kernels by name, and the programs of each."""
     for equation in jaxpr.eqns:
         inner = jax.tree.leaves(
             [*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")

@@ -182,7 +182,6 @@ def of_merge(case: MergeCase):
 
 
 def cached(case, **others) -> dict[str, Operand]:
-    """Return the operands of a cache, and shapes and dtypes of `others`, or None."""
     cache, batch = case.spec.cache, case.spec.batch
     pool = (cache.num_pages, cache.page_size, cache.heads)
     scale = (case.scale_shape, "float32") if cache.is_quantized else None

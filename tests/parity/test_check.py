@@ -20,7 +20,6 @@ TORCH, PALLAS = Subject("torch_attn", "triton"), Subject("pallas_attn", "triton"
 
 
 def ratios(token: int, value: float, device: str) -> dict[tuple[str, str], float]:
-    """Return ratios when `value` is added to torch_attn's out at a token."""
     inputs = make_inputs(CASE, device)
     right = evaluate(inputs, CASE.spec, torch.float64)
     results = {subject: {n: x.float() for n, x in right.items()} for subject in (TORCH, PALLAS)}
@@ -126,7 +125,6 @@ def test_a_wrong_element_of_a_sampled_sequence_is_found(case, torch_device):
 
 
 def _one_row(x):
-    """Make one row wrong by a quarter of the usual size."""
     x[0, 300] += 0.26 * x.square().mean().sqrt()
 
 

@@ -235,7 +235,6 @@ def result_of(problem: Problem, error: str | None = None) -> CaseResult:
 
 
 def fails_when_long(problem: Problem) -> CaseResult:
-    """Fail from 13 keys in a sequence of two heads on."""
     case = problem.case
     longest = max(n for _, n in case.lengths)
     result = result_of(problem)

@@ -14,7 +14,6 @@ from interop.parity.workers import run_cases
 
 
 def run(case: FlashCase) -> CaseResult:
-    """Do what a case's name says; return which process ran it."""
     error = None
     if case.name == "raise":
         error = "RuntimeError: no"

@@ -386,7 +386,6 @@ MISTAKES = [
 
 
 def made(side, described):
-    """Return zeros for the described operands, and lists as a mask."""
     found = {
         name: side.zeros(*x) if isinstance(x, Operand) else x
         for name, x in described.items()

@@ -10,7 +10,6 @@ LENGTHS = (7, 2, 21, 20, 0, 6)
 
 
 def inputs_of(device, kv_dtype=None, dtype=torch.bfloat16, tokens=3, scale_shape=()):
-    """The pools hold a number of each slot's own."""
     make = torch.Generator().manual_seed(0)
     new = (len(LENGTHS), HEADS) if tokens is None else (len(LENGTHS), tokens, HEADS)
     inputs = {

@@ -27,7 +27,6 @@ def torch_side(torch_device):
 
 
 def one_pool(k_pages, v_pages):
-    """Return [P, 2, page_size, H, D]."""
     pool = torch.stack([k_pages, v_pages], dim=1)
     return pool[:, 0], pool[:, 1]
 

@@ -33,7 +33,6 @@ BRANCHES = (
 
 
 def with_ends(inputs, nodes=NODES):
-    """Give inputs the ends of a tree's nodes, each the first and last token and the end."""
     ends = torch.empty(90, dtype=torch.int32)
     for (begin, last), end in nodes.items():
         ends[begin:last] = end

@@ -209,7 +209,6 @@ def test_a_problem_without_a_row_is_named(path):
 
 
 def decode(capacity, **changes):
-    """A problem of one sequence, 32 kv heads."""
     base = DecodeCase("when", heads_q=32, heads_kv=32, head_dim=128, page_size=1, lengths=(1,))
     return replace(base, max_pages=capacity, **changes).spec
 

@@ -104,7 +104,6 @@ def test_the_explicit_kernels_are_the_best_for_sm90():
 
 @pytest.fixture
 def importable(monkeypatch):
-    """Let the kernels of all families be there."""
     monkeypatch.setattr(versions, "older_jax", lambda *_: None)
     monkeypatch.setattr(family, "import_error", lambda module: None)
     monkeypatch.setattr(private, "missing", lambda group: None)

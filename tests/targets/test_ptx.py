@@ -59,7 +59,6 @@ _FLOAT = {
 
 
 def _run(code, word):
-    """Return the registers in the end."""
     registers = {"$1": word}
     for line in re.findall(r"^([a-z][^;\n]*);", code, re.MULTILINE):
         name, rest = line.split(maxsplit=1)

@@ -10,7 +10,6 @@ COUNT = 8
 
 
 def rescaled(factors):
-    """Rescale by two factors a lane in turn; return numbers, results, branch."""
     registers, _ = run(any_of_warp(2), {"$2": factors[0], "$3": factors[1]})
     flags = [registers["$0"], registers["$1"]]
     numbers = np.random.default_rng(0).normal(size=(COUNT, LANES)).astype(np.float32)

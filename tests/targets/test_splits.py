@@ -10,7 +10,6 @@ CONFIG = DecodeConfig(max_rows=32, block_kv=64, num_warps=2, num_stages=3)
 
 
 def decode(capacity, **changes):
-    """A problem of one sequence, 32 kv heads."""
     base = DecodeCase("splits", heads_q=32, heads_kv=32, head_dim=128, page_size=1, lengths=(1,))
     return replace(base, max_pages=capacity, **changes).spec
 

@@ -73,7 +73,6 @@ LISTED = [
 
 @contextmanager
 def summing(sums: bool) -> Iterator[None]:
-    """Let backwards sum dq, or not, whatever the number of keys."""
     names = (">= 1024 keys", ">= 2048 keys", "sees 640 keys on average")
     with mock.patch.dict(CONDITIONS, dict.fromkeys(names, lambda spec: sums)):
         config._shipped.cache_clear()

@@ -51,7 +51,6 @@ def hopper(no_calls, monkeypatch):
 
 @pytest.fixture
 def gpu(hopper, monkeypatch):
-    """A GPU, as far as calls are concerned."""
     monkeypatch.setattr(calls, "_PLAIN", (Fake,))
     monkeypatch.setattr(calls, "Guard", lambda *_: lambda others: False)
 
@@ -491,7 +490,6 @@ def test_every_backward_follows_the_switches_that_it_runs_under(no_calls, monkey
     q, k, v = (x.requires_grad_() for x in inputs())
 
     def backward(out):
-        """Autograd's own thread runs it."""
         found = []
         with monkeypatch.context() as patch:
             patch.setattr(Call, "__call__", lambda call, *x: found.append(call) or run(call, *x))

@@ -63,7 +63,6 @@ def problem(case, plan, device):
 
 
 def attend(run, case, plan, inputs, **options):
-    """Return out, lse and gradients over the whole sequence."""
 
     def on_rank(peers):
         def share(name, axis=1):

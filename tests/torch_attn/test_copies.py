@@ -29,7 +29,7 @@ SLOT_BYTES = 2**14
 
 
 class Streams:
-    """Streams, any of which may run next, and their driver."""
+    """Any of the streams may run next."""
 
     def __init__(self, number):
         self.queues = [[] for _ in range(number)]
@@ -49,7 +49,6 @@ class Streams:
         self.queues[stream].append(lambda: (act(), True)[1])
 
     def follow(self, stream, other):
-        """Let a stream wait for all that another has by now."""
         reached = []
         self.put(other, lambda: reached.append(True))
         self.queues[stream].append(lambda: bool(reached))
@@ -256,7 +255,6 @@ ON_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs tw
 
 
 def run_two(tmp_path, *arguments, **environment):
-    """Return how two processes ended, and what they wrote."""
     command = [sys.executable, "-m", "tests.torch_attn.context_processes"]
     files = [str(tmp_path / str(next(FILES))), "cuda", *arguments]
     started = [

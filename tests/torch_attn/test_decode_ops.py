@@ -25,8 +25,6 @@ FOR_INFERENCE = pytest.mark.parametrize("function", ["paged_decode", "append_kv"
 
 
 class Problem(NamedTuple):
-    """Operands of the three functions on one cache with shuffled ids."""
-
     q: Tensor
     k_new: Tensor
     v_new: Tensor
@@ -123,7 +121,6 @@ def test_opcheck_merge(torch_device, implementation):
 
 
 def step(p: Problem, tokens: bool) -> tuple[Tensor, ...]:
-    """Write the new tokens, look at the cache in two parts and merge."""
     q, k_new, v_new = (x if tokens else x[:, 0] for x in (p.q, p.k_new, p.v_new))
     append_kv(k_new, v_new, *p.cache)
     near = paged_decode(q, *p.cache, window_size=(5, 0), return_lse=True)

@@ -25,8 +25,6 @@ FLAT = {"x": MAP, "y": "*fp32", "z": MAP, "more": MAP, "n": "i32"}
 
 
 class Utilities:
-    """Triton's functions that encode descriptors and launch."""
-
     def __init__(self):
         self.encoded = []
 

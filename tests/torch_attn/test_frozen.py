@@ -48,7 +48,6 @@ def test_nothing_is_allocated_or_launched(by, batch, wide_bias, deterministic):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Return what is frozen in each backward of the reference."""
     original, found = reference.flash_bwd, []
 
     def spy(*args):

@@ -204,7 +204,6 @@ def test_two_writers_that_have_not_met(mode):
 
 @gluon.jit
 def square_kernel(x_ptr, out_ptr):
-    """Compute x · xᵀ of one tile with the instructions of SM80."""
     layout: gl.constexpr = mma.product_layout(4)
     tile = gl.allocate_shared_memory(gl.bfloat16, [64, 64], cp_async.shared_layout(64))
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]

@@ -44,8 +44,6 @@ SM90 = portable_backend("torch_attn", "sm90")
 
 
 class Kernel:
-    """A `triton.jit` function that records what is asked of it."""
-
     arg_names = ("x_ptr", "SCALE", "ROWS", "BLOCK_KV")
 
     def __init__(self):

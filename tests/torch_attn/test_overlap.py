@@ -25,8 +25,6 @@ SECONDS = 20  # until a test gives up
 
 
 class Kernel:
-    """A `triton.jit` function that says what Triton asks of it, and returns what was traced."""
-
     def __init__(self, kinds=("*fp16", ("constexpr", "i32"), "tensordesc<fp16[64]>")):
         self.device_caches, self.kinds, self.threads = {0: None}, kinds, []
         self.compile = self.compiled = lambda source, **options: source.make_ir("ir")

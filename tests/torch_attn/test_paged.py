@@ -20,7 +20,6 @@ def offsets(*lengths: int) -> torch.Tensor:
 
 
 def operands(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
-    """2 sequences of 3 and 4 tokens, and 2 tokens of padding."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(9, 4, 16, generator=generator).to(dtype)
     pools = torch.randn(2, 5, 8, 2, 16, generator=generator).bfloat16()
@@ -48,7 +47,6 @@ def _locate_kernel(
 
 
 def locate(cu, num_tokens: int, rows: int, block: int, of_scalars: bool = False) -> list[list[int]]:
-    """Return (sequence, first, tokens, start) of each tile."""
     count = len(cu) - 1
     tiles = num_tokens * rows // block + count + 1
     found = torch.empty(tiles, 4, dtype=torch.int32)

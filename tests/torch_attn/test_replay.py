@@ -17,7 +17,6 @@ from twin_attention.targets.bands import bands_of
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    """Allocations on a CPU, and what a GPU is asked for."""
     monkeypatch.setattr(private, "empty_strided_cuda", _empty_strided_cpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(private, "get_device", lambda: 0)
@@ -25,8 +24,6 @@ def cpu(monkeypatch):
 
 
 class Kernel:
-    """A kernel that keeps the addresses of its launches."""
-
     def __init__(self):
         self.launches = []
 

@@ -12,7 +12,6 @@ from torch_attn.kernels.library.schedule import longest_first
 
 @triton.jit
 def places_kernel(places_ptr, num_tiles, together):
-    """Store head and tile of each program: places [2, programs]."""
     head, tile = longest_first(num_tiles, together)
     tl.store(places_ptr + tl.program_id(0), head)
     tl.store(places_ptr + tl.num_programs(0) + tl.program_id(0), tile)

@@ -107,7 +107,6 @@ SHARED = [
 
 
 def is_wide(case):
-    """Lengths are unknown, and the rows of dq's sums wide."""
     return isinstance(case, VarlenCase) and case.head_dim > 64
 
 
@@ -416,7 +415,6 @@ COUNTED = [
 
 @pytest.fixture
 def _counts_all(monkeypatch):
-    """Let programs take all uneven tiles from a counter."""
     monkeypatch.setattr(flash_fwd_module, "COUNTED_STEPS", {256: 1})
 
 

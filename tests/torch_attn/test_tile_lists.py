@@ -33,14 +33,12 @@ def lengths(draw):
 
 
 def random_ids(generator: torch.Generator, size: int, is_sorted: bool) -> torch.Tensor:
-    """Make ids in stretches: increasing, or in any order with padding."""
     stretch = torch.arange(size) // 150
     ids = torch.randint(-1, 3, (int(stretch.max()) + 1,), generator=generator)
     return (ids.sort().values if is_sorted else ids)[stretch].int()
 
 
 def random_ends(generator: torch.Generator, size: int) -> torch.Tensor:
-    """Make ends in stretches, some behind all keys and some before their key."""
     stretch = torch.arange(size) // 90
     values = torch.randint(-9, size + 9, (int(stretch.max()) + 1,), generator=generator)
     values[torch.rand(len(values), generator=generator) < 0.3] = 2**31 - 1

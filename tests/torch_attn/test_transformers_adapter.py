@@ -181,13 +181,11 @@ DOCUMENTS = [tokens(1, n)[0].tolist() for n in (9, 1, 4, 12)]
 
 
 def collate(**options):
-    """Let transformers make a batch without padding of the documents."""
     collator = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
     return collator([{"input_ids": document} for document in DOCUMENTS])
 
 
 def one_by_one(model, function):
-    """Run every document with eager attention."""
     model.set_attn_implementation("eager")
     found = [function(model, torch.tensor([document])) for document in DOCUMENTS]
     model.set_attn_implementation("torch_attn")

@@ -122,7 +122,6 @@ def _locate_kernel(
 
 
 def locate(by_scalars: bool, cu: torch.Tensor, cu_other: torch.Tensor, rows: int, rows_other: int):
-    """Return what kernels are told of each tile, and how many tiles there are."""
     tiles = rows // 16 + len(cu)
     found = torch.zeros(tiles, 6, dtype=torch.int32)
     sizes = rows, rows_other, len(cu) - 1

@@ -65,7 +65,6 @@ def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
 
 @pytest.fixture
 def select(monkeypatch):
-    """Return the problems that the command would compile."""
 
     def run(*arguments, missing=lambda problem: None):
         selected = []

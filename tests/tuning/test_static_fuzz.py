@@ -10,7 +10,6 @@ from tuning.static import command, fuzz, triton_aot
 
 @pytest.fixture
 def found(monkeypatch):
-    """Return what is found in a problem when its compiler returns or raises `result`."""
 
     def run(result):
         def compile_kernels(spec, target, sinks, family):

@@ -90,7 +90,6 @@ def table():
 
 @pytest.fixture
 def tune(table, tmp_path):
-    """Tune the first row; return the file that was to be written."""
 
     def run(**tools):
         defaults = {

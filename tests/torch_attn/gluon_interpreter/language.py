@@ -38,7 +38,6 @@ FAKES: dict[int, Any] = {}
 
 
 def _fake(*names: str, of: tuple[Any, ...] = (gl, tl)) -> Callable[[Any], Any]:
-    """Replace the functions of that name in Gluon's modules."""
 
     def register(function: Any) -> Any:
         for module, name in product(of, names or (function.__name__.strip("_"),)):
@@ -504,7 +503,6 @@ def warpgroup_mma_wait(num_outstanding: int = 0, deps: Any = None) -> Any:
 
 
 def _awaited(x: Any) -> Any:
-    """Let a tensor that a wait names be used."""
     if x.product is None:
         return x
     if not x.product.retired:

@@ -29,7 +29,6 @@ class Source:
         return self._functions[fn]
 
     def translate(self, x: Any) -> Any:
-        """Return what a value of a module becomes in a function."""
         if id(x) in self._replace:
             return self.function(self._replace[id(x)])
         if id(x) in FAKES:

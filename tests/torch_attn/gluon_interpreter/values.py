@@ -166,13 +166,11 @@ class Pointer:
         return Pointer(self.memory, self.offset.reshape(shape))
 
     def read(self, mask: Any, other: Any) -> torch.Tensor:
-        """Return `other` where the mask is False."""
         offset, mask = self.select(mask)
         found = self.memory[torch.where(mask, offset, 0)]
         return torch.where(mask, found, torch.as_tensor(other).to(found.dtype))
 
     def select(self, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the checked offsets and which of them are used."""
         offset = torch.as_tensor(values_of(self.offset)).long()
         mask = torch.as_tensor(True if mask is None else values_of(mask))
         offset, mask = torch.broadcast_tensors(offset, mask)
