@@ -33,9 +33,7 @@ class Change(NamedTuple):
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> list[Change]:
-    """Return measurements with a time in both runs, in the later run's order; the last record
-    counts.
-    """
+    """Return measurements timed in both runs, in the later run's order; the last record counts."""
     earlier, later = (
         {record.measurement: record for record in records if record.operation != "peak"}
         for records in (before, after)

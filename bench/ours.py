@@ -60,9 +60,7 @@ def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
 
 
 def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Factory]:
-    """Names say how the tree is given: as a "tree" of ends, as "separate" packed paths, or, if it
-    has only roots, by "segments" ids.
-    """
+    """Names say how the tree is given: a "tree" of ends, "separate" packed paths, or "segments"."""
     kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
     keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
     return {
@@ -216,9 +214,7 @@ def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, ten
 def _with_integers(
     side: str, target: str, attend: Factory, operation: str, tensors: Any, integers: Any
 ) -> Call:
-    """Return a call of `attend` on q, k, v and integers; JAX would fold constants into what it
-    compiles.
-    """
+    """Call `attend` on q, k, v and integers; JAX would fold constants into the program."""
     *qkv, dout = tensors
     with use_target(target):
         call = PREPARE[side](attend, operation, [*qkv, integers, dout])

@@ -36,8 +36,7 @@ AnyJob = Job | TrainingJob | ParityJob | FirstCallJob
 
 
 class Instruments(NamedTuple):
-    """The functions that use the device: a timer, a wait for a result, a sampler of clocks and
-    power.
+    """The functions that use the device: a timer, a wait for a result, a sampler.
 
     release: frees memory that nothing refers to.
     limit: limits an implementation's memory during its first call.

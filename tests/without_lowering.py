@@ -1,8 +1,7 @@
-"""Run the suite's GPU path as on a JAX without the Triton lowering of Pallas, whose end is
-announced.
+"""Run the suite's GPU path as on a JAX without the Triton lowering of Pallas.
 
-``PALLAS_TRITON=hidden make test`` on a GPU hides the lowering's modules, and asks for
-"torch_triton" where a test of `pallas_attn` asks for "triton".
+JAX has announced that lowering's end. ``PALLAS_TRITON=hidden make test`` on a GPU hides its
+modules, and asks for "torch_triton" where a test of `pallas_attn` asks for "triton".
 """
 
 from __future__ import annotations

@@ -110,9 +110,7 @@ def sdpa_by_default(
 def sdpa_operator(
     backend: Literal["flash", "cudnn"], case: FlashCase, operation: str, tensors
 ) -> Call:
-    """The operator behind torch's SDPA, for host times: `sdpa_kernel` takes as long as the
-    attention.
-    """
+    """The operator behind torch's SDPA, for host times: `sdpa_kernel` takes as long as it does."""
     check_flash(case, groups=False)
     import torch
 

@@ -25,9 +25,7 @@ def need_devices(size: int) -> None:
 def make_call(
     target: str, case: Any, operation: str, tensors: list[Tensor], exchange: str = "ring"
 ) -> Call:
-    """Return the call of ranks on as many devices of JAX, in this process; raise `Absent` for
-    fewer.
-    """
+    """Return the call of ranks on devices of JAX; raise `Absent` if there are too few."""
     import jax
 
     from interop.exchange import to_jax

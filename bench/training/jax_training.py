@@ -109,8 +109,7 @@ class JaxTraining:
         return found
 
     def memory(self) -> tuple[int, dict[str, int]]:
-        """Return the bytes that a forward leaves, and each program's peak, as XLA plans, plus
-        arrays.
+        """Return the bytes that a forward leaves, and each program's peak, as XLA plans.
 
         Call this after `time_step`.
         """

@@ -63,9 +63,7 @@ class TorchTraining:
         return dict(zip(PHASES, phases, strict=True)) | {"step": between(marks[0], marks[-1])}
 
     def memory(self) -> tuple[int | None, dict[str, int]]:
-        """Return the bytes that a forward leaves, and each phase's peak; torch counts none on a
-        CPU.
-        """
+        """Return the bytes that a forward leaves, and each phase's peak; none on a CPU."""
         if not self.tokens.is_cuda:
             return None, {}
         before, saved, peaks = torch.cuda.memory_allocated(), 0, {}

@@ -293,8 +293,7 @@ def test_the_backward_is_lowered(operands, number, options):
     """dq has a kernel of its own, or from 2048 keys on its sums from the kernel of dk and dv.
 
     The former computes lse2 and delta as well. The sums have a preprocess, and a postprocess for
-    each
-    summed gradient: dk and dv too if they have few tiles of keys.
+    each summed gradient: dk and dv too if they have few tiles of keys.
     """
     text = lower(partial(gradients, partial(attention, **options)), *operands)
     assert kernels(text) == ["mosaic_gpu_v2"] * number

@@ -1,6 +1,4 @@
-"""Explicit kernels with 64-bit types enabled: `vmap` traces again, where integers without a type
-have 64 bits.
-"""
+"""Explicit kernels with 64-bit types enabled, where `vmap` makes untyped integers 64-bit."""
 
 from functools import partial
 

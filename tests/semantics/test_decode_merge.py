@@ -12,9 +12,7 @@ from twin_attention.contract.tolerances import compare_lse, compare_to_reference
 
 
 def states_of(num_states, device, dtype=torch.float16):
-    """Outputs [N, 2, 3, 4, 24] and lses [N, 2, 4, 3]; parts without keys, and all of one row, hold
-    NaN.
-    """
+    """[N, 2, 3, 4, 24] and [N, 2, 4, 3]; parts without keys, and all of one row, hold NaN."""
     make = torch.Generator().manual_seed(num_states)
     outs = torch.randn(num_states, 2, 3, 4, 24, generator=make).to(dtype)
     lses = 3 * torch.randn(num_states, 2, 4, 3, generator=make)

@@ -66,9 +66,8 @@ def may_fit(
     """Return True if the least that a program needs fits, before anything is compiled.
 
     Registers hold the accumulators and one tile of scores, in float32; shared memory the tiles that
-    are
-    loaded ahead: the stages less one, or `tiles_ahead`. Each warp needs at least an instruction's
-    share of the scores, 16×8 on tensor cores.
+    are loaded ahead: the stages less one, or `tiles_ahead`. Each warp needs at least an
+    instruction's share of the scores, 16×8 on tensor cores.
     """
     if not isinstance(config, FlashConfig | DecodeConfig):
         return True

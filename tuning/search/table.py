@@ -17,9 +17,7 @@ _ROW = re.compile(r"\s*\[.*\],\s*(#.*)?")  # a line
 
 @dataclass(frozen=True)
 class Row:
-    """A row by its place among the kernel's rows; key: the values that say which problems it
-    serves.
-    """
+    """A row by its place among the kernel's rows; key: which problems it serves."""
 
     kernel: str
     index: int

@@ -33,8 +33,8 @@ class Instruction(NamedTuple):
 
 
 def overwritten(sass: str) -> list[str]:
-    """Return the barriers whose register some path overwrites too early, in ``cuobjdump -sass`` for
-    SM90.
+    """Return the barriers of SM90's ``cuobjdump -sass`` whose register some path overwrites too
+    early.
 
     A load writes its result late, and may follow.
     """

@@ -158,9 +158,7 @@ def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:
 
 
 def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
-    """Return the operands of `paged_decode`, with sinks, scales per kv head, and a tree's ends if
-    any.
-    """
+    """Return a decode's operands, with sinks, scales per kv head, and a tree's ends if any."""
     cache = spec.cache
     pages = (cache.num_pages, cache.page_size, cache.heads)
     scale = empty("float32", cache.heads) if cache.is_quantized else None

@@ -159,8 +159,8 @@ class ContextPlan:
         return np.where(token < self._num_tokens, ids, -1).astype(np.int32)
 
     def bounds(self, window: Window) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first position that each token sees, and one past the last, [seq_len] int32;
-        padding sees nothing.
+        """Return each token's first visible position and one past the last, [seq_len]; none for
+        padding.
         """
         token, left, right = np.arange(self.seq_len), window.left, window.right
         offsets = np.asarray(self.cu_seqlens or (0, self.seq_len))
@@ -175,8 +175,8 @@ class ContextPlan:
         return begins, ends
 
     def intervals(self, rank: int, window: Window, rank_kv: int | None = None) -> Intervals:
-        """Return which keys of `rank_kv` the queries of `rank` see; None is the whole sequence in
-        order.
+        """Return which keys of `rank_kv`, or of the whole sequence for None, the queries of `rank`
+        see.
 
         `window` includes `causal`.
         """

@@ -258,9 +258,7 @@ class AttentionSpec(Traits):
 
     @property
     def bounded_window(self) -> Window:
-        """Return the window of positions, no wider than the problem: a position plus it fits 32
-        bits.
-        """
+        """Return the window of positions, no wider than the problem, so that sums fit 32 bits."""
         return self.position_window.bounded(self.seq_q + self.seq_kv)
 
     @property

@@ -182,8 +182,7 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
     """Return the tolerance of a log-sum-exp.
 
     Products of 16-bit numbers are exact in float32, so scores have a float32 error. TF32 products
-    have
-    a larger one: there lp's largest error counts as it does for an output.
+    have a larger one: there lp's largest error counts as it does for an output.
     """
     if dtype != "tf32":
         return LSE_TOLERANCE

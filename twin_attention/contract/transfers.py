@@ -300,9 +300,7 @@ def _pairs(plan: ContextPlan, window: Window) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _seconds(exchange: str, plan: ContextPlan, window: Window, sizes: _Sizes) -> float:
-    """Estimate how long a forward takes: on GPUs, where all ranks wait for the slowest in each
-    step, or on the host, which runs ahead of them.
-    """
+    """Estimate a forward's time: of GPUs, which wait for the slowest, or of the host ahead."""
     size, pairs = plan.size, _pairs(plan, window)
     counted = range(0, size, max(1, size // _RANKS_COUNTED))
     gathers = exchange == "gather"

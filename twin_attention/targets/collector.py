@@ -1,6 +1,4 @@
-"""Pause Python's cycle collector while making many objects that stay: it would walk over all
-objects.
-"""
+"""Pause Python's cycle collector, which walks over all objects while many that stay are made."""
 
 from __future__ import annotations
 

@@ -209,8 +209,7 @@ def smaller_configs(
 def config_of_smaller_cards(
     package: str, target: str, spec: Spec, folder: str, kernel: str, config: KernelConfig
 ) -> KernelConfig:
-    """Return the last row with the key of the problem's own row, for a card with less shared
-    memory.
+    """Return the last row with the problem's key, for a card with less shared memory.
 
     It is known before anything is compiled, so it can decide the tiles to trace.
     """
@@ -229,8 +228,7 @@ def use_configs(
 
     Blocks nest, and the inner one wins. The switch is process-wide, so that autograd's worker
     threads see it. A call of `pallas_attn` outside ``jax.jit`` follows it; a jitted function keeps
-    the
-    configurations under which it was traced. The numbers are not checked against the problem: a
+    the configurations under which it was traced. The numbers are not checked against the problem: a
     tile may be too large for the GPU.
 
     Args:

@@ -26,8 +26,9 @@ _OPERATIONS = {
 
 
 def describe_call(function: str, describe_operation: Callable[[str], Explanation]) -> Explanation:
-    """Describe a call, and its backward if it has one; `describe_operation`: describes a
-    "flash_fwd".
+    """Describe a call, and its backward if it has one.
+
+    describe_operation: describes one operation of the call, such as "flash_fwd".
     """
     operation = _OPERATIONS[function]
     said = describe_operation(operation)

@@ -55,14 +55,12 @@ DIVIDE_CONSTRAINTS = "=f,f,f"
 
 
 class Upcast(NamedTuple):
-    """A conversion of packed pairs of 8-bit numbers, an int16 each, to float16, which holds all of
-    them.
+    """A conversion of packed pairs of 8-bit numbers, an int16 each, to float16.
 
-    Register $1 of the PTX holds two pairs, bytes b0 and b1 of the pair in its low half, b2 and b3
-    of the other. $0 becomes b0 and b2 by `low`, b1 and b3 by `high`. Tensor cores take operands in
-    such
-    pairs, so no shuffle is needed. float8: the numbers are float8_e4m3fn; int8 otherwise. low and
-    high are None in an interpreter, which runs no PTX.
+    float16 holds all of them. Register $1 of the PTX holds two pairs, bytes b0 and b1 of the pair
+    in its low half, b2 and b3 of the other. $0 becomes b0 and b2 by `low`, b1 and b3 by `high`.
+    Tensor cores take operands in such pairs, so no shuffle is needed. float8: the numbers are
+    float8_e4m3fn; int8 otherwise. low and high are None in an interpreter, which runs no PTX.
     """
 
     float8: bool

@@ -27,9 +27,8 @@ def heads_together(
 
     Under a causal mask a head's last tile of queries, or its first tile of keys, takes longest.
     With one head after the other, most SMs idle while the last head's long tiles end. So the tiles
-    of the
-    last heads are sorted as one list: twice as many tiles as programs run at a time. The other
-    heads follow each other, so that few heads' keys and values are read at once.
+    of the last heads are sorted as one list: twice as many tiles as programs run at a time. The
+    other heads follow each other, so that few heads' keys and values are read at once.
 
     Packed sequences follow each other with tiles of any length, and all heads are interleaved: the
     grid ends with some sequence's shortest tiles in all heads, and few sequences are read at a

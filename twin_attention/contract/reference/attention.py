@@ -54,9 +54,8 @@ def attention_backward(
 
     With dropout, delta is computed from out, ``rowsum(dout ∘ out) - dlse``, as in the kernels. If
     one key of a row counts, the delta above would cancel dp without an error, but such a row's out
-    is a
-    rounded multiple of v. With `precision` "tf32" gradients of terms that sum ds over keys also use
-    it: with the delta above, a row's sum would cancel without a product's error.
+    is a rounded multiple of v. With `precision` "tf32" gradients of terms that sum ds over keys
+    also use it: with the delta above, a row's sum would cancel without a product's error.
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))

@@ -20,8 +20,8 @@ def rotate(
     """Rotate pairs of dimensions by the angles of positions (rotary embedding).
 
     With the angle a of a pair (x, y): ``x cos a - y sin a`` and ``y cos a + x sin a``. If cos and
-    sin
-    have no row for a position, the rotated dimensions are NaN. Source: Su et al. 2021 (RoFormer).
+    sin have no row for a position, the rotated dimensions are NaN. Source: Su et al. 2021
+    (RoFormer).
 
     Args:
         x: [..., H, D].

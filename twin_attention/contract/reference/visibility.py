@@ -53,8 +53,7 @@ def apply_tree(
 def in_branch(
     xp: Any, operands: FlashOperands | VarlenOperands, spec: AttentionSpec, position: Array
 ) -> Array:
-    """Return the mask [..., Sq, Skv] of the keys on whose branch queries at these positions [Sq, 1]
-    are.
+    """Return the mask [..., Sq, Skv] of the keys on the branches of queries at positions [Sq, 1].
 
     A query's own key is the last in the window, so `causal` is a right side of 0. The window counts
     depths if there are any.
