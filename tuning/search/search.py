@@ -29,11 +29,9 @@ Timer = Callable[[Mapping[KernelConfig, Run]], "dict[KernelConfig, Timing]"]
 
 
 class Tools(NamedTuple):
-    """The functions that use a compiler and a GPU.
+    """The functions that use a compiler and a GPU: to survey, call and time configurations.
 
-    survey: compiles a row's configurations, in order.
     calls: prepares a row's case and returns `search`'s `call`.
-    timer: times calls against each other.
     note: the table's comment on a found configuration.
     """
 
@@ -99,12 +97,9 @@ def search(
 ) -> Found | None:
     """Time candidates against the best so far, until they or the time run out.
 
-    Return the best candidate if a second timing shows a gain beyond both spreads; else None.
-
-    present: the row's configuration.
-    call: makes a configuration's call; raises if its results are wrong or it cannot run.
-    deadline: of `time.monotonic`; no candidate is begun after it.
-    report: takes a line on each candidate.
+    Return the best candidate if a second timing shows a gain beyond both spreads; else None. `call`
+    raises if a configuration's results are wrong or it cannot run. No candidate is begun after
+    `deadline`, of `time.monotonic`. `report` takes a line on each.
     """
     first = call(present)
     best, run = present, first

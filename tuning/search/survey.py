@@ -27,9 +27,8 @@ MOST_SPILLED = 4096
 
 @dataclass(frozen=True)
 class Survey:
-    """One configuration, compiled.
+    """One configuration, compiled: the resources of the first problem that failed, or of the first.
 
-    resources: of the first problem that failed, or of the first; None if a compiler gave up.
     reason: why it is not worth a launch, or None.
     code: a digest of the first problem's code, which identifies equal kernels.
     """
@@ -41,9 +40,8 @@ class Survey:
 
 
 class Plan(NamedTuple):
-    """One row and the problems to survey its configurations by.
+    """One row and the static gate's problems that read it; each must compile to fit code.
 
-    problems: the static gate's that read the row; each must compile to fit code.
     spec: the problem that the row is timed on.
     device: of the launches, such as "sm90"; None if there are none.
     """

@@ -9,12 +9,11 @@ Programs that run together share tiles of k and v (q and dout for dk and dv), wh
 
 Rates of one SM per cycle:
 
-- Tensor cores: 1024 dense FP16 or BF16 multiply-adds on an A100 (4 tensor cores of 256; NVIDIA A100
-  Tensor Core GPU Architecture, 2020), 2048 on an H100 or H200 (4 of 512; NVIDIA H100 Tensor Core
-  GPU Architecture, 2022); half as many of TF32.
+- Tensor cores: 1024 dense FP16 or BF16 multiply-adds on an A100 (NVIDIA A100 Tensor Core GPU
+  Architecture, 2020), 2048 on an H100 or H200 (NVIDIA H100 Tensor Core GPU Architecture, 2022);
+  half as many of TF32.
 - FMA units: 64 and 128 float32 multiply-adds; special-function units: 16 base-2 exponentials or
-  reciprocals on both (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
-  compute capabilities 8.0 and 9.0).
+  reciprocals on both (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions").
 - L2: 5120 bytes in one cycle of the whole A100 (the same paper); assumed for an H200 as well.
 - Device memory: of an A100 80 GB SXM and an H200 SXM, as in `bench.peaks`.
 """

@@ -181,9 +181,8 @@ _WGMMA_ROWS = 64  # which a wgmma instruction multiplies
 class Problem:
     """A row of the configuration tables, with a feature of the kernels that reach it.
 
-    dtype: of k and v, one of `DTYPES`.
+    dtype: of k and v.
     head_dim: the padded head size of the row.
-    feature: one of `FEATURES`.
     shared_memory: bytes per block on the card, or None for the target's own cards.
     """
 

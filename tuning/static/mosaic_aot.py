@@ -102,14 +102,13 @@ def compile_kernels(
     shared_memory: int | None = None,
     sinks: bool = False,
 ) -> list[tuple[str, KernelConfig, Compiled]]:
-    """Compile a problem's kernels as `pallas_attn` calls them.
+    """Compile a problem's kernels as `pallas_attn` calls them, for both kinds of backwards.
 
-    Return each kernel's name, configuration and code, for both deterministic and other backwards.
-    Raise RuntimeError if the plugin compiled nothing, as for a second target in one process.
+    Return each kernel's name, configuration and code. Raise RuntimeError if the plugin compiled
+    nothing, as for a second target in one process.
 
-    Args:
-        shared_memory: bytes per block on the card, or None for the target's own cards.
-        sinks: give sinks to `flash_attention`; a decode always has them.
+    shared_memory: bytes per block on the card, or None for the target's own cards.
+    sinks: give sinks to `flash_attention`; a decode always has them.
     """
     # Set before the plugin is loaded; its other dumps would take hundreds of megabytes.
     os.environ["MOSAIC_GPU_DUMP_PTX"] = "1"

@@ -27,15 +27,14 @@ def compile_kernels(
     device: str | None = None,
     family: str = "triton",
 ) -> list[tuple[str, KernelConfig, Any]]:
-    """Compile a problem's kernels as `torch_attn` launches them.
+    """Compile a problem's kernels as `torch_attn` launches them, for both kinds of backwards.
 
-    Return each kernel's name, configuration and Triton's result, for both deterministic and other
-    backwards. Raise NotImplementedError if the explicit kernels do not cover the problem.
+    Return each kernel's name, configuration and Triton's result. Raise NotImplementedError if the
+    explicit kernels do not cover the problem.
 
-    Args:
-        limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
-        sinks: give sinks to `flash_attention`; a decode always has them.
-        device: what to assemble for; the target's own devices by default.
+    limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
+    sinks: give sinks to `flash_attention`; a decode always has them.
+    device: what to assemble for; the target's own devices by default.
     """
     folders = "portable", target
     (chosen,) = (x for x in FAMILIES["torch_attn"] if x.name == family and x.folder in folders)

@@ -40,11 +40,7 @@ class _Document(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """Tokens of a document that one rank holds.
-
-    parts: for each run of tokens, its first position, and one past its last.
-    work: pairs that these tokens see under a causal mask.
-    """
+    """A rank's tokens of a document: the bounds of its runs, and the pairs that they see."""
 
     document: _Document
     parts: tuple[tuple[int, int], ...]
@@ -76,8 +72,8 @@ class _Rank:
 def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarray:
     """Return the rank that holds each token, [seq_len] int32; all ranks hold the same number.
 
-    Deal out all documents, raise the degree of one on the rank with most work, and repeat until
-    work is equal or no degree can grow. Padding begins at the last offset.
+    Deal out all documents, cut one more of the rank with most work, and repeat until work is equal
+    or no document can be cut further. Padding begins at the last offset.
     """
     local_len = seq_len // size
     documents = [_Document(start, end) for start, end in pairwise(offsets) if start < end]
@@ -178,10 +174,10 @@ def _pour(shares: Sequence[_Share], ranks: Sequence[_Rank]) -> None:
 def _document_to_cut(
     rank: _Rank, degrees: dict[_Document, int], local_len: int, size: int, mean: float
 ) -> _Document | None:
-    """Return the document whose degree should grow on a rank with too much work.
+    """Return the document to cut further on a rank with too much work.
 
-    Choose the shortest one whose cut takes enough work from the rank, so that the fewest keys
-    travel; otherwise the one whose cut takes most.
+    It is the shortest whose cut takes enough work, so that the fewest keys travel; otherwise the
+    one whose cut takes most.
     """
     length_least = max(_SHARE_LEAST * local_len, 1)
 

@@ -1,9 +1,8 @@
 """Context parallel attention: which rank holds which tokens of a sequence, and who sees whom.
 
 A plan is made on the host from numbers only. A rank's tokens are in the order of the sequence. A
-query sees an interval of positions, so also an interval of any rank's keys, and the bounds never
-decrease from one query to the next. A kernel needs only these bounds (`Intervals`), whatever the
-layout.
+query sees an interval of any rank's keys, whose bounds never decrease from one query to the next. A
+kernel needs only these bounds (`Intervals`).
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ class Intervals(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """The increasing positions of each rank's tokens, as runs.
+    """The increasing positions of each rank's tokens, as runs: [size, runs] int32.
 
-    starts: [size, runs] int32, the first position of each run.
-    counts: [size, runs] int32, its tokens; 0 for runs that only other ranks have.
+    counts: tokens of a run; 0 for runs that only other ranks have.
     step: distance from one position of a run to the next.
     """
 

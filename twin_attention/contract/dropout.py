@@ -2,8 +2,8 @@
 
 Philox 4x32 with 7 rounds takes the seed as its key. Its counter is made of batch element, query
 head, and blocks of queries and keys. A call gives 16 bits for each of 8 pairs: queries i and i + 8
-with keys j, j + 8, j + 16 and j + 24. In a tensor core's layout one thread holds these pairs,
-whether queries or keys are the rows of a tile, so it draws once for all of them.
+with keys j, j + 8, j + 16 and j + 24. In a tensor core's layout one thread holds these pairs, in a
+tile of queries or of keys, so it draws once for all of them.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2: 7 rounds are the
 fewest that pass BigCrush.

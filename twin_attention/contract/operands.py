@@ -1,7 +1,7 @@
 """The operands of each operation, as one tuple in the order that every function takes them.
 
-A tuple holds tensors of either framework, or what is known of them: `Operand` for the argument
-checks, a layout for a launch. Optional operands come last, and are None.
+A tuple holds tensors, `Operand`s for the argument checks, or layouts for a launch. Optional
+operands come last, and are None.
 """
 
 from __future__ import annotations

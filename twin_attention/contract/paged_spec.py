@@ -97,7 +97,7 @@ class AppendSpec(Traits):
     Token ``t`` of a sequence of length ``n`` goes to position ``n - tokens + t``.
 
     Attributes:
-        batch, tokens: sequences, and new tokens of each, or if `packed` of all of them.
+        tokens: new tokens of each sequence, or if `packed` of all of them.
         dtype: of the new tokens.
         heads_q: query heads that are rotated as well.
         packed: how many tokens each sequence has is data on the device.

@@ -192,8 +192,8 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
 def lse_unit(ref: Array) -> float:
     """Return the smallest |lse| to which errors are relative; above 1 if some exceeds 42.
 
-    A score is a float32 sum. It may cancel to a small number but keeps the error of its terms,
-    which are as large as those of the largest score.
+    A score is a float32 sum. It may cancel, but keeps the error of its terms, which are as large as
+    those of the largest score.
     """
     return max(1.0, EXPONENT_ERROR / LSE_TOLERANCE * _max_abs(ref))
 

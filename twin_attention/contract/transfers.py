@@ -33,7 +33,7 @@ _RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 class Rows(NamedTuple):
     """Rows of tensors that one rank sends to another.
 
-    rank: the other rank, which receives or sends them.
+    rank: the other rank.
     start, end: which rows of the sender's tensors.
     token: the first row's index among the tokens of the rank that holds the keys.
     place: the first row's index among the receiver's received rows.
@@ -49,9 +49,8 @@ class Rows(NamedTuple):
 class Step(NamedTuple):
     """The keys that a rank reads at a time, and what it exchanges for them.
 
-    received: the keys that arrive, own keys included, in the order in which they are stored.
+    received: the keys that arrive, own keys included, as they are stored.
     order: [rows] int64, the row of each key among the received ones; None in sequence order.
-    intervals: which of the keys each query sees.
     sent: own keys that go to other ranks in this step.
     returned: rows of the step's gradients that go back to other ranks.
     gathered: rows of the gradients in other ranks' steps that belong to own keys.
@@ -76,10 +75,8 @@ class Hop(NamedTuple):
     distance: rank r reads keys of rank ``(r - distance) % size``.
     routes: the ranks that send keys, and to whom.
     sent: [size, rows] int32, the rows that each rank sends, padded with `local_len`; None if all.
-    places: [size, local_len] int32, the place of each of a rank's rows among `sent`, `rows` if it
-        is not sent; None if all are sent.
-    positions: [size, rows] int32, positions of the keys that each rank reads, padded with
-        `seq_len`; None if it reads all of the other rank's.
+    places: [size, local_len] int32, where each row is among `sent`, `rows` if it is not.
+    positions: [size, rows] int32, of the keys that each rank reads, padded with `seq_len`.
     runs: the same positions, without padding.
     """
 
@@ -119,9 +116,9 @@ def exchange_steps(plan: ContextPlan, window: Window, exchange: str, rank: int) 
 
 @lru_cache(maxsize=256)
 def equal_hops(plan: ContextPlan, window: Window) -> tuple[Hop, ...]:
-    """Return the hops of a ring whose ranks all send the same number of keys, own keys first.
+    """Return the hops of a ring, own keys first: what one rank must send, all send.
 
-    One program for all ranks needs such hops: what one rank must send, all send.
+    One program for all ranks needs such hops.
     """
     size, local, needed = plan.size, plan.local_len, plan.needed(window)
     found = []
@@ -260,11 +257,10 @@ def choose_exchange(
     spec: AttentionSpec,
     one_program: bool = False,
 ) -> tuple[str, str]:
-    """Return how ranks exchange keys, and why.
+    """Return how ranks exchange keys, and why; None takes the faster forward by estimate.
 
-    exchange: what the caller asked for; None takes "ring" or "gather", whichever forward is
-        estimated to be faster, or with `one_program`, the same program of all ranks, "ring".
-    spec: of a rank's queries and its own keys.
+    With `one_program`, the same for all ranks, None takes "ring". `spec` is of a rank's queries and
+    its own keys.
     """
     if exchange is not None:
         return exchange, "it was asked for"

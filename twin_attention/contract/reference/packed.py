@@ -81,8 +81,7 @@ def _as_one_sequence(
     """Return packed sequences as a batch of one, and what is needed to treat them so.
 
     That is the mask [Tq, Tkv] of the keys that each query sees, and for each query [Tq]: whether it
-    is no padding, its position, counted from the first of all keys, and its sequence, the first for
-    padding.
+    is no padding, its position among all keys, and its sequence, the first for padding.
     """
     q, k, v, cu_q, cu_kv, sinks, *_ = operands
     sequence_q, sequence_kv = (

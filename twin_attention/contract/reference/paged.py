@@ -116,8 +116,7 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
 def _ends_of_keys(xp: Any, tree_ends: Array, token: Array, is_new: Array) -> Array:
     """Return where the tokens that see each key end; for older keys, past all tokens.
 
-    token: which of the new tokens a key is, counted over all sequences.
-    is_new: whether the key is a new token's.
+    token: which of the new tokens of all sequences a key is, if it `is_new`.
     """
     size = math.prod(tree_ends.shape)
     token = xp.where(is_new & (token >= 0) & (token < size), token, xp.full_like(token, size))

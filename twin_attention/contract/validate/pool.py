@@ -48,8 +48,6 @@ def check_page_ids(
     The message names the first sequence whose length exceeds the tables' capacity or whose page id
     is not in the pool, or a page where two sequences have new tokens.
 
-    tables: [B, max_pages] integers.
-    lengths: [B] integers.
     offsets: [B + 1] integers, of new tokens that are packed, or None.
     num_new_tokens: without packing, how many tokens at the end of each sequence are written; None
         is 1.
