@@ -55,7 +55,6 @@ def _planned(run: partial) -> int:
 
 
 def as_torch(x: Any) -> Tensor:
-    """Return an array of either framework as a tensor that shares its memory."""
     import torch
 
     from interop.exchange import to_torch

@@ -149,7 +149,6 @@ def _kept(x: Tensor, pair: Dilation, head: int) -> Tensor:
 
 
 def _spec_of(case: DilatedCase, pair: Dilation, heads: int) -> AttentionSpec:
-    """Return one pair's problem, with segments as a batch."""
     same: dict[str, Any] = {x.name: getattr(case.spec, x.name) for x in fields(AttentionSpec)}
     same["batch"] *= case.seq_q // pair.segment_length
     same["seq_q"] = same["seq_kv"] = pair.kept

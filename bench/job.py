@@ -23,7 +23,6 @@ class Subject(NamedTuple):
     target: str | None = None
 
     def is_one_of(self, texts: Sequence[str]) -> bool:
-        """Return True if its name, such as "torch triton sm90", contains one of the texts."""
         name = " ".join(filter(None, self))
         return any(text in name for text in texts)
 

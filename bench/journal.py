@@ -52,7 +52,6 @@ class Journal:
             append(self.folder / _RUNNING, records)
 
     def end(self, records: Iterable[Record]) -> None:
-        """Note what was measured; nothing runs."""
         if self.folder is not None:
             append(self.folder / _MEASURED, records)
             (self.folder / _RUNNING).unlink(missing_ok=True)

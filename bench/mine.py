@@ -125,7 +125,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(part: Part, target: str | None) -> list[AnyJob]:
-    """Return a part's jobs for a target, with the compared implementations."""
     found: list[Any] = []
     jobs = load(part.suite).jobs((target,))
     names = part.cases or tuple(dict.fromkeys(job.case["name"] for job in jobs))

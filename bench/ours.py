@@ -127,7 +127,6 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
 
 
 def _or_absent(make: Factory, *problem: Any) -> Call:
-    """Return a family's call, if it has kernels for the problem and pass."""
     try:
         call = make(*problem)
         call.run()

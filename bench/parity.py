@@ -55,7 +55,6 @@ class ParityJob:
 
 
 def _filled(record: Record, result: CaseResult, label: str) -> Record:
-    """Return the record with an implementation's largest error over its budget."""
     if result.error is not None:
         return failed(record, RuntimeError(result.error))
     run = next((run for run in result.runs if run.subject == label), None)

@@ -125,8 +125,6 @@ class Peak:
 
 
 class Peaks(NamedTuple):
-    """Peaks to compare rates with: matrix products, and reads of the cache."""
-
     matmul: Peak
     read: Peak
 

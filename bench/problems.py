@@ -36,7 +36,6 @@ AttentionCase = FlashCase | VarlenCase
 # Returns an implementation's call from the case, the operation and q, k, v and dout.
 Factory = Callable[[Any, str, "list[Tensor]"], Call]
 Factories = Mapping[Subject, Factory]
-# Returns an implementation's call from the case and its tensors.
 DecodeFactory = Callable[[Any, "DecodeTensors"], Call]
 DecodeFactories = dict[Subject, DecodeFactory]
 
@@ -70,7 +69,6 @@ def document_lengths(case: VarlenCase) -> list[int]:
 
 
 def offsets_of(case: VarlenCase, device: Any) -> Tensor:
-    """Return the documents' bounds, [N + 1] int32."""
     import torch
 
     offsets = [0, *accumulate(document_lengths(case))]
@@ -145,7 +143,6 @@ def constants_of(case: AttentionCase, device: Any) -> dict[str, Tensor]:
 
 
 def dense_case(case: FlashCase) -> FlashCase:
-    """Return the problem of the same shape without a pattern or a tree."""
     return FlashCase(**{x.name: getattr(case, x.name) for x in fields(FlashCase)})
 
 

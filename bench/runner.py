@@ -137,7 +137,6 @@ def _show(progress: Progress, task: TaskID, title: str, step: str) -> None:
 
 
 def _print(records: Sequence[Record], console: Console) -> None:
-    """Print a table of the records with a result, and count the others."""
     shown = [record for record in records if record.status not in ("absent", "skipped")]
     absent = sum(record.status == "absent" for record in records)
     caption = f"{absent} absent: a peer is not installed, or does not do the case"

@@ -66,7 +66,6 @@ def _compile_ahead(device: str) -> None:
 
 
 def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
-    """Return a wrapper's run, planned and compiled."""
     import torch
 
     flashinfer = load("flashinfer")

@@ -76,7 +76,6 @@ def flex(case: VarlenCase, operation: str, tensors) -> Call:
 
 
 def document_mask(case: VarlenCase, device: Any) -> Any:
-    """Return FlexAttention's mask of documents, which lie one after the other."""
     document = _documents(case, device)
     numbers = document.cpu().numpy()
     ends = np.arange(FLEX_TILE, len(numbers) + FLEX_TILE, FLEX_TILE)

@@ -74,7 +74,7 @@ def sdpa(backend: str, case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa3(case: FlashCase, operation: str, tensors) -> Call:
-    """FlashAttention-3's kernels for Hopper, from the package fa3-fwd."""
+    """As `packed_peers.fa3_varlen`."""
     check_flash(case, dtypes=("bfloat16",), rectangles=True)
     if operation != "forward":
         raise Absent("its package has the forward alone")
@@ -84,7 +84,7 @@ def fa3(case: FlashCase, operation: str, tensors) -> Call:
 
 
 def fa4(case: FlashCase, operation: str, tensors) -> Call:
-    """FlashAttention-4's kernels in CuTe, from the package flash-attn-4."""
+    """As `packed_peers.fa4_varlen`."""
     check_flash(case, rectangles=True)
     check_head_dims(case)
     attend = load("flash_attn.cute").flash_attn_func

@@ -167,7 +167,6 @@ class Ranks:
         return [call() for call in self._calls]
 
     def slowest(self, wait: Wait) -> Run:
-        """Return the call of the slowest rank, by the host's clock."""
 
         def seconds(call: Run) -> float:
             start = time.perf_counter()

@@ -33,8 +33,6 @@ _LIMIT = 300.0  # seconds for an answer of a rank, which compiles first
 
 
 class Group:
-    """Ranks that run together, each in a process and on a device of its own."""
-
     def __init__(self, size: int, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()

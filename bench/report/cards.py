@@ -103,6 +103,5 @@ def _is_slower(record: Record, operation: str) -> bool:
 
 
 def _first(row: dict[str, Record], labels: Sequence[str]) -> Record | None:
-    """Return the first record that exists and has this kind of problem."""
     found = [row[label] for label in labels if label in row]
     return next((record for record in found if record.status != "absent"), None)

@@ -21,7 +21,6 @@ LETTERS_PER_INCH = 10  # of a picture's title
 
 
 def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
-    """Return a summary's files by name: NAME.md and its plots."""
     compared = runs(records)
     pictures = {f"{name}-{short}.svg": p for run in compared for short, p in headline(run)}
     parts = [f"# Benchmark {name}"]
@@ -74,7 +73,6 @@ def _excerpt(run: Sequence[Record]) -> list[str]:
 
 
 def _setting(run: Sequence[Record]) -> list[str]:
-    """Return where, when and with what a run was measured."""
     return [listed(facts(run)), *(f"**{note}**" for note in notes(run))]
 
 

@@ -144,7 +144,6 @@ def facts(run: Sequence[Record]) -> dict[str, str]:
 
 
 def _difference(record: Record) -> float:
-    """Return how far a record's events are from its span."""
     assert record.events is not None
     assert record.span is not None
     return abs(record.events / record.span.median - 1)

@@ -24,7 +24,6 @@ def mfu(record: Record) -> str | None:
 
 
 def mean_text(record: Record, warmup: int) -> str:
-    """Return the mean of the steps after a warm-up with its standard deviation."""
     found = mean_after(record.steps, warmup)
     return f"{number(found.mean)} ± {number(found.deviation)}" if found else ""
 
@@ -94,7 +93,6 @@ def attention(record: Record) -> str:
 
 
 def _kind(record: Record) -> tuple[str, bool]:
-    """Return the framework, and whether torch.compile was applied."""
     framework, _, *mode = record.implementation.split()
     return framework, bool(mode)
 

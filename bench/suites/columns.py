@@ -12,7 +12,6 @@ OPERATION, TFLOPS = attrgetter("operation"), attrgetter("tflops")
 
 
 def yes_no(field: str) -> Column:
-    """Return a column that says whether a case's field is set."""
     return lambda record: "yes" if record.case[field] else "no"
 
 

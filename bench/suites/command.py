@@ -78,7 +78,6 @@ def _add_arguments(
 
 
 def _run_all(arguments: argparse.Namespace) -> int:
-    """Run all suites and report what there is; return 130 if interrupted."""
     code = _run(list(SUITES), arguments)
     parser = argparse.ArgumentParser()
     report.add_parser(parser.add_subparsers())

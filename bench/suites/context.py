@@ -56,8 +56,6 @@ SHARES = "A rank's share of the whole sequence's time over this"
 
 @dataclass(frozen=True)
 class ContextCase(cases.ContextCase):
-    """One call of `context_attention`, and that of the whole sequence."""
-
     @property
     def whole(self) -> FlashCase | VarlenCase:
         if not self.documents:

@@ -87,7 +87,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _timed_on_the_host(job: Job) -> Job:
-    """Give the job the host's timer, and no device's rates."""
     repeats = CALLS_OF_BOTH if job.operation == "both" else CALLS
     timer = partial(_time, repeats)
     return replace(job, time=timer, flops=0, bytes=0, reads=None, writes=None)
@@ -209,7 +208,6 @@ def _append_job(target: str) -> Job:
 
 
 def _append(tensors: DecodeTensors) -> Call:
-    """Append the queries as keys and values."""
     from torch_attn import append_kv
 
     q, *cache = tensors.arguments.values()
@@ -217,7 +215,6 @@ def _append(tensors: DecodeTensors) -> Call:
 
 
 def _check_append(tensors: DecodeTensors) -> Check:
-    """Check that the last slots hold the new keys and values."""
     import torch
 
     sequences = torch.arange(len(CACHE.lengths), device=tensors.q.device)

@@ -123,7 +123,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _shared_job(*shape: int, factories: DecodeFactories) -> Job:
-    """Return the job of a batch with shared first pages, also with cascades."""
     *sizes, pages = shape
     batch, length, heads_q, heads_kv = sizes
     case = _batch(batch, length, heads_q, heads_kv)
@@ -179,7 +178,6 @@ def _batch(
 
 
 def _ours(targets: Sequence[str]) -> DecodeFactories:
-    """Return both twins, and a CUDA graph of the torch one."""
     factories = ours.decode_factories(targets)
     graphs = {
         Subject("torch triton graph", t): partial(_graph, factories[Subject("torch triton", t)])
@@ -189,7 +187,6 @@ def _ours(targets: Sequence[str]) -> DecodeFactories:
 
 
 def _graph(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) -> Call:
-    """Return a call that replays another one's CUDA graph."""
     import torch
 
     call = factory(case, tensors)

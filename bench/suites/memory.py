@@ -53,7 +53,6 @@ def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
 
 
 def observe(training: Training, case: TrainingCase, show: Show) -> dict[str, dict[str, Any]]:
-    """Return the memory of a step by category, after a few timed steps."""
     steps = []
     for i in range(_STEPS):
         show(f"step {i + 1}")

@@ -218,7 +218,6 @@ def _call(
 
 
 def _attend(kind: str, side: str, case: Any) -> Attend:
-    """Return our function of q, k, v and what follows them."""
     api = import_module(SIDES[side])
     if kind == "dense":
         return partial(api.flash_attention, **dense_case(case).options)
@@ -281,7 +280,7 @@ def _torch_module(case: PatternCase) -> Attend:
 
 
 def _jax_module(case: PatternCase) -> Attend:
-    """Return the module as a function of its tokens, its weights and a mask's lists."""
+    """As `_torch_module`."""
     try:
         from flax import nnx
     except ImportError as error:

@@ -22,7 +22,6 @@ _OF_LENGTH = ("name", "batch", "seq_q", "seq_kv", "lengths", "max_pages")
 
 
 def length(record: Record) -> int:
-    """Return the keys of the longest sequence."""
     lengths = record.case.get("lengths") or [record.case["seq_kv"]]
     return max(max(x) if isinstance(x, list | tuple) else x for x in lengths)
 
@@ -212,7 +211,6 @@ def _order(group: Sequence[Record]) -> tuple:
 
 
 def _title(record: Record) -> str:
-    """Return what the cases of a series share."""
     case = record.case
     words = [f"D {case['head_dim']}", f"{case['heads_q']}/{case['heads_kv']} heads"]
     if "lengths" in case:

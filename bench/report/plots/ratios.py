@@ -55,7 +55,6 @@ def ratios(records: Sequence[Record]) -> Figure:
 
 
 def heat_map(axes: Axes, values: np.ndarray) -> None:
-    """Draw ratios as cells with their numbers."""
     norm = LogNorm(0.4, 2.5)
     axes.pcolormesh(
         np.ma.masked_invalid(values), norm=norm, cmap=_COLOURS, edgecolors="face", linewidth=0.3

@@ -53,7 +53,6 @@ def styles(records: Sequence[Record]) -> dict[str, Style]:
 
 
 def name_width(names: Iterable[str]) -> float:
-    """Return the inches that names of cases take."""
     return 0.3 + 0.065 * max(map(len, names))
 
 

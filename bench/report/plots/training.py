@@ -43,7 +43,6 @@ def steps(records: Sequence[Record]) -> Figure:
 
 
 def _phases(training: dict[str, Record]) -> tuple[str, dict[str, float], str]:
-    """Return a bar of the phases, or why there are none."""
     whole = training["step"]
     parts = {x: times.median for x in PHASES if (times := training[x].times)}
     return whole.label, parts, number(whole.times.median) if whole.times else whole.status
@@ -63,7 +62,6 @@ def peaks_by_case(records: Sequence[Record]) -> Figure:
 
 
 def _categories(record: Record, divisor: float) -> tuple[str, dict[str, float], str]:
-    """Return a bar of the categories, or why there are none."""
     at_peak = peak(record.timeline) if record.timeline else {}
     parts = {category: num_bytes / divisor for category, num_bytes in at_peak.items()}
     text = number(sum(parts.values())) if parts else status(record)
