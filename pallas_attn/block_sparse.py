@@ -68,39 +68,31 @@ def block_sparse_attention(
     """Compute exact attention over the tiles that a block mask keeps; other tiles cost nothing.
 
     Query i sees key j if the mask keeps their tile and neither `causal` nor `window_size` hides the
-    key. All else is as in `flash_attention`; a query may have no tile. Kernels do not read keys and
-    values of tiles that no query keeps.
+    key. A query may have no tile. Kernels do not read keys and values of tiles that no query keeps.
 
     Pass lists if several calls share a mask: from booleans, each call makes them again.
-    `check_block_mask` checks lists; whatever they are, no memory outside the operands is touched.
-    Works under the transformations that `flash_attention` does; a `BlockMask` is a pytree.
-    Differentiable once, in reverse mode.
+        `check_block_mask` checks lists; no memory outside the operands is touched. Works under the
+        transformations that `flash_attention` does; a `BlockMask` is a pytree.
 
     Args:
         q: [B, Sq, Hq, D], as in `flash_attention`.
         k: [B, Skv, Hkv, D].
         v: [B, Skv, Hkv, Dv].
         block_mask: the tiles to keep: True in [tiles_q, tiles_kv] bool, with optional axes for
-            heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
-            `BlockMask`. A tile has 64 or 128 queries and 64 or 128 keys: tiles_q is Sq / 64 or Sq /
-            128 rounded up, tiles_kv the same for Skv.
+            heads (1 or Hq) and, before them, sequences (1 or B); or lists, a `BlockMask`. A tile
+            has 64 or 128 queries and 64 or 128 keys: tiles_q is Sq / 64 or Sq / 128 rounded up,
+            tiles_kv likewise.
         causal, scale, window_size, softcap, sinks, deterministic, precision, return_lse: as in
             `flash_attention`.
-        implementation: "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas
-            interpreter), "mosaic" (explicit forward kernels for SM90, with tiles of 128 by 128),
-            "gluon" (torch_attn's Gluon kernels, inside this program; likewise), "torch_triton"
-            (torch_attn's Triton kernels), "reference" (plain JAX in float32, O(Sq · Skv) memory),
-            or None: the fastest kernels for the problem on a CUDA device, the reference elsewhere.
+        implementation: "mosaic" (forward kernels for SM90, tiles of 128 by 128), "gluon"
+            (likewise), "triton", "torch_triton" (torch_attn's), "reference" or None, as in
+            `flash_attention`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq] in
-        float32, natural logarithm.
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq].
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
-        ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        TypeError, ValueError, NotImplementedError: as in `flash_attention`.
 
     Source: Zaheer et al. 2020 (BigBird); Dao et al. 2022 (FlashAttention), section 3.3.
 
@@ -139,19 +131,17 @@ def _operands(
 def check_block_mask(block_mask: BlockMask[jax.Array]) -> None:
     """Check a mask's lists, whose contents `block_sparse_attention` does not check.
 
-    It waits for the device and reads values: use it for debugging, not in traced code.
+    It waits for the device: use it for debugging, not in traced code.
 
     Args:
         block_mask: the tiles to keep, as lists.
 
     Raises:
-        TypeError: `block_mask` is no `BlockMask`, or a list is not a `jax.Array` or has the wrong
-            dtype, or it has no values because it is traced
-            (`jax.errors.TracerArrayConversionError`).
+        TypeError: no `BlockMask`, or a list has the wrong type or dtype, or it has no values
+            because it is traced (`jax.errors.TracerArrayConversionError`).
         ValueError: shapes that contradict each other; a count that is negative or exceeds the
-            tiles; a listed tile that does not exist or does not come after the one before it; a
-            tile that is listed in one direction and not in the other. The message names the first
-            such entry or list.
+            tiles; a listed tile that does not exist, is out of order, or is listed in one direction
+            only. The message names the first such entry or list.
 
     Example::
 

@@ -61,64 +61,55 @@ def paged_decode(
     """Compute exact attention of new tokens over a paged KV cache.
 
     Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
-    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of length
+    The cache already holds the new tokens' own keys (`append_kv`): token t of a sequence of length
     n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
     ``h // (Hq // Hkv)``. A token without keys has output 0 and log-sum-exp -inf or its head's sink.
 
-    Lengths and page tables are read on the device. Nothing waits for the device and nothing is
-    planned ahead, so a jitted function runs with other lengths and tables without being traced
-    again. Lengths are clamped to the table's capacity, page ids to the pool, so nothing outside is
-    read; `check_pages` finds both. Table entries and slots past a sequence's length, and before the
-    window of its first new token, may hold anything.
+    Only the device reads lengths and page tables, and nothing is planned ahead, so one trace serves
+    all. Lengths are clamped to the table's capacity, page ids to the pool, so nothing outside is
+    read; `check_pages` finds both. Entries and slots that no new token sees may hold anything.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
-    ``check_vma=False``. It has no derivative. The target of the kernel (see
-    `twin_attention.targets.target`) is fixed while tracing.
+    ``check_vma=False``. It has no derivative. Tracing fixes the kernel's target, as in
+    `flash_attention`.
 
     Args:
         q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 64, float16 or bfloat16. D is 16 to 256 in
             steps of 8.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
-            sequences. page_size is 1 to 256; Hq is a multiple of Hkv.
+            sequences. page_size is 1 to 256; Hkv divides Hq.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
-        scale: factor of the scores; None is ``D ** -0.5``.
+        scale, softcap, sinks, return_lse: as in `flash_attention`.
         window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
             no effect.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit per head without a value: it counts in the denominator and in
-            the log-sum-exp.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache: keys and values are the pool's
-            numbers times this.
-        tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before the new
-            tokens, and new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it;
-            `check_tree` checks it. Not with a window to the left. None is causal.
-        num_splits: parts, 1 to 256, that each sequence's keys are divided into. If given, the rest
-            of the batch does not change a sequence's bits. None chooses by the shapes.
+        k_scale, v_scale: [] or [Hkv] float32, factors of an 8-bit cache's numbers.
+        tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before them, and
+            new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it; `check_tree` checks it.
+            Not with a window to the left. None is causal.
+        num_splits: parts, 1 to 256, that each sequence's keys are divided into; then the rest of
+            the batch does not change a sequence's bits. None chooses by the shapes.
         cascade: read pages that several sequences begin with, such as a shared prompt's, once for
-            up to 16 sequences. The device finds them from the page tables, in one more launch. No
-            effect with a window to the left, more than 32 query rows per kv head (tokens times
-            query heads), or more than 1024 sequences. Not with num_splits.
-        return_lse: also return the log-sum-exp.
-        implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton"
-            (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
-            "torch_triton" (torch_attn's Triton kernels, inside this program), "reference" (plain
-            JAX in float32, which copies the keys out of their pages), or None: the kernels on a
-            CUDA device, the reference elsewhere.
+            up to 16 sequences. The device finds them, in one more launch. No effect with a window
+            to the left, more than 32 query rows (tokens times query heads) per kv head, or more
+            than 1024 sequences. Not with num_splits.
+        implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton",
+            "torch_triton" (torch_attn's), "reference" (copies the keys out of their pages) or None,
+            as in `flash_attention`.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse [B,
         Hq] or [B, Hq, T] in float32, natural logarithm.
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices or values that contradict each other.
         NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size,
             number of tokens or device without kernels; a derivative.
 
-    Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
-    Agarwal et al. 2025 (gpt-oss).
+    Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); sinks: Agarwal et
+    al. 2025 (gpt-oss).
 
     Example::
 
@@ -131,8 +122,7 @@ def paged_decode(
         block_tables = jnp.array([[3, 0], [5, 6]], jnp.int32)
         seq_lens = jnp.array([9, 32], jnp.int32)
         q = jax.random.normal(keys[1], (2, 4, 64), jnp.bfloat16)
-        attention = jax.jit(lambda *operands: paged_decode(*operands, return_lse=True))
-        out, lse = attention(q, k_pages, v_pages, block_tables, seq_lens)
+        out = jax.jit(paged_decode)(q, k_pages, v_pages, block_tables, seq_lens)
     """
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
@@ -187,19 +177,19 @@ def append_kv(
 ) -> tuple[jax.Array, ...]:
     """Write new tokens' keys and values into their pages, and return the cache.
 
-    Token t of T goes to position ``p = seq_lens[b] - T + t``. A token whose position is below 0 or
-    past the table's capacity, or whose page id is out of range, is not written. An 8-bit cache
-    stores ``x / scale``, rounded to nearest even and clamped to ±127 (int8) or ±448
-    (float8_e4m3fn); int8 stores NaN as 0. If two tokens go to the same slot, either may be kept.
+    Token t of T goes to position ``p = seq_lens[b] - T + t``. It is not written if p is below 0 or
+    past the table's capacity, or its page id is out of range. An 8-bit cache stores ``x / scale``,
+    rounded to nearest even and clamped to ±127 (int8) or ±448 (float8_e4m3fn); int8 stores NaN as
+    0. If two tokens go to the same slot, either may be kept.
 
     With `cu_seqlens_q` each sequence has any number of new tokens, packed. Tokens past the last
-    offset are padding, which may hold NaN and is not written. Offsets are read on the device and
+    offset are padding, which may hold NaN and is not written. Only the device reads offsets,
     clamped.
 
-    With `rotary_cos` and `rotary_sin`, keys are rotated before they are written (rotary embedding),
-    and `q`, the same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions
-    becomes ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded
-    once, to q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
+    With `rotary_cos` and `rotary_sin`, keys are written rotated (rotary embedding), and `q`, the
+    same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions becomes
+    ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded once, to
+    q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
 
     The results are new arrays. Pools that a jitted function owns, because they are donated to it or
     carried through its loop, are written in place. Others are copied first, as in every call
@@ -212,29 +202,23 @@ def append_kv(
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
             float16 or bfloat16.
         v_new: k_new's shape with Dv last, k_new's dtype.
-        k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn, as in `paged_decode`.
-        block_tables, seq_lens, v_pages, k_scale, v_scale: as in `paged_decode`.
+        k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `paged_decode`; k_new's
+            dtype, int8 or float8_e4m3fn.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens.
         q: k_new's shape and dtype, but with Hq heads, a multiple of Hkv. Only with rotation.
         rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
-            2 to D; dimensions of a head from R on are not rotated.
+            2 to D; other dimensions are not rotated.
         rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
             (GPT-NeoX, Llama).
-        implementation: "mosaic" (a kernel in Pallas's Mosaic GPU, without `cu_seqlens_q` and
-            rotation; from jax 0.11 on), "triton" (a Pallas kernel in the Triton lowering; on a CPU
-            in the Pallas interpreter), "torch_triton" (torch_attn's Triton kernel, inside this
-            program), "reference" (plain JAX), or None: the kernel on a CUDA device, the reference
-            elsewhere.
+        implementation: "mosaic" (without `cu_seqlens_q` and rotation; from jax 0.11 on),
+            "torch_triton" (torch_attn's), "triton", "reference" or None, as in `flash_attention`.
 
     Returns:
         k_pages and v_pages with the new tokens, shaped and typed as those given. With q, the triple
         (q, k_pages, v_pages): its q is new, and 0 in the padding.
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
-        ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head dimension, page size, number of tokens or device without
-            kernels; a derivative.
+        TypeError, ValueError, NotImplementedError: as in `paged_decode`.
 
     Source: Kwon et al. 2023 (PagedAttention); Su et al. 2021 (RoFormer) for the rotation.
 
@@ -252,7 +236,7 @@ def append_kv(
         k_pages, v_pages = append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert jnp.array_equal(k_pages[3, 9], k_new[0])
 
-        # Prompts of 5 and of 3 tokens, and queries; keys and queries are rotated.
+        # Prompts of 5 and of 3 tokens; keys and queries are rotated.
         angles = jnp.arange(32)[:, None] / 10000 ** (jnp.arange(32) / 32)
         rotation = {"rotary_cos": jnp.cos(angles), "rotary_sin": jnp.sin(angles)}
         lengths, offsets = jnp.array([5, 3], jnp.int32), jnp.array([0, 5, 8], jnp.int32)
@@ -280,33 +264,25 @@ def merge_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. Where a
-    part's lse is -inf, its out may hold anything; where all are, out is 0 and lse -inf. A sink
-    belongs in one part only.
+    part's lse is -inf, its out may hold anything and its gradients are 0; where all are, out is 0
+    and lse -inf. A sink belongs in one part only.
 
-    The gradients are computed in float32 by operations that XLA fuses; a part whose lse is -inf has
-    gradients 0.
-
-    Works under `jit`, `grad`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
-    ``check_vma=False``. It is differentiable in reverse mode, once.
+    Gradients are computed in float32 by operations that XLA fuses. Works under `jit`, `grad`,
+    `vmap`, `lax.scan`, and `shard_map` over batch or heads with ``check_vma=False``. Differentiable
+    once, in reverse mode.
 
     Args:
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32. Dv
             is 16 to 256 in steps of 8.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
-        implementation: "mosaic" (a kernel in Pallas's Mosaic GPU; from jax 0.11 on), "triton" (a
-            Pallas kernel in the Triton lowering; on a CPU in the Pallas interpreter),
-            "torch_triton" (torch_attn's Triton kernel, inside this program), "reference" (plain
-            JAX), or None: the kernel on a CUDA device, the reference elsewhere.
+        implementation: "mosaic" (from jax 0.11 on), "torch_triton" (torch_attn's), "triton",
+            "reference" or None, as in `flash_attention`.
 
     Returns:
-        out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
-        float32, natural logarithm.
+        out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] float32.
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
-        ValueError: shapes or devices that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        TypeError, ValueError, NotImplementedError: as in `flash_attention`.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
 
@@ -321,8 +297,7 @@ def merge_states(
             flash_attention(q, k[:, keys], v[:, keys], return_lse=True)
             for keys in (slice(0, 64), slice(64, 128))
         ]
-        outs, lses = map(jnp.stack, zip(*halves))
-        out, lse = merge_states(outs, lses)
+        out, lse = merge_states(*map(jnp.stack, zip(*halves)))
         assert jnp.allclose(out, flash_attention(q, k, v), atol=1e-5)
     """
     spec = check_merge_states(operand("outs", outs), operand("lses", lses))
@@ -341,20 +316,18 @@ def check_pages(
 ) -> None:
     """Check lengths, page ids and offsets, which the functions of a paged cache do not check.
 
-    It waits for the device and reads values: use it for debugging, not in traced code.
+    It waits for the device: use it for debugging, not in traced code.
 
     Args:
-        k_pages: [P, page_size, Hkv, D], the pool of keys.
-        block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32, keys of each sequence, including the new tokens.
-        cu_seqlens_q: [B + 1] int32, offsets of the new tokens that `append_kv` writes at the end of
-            each sequence. No two sequences may write to the same page.
-        num_new_tokens: without offsets, the new tokens of every sequence, 0 to 64: 0 if sequences
-            are only read; None is 1.
+        k_pages, block_tables, seq_lens: as in `paged_decode`.
+        cu_seqlens_q: [B + 1] int32, offsets of the new tokens that `append_kv` writes. No two
+            sequences may write to the same page.
+        num_new_tokens: without offsets, each sequence's new tokens, 0 (sequences are only read) to
+            64; None is 1.
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype, or it has no
-            values because it is traced (`jax.errors.TracerArrayConversionError`).
+        TypeError: an argument has the wrong type or dtype, or it has no values because it is traced
+            (`jax.errors.TracerArrayConversionError`).
         ValueError: shapes that contradict each other; offsets that `check_offsets` refuses; a
             length that is negative or exceeds the capacity ``max_pages * page_size``; a used table
             entry that is no page of the pool; two sequences with new tokens in the same page. The

@@ -61,38 +61,31 @@ def dilated_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention within segments of several lengths; longer segments are sparser.
 
-    Pair i cuts the sequence into segments of ``segment_lengths[i]`` tokens. In each segment, kv
-    head h and its query heads keep the tokens at positions p with ``p % r == h % r``, where r is
+    Pair i cuts the sequence into segments of ``segment_lengths[i]`` tokens. In each, kv head h and
+    its query heads keep the tokens at positions p with ``p % r == h % r``, r =
     ``dilation_rates[i]``, and attend among these. A token's results from all pairs are merged as in
-    `merge_states`; a key that a query sees in several pairs counts once for each. A token that a
-    head keeps in no pair has output 0, log-sum-exp -inf and gradients 0.
+    `merge_states`; a key seen in several pairs counts once for each. A token that a head keeps in
+    no pair has output 0, log-sum-exp -inf and gradients 0.
 
-    The kept tokens are gathered for `flash_attention`. Pairs with the same ratio of length to rate
-    share one call. A single pair of rate 1 copies nothing.
-
-    Works under the transformations that `flash_attention` does. Differentiable once, in reverse
-    mode.
+    The kept tokens are gathered for `flash_attention`; pairs with the same ratio of length to rate
+    share one call. A single pair of rate 1 copies nothing. Works as `flash_attention` does.
 
     Args:
         q: [B, S, Hq, D], as in `flash_attention`.
         k: [B, S, Hkv, D].
         v: [B, S, Hkv, Dv].
         segment_lengths: tokens per segment for each pair; a list or tuple. Each divides S.
-        dilation_rates: for each pair, the number of tokens of which a head keeps one; a list or
-            tuple. Each divides its segment length and may exceed the number of heads.
+        dilation_rates: for each pair, a head keeps one of so many tokens; a list or tuple. Each
+            divides its segment length and may exceed the number of heads.
         causal, scale, softcap, deterministic, precision, return_lse: as in `flash_attention`.
         implementation: as in `flash_attention`. The merge uses it if it names portable kernels or
             the reference.
 
     Returns:
-        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
-        float32, natural logarithm.
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S].
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
-        ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        TypeError, ValueError, NotImplementedError: as in `flash_attention`.
 
     Source: Ding et al. 2023 (LongNet), sections 2.2 and 2.3.
 

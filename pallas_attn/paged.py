@@ -51,18 +51,12 @@ def paged_attention(
     """Compute exact attention of any number of new tokens per sequence over a paged KV cache.
 
     It is `paged_decode` for chunks of prompts, whole prompts and single tokens in one batch.
-    Sequence b has T new tokens, ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, and ``n = seq_lens[b]``
-    keys, in the pages of its row of the table. Their own keys are there already: token t stands at
-    position ``p = n - T + t`` and sees keys up to p. T may be 0. Tokens past the last offset are
-    padding: they may hold NaN, and see no key.
+    Sequence b has T new tokens, ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, maybe none; everything
+    else is as there. Tokens past the last offset are padding: they may hold NaN, and see no key.
 
-    The grid depends only on Tq, B and max_pages. Offsets, lengths and tables are read on the
-    device. Nothing waits for the device and nothing is planned ahead, so a jitted function runs
-    with others without being traced again. `check_offsets` and `check_pages` check them; whatever
-    they are, nothing outside the arrays is read or written (see `paged_decode`).
-
-    Works under `jit`, `vmap` and `lax.scan`. It has no derivative. The target of the kernel (see
-    `twin_attention.targets.target`) is fixed while tracing.
+    The grid depends only on Tq, B and max_pages, and only the device reads offsets, lengths and
+        tables: one trace serves all. `check_offsets` and `check_pages` check them. Works under
+        `jit`, `vmap` and `lax.scan`. It has no derivative.
 
     Args:
         q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8.
@@ -70,27 +64,19 @@ def paged_attention(
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
         scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in `paged_decode`.
-        tree_ends: [Tq] int32: as in `paged_decode`; tokens and ends count from the sequence's first
-            new token.
-        num_splits: parts, 1 to 256, that the keys of some tokens are divided into. If given, the
-            rest of the batch does not change a sequence's bits for the same Tq and B. None chooses
-            by the shapes.
+        tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
+        num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
+            the same Tq and B.
         implementation: "mosaic" (explicit kernels for SM90 and long chunks; from jax 0.11 on),
-            "triton" (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter),
-            "gluon" (torch_attn's Gluon kernels, inside this program, for SM90 and long chunks),
-            "torch_triton" (torch_attn's Triton kernels), "reference" (plain JAX in float32, O(Tq ·
-            B · max_pages · page_size) memory), or None: the fastest kernels for the problem on a
-            CUDA device, the reference elsewhere.
+            "gluon" (torch_attn's, likewise), "triton", "torch_triton" (torch_attn's), "reference"
+            (O(Tq · B · max_pages · page_size) memory) or None, as in `flash_attention`.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
-        float32, natural logarithm.
+        float32.
 
     Raises:
-        TypeError: an argument is not a `jax.Array` or has the wrong type or dtype.
-        ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size or
-            device without kernels; a derivative.
+        TypeError, ValueError, NotImplementedError: as in `paged_decode`.
 
     Source: Kwon et al. 2023 (PagedAttention); Agrawal et al. 2023 (SARATHI, chunked prefills with
     decodes); Dao et al. 2023 (Flash-Decoding).
@@ -105,10 +91,9 @@ def paged_attention(
         k_pages, v_pages = jax.random.normal(keys[0], (2, 8, 16, 2, 64), jnp.bfloat16)
         block_tables = jnp.array([[3, 0], [5, 6]], jnp.int32)
         seq_lens = jnp.array([9, 32], jnp.int32)
-        cu_seqlens_q = jnp.array([0, 1, 21], jnp.int32)  # a decode, and a chunk of 20 tokens
+        cu_seqlens_q = jnp.array([0, 1, 21], jnp.int32)  # a decode, a chunk of 20
         q = jax.random.normal(keys[1], (21, 4, 64), jnp.bfloat16)
-        attention = jax.jit(paged_attention)
-        out = attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
+        out = jax.jit(paged_attention)(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
     """
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,

@@ -64,38 +64,30 @@ def block_sparse_attention(
     """Compute exact attention over the tiles that a block mask keeps; other tiles cost nothing.
 
     Query i sees key j if the mask keeps their tile and neither `causal` nor `window_size` hides the
-    key. All else is as in `flash_attention`; a query may have no tile. Kernels do not read keys and
-    values of tiles that no query keeps.
+    key. A query may have no tile. Kernels do not read keys and values of tiles that no query keeps.
 
     Pass lists if several calls share a mask: from booleans, each call makes them again.
-    `check_block_mask` checks lists; whatever they are, no memory outside the operands is touched.
-    Works under autograd, `torch.compile`, `torch.func` (`grad`, `vjp`, and `vmap` without sinks)
-    and autocast, as `flash_attention` does. Differentiable once, in reverse mode.
+        `check_block_mask` checks lists; no memory outside the operands is touched. Works as
+        `flash_attention` does, but not under `vmap` with sinks.
 
     Args:
         q: [B, Sq, Hq, D], as in `flash_attention`.
         k: [B, Skv, Hkv, D].
         v: [B, Skv, Hkv, Dv].
         block_mask: the tiles to keep: True in [tiles_q, tiles_kv] bool, with optional axes for
-            heads (1 or Hq) and, before them, sequences (1 or B); or the same as lists, a
-            `BlockMask`. A tile has 64 or 128 queries and 64 or 128 keys: tiles_q is Sq / 64 or Sq /
-            128 rounded up, tiles_kv the same for Skv.
+            heads (1 or Hq) and, before them, sequences (1 or B); or lists, a `BlockMask`. A tile
+            has 64 or 128 queries and 64 or 128 keys: tiles_q is Sq / 64 or Sq / 128 rounded up,
+            tiles_kv likewise.
         causal, scale, window_size, softcap, sinks, deterministic, precision, return_lse: as in
             `flash_attention`.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "gluon"
-            (explicit forward kernels for SM90, with tiles of 128 by 128), "reference" (plain torch
-            in float32, O(Sq · Skv) memory), or None: the fastest kernels for the problem on a CUDA
-            device, the reference elsewhere.
+        implementation: "gluon" (forward kernels for SM90, tiles of 128 by 128), "triton",
+            "reference" or None, as in `flash_attention`.
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq] in
-        float32, natural logarithm. Both are contiguous.
+        out [B, Sq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, Sq].
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
-        ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        TypeError, ValueError, NotImplementedError: as in `flash_attention`.
 
     Source: Zaheer et al. 2020 (BigBird); Dao et al. 2022 (FlashAttention), section 3.3.
 
@@ -131,18 +123,16 @@ def _operands(q: Any, k: Any, v: Any, block_mask: Any, sinks: Any) -> BlockSpars
 def check_block_mask(block_mask: BlockMask[Tensor]) -> None:
     """Check a mask's lists, whose contents `block_sparse_attention` does not check.
 
-    It waits for the device and reads values: use it for debugging, not in a CUDA graph.
+    It waits for the device: use it for debugging, not in a CUDA graph.
 
     Args:
         block_mask: the tiles to keep, as lists.
 
     Raises:
-        TypeError: `block_mask` is no `BlockMask`, or a list is not a `torch.Tensor` or has the
-            wrong dtype.
+        TypeError: no `BlockMask`, or a list has the wrong type or dtype.
         ValueError: shapes that contradict each other; a count that is negative or exceeds the
-            tiles; a listed tile that does not exist or does not come after the one before it; a
-            tile that is listed in one direction and not in the other. The message names the first
-            such entry or list.
+            tiles; a listed tile that does not exist, is out of order, or is listed in one direction
+            only. The message names the first such entry or list.
 
     Example::
 

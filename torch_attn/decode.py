@@ -64,64 +64,56 @@ def paged_decode(
     """Compute exact attention of new tokens over a paged KV cache.
 
     Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
-    The new tokens' own keys are in the cache already (`append_kv`): token t of a sequence of length
+    The cache already holds the new tokens' own keys (`append_kv`): token t of a sequence of length
     n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
     ``h // (Hq // Hkv)``. A token without keys has output 0 and log-sum-exp -inf or its head's sink.
 
-    Lengths and page tables are read on the device. Nothing waits for the device and nothing is
-    planned ahead, so a CUDA graph can be replayed with other lengths and tables. Lengths are
-    clamped to the table's capacity, page ids to the pool, so nothing outside is read; `check_pages`
-    finds both. Table entries and slots past a sequence's length, and before the window of its first
-    new token, may hold anything.
+    Only the device reads lengths and page tables, and nothing is planned ahead, so a CUDA graph can
+    be replayed with others. Lengths are clamped to the table's capacity, page ids to the pool, so
+    nothing outside is read; `check_pages` finds both. Entries and slots that no new token sees may
+    hold anything.
 
     Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and autocast, which casts a
-    float32 q; it never casts the cache. It has no derivative.
+    float32 q, but never the cache. It has no derivative.
 
     Args:
         q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 64, float16 or bfloat16. D is 16 to 256 in
             steps of 8. Any strides with a contiguous last dimension, as for all operands.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
-            sequences. page_size is 1 to 256; Hq is a multiple of Hkv. The rows of an 8-bit pool
-            begin at even offsets.
+            sequences. page_size is 1 to 256; Hkv divides Hq. The rows of an 8-bit pool begin at
+            even offsets.
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
-        scale: factor of the scores; None is ``D ** -0.5``.
+        scale, softcap, sinks, return_lse: as in `flash_attention`.
         window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
             no effect.
-        softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit per head without a value: it counts in the denominator and in
-            the log-sum-exp.
-        k_scale, v_scale: [] or [Hkv] float32, for an 8-bit cache: keys and values are the pool's
-            numbers times this.
-        tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before the new
-            tokens, and new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it;
-            `check_tree` checks it. Not with a window to the left. None is causal.
-        num_splits: parts, 1 to 256, that each sequence's keys are divided into. If given, the rest
-            of the batch does not change a sequence's bits. None chooses by the shapes.
+        k_scale, v_scale: [] or [Hkv] float32, factors of an 8-bit cache's numbers.
+        tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before them, and
+            new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it; `check_tree` checks it.
+            Not with a window to the left. None is causal.
+        num_splits: parts, 1 to 256, that each sequence's keys are divided into; then the rest of
+            the batch does not change a sequence's bits. None chooses by the shapes.
         cascade: read pages that several sequences begin with, such as a shared prompt's, once for
-            up to 16 sequences. The device finds them from the page tables, in one more launch. No
-            effect with a window to the left, more than 32 query rows per kv head (tokens times
-            query heads), or more than 1024 sequences. Not with num_splits.
-        return_lse: also return the log-sum-exp.
-        implementation: "triton" (Triton kernels; on a CPU in Triton's interpreter), "mosaic"
-            (pallas_attn's Mosaic GPU kernels), "reference" (plain torch in float32, which copies
-            the keys out of their pages), or None: the kernels on a CUDA device, the reference
-            elsewhere.
+            up to 16 sequences. The device finds them, in one more launch. No effect with a window
+            to the left, more than 32 query rows (tokens times query heads) per kv head, or more
+            than 1024 sequences. Not with num_splits.
+        implementation: "mosaic" (pallas_attn's Mosaic GPU kernels), "triton", "reference" (copies
+            the keys out of their pages) or None, as in `flash_attention`.
 
     Returns:
         out, q's shape with Dv last, in q's dtype; with `return_lse` the pair (out, lse), lse [B,
         Hq] or [B, Hq, T] in float32, natural logarithm.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
         NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size,
             number of tokens or device without kernels; an operand that requires grad while
             gradients are recorded.
 
-    Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); for the sinks
-    Agarwal et al. 2025 (gpt-oss).
+    Source: Kwon et al. 2023 (PagedAttention); Dao et al. 2023 (Flash-Decoding); sinks: Agarwal et
+    al. 2025 (gpt-oss).
 
     Example::
 
@@ -132,7 +124,7 @@ def paged_decode(
         block_tables = torch.tensor([[3, 0], [5, 6]], dtype=torch.int32)
         seq_lens = torch.tensor([9, 32], dtype=torch.int32)
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
-        out, lse = paged_decode(q, k_pages, v_pages, block_tables, seq_lens, return_lse=True)
+        out = paged_decode(q, k_pages, v_pages, block_tables, seq_lens)
     """
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
@@ -183,48 +175,43 @@ def append_kv(
 ) -> tuple[Tensor, ...]:
     """Write new tokens' keys and values into their pages, in place.
 
-    Token t of T goes to position ``p = seq_lens[b] - T + t``. A token whose position is below 0 or
-    past the table's capacity, or whose page id is out of range, is not written. An 8-bit cache
-    stores ``x / scale``, rounded to nearest even and clamped to ±127 (int8) or ±448
-    (float8_e4m3fn); int8 stores NaN as 0. If two tokens go to the same slot, either may be kept.
+    Token t of T goes to position ``p = seq_lens[b] - T + t``. It is not written if p is below 0 or
+    past the table's capacity, or its page id is out of range. An 8-bit cache stores ``x / scale``,
+    rounded to nearest even and clamped to ±127 (int8) or ±448 (float8_e4m3fn); int8 stores NaN as
+    0. If two tokens go to the same slot, either may be kept.
 
     With `cu_seqlens_q` each sequence has any number of new tokens, packed. Tokens past the last
-    offset are padding, which may hold NaN and is not written. Offsets are read on the device and
+    offset are padding, which may hold NaN and is not written. Only the device reads offsets,
     clamped.
 
-    With `rotary_cos` and `rotary_sin`, keys are rotated before they are written (rotary embedding),
-    and `q`, the same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions
-    becomes ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded
-    once, to q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
+    With `rotary_cos` and `rotary_sin`, keys are written rotated (rotary embedding), and `q`, the
+    same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions becomes
+    ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded once, to
+    q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
 
-    Works under `torch.compile`. The kernels wait for nothing, so a CUDA graph can be replayed with
-    other lengths and tables; the reference waits for the device. Autocast casts float32 k_new,
-    v_new and q. It has no derivative.
+    Works under `torch.compile`, and in a CUDA graph, replayed with other lengths and tables; the
+    reference waits for the device. Autocast casts float32 k_new, v_new and q. It has no derivative.
 
     Args:
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
             float16 or bfloat16. Any strides with a contiguous last dimension, as for all operands.
         v_new: k_new's shape with Dv last, k_new's dtype.
-        k_pages: [P, page_size, Hkv, D], k_new's dtype, int8 or float8_e4m3fn, as in `paged_decode`.
-        block_tables, seq_lens, v_pages, k_scale, v_scale: as in `paged_decode`.
+        k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `paged_decode`; k_new's
+            dtype, int8 or float8_e4m3fn.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens.
         q: k_new's shape and dtype, but with Hq heads, a multiple of Hkv. Only with rotation.
         rotary_cos, rotary_sin: [positions, R / 2], float32 or k_new's dtype, both or neither. R is
-            2 to D; dimensions of a head from R on are not rotated.
+            2 to D; other dimensions are not rotated.
         rotary_interleaved: pair i is dimensions 2i and 2i + 1 (GPT-J), not i and i + R / 2
             (GPT-NeoX, Llama).
-        implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
-            (plain torch), or None: the kernel on a CUDA device, the reference elsewhere.
+        implementation: "triton", "reference" or None, as in `flash_attention`.
 
     Returns:
         k_pages and v_pages, the tensors that were given. With q, the triple (q, k_pages, v_pages):
         its q is new, and 0 in the padding.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
-        ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a dtype, head dimension, page size, number of tokens or device without
-            kernels; an operand that requires grad while gradients are recorded.
+        TypeError, ValueError, NotImplementedError: as in `paged_decode`.
 
     Source: Kwon et al. 2023 (PagedAttention); Su et al. 2021 (RoFormer) for the rotation.
 
@@ -240,7 +227,7 @@ def append_kv(
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert torch.equal(k_pages[3, 9], k_new[0])
 
-        # Prompts of 5 and of 3 tokens, and queries; keys and queries are rotated.
+        # Prompts of 5 and of 3 tokens; keys and queries are rotated.
         angles = torch.arange(32)[:, None] / 10000 ** (torch.arange(32) / 32)
         rotation = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
         lengths = torch.tensor([5, 3], dtype=torch.int32)
@@ -295,31 +282,24 @@ def merge_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. Where a
-    part's lse is -inf, its out may hold anything; where all are, out is 0 and lse -inf. A sink
-    belongs in one part only.
+    part's lse is -inf, its out may hold anything and its gradients are 0; where all are, out is 0
+    and lse -inf. A sink belongs in one part only.
 
-    The gradients are computed in float32 by the framework's own operations, one part after the
-    other; a part whose lse is -inf has gradients 0.
-
+    Gradients are computed in float32 by the framework's own operations, one part after the other.
     Works under `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func.grad` and in
-    CUDA graphs. It is differentiable in reverse mode, once.
+    CUDA graphs. Differentiable once, in reverse mode.
 
     Args:
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32. Dv
             is 16 to 256 in steps of 8. Any strides with a contiguous last dimension.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
-        implementation: "triton" (a Triton kernel; on a CPU in Triton's interpreter), "reference"
-            (plain torch), or None: the kernel on a CUDA device, the reference elsewhere.
+        implementation: "triton", "reference" or None, as in `flash_attention`.
 
     Returns:
-        out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] in
-        float32, natural logarithm.
+        out [B, H, Dv] or [B, S, H, Dv] in the dtype of `outs`, and lse [B, H] or [B, H, S] float32.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
-        ValueError: shapes, devices or strides that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        TypeError, ValueError, NotImplementedError: as in `flash_attention`.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1; Ye et al. 2025 (FlashInfer), section 2.2.
 
@@ -333,8 +313,7 @@ def merge_states(
             flash_attention(q, k[:, keys], v[:, keys], return_lse=True)
             for keys in (slice(0, 64), slice(64, 128))
         ]
-        outs, lses = map(torch.stack, zip(*halves))
-        out, lse = merge_states(outs, lses)
+        out, lse = merge_states(*map(torch.stack, zip(*halves)))
         torch.testing.assert_close(out, flash_attention(q, k, v))
     """
     check_tensor("outs", outs)
@@ -361,16 +340,14 @@ def check_pages(
     It waits for the device: use it for debugging, not in a CUDA graph.
 
     Args:
-        k_pages: [P, page_size, Hkv, D], the pool of keys.
-        block_tables: [B, max_pages] int32.
-        seq_lens: [B] int32, keys of each sequence, including the new tokens.
-        cu_seqlens_q: [B + 1] int32, offsets of the new tokens that `append_kv` writes at the end of
-            each sequence. No two sequences may write to the same page.
-        num_new_tokens: without offsets, the new tokens of every sequence, 0 to 64: 0 if sequences
-            are only read; None is 1.
+        k_pages, block_tables, seq_lens: as in `paged_decode`.
+        cu_seqlens_q: [B + 1] int32, offsets of the new tokens that `append_kv` writes. No two
+            sequences may write to the same page.
+        num_new_tokens: without offsets, each sequence's new tokens, 0 (sequences are only read) to
+            64; None is 1.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes that contradict each other; offsets that `check_offsets` refuses; a
             length that is negative or exceeds the capacity ``max_pages * page_size``; a used table
             entry that is no page of the pool; two sequences with new tokens in the same page. The

@@ -37,10 +37,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """Say what a function of this package would run for these arguments, and why; run nothing.
 
     Args:
-        function: `flash_attention`, `flash_attention_varlen`, `block_sparse_attention`,
-            `dilated_attention` (described by the `flash_attention` of its longest segments),
-            `paged_decode`, `paged_attention`, `append_kv`, `merge_states` or
-            `distributed.context_attention` (described by one rank).
+        function: an attention function of this package (`dilated_attention` is described by its
+            longest segments' call), `append_kv`, `merge_states`, or `distributed.context_attention`
+            (described by one rank).
         args, kwargs: its arguments.
 
     Returns:

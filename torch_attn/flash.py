@@ -76,57 +76,49 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute exact attention without storing the score matrix.
 
-    It is ``softmax(scale · q·kᵀ) · v`` for each head, with float32 accumulation. Query head h reads
-    kv head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query
-    without keys has output 0, log-sum-exp -inf or its head's sink, and gradients 0 except the
-    sink's.
+    It is ``softmax(scale · q·kᵀ) · v`` for each head, accumulated in float32. Query head h reads kv
+    head ``h // (Hq // Hkv)``. Query i stands at key position ``p = i + Skv - Sq``. A query without
+    keys has output 0 and log-sum-exp -inf or its head's sink. `docs/semantics.md` has the details.
 
     Works under autograd, `torch.compile` (`fullgraph`, static and dynamic shapes), `torch.func`
-    (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as it does for
-    `scaled_dot_product_attention`. It is differentiable once, in reverse mode.
+    (`grad`, `vjp`, `vmap`), CUDA graphs and autocast, which casts q, k and v as for
+    `scaled_dot_product_attention`. Differentiable once, in reverse mode.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
             with a contiguous last dimension, as for k and v.
-        k: [B, Skv, Hkv, D], q's dtype. Hq is a multiple of Hkv.
+        k: [B, Skv, Hkv, D], q's dtype. Hkv divides Hq.
         v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits.
         causal: query i sees keys up to p.
         scale: factor of the scores; None is ``D ** -0.5``.
-        window_size: (left, right): query i sees keys from p - left to p + right. None is unlimited.
+        window_size: (left, right): query i sees keys p - left to p + right. None is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit per head without a value: it counts in the denominator and in
-            the log-sum-exp.
-        q_segment_ids: [B, Sq] int32, the segment of each query, in any order: it sees only keys of
-            its own segment. A negative id is padding, which sees nothing, is not seen, and may hold
-            NaN. Tiles whose ranges of ids do not overlap are skipped. Needs kv_segment_ids.
-        kv_segment_ids: [B, Skv] int32, the segment of each key.
-        kv_ends: [B, Skv] int32: with causal=True, queries at positions ``j <= p < kv_ends[j]`` see
-            key j. With tokens in depth-first order this is attention over a tree: a token's end is
-            where its subtree ends. Tiles that no query sees are skipped.
-        q_depths: [B, Sq] int32, the depth of each query in the tree, from 0 to 2^30 - 1. With
-            depths, window_size's left side counts depths instead of positions. Needs kv_depths.
-        kv_depths: [B, Skv] int32, the depth of each key.
-        bias: [B, Hq, Sq, Skv], or 1 in place of any of these, float32 or q's dtype: added to each
-            scaled score before the softcap. Its gradient is summed over axes of size 1. Without a
-            softcap, -inf hides a key, but saves no time.
+        sinks: [Hq] float32, a logit per head in the softmax's denominator, without a value.
+        q_segment_ids: [B, Sq] int32, in any order: a query sees keys of its own segment. Negative
+            ids are padding, which may hold NaN. Needs kv_segment_ids.
+        kv_segment_ids: [B, Skv] int32.
+        kv_ends: [B, Skv] int32, with causal=True: queries at ``j <= p < kv_ends[j]`` see key j.
+            With tokens in depth-first order this is a tree: a token's end is its subtree's.
+        q_depths: [B, Sq] int32, depths in the tree, 0 to 2^30 - 1, which window_size's left side
+            counts instead of positions. Needs kv_depths.
+        kv_depths: [B, Skv] int32.
+        bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype: added to the scaled
+            scores before the softcap.
         relative_bias: [Hq, 2R + 1], float32 or q's dtype:
-            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to each scaled score before the
-            softcap. Distance buckets, as in T5, can be expanded to it.
-        alibi_slopes: [Hq] or [B, Hq], float32: ``alibi_slopes * |p - j|`` is subtracted from each
-            score, after relative_bias. Slopes are constants.
-        dropout_rate: the share of probabilities to drop after the softmax, at least 0 and below 1,
-            rounded to a multiple of 2^-16. The others are divided by the share that is kept; the
-            log-sum-exp stays.
-        dropout_seed: [2] int32 or uint32, 64 bits. These bits and batch element, head, query and
-            key decide what is dropped, in the backward too. Give each layer and step its own seed.
+            ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to scores as bias is.
+        alibi_slopes: [Hq] or [B, Hq] float32, constants: ``alibi_slopes * |p - j|`` is subtracted
+            after relative_bias.
+        dropout_rate: share of probabilities to drop, at least 0 and below 1, rounded to a multiple
+            of 2^-16. The others are divided by the share kept.
+        dropout_seed: [2] int32 or uint32, decides what is dropped, in the backward too. Give each
+            layer and step its own.
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which can be faster. None: as ``torch.are_deterministic_algorithms_enabled()``
             says.
-        precision: of float32 products: "ieee", or "tf32", which rounds their operands to 10 bits of
-            mantissa.
+        precision: of float32 products: "ieee", or "tf32", with operands of 10 bits of mantissa.
         return_lse: also return the log-sum-exp, which is differentiable.
-        return_row_max: also return each row's largest visible score, after scale and softcap and
-            without sinks. It has no gradient.
+        return_row_max: also return each row's largest visible score, without sinks and without a
+            gradient.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
             CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
             stream), "reference" (plain torch in float32, O(Sq · Skv) memory), or None: the fastest
@@ -138,14 +130,14 @@ def flash_attention(
         -inf for a row that sees no key.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
+        TypeError: an argument has the wrong type or dtype.
         ValueError: shapes, devices, strides or values that contradict each other.
         NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
             second derivative.
 
-    Source: Dao et al. 2022 (FlashAttention), Dao 2023 (FlashAttention-2); for the sinks Agarwal et
-    al. 2025 (gpt-oss); for the ends Wang et al. 2024 (FlashMask); for the terms Raffel et al. 2020
-    (T5) and Press et al. 2022 (ALiBi).
+    Source: Dao et al. 2022 (FlashAttention); Dao 2023 (FlashAttention-2); sinks: Agarwal et al.
+    2025 (gpt-oss); ends: Wang et al. 2024 (FlashMask); terms: Raffel et al. 2020 (T5), Press et al.
+    2022 (ALiBi).
 
     Example::
 
@@ -155,7 +147,6 @@ def flash_attention(
         q, k, v = torch.randn(3, 1, 128, 4, 64, requires_grad=True)
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
-        fast = flash_attention(q, k, v, precision="tf32")  # less exact
     """
     operands = (
         q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, bias,

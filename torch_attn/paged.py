@@ -51,18 +51,13 @@ def paged_attention(
     """Compute exact attention of any number of new tokens per sequence over a paged KV cache.
 
     It is `paged_decode` for chunks of prompts, whole prompts and single tokens in one batch.
-    Sequence b has T new tokens, ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, and ``n = seq_lens[b]``
-    keys, in the pages of its row of the table. Their own keys are there already: token t stands at
-    position ``p = n - T + t`` and sees keys up to p. T may be 0. Tokens past the last offset are
-    padding: they may hold NaN, and see no key.
+    Sequence b has T new tokens, ``cu_seqlens_q[b] .. cu_seqlens_q[b + 1]``, maybe none; everything
+    else is as there. Tokens past the last offset are padding: they may hold NaN, and see no key.
 
-    The grid depends only on Tq, B and max_pages. Offsets, lengths and tables are read on the
-    device. Nothing waits for the device and nothing is planned ahead, so a CUDA graph can be
-    replayed with others. `check_offsets` and `check_pages` check them; whatever they are, nothing
-    outside the tensors is read or written (see `paged_decode`).
-
-    Works under `torch.compile` (`fullgraph`, static and dynamic shapes) and autocast, which casts a
-    float32 q; it never casts the cache. It has no derivative and no `vmap`.
+    The grid depends only on Tq, B and max_pages, and only the device reads offsets, lengths and
+        tables: nothing waits for it, and a CUDA graph can be replayed with others. `check_offsets`
+        and `check_pages` check them. Works as `paged_decode` does, with no derivative and no
+        `vmap`.
 
     Args:
         q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8. Any strides with a
@@ -71,26 +66,19 @@ def paged_attention(
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
         scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in `paged_decode`.
-        tree_ends: [Tq] int32: as in `paged_decode`; tokens and ends count from the sequence's first
-            new token.
-        num_splits: parts, 1 to 256, that the keys of some tokens are divided into. If given, the
-            rest of the batch does not change a sequence's bits for the same Tq and B. None chooses
-            by the shapes.
-        implementation: "gluon" (explicit kernels for SM90 and long chunks), "triton" (Triton
-            kernels; on a CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels,
-            for SM90 and long chunks), "reference" (plain torch in float32, O(Tq · B · max_pages ·
-            page_size) memory), or None: the fastest kernels for the problem on a CUDA device, the
-            reference elsewhere.
+        tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
+        num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
+            the same Tq and B.
+        implementation: "gluon" (explicit kernels for SM90 and long chunks), "mosaic"
+            (pallas_attn's, likewise), "triton", "reference" (O(Tq · B · max_pages · page_size)
+            memory) or None, as in `flash_attention`.
 
     Returns:
         out [Tq, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [Hq, Tq] in
-        float32, natural logarithm.
+        float32.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
-        ValueError: shapes, devices, strides or values that contradict each other.
-        NotImplementedError: a window to the left with a tree; a dtype, head dimension, page size or
-            device without kernels; an operand that requires grad while gradients are recorded.
+        TypeError, ValueError, NotImplementedError: as in `paged_decode`.
 
     Source: Kwon et al. 2023 (PagedAttention); Agrawal et al. 2023 (SARATHI, chunked prefills with
     decodes); Dao et al. 2023 (Flash-Decoding).

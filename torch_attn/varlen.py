@@ -78,15 +78,13 @@ def flash_attention_varlen(
     """Compute exact attention within each of N packed sequences.
 
     Sequence n has queries ``cu_seqlens_q[n] .. cu_seqlens_q[n + 1]`` and keys
-    ``cu_seqlens_kv[n] .. cu_seqlens_kv[n + 1]``. Each sequence's result is what `flash_attention`
-    computes for it. Lengths may be 0. Tokens past the last offset are padding: they may hold NaN,
-    and see no key.
+    ``cu_seqlens_kv[n] .. cu_seqlens_kv[n + 1]``, maybe none, and the result of `flash_attention`
+    over these. Tokens past the last offset are padding: they may hold NaN, and see no key.
 
-    The grid depends only on Tq, Tkv and N, and the offsets are read only on the device: nothing
-    waits for it, and a CUDA graph can be replayed with other offsets. `check_offsets` checks them;
-    whatever they are, no memory outside the tensors is touched. Works under autograd,
-    `torch.compile`, `torch.func` (`grad`, `vjp`) and autocast, as `flash_attention` does, but not
-    under `vmap`. Differentiable once, in reverse mode.
+    The grid depends only on Tq, Tkv and N, and only the device reads the offsets: nothing waits for
+        it, and a CUDA graph can be replayed with other offsets. `check_offsets` checks them; no
+        memory outside the tensors is touched. Works as `flash_attention` does, but not under
+        `vmap`.
 
     Args:
         q: [Tq, Hq, D], as in `flash_attention`.
@@ -94,26 +92,20 @@ def flash_attention_varlen(
         v: [Tkv, Hkv, Dv].
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, offsets of the sequences' queries and keys: 0
             first, never decreasing, at most Tq and Tkv.
-        causal, scale, window_size, softcap, sinks, deterministic, precision: as in
-            `flash_attention`.
+        causal, scale, window_size, softcap, sinks, dropout_rate, deterministic, precision,
+            return_lse, return_row_max: as in `flash_attention`.
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `flash_attention`.
         relative_bias: [Hq, 2R + 1], as in `flash_attention`.
         alibi_slopes: [Hq] or [N, Hq] float32, as in `flash_attention`.
-        dropout_rate, return_lse, return_row_max: as in `flash_attention`.
         dropout_seed: as in `flash_attention`; sequence n drops what batch element n would.
         implementation: as in `flash_attention`; "reference" takes O(Tq · Tkv) memory.
 
     Returns:
-        out [Tq, Hq, Dv] in q's dtype. With `return_lse` a tuple of out and lse [Hq, Tq], float32,
-        natural logarithm; with `return_row_max` row_max [Hq, Tq], float32, comes last, -inf for a
-        row that sees no key.
+        out [Tq, Hq, Dv], lse [Hq, Tq] and row_max [Hq, Tq], as `flash_attention` returns them.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
-        ValueError: shapes, devices or values that contradict each other.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        TypeError, ValueError, NotImplementedError: as in `flash_attention`.
 
     Source: Dao 2023 (FlashAttention-2), whose ``flash_attn_varlen_func`` takes such offsets.
 
@@ -144,17 +136,16 @@ def check_offsets(
 ) -> None:
     """Check offsets, which `flash_attention_varlen` itself does not check.
 
-    It waits for the device and reads values: use it for debugging, not in a CUDA graph.
+    It waits for the device: use it for debugging, not in a CUDA graph.
 
     Args:
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32.
         tokens_q, tokens_kv: Tq and Tkv, the lengths of the packed axes.
 
     Raises:
-        TypeError: an argument is not a `torch.Tensor` or has the wrong type or dtype.
-        ValueError: shapes that contradict each other; a first offset that is not 0, one that is
-            less than the one before it, or one that exceeds the tokens. The message names the first
-            such offset.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes that contradict each other; a first offset that is not 0, a decreasing
+            one, or one that exceeds the tokens. The message names the first such offset.
 
     Example::
 
