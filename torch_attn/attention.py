@@ -1,7 +1,7 @@
 """Take the public attention functions from a caller's arguments to a kernel.
 
-A known call is replayed (`torch_attn.calls`). A new one is checked, and then kept for the next time
-or run by the operator, which is what `torch.compile` and `torch.func` see.
+A known call is replayed (`torch_attn.calls`). A new one is checked, then cached or run by the
+operator, which is what `torch.compile` and `torch.func` see.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ from twin_attention.contract.spec import FlashOptions, Placement
 class Attention(ABC):
     """A public attention function, which returns out and lse.
 
-    Attributes:
-        operands: the class of its operands.
-        num_operands: how many there are.
-        operation: the function of a kernel family that computes it.
-        operator: its torch operator.
-        tensors_schema, others_schema: of the operator's tensors, and of what follows them.
-        is_differentiable: whether autograd may record it.
+    `operands` is its class of operands, and `operation` a kernel family's function for it.
     """
 
     operator: Operator
@@ -46,13 +40,7 @@ class Attention(ABC):
         check_options: Callable[..., Any],
         check: Callable[[Any, Any], Any],
     ) -> None:
-        """Take the contract of the function.
-
-        Args:
-            options: the class of its checked options.
-            check_options: check options as the caller gave them.
-            check: check described operands, with checked options, and return the problem.
-        """
+        """`check` takes described operands and checked options, and returns the problem."""
         self.operation, self.operands, self._options = operation, operands, options
         self.num_operands, self.tensors_schema = len(operands._fields), schema(operands)
         self.others_schema = f"{schema(options)}, str? implementation"
@@ -69,15 +57,7 @@ class Attention(ABC):
     def __call__(
         self, operands: tuple[Any, ...], options: tuple[Any, ...], implementation: Any
     ) -> Any:
-        """Run the public function on the caller's arguments.
-
-        Args:
-            operands: in the order of their class.
-            options: the other arguments, in the order of `check_options`; return_lse comes last.
-
-        Returns:
-            out, or a tuple of out, lse if return_lse is set, and whatever else the options ask for.
-        """
+        """Run the public function; return_lse is the last option."""
         if torch.is_autocast_enabled("cuda"):
             operands = self.cast(operands)
         call = CALLS.find(self, operands, (*options, implementation))
@@ -95,7 +75,7 @@ class Attention(ABC):
         operands, checked = self.cast(given), self._check_options(*options)
         check_implementation(implementation)
         others = (*checked, implementation)
-        # The operator's fake kernel checks the operands while torch.compile traces.
+        # torch.compile: the operator's fake kernel checks the operands.
         if not torch.compiler.is_compiling():
             spec = self.check(operands, checked)
             if self.is_differentiable or not is_recorded(operands):
@@ -106,7 +86,7 @@ class Attention(ABC):
         return operator.returned(operator.op(*operands, *others))
 
     def operator_of(self, operands: Any, options: Any) -> Operator:
-        """Return the operator with the results that operands and checked options ask for."""
+        """Return the operator with the results that the call asks for."""
         return self.operator
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
@@ -114,22 +94,21 @@ class Attention(ABC):
         return call(*operands)
 
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
-        """Check operands against checked options and return the problem; `read` is also read."""
+        """Return the problem of checked options; `read` is also read."""
         spec = self._check(describe_operands(operands, operand), options)
         aligned = rows_aligned(*operands[:3], *read)
         return replace(spec, placement=Placement(aligned, is_compact(*operands[:3])))
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
-        """Check the arguments of the public function and return operands and problem."""
+        """Check a public call; return operands and problem."""
         operands = self.cast([arguments.pop(name) for name in self.operands._fields])
         return operands, self.check(operands, self._check_options(**arguments))
 
     def options_of(self, args: Any) -> Any:
-        """Return the options among an operator's arguments: all but the last."""
+        """Return the options among an operator's arguments."""
         return self._options._make(args[-1 - len(self._options._fields) : -1])
 
     def call_of(self, tensors: tuple[Any, ...], others: tuple[Any, ...]) -> Call:
-        """Return the operator's call for these tensors and the arguments after them."""
         operands = self.operands._make(tensors)
         spec = self.check(operands, self.options_of(others))
         return self._call(spec, others, operands.q.device)
@@ -144,7 +123,7 @@ class Attention(ABC):
         return self.new_outputs(operands)
 
     def new_outputs(self, operands: Any) -> tuple[Tensor, Tensor]:
-        """Allocate out and lse: [B, H, S], or [H, T] of packed sequences."""
+        """Allocate out and lse: [B, H, S], or packed [H, T]."""
         first, *rows, heads, _ = operands.q.shape
         out = operands.q.new_empty((first, *rows, heads, operands[2].shape[-1]))
         is_packed = hasattr(operands, "cu_seqlens_q")

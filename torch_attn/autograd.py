@@ -1,8 +1,9 @@
 """Operators with a derivative in reverse mode.
 
 A forward's derivative calls its backward. A backward's derivative and forward mode are refused.
-They are autograd Functions on the operators' Autograd key: `torch.library.register_autograd` gives
-zero tangents in forward mode without an error and fails under `torch.func.grad`.
+They are autograd Functions on the operators' Autograd key, because with
+`torch.library.register_autograd` forward mode silently gives zero tangents and `torch.func.grad`
+fails.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from twin_attention.contract.validate.errors import not_differentiable
 class _Differentiable(Operator):
     def autograd(self, *args: Any) -> Any:
         if private.transforms_active():
-            # torch.func calls this below its own dispatch key, but a Function has to start above.
+            # torch.func calls this below its own dispatch key; a Function has to start above.
             with private.above_torch_func():
                 return _Dispatched.apply(self, *args)
         tensors = args[: self.num_tensors]
@@ -36,12 +37,12 @@ class _Differentiable(Operator):
         """Save what `gradients` needs."""
 
     def gradients(self, ctx: Any, needed: Any, *gradients: Any) -> Iterable[Tensor | None]:
-        """Return a gradient, or None, for each tensor; `needed` says which ones are asked for."""
+        """Return a gradient for each tensor, None where `needed` is false."""
         raise NotImplementedError
 
 
 class Backward(_Differentiable):
-    """The operator of a backward. Its tensors begin with dout and dlse."""
+    """A backward's operator. Its tensors begin with dout and dlse."""
 
     def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         return *readable(*tensors[:2]), *tensors[2:]
@@ -54,13 +55,13 @@ class Backward(_Differentiable):
 
 
 class Forward(_Differentiable):
-    """The operator of a forward: it returns out and lse, and other results without a derivative.
+    """A forward's operator: it returns out and lse, and other results without a derivative.
 
     Attributes:
-        backward: the operator of its backward, which takes dout, dlse, the tensors, the saved
-            results, the names of frozen operands if it has `names`, and the options.
-        num_saved: how many results the backward takes: none, out and lse, or their rest as well.
-        names: of the tensors, if gradients that nobody asks for may be left out.
+        backward: its operator takes dout, dlse, the tensors, the saved results, the names of frozen
+            operands if it has `names`, and the options.
+        num_saved: how many results the backward takes: none, out and lse, or more.
+        names: of the tensors, if unneeded gradients may be left out.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class Forward(_Differentiable):
 
 
 class _ReverseMode(torch.autograd.Function):
-    """The reverse-mode derivative of an operator, and no other."""
+    """An operator's reverse-mode derivative, and no other."""
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -109,8 +110,6 @@ class _ReverseMode(torch.autograd.Function):
 
 
 class _Dispatched(_ReverseMode):
-    """An operator, run through the dispatcher."""
-
     generate_vmap_rule = True
 
     @staticmethod
@@ -131,7 +130,7 @@ class _Dispatched(_ReverseMode):
 
 
 class _Replayed(_ReverseMode):
-    """A cached call of a forward: it runs the kernels without the dispatcher.
+    """A cached call of a forward, which skips the dispatcher.
 
     If the caller did not ask for lse, it is not an output, and autograd saves less.
     """
@@ -147,13 +146,12 @@ class _Replayed(_ReverseMode):
 
     @staticmethod
     def backward(ctx, dout, *gradients):
-        # Without lse, the gradient after out's is not lse's.
         gradients = (dout, *gradients) if ctx.returns_lse else (dout,)
         found = ctx.operator.gradients(ctx, ctx.needs_input_grad[3:], *gradients)
         return None, None, None, *found
 
 
-# Function.apply binds the signature on every call, which takes longer than a launch does.
+# Function.apply binds the signature on every call, which is slower than a launch.
 _record = super(torch.autograd.Function, _Dispatched).apply  # pyright: ignore[reportAttributeAccessIssue]
 _record_kept = super(torch.autograd.Function, _Replayed).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -171,21 +169,18 @@ def run_kept(
 
 
 def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients, with an empty tensor for each operand that has none."""
+    """Return gradients, with an empty tensor in place of None."""
     empty = (like.new_empty(0, dtype=torch.float32) if x is None else x for x in gradients)
     return tuple(empty)
 
 
 def has_gradient(x: Tensor | None) -> bool:
-    """Return True for an operand that has a gradient."""
     return x is not None and x.is_floating_point()
 
 
 def refuse_forward_mode(function: str) -> NoReturn:
-    """Refuse a derivative in forward mode."""
     not_differentiable("forward mode", "Use torch.func.vjp or Tensor.backward.", function)
 
 
 def refuse_second_derivative(function: str) -> NoReturn:
-    """Refuse the derivative of a gradient."""
     not_differentiable("a second derivative", "Compute it with torch operations.", function)

@@ -1,12 +1,11 @@
 """Cache of checked calls, replayed when layouts and options repeat.
 
 The first call is checked, described and dispatched, and its kernels are compiled. All of that
-follows from the call's key, so a later call with the same key only replays what the first one
-allocated and launched (`torch_attn.replay`). The key holds no tensor and no address, only the
-alignment of addresses. Before a key is made, the last call with the same options is tried: a guard
-of `torch.compile` compares the operands with it, in C++ (times: docs/history/host.md).
-
-Torch's private names come from `torch_attn.private`; without them no call is cached.
+follows from the call's key, which holds no tensor and no address, only the alignment of addresses.
+A later call with the same key only replays the allocations and launches (`torch_attn.replay`).
+Before a key is made, the last call with the same options is tried: a guard of `torch.compile`
+compares the operands with it, in C++. Without torch's private names (`torch_attn.private`) no call
+is cached.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import requested_target
 
 Key = tuple[Hashable, ...]
-# Calls a family's function with the problem, the backend and an operation's operands.
+# Calls a family's function with problem, backend and operands.
 Run = Callable[..., Any]
 
 _PLAIN = (Tensor, Parameter)
@@ -44,7 +43,6 @@ class Guard:
     """
 
     def __init__(self, operands: tuple[Any, ...], alignment: int = ALIGNED) -> None:
-        """Take operands aligned to `alignment` bytes, as recognised operands must be."""
         self._alignment = alignment
         given = [i for i, x in enumerate(operands) if x is not None]
         self._count, first = len(given), given[0]
@@ -55,7 +53,7 @@ class Guard:
         self._check = guards.check
 
     def __call__(self, operands: tuple[Any, ...]) -> bool:
-        """Return True if as many operands are given and each matches."""
+        """Return True if each operand matches."""
         tensors = self._tensors(operands)
         return (
             self._check(*tensors)
@@ -68,13 +66,11 @@ class Call:
     """An operation for one layout of operands; once cached, it is replayed.
 
     Attributes:
-        spec: the problem.
-        others: what follows the tensors in the operator's arguments; last the implementation that
-            the caller asked for.
-        backend: what runs it.
+        others: what follows the tensors in the operator's arguments; last the requested
+            implementation.
         alignment: bytes that aligned operands' addresses are multiples of.
         is_kept: whether `Calls.find` finds it.
-        is_recorded: whether autograd records it, if it is kept.
+        is_recorded: whether autograd records it, if kept.
         guard: recognises its operands, if it is kept and they are aligned.
     """
 
@@ -100,7 +96,7 @@ class Call:
 
     @property
     def is_new(self) -> bool:
-        """Return True if it is kept and has not run yet."""
+        """Return True if kept but not run yet."""
         return self._replay is None
 
     def __call__(self, *operands: Any) -> Any:
@@ -114,7 +110,7 @@ class Call:
 
 
 def _start_triton() -> None:
-    """Start what first launches wait for, while the kernels are imported."""
+    """Start what first launches wait for, while kernels are imported."""
     with suppress(ImportError):  # `choose` says what is missing
         from torch_attn.overlap import start_driver
 
@@ -134,7 +130,7 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
     """Return all that a call depends on except the operands' values.
 
     None if the dispatcher has to see the call: a mode, a transformation or forward mode is active,
-    or an operand is no plain tensor on a CUDA device.
+        or an operand is no plain CUDA tensor.
     """
     if (
         private.len_dispatch_stack()
@@ -150,7 +146,7 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
 
 
 def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
-    """Return the layouts of operands that a launch needs; None if one is no plain CUDA tensor."""
+    """Return the operands' layouts; None if one is no plain CUDA tensor."""
     if type(operands[0]) not in _PLAIN or not operands[0].is_cuda:
         return None
     layouts: list[Any] = []
@@ -169,7 +165,7 @@ def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
 
 
 class Kept(dict[Any, Any]):
-    """A dictionary that forgets everything before it holds more than `most` entries."""
+    """A dictionary that forgets all before it exceeds `most` entries."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -185,7 +181,7 @@ class Calls:
     """The cached calls, and the last one with given options."""
 
     def __init__(self) -> None:
-        # A call with its launches takes about 64 kB on the host: 66 MB at most.
+        # A call with its launches takes about 64 kB on the host.
         self.by_key, self.last = Kept(1024), Kept(1024)
 
     def clear(self) -> None:
@@ -198,17 +194,12 @@ class Calls:
     ) -> Call | None:
         """Return the call that `keep` cached for the same arguments, or None.
 
-        Whoever finds a call skips all that follows. Asked by
+        A call found skips all that follows. Asked by
 
         - `Attention.__call__` and `append_kv`, before arguments are checked;
         - an operator's Autograd kernel, before the dispatcher, and the backward of a forward;
-        - an operator's kernel, if it is called directly;
+        - an operator's kernel, if called directly;
         - context parallel attention, for its operations on some of the keys.
-
-        Args:
-            function: first part of the key, such as the operator's name.
-            operands: tensors, or None for an omitted operand.
-            options: the other arguments, as the caller gave them.
         """
         if torch.compiler.is_compiling():
             return None
@@ -219,7 +210,7 @@ class Calls:
             return None
         if last is None:
             return None
-        # A guard sees neither modes of `__torch_function__` nor forward mode.
+        # A guard sees neither `__torch_function__` modes nor forward mode.
         if (
             last.guard is not None
             and last.guard(operands)
@@ -242,9 +233,9 @@ class Calls:
         options: tuple[Hashable, ...],
         call: Call,
     ) -> bool:
-        """Cache a call for `find` with the same arguments; return True if it is cached.
+        """Cache a call for `find`; return True if it is cached.
 
-        A call is cached if it launches compiled kernels and need not pass through the dispatcher.
+        It must launch compiled kernels and not need the dispatcher.
         """
         if torch.compiler.is_compiling() or call.backend.target is None or not private.CAN_KEEP:
             return False
@@ -267,7 +258,7 @@ CALLS = Calls()
 
 
 def is_recorded(tensors: tuple[Any, ...]) -> bool:
-    """Return True if autograd would record a function of these tensors or one has a tangent."""
+    """Return True if autograd would record these tensors or one has a tangent."""
     enabled = torch.is_grad_enabled()
     dual = private.may_be_dual()
     if not (enabled or dual):

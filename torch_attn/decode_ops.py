@@ -1,8 +1,6 @@
 """Decoding: the torch operators of a paged cache and of merges, and what they run.
 
-They are `torch_attn::paged_decode`, `::paged_attention`, `::append_kv`, `::merge_states` and
-`::merge_states_bwd`. None waits for the device, except append_kv's reference. Lengths and page
-tables are read on the device, so a CUDA graph can be replayed with others.
+None waits for the device, except append_kv's reference; the device reads lengths and page tables.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from twin_attention.contract.validate.paged import (
 
 
 class CacheAttention(Attention):
-    """A function of attention over a paged cache, without a derivative."""
+    """Attention over a paged cache, without a derivative."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ PAGED_ATTENTION.operator.register_vmap(partial(vmap.refuse, "paged_attention"))
 
 
 class _Append(Operator):
-    """`append_kv`, which writes into the pools and returns the rotated queries, or nothing."""
+    """`append_kv`, which writes into the pools and returns the rotated queries, if any."""
 
     def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
         operands = AppendOperands._make(tensors)
@@ -126,7 +124,7 @@ def _fake_append(*args):
 
 
 def _or_nothing(q: Tensor | None, operands: AppendOperands[Tensor]) -> Tensor:
-    """Return the rotated queries, or an empty tensor: an operator cannot return None."""
+    """Return an empty tensor for None: an operator cannot return None."""
     return operands.k_new.new_empty(0) if q is None else q
 
 

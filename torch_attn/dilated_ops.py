@@ -1,8 +1,7 @@
 """Gather the tokens that dilated attention keeps, and scatter its results.
 
 The derivative of a gather is a scatter, and vice versa. Both copy between views, without indices,
-and sums have a fixed order. Operands pass through `once`, so that errors about other derivatives
-name `dilated_attention`.
+and sums have a fixed order. Operands pass through `once`, so that errors name `dilated_attention`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Pairs = tuple[Dilation, ...]
 
 
 def once(x: Tensor) -> Tensor:
-    """Return a tensor unchanged, and refuse all derivatives through it but one in reverse mode."""
+    """Return a tensor unchanged; refuse all derivatives but one in reverse mode."""
     return _Once.apply(x)  # pyright: ignore[reportReturnType]
 
 
@@ -49,13 +48,11 @@ def place(
 
     Args:
         states: out [B · segments, kept, Hq, Dv] and lse [B · segments, Hq, kept] of each call.
-        calls: its pairs.
-        heads_kv: number of groups that the heads form.
         rows: B and S.
 
     Returns:
-        outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of the N pairs, as `merge_states` takes them.
-        Where a head keeps nothing, lse is -inf, and out may be anything if there are several pairs.
+        outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of the N pairs. Where a head keeps nothing,
+        lse is -inf, and out may be anything if there are several pairs.
     """
     if len(calls) == 1 and _keeps_all(calls[0]):
         ((out, lse),) = states
@@ -154,7 +151,7 @@ class _PlaceAll(torch.autograd.Function):
 
 
 def _gather(fulls: Sequence[Tensor] | Tensor, call: Pairs, heads_kv: int) -> Tensor:
-    """Return what each pair keeps of its own [B, S, H, D] tensor, as `take` does."""
+    """Return what each pair keeps of its own [B, S, H, D], as `take` does."""
     batch, tokens, *row = fulls[0].shape
     segments = sum(tokens // pair.segment_length for pair in call)
     kept = fulls[0].new_empty((batch * segments, call[0].kept, *row))
@@ -165,7 +162,7 @@ def _gather(fulls: Sequence[Tensor] | Tensor, call: Pairs, heads_kv: int) -> Ten
 
 
 def _parts(kept: Tensor, call: Pairs, batch: int, tokens: int) -> Sequence[Tensor]:
-    """Return the batch entries of each pair. (Autograd forbids writes to the views of a split.)"""
+    """Return each pair's batch entries. (Autograd forbids writes to a split's views.)"""
     ends = accumulate(batch * (tokens // pair.segment_length) for pair in call)
     return [kept[begin:end] for begin, end in pairwise((0, *ends))]
 
@@ -173,13 +170,7 @@ def _parts(kept: Tensor, call: Pairs, batch: int, tokens: int) -> Sequence[Tenso
 def _matching(
     full: Tensor, kept: Tensor, pair: Dilation, heads_kv: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield views of the same tokens in both: of whole rounds of offsets, then of the heads left.
-
-    Args:
-        full: [B, S, H, D].
-        kept: [B · segments, kept, H, D].
-        heads_kv: number of groups that the heads form.
-    """
+    """Yield views of the same tokens in both: whole rounds of offsets, then the heads left."""
     (batch, tokens, heads, _), rate = full.shape, pair.rate
     groups, segments = (heads_kv, heads // max(1, heads_kv)), tokens // pair.segment_length
     full = full.unflatten(2, groups).unflatten(1, (segments, pair.kept, rate))
@@ -197,7 +188,7 @@ def _matching(
 
 
 def _as_rows(lse: Tensor) -> Tensor:
-    """Return a log-sum-exp [..., H, S] as [..., S, H, 1]."""
+    """Return [..., H, S] as [..., S, H, 1]."""
     return lse.mT[..., None]
 
 

@@ -1,4 +1,4 @@
-"""Which code a call runs: the choice of a kernel family for a problem on a device."""
+"""Choose the kernel family for a problem on a device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ _FOREIGN = frozenset(x.name for x in families.FOREIGN)
 
 
 def check_implementation(implementation: Implementation | None) -> None:
-    """Refuse what is neither None nor the name of a family.
-
-    Raises:
-        ValueError: no such implementation.
-    """
+    """Refuse what is neither None nor the name of a family (ValueError)."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
 
 
@@ -34,8 +30,8 @@ def choose(
     """Choose what runs a problem; see `twin_attention.targets.family.choose`.
 
     Raises:
-        NotImplementedError: the family asked for does not support the problem on this device, or
-            the device is a GPU that no kernel can be compiled for.
+        NotImplementedError: the requested family does not support the problem here, or the device
+            is a GPU that no kernel can be compiled for.
     """
     target = None if implementation == "reference" else target_of(device)
     interpretable = device.type in ("cpu", "meta")
@@ -43,5 +39,5 @@ def choose(
 
 
 def alignment_of(implementation: Any) -> int:
-    """Return the bytes that operands' addresses must be multiples of for compiled code."""
+    """Return the bytes that operands' addresses must be multiples of."""
     return COMPACT if implementation in _FOREIGN else ALIGNED

@@ -1,11 +1,11 @@
 """Relaunch a compiled Triton kernel with minimal host work.
 
 Triton's `JITFunction.run` ends in a C function that launches. This module calls it with arguments
-looked up beforehand and operands as addresses. TMA descriptors, which Triton encodes at each
-launch, are cached by address. The C function takes arguments without tuples: Triton 3.6 finds no
-descriptor in a tuple, and a tuple of addresses would be made anew at each launch. Where Triton
-lacks a part of this private API, Triton itself launches, more slowly. Checked with Triton 3.6 and
-3.9; ``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it.
+looked up beforehand and operands as addresses. TMA descriptors are cached by address instead of
+encoded at each launch. Arguments come without tuples: Triton 3.6 finds no descriptor in a tuple,
+and tuples of addresses would be made anew at each launch. Where Triton lacks a part of this private
+API, Triton itself launches, more slowly. Checked with Triton 3.6 and 3.9;
+``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch_attn.private import find, note_missing
 from torch_attn.replay import Launcher
 from torch_attn.tensor_maps import TensorMap
 
-# Encoded descriptors cached per operand of a launch, and in all; each takes about 400 bytes.
+# Encoded descriptors cached per operand, and in all; each takes about 400 bytes.
 _ADDRESSES_MAX = 256
 _DESCRIPTORS_MAX = 65536
 
@@ -36,10 +36,7 @@ _hooks = [find("triton", f"knobs.runtime.launch_{x}_hook.calls") for x in ("ente
 def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) -> Launcher:
     """Return a function that launches a kernel on the current device.
 
-    Args:
-        compiled: Triton's compiled kernel.
-        grid: three numbers.
-        arguments: all arguments, with layouts in place of operands; addresses replace the layouts.
+    `arguments` has layouts in place of operands; addresses replace them.
     """
     kinds = _flatten_signature(compiled.src)
     if kinds is not None:
@@ -73,10 +70,8 @@ def launcher_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[Any]) 
 
 
 def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
-    """Remove tuples and constants from the signature that a kernel's launcher is made for.
-
-    Returns:
-        The kinds of all arguments, tuples for tuples; None if the signature is not as expected.
+    """Return the kinds of all arguments as the launcher's signature has them, in tuples; None if
+    the signature is not as expected.
     """
     try:
         names = vars(source)
@@ -89,7 +84,6 @@ def _flatten_signature(source: Any) -> tuple[Any, ...] | None:
 
 
 def pairs(arguments: Any, kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the arguments in nested tuples with their kinds."""
     for x, kind in zip(arguments, kinds, strict=True):
         if isinstance(kind, tuple):
             yield from pairs(x, kind)
@@ -102,8 +96,8 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
     first.
 
     Returns:
-        The function; its arguments between the stream and the kernel's; and True if it takes the
-        kernel's arguments as one tuple, as it does since Triton 3.9.
+        The function; its arguments between the stream and the kernel's; True if it takes the
+        kernel's arguments as one tuple, as since Triton 3.9.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: the launcher is not as expected.
@@ -127,7 +121,7 @@ def _entry(compiled: Any, has_maps: bool) -> tuple[Callable[..., None], list[Any
 
 
 def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ...]], list[Any]]:
-    """Return a function that makes a kernel's arguments from the operands' addresses.
+    """Return a function that makes a kernel's arguments from addresses.
 
     Equal integers share one object, because every launch increments reference counts.
     """
@@ -162,7 +156,7 @@ def _placing(compiled: Any, arguments: Sequence[Any]) -> Callable[[tuple[int, ..
 
 
 class _Descriptors(dict[Any, Any]):
-    """The encoded descriptors of an operand by address, made on demand.
+    """An operand's encoded descriptors by address, made on demand.
 
     Beyond `_DESCRIPTORS_MAX` in all launches together, all are forgotten.
     """
@@ -187,7 +181,7 @@ class _Descriptors(dict[Any, Any]):
 
 
 def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
-    """Return the encoded descriptor of an operand at an address."""
+    """Encode an operand's descriptor at an address."""
     descriptor = tensor_map.bind(_Address(address))
     further = [None] * (len(signature(_make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
     try:

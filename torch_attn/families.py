@@ -1,4 +1,4 @@
-"""The kernel families of this side, and those of `pallas_attn` that it launches too."""
+"""The kernel families of this side, and those of `pallas_attn` that it launches."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ _IN_TORCH = "interop.kernels.in_torch"
 
 
 def _gluon_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM80 kernels cover, with a Triton whose Gluon has the names they use."""
+    """Support what the kernels cover, if Triton's Gluon has their names."""
     return sm80.supports(operation, spec, target) or family.import_error(
         "torch_attn.kernels.sm80.flash_bwd"
     )
 
 
 def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM90 kernels cover, with a Triton whose Gluon has the names they use."""
     return sm90.supports(operation, spec, target) or family.import_error(
         f"torch_attn.kernels.sm90.{operation}"
     )
 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support every problem, with a Triton that has the names that the kernels use."""
+    """Support every problem, if Triton has the kernels' names."""
     reason = family.import_error(f"torch_attn.kernels.portable.{operation}")
     if reason is None and target is None:
         reason = family.import_error("torch_attn.interpreter")

@@ -1,9 +1,8 @@
 """Flash attention, dense, packed and sparse: its torch operators, and what they run.
 
-The operators are `torch_attn::flash_fwd`, `::flash_bwd`, `::flash_varlen_fwd`,
-`::flash_varlen_bwd`, `::block_sparse_fwd` and `::block_sparse_bwd`. `::flash_terms_fwd` returns the
-`rest_of_lse` of scores with terms as well, `::flash_row_max_fwd` row maxima, and
-`::flash_terms_row_max_fwd` both; so do those of `flash_varlen`.
+Operators are `flash`, `flash_varlen` and `block_sparse`, each with `_fwd` and `_bwd`. Of the first
+two, `_terms_fwd` also returns the `rest_of_lse` of scores with terms, `_row_max_fwd` row maxima,
+and `_terms_row_max_fwd` both.
 """
 
 from __future__ import annotations
@@ -48,11 +47,10 @@ if TYPE_CHECKING:
 
 
 class FlashAttention(Attention):
-    """A function of flash attention on one kind of operands, with its derivative.
+    """Flash attention on one kind of operands, with its derivative.
 
-    Attributes:
-        fwd, bwd: the operators.
-        forwards: each forward, by whether there are terms, and whether it returns row maxima.
+    `forwards` has each forward operator by whether there are terms and whether it returns row
+    maxima.
     """
 
     operator: Forward
@@ -67,17 +65,12 @@ class FlashAttention(Attention):
         rule: Callable[..., Any],
         check_options: Callable[..., FlashOptions] = check_flash_options,
     ) -> None:
-        """Define and register the operators.
-
-        Args:
-            name: the operators' name, before "_fwd" and "_bwd".
-            check: check described operands against options.
-            rule: the `vmap` rule.
-            check_options: check options as the caller gave them.
+        """Define and register the operators `name` + "_fwd" and "_bwd"; `rule` is their `vmap`
+        rule.
         """
         super().__init__("flash_fwd", operands, FlashOptions, check_options, check)
         count, tensors, others = self.num_operands, self.tensors_schema, self.others_schema
-        # An operator cannot return None: a missing gradient is an empty tensor. The names of frozen
+        # An operator cannot return None: a missing gradient is an empty tensor. Names of frozen
         # operands are words, since a list would not be a key.
         gradients = ", ".join(f"Tensor d{field}" for field in operands._fields)
         backward = Backward(
@@ -119,7 +112,7 @@ class FlashAttention(Attention):
         """Return the call of the operator of this kind, a key of `forwards`.
 
         Raises:
-            ValueError: the arguments are those of another operator, which has other results.
+            ValueError: the arguments are those of an operator with other results.
         """
         self._check_kind(kind, tensors, others)
         return self.call_of(tensors, others)
@@ -147,7 +140,7 @@ class FlashAttention(Attention):
         return run_kept(operator, call, operands, return_lse)
 
     def _launches_of_backward(self, call: Call, operands: tuple[Any, ...]) -> list[Launch]:
-        """Return what a call's backward will launch, found with tensors that hold no values."""
+        """Return what a call's backward will launch, found with tensors without values."""
         needed = (x is not None and x.requires_grad for x in operands)
         frozen = frozen_operands(self.operands._fields, operands, needed)
         spec = replace(call.spec, row_max=False, frozen=frozen)  # pyright: ignore[reportArgumentType]
@@ -166,7 +159,7 @@ class FlashAttention(Attention):
         return [x.launcher for x in found.steps if isinstance(x, CapturedLaunch)]
 
     def run_backward(self, function, spec, backend, dout, dlse, *tensors: Any):
-        """Run a family's flash_bwd, copying the tensors that its kernels cannot read.
+        """Run a family's flash_bwd, copying tensors that its kernels cannot read.
 
         They read lse and rest as the forward wrote them, and out by rows. TMA needs aligned rows.
         """
@@ -194,7 +187,7 @@ class FlashAttention(Attention):
         check_saved(operand("dout", dout), q, operand("out", out), operand("lse", lse))
         if spec.terms and rest is None:
             fail(ValueError, "rest", "the forward's, as there are terms", None)
-        # Row maxima are the forward's alone.
+        # Only the forward has row maxima.
         spec = replace(spec, row_max=False, frozen=tuple(others[0].split()))
         if others[-1] is not None:
             spec = replace(spec, placement=Placement())
@@ -211,7 +204,7 @@ class FlashAttention(Attention):
 
 
 def or_as_torch_says(deterministic: Any) -> Any:
-    """Return the option, with torch's own setting in place of None."""
+    """Replace None by torch's own setting."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
     return deterministic

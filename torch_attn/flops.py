@@ -13,12 +13,11 @@ before the mode is made::
     print(counter.get_total_flops())
 
 Only pairs of query and key that the window keeps are counted; for `scaled_dot_product_attention`
-torch counts all. The backward counts its five products, and not the two that the gradients of
-`relative_bias` and of a shared `bias` compute again. Most of what depends on data is left out:
-segment ids change nothing, a window of depths hides nothing, and `flash_attention_varlen` counts
-nothing. With `kv_ends` only pairs before the keys' ends are counted, and for
-`block_sparse_attention` only the tiles that its mask keeps: this waits for the device. Fake tensors
-hold no data, so with them no key has an end, and all tiles count.
+torch counts all. The backward counts its five products, without what the gradients of
+`relative_bias` and a shared `bias` compute again. Segment ids and a window of depths change
+nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` pairs before the keys' ends are
+counted, and for `block_sparse_attention` the tiles of its mask: this waits for the device. With
+fake tensors, which hold no data, no key has an end, and all tiles count.
 """
 
 from __future__ import annotations
@@ -58,7 +57,6 @@ def _sparse_backward(dout, dlse, *args, **_) -> int:
 
 
 def _problem(function: FlashAttention, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Return operands and problem of an operator's arguments, from the operands on."""
     operands = function.operands._make(args[: function.num_operands])
     return operands, function.check(operands, function.options_of(args))
 
@@ -68,9 +66,7 @@ def _of_ends(
     of_all: Callable[[AttentionSpec], int],
     of_kept: Callable[[AttentionSpec, np.ndarray], int],
 ) -> int:
-    """Count an operator's call by the keys' ends among its arguments, without ends if they hold no
-    data.
-    """
+    """Count an operator's call by the keys' ends, without ends if they hold no data."""
     operands, spec = _problem(DENSE, args)
     ends = operands.kv_ends
     if ends is None or _holds_no_data(ends):
@@ -83,7 +79,7 @@ def _of_mask(
     of_all: Callable[[BlockSparseSpec], int],
     of_kept: Callable[[BlockSparseSpec, BlockMask[np.ndarray]], int],
 ) -> int:
-    """Count an operator's call by its mask argument; if that is fake, count all tiles."""
+    """Count an operator's call by its mask; if that is fake, count all tiles."""
     operands, spec = _problem(SPARSE, args)
     lists = [getattr(operands, name) for name in BlockMask._fields]
     if any(map(_holds_no_data, lists)):

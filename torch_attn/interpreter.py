@@ -3,24 +3,21 @@
 Triton's own switch, ``TRITON_INTERPRET=1``, turns off compiling for the whole process.
 `interpreted` chooses for each launch: during it `triton.language` works on NumPy arrays.
 
-The private API of Triton here is ``triton.runtime.interpreter``. If a name is missing, this import
-fails, and the family "triton" gives that as its reason not to run on a CPU. Checked with Triton 3.6
-and 3.9 (``tests/torch_attn/test_interpreter.py`` guards it):
+It uses the private ``triton.runtime.interpreter``. If a name is missing, this import fails, and the
+family "triton" gives that as its reason not to run on a CPU. Checked with Triton 3.6 and 3.9
+(``tests/torch_attn/test_interpreter.py`` guards it):
 
 - `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it. It is
-  called once a launch; Triton calls it at every call of a helper, which takes milliseconds.
-- `FunctionRewriter` turns a kernel's source into a Python function, `_implicit_cvt` a launch's
-  arguments into the interpreter's tensors.
-- `InterpreterBuilder` and `_get_np_dtype` compute on bfloat16's bits as uint16, which gives wrong
-  numbers without an error. `_Builder` holds `ml_dtypes.bfloat16`.
-- `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which a mask must not be.
-- `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language`. That must not
-  happen while they are patched, or no Gluon kernel compiles later.
-- `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
-- `_Builder` turns off the integer overflow check, which takes half the time of a launch and does
-  nothing without `debug`.
-- ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so Triton
-  3.6 cannot run a loop whose bounds are known only at run time.
+called once a launch; Triton calls it at every call of a helper, which takes milliseconds. -
+`FunctionRewriter` turns a kernel's source into a Python function, `_implicit_cvt` a launch's
+arguments into the interpreter's tensors. - `InterpreterBuilder` and `_get_np_dtype` compute on
+bfloat16's bits as uint16, silently wrong. `_Builder` holds `ml_dtypes.bfloat16`. - `create_splat`
+takes a comparison of scalars for int32 in Triton 3.9, which a mask must not be. - `_implicit_cvt`
+imports Gluon, which wraps the functions of `triton.language`. That must not happen while they are
+patched, or no Gluon kernel compiles later. - `create_dot` always multiplies in IEEE precision.
+`_Builder` gives it operands in TF32. - `_Builder` turns off the slow integer overflow check, which
+does nothing without `debug`. - ``tensor.__index__`` calls ``int`` on an array of one element, which
+NumPy 2.4 refuses, so Triton 3.6 cannot run a loop whose bounds are known only at run time.
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ from triton.runtime.jit import JITFunction
 with suppress(ImportError):  # see above; a Triton without Gluon has nothing to protect
     import triton.experimental.gluon.language  # noqa: F401
 
-# What is used besides the imports above.
 NAMES = (
     "FunctionRewriter.rewrite_ast", "InterpreterBuilder.cast_impl", "InterpreterBuilder.create_dot",
     "InterpreterBuilder.create_fp_to_fp", "InterpreterBuilder.create_masked_load",
@@ -64,9 +60,8 @@ _triton_np_dtype = interpreter._get_np_dtype
 def interpreted(kernel: JITFunction) -> Interpreted:
     """Return a `@triton.jit` kernel that runs on CPU tensors, with NumPy doing the arithmetic.
 
-    ``interpreted(kernel)[grid](*args, **kwargs)`` launches as ``kernel[grid](...)`` does and
-    ignores launch options. While a launch runs, no other thread can launch or compile a Triton
-    kernel.
+    It is launched as the kernel is, and ignores launch options. Meanwhile no other thread can
+    launch or compile a Triton kernel.
 
     Raises:
         RuntimeError: the process runs under ``TRITON_INTERPRET=1``.
@@ -142,7 +137,7 @@ class _Builder(InterpreterBuilder):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
         if input_precision == interpreter._ir.INPUT_PRECISION.TF32:
             a, b = map(_as_tf32, (a, b))
-        # Only for speed: if bfloat16 is cast inside the product, it takes four times as long.
+        # For speed: bfloat16 cast inside the product takes four times as long.
         a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
         return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
 
@@ -152,14 +147,14 @@ _semantic = TritonSemantic(_builder)
 
 
 def _as_tf32(value: TensorHandle) -> TensorHandle:
-    """Return a float32 operand as tensor cores take it; return others unchanged."""
+    """Round a float32 operand as tensor cores do; return others unchanged."""
     if value.data.dtype != np.float32:
         return value
     return TensorHandle((value.data.view(np.int32) & -(1 << 13)).view(np.float32), tl.float32)
 
 
 def _bits(value: TensorHandle) -> TensorHandle:
-    """Return a bfloat16 array as uint16, which the interpreter's loads and stores can move."""
+    """View bfloat16 as uint16, which the interpreter can move."""
     return TensorHandle(value.data.view(np.uint16), tl.uint16)
 
 

@@ -1,4 +1,4 @@
-"""Launch a kernel: choose its configuration, and compile or interpret it."""
+"""Choose a kernel's configuration; compile or interpret it, and launch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from twin_attention.targets.kernels import KernelConfig, Spec
 from twin_attention.targets.sm90 import portable_uses_wgmma
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
 
-# Arguments that change from call to call: one compiled kernel serves all their values. Triton
-# specialises every number in a tuple, so none of these is in a tuple.
+# Arguments that change from call to call: one compiled kernel serves all values. Triton specialises
+# every number in a tuple, so none of these is in one.
 UNSPECIALIZED = [
     "seq_q", "seq_kv", "diagonal", "num_sequences", "together", "window_left", "window_right",
 ]  # fmt: skip
@@ -43,7 +43,7 @@ _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | 
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that describe a problem to every flash attention kernel."""
+    """Return the arguments that describe a problem to flash attention kernels."""
     window = spec.bounded_window
     return {
         "seq_q": spec.seq_q,
@@ -61,17 +61,17 @@ def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
 
 
 def num_sequences(spec: AttentionSpec) -> int | None:
-    """Return how many packed sequences there are, None for a dense batch."""
+    """Return the number of packed sequences, None for a dense batch."""
     return spec.num_sequences if isinstance(spec, VarlenSpec) else None
 
 
 def has_carry(spec: AttentionSpec) -> bool:
-    """Return True if a kernel's output already holds a result over other keys, to merge with."""
+    """Return True if a kernel's output holds a result over other keys, to merge with."""
     return isinstance(spec, PartialSpec)
 
 
 def rule_argument(rule: ScoreRule) -> ScoreRule:
-    """Return a rule as kernels take it, with its non-numeric fields as constexprs."""
+    """Return a rule as kernels take it: non-numeric fields are constexprs."""
     return rule._replace(
         scale_first=tl.constexpr(rule.scale_first),
         precision=tl.constexpr(rule.precision),
@@ -79,24 +79,17 @@ def rule_argument(rule: ScoreRule) -> ScoreRule:
     )
 
 
-# The grid, and arguments by name other than operands and tile sizes. A `Layout` or `TensorMap` in
-# an argument stands for its operand; an argument with an operand's name replaces it.
+# The grid, and arguments by name other than operands and tile sizes. A `Layout` or `TensorMap`
+# stands for its operand; an argument with an operand's name replaces it.
 Prepared = tuple[tuple[int, ...], dict[str, Any]]
 
 
 class KernelCall(NamedTuple):
-    """All that a kernel's code, grid and arguments depend on, except for the operands' values.
+    """All that a kernel's code, grid and arguments depend on, except the operands' values.
 
-    It follows from the key of a `torch_attn.calls.Call`, and the function that prepares a launch
-    sees nothing else. So a replayed launch has the arguments of a new one.
-
-    Attributes:
-        spec: the problem.
-        constants: what else the arguments depend on.
-        config: the kernel's configuration.
-        target: whose code runs, "sm80" or "sm90"; None in the interpreter.
-        device: where it runs.
-        layouts: the operands' layouts, in the same tuples; None for an operand that is None.
+    It follows from the key of a `torch_attn.calls.Call`, and `prepare` functions see nothing else.
+    So a replayed launch has the arguments of a new one. `constants` is what else the arguments
+    depend on, `target` is None in the interpreter, `layouts` come in the operands' tuples.
     """
 
     spec: Spec
@@ -108,14 +101,10 @@ class KernelCall(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel and all that its launch depends on, except for the operands' addresses.
+    """A kernel and all that its launch depends on, except the operands' addresses.
 
-    Attributes:
-        name, kernel, prepare, spec, backend, constants: as in `launch`.
-        config: the configuration that the kernel is compiled with, possibly with fewer stages.
-        options: Triton's launch options, by name.
-        device: of the operands.
-        layouts: the operands' layouts, in the same tuples; None for an operand that is None.
+    The fields are those of `launch` and `KernelCall`; `config` may have fewer stages than the
+    tables.
     """
 
     name: str
@@ -130,7 +119,7 @@ class Launch(NamedTuple):
     layouts: tuple[Any, ...]
 
     def prepared(self, config: KernelConfig) -> tuple[tuple[int, ...], list[Any]]:
-        """Return the grid and all arguments in order, including the configuration's numbers."""
+        """Return the grid and all arguments in order, with the configuration's numbers."""
         target = self.backend.target
         call = KernelCall(self.spec, self.constants, config, target, self.device, self.layouts)
         return arguments_of(self.kernel, self.prepare, call)
@@ -146,7 +135,7 @@ class Launch(NamedTuple):
         """Compile with the configuration, or with one that needs less shared memory.
 
         Args:
-            compile: such as `warm_up`. Its arguments have placeholders for the operands.
+            compile: such as `warm_up`; its arguments have placeholders for the operands.
             limit: bytes of shared memory that a block may have (see `compile_to_fit`).
 
         Returns:
@@ -186,7 +175,7 @@ class Launch(NamedTuple):
 def warm_up(
     kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]
 ) -> Any:
-    """Compile a kernel for the current device, with Triton's options by name."""
+    """Compile a kernel for the current device."""
     return kernel.warmup(*arguments, grid=grid, **options)
 
 
@@ -209,13 +198,10 @@ def launch(
     may be written by each launch that takes it; the first of these writes it or does not read it.
 
     Args:
-        name: the kernel's name in the configuration tables.
-        kernel: the `triton.jit` function.
+        name: of the kernel in the configuration tables.
         prepare: a module-level function. From the `KernelCall` it returns the grid and, by name,
             the arguments other than operands and tile sizes.
         operands: leading arguments: tensors, None, or named tuples of these.
-        spec: the problem, which chooses the configuration.
-        backend: the target to compile for, or the interpreter.
         constants: what else grid and arguments depend on, compared by value.
         options: Triton's launch options; `num_warps` and `num_stages` replace the configuration's.
     """
@@ -236,7 +222,7 @@ def launch(
 
 
 def tensors_of(operands: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors among a launch's operands, in the order of the layouts' numbers."""
+    """Return the operands' tensors, in the order of the layouts' numbers."""
     return tuple(x for x in leaves(operands) if x is not None)
 
 
@@ -263,7 +249,7 @@ def _launch(found: Launch, tensors: tuple[torch.Tensor, ...]) -> Launcher | None
 
 
 def config_of(name: str, spec: Spec, backend: Backend, device: torch.device) -> KernelConfig:
-    """Return the configuration that a launch starts from; it may end up with fewer stages."""
+    """Return the configuration that a launch starts from; it may end with fewer stages."""
     config, target = backend.configs(spec)[name], backend.target
     if target is None or _shared_memory(name, target, device) >= SHARED_MEMORY_LIMIT[target]:
         return config
@@ -271,14 +257,14 @@ def config_of(name: str, spec: Spec, backend: Backend, device: torch.device) -> 
 
 
 def _shared_memory(name: str, target: str, device: torch.device) -> float:
-    """Return the bytes of shared memory that a block of a kernel may have."""
+    """Return the bytes of shared memory that a kernel's block may have."""
     return shared_memory(target, device) if _recorded is None else _recorded[0](name)
 
 
 def arguments_of(
     kernel: Any, prepare: Callable[[KernelCall], Prepared], call: KernelCall
 ) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the grid of a launch and all arguments in order, with layouts for operands."""
+    """Return a launch's grid and arguments in order, with layouts for operands."""
     grid, arguments = prepare(call)
     numbers = {name.upper(): value for name, value in vars(call.config).items()}
     places = dict(zip(kernel.arg_names, call.layouts, strict=False))
@@ -292,11 +278,9 @@ def recording(
 ) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile the kernels that are launched in the block, and launch none.
 
-    It needs a Triton driver that reports their target; operands may be on the "meta" device. Yields
-    a list that grows by (kernel, configuration, compiled).
-
-    Args:
-        limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
+    It needs a Triton driver that reports their target; operands may be on the "meta" device.
+    `limit` is as in `Launch.compile`. Yields a list that grows by (kernel, configuration,
+    compiled).
     """
     global _recorded
     before, _recorded = _recorded, (limit, [])

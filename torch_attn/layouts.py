@@ -1,7 +1,7 @@
-"""Operands of a launch, in nested tuples, and the layouts that stand for them in its arguments.
+"""Operands of a launch, in nested tuples, and the layouts that stand for them.
 
-A kernel takes an optional feature's operands and numbers as one named tuple. The host prepares the
-tuple with layouts, and a launch puts tensors or addresses in their place.
+A kernel takes an optional feature's operands and numbers as one named tuple. The host prepares it
+with layouts, and a launch puts tensors or addresses in their place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Layout(NamedTuple):
     Attributes:
         operand: which of the launch's tensors it is.
         strides: by `strides_in_memory`.
-        is_aligned: whether it is aligned to 16 bytes, which Triton compiles for.
+        is_aligned: to 16 bytes, which Triton compiles for.
     """
 
     operand: int
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
 
 def layouts_of(operands: Any) -> Any:
-    """Return the layouts of operands, in the same tuples; None for one that is None."""
+    """Return the operands' layouts in the same tuples, None for None."""
     operand = count()
 
     def layout(x: torch.Tensor | None) -> Layout | None:
@@ -55,12 +55,11 @@ class Placeholder:
 
 
 def placeholders_of(layouts: Any) -> tuple[Placeholder, ...]:
-    """Return what stands for a launch's tensors, in order."""
     return tuple(Placeholder(x) for x in leaves(layouts) if x is not None)
 
 
 def bind(arguments: Any, tensors: tuple[Any, ...]) -> Any:
-    """Return arguments with tensors, or anything with a `data_ptr`, in place of their layouts."""
+    """Put tensors, or anything with a `data_ptr`, in place of their layouts."""
 
     def bound(x: Any) -> Any:
         if isinstance(x, TensorMap):
@@ -71,7 +70,6 @@ def bind(arguments: Any, tensors: tuple[Any, ...]) -> Any:
 
 
 def leaves(x: Any) -> Iterator[Any]:
-    """Yield the leaves of nested tuples, in order."""
     if _is_leaf(x):
         yield x
     else:
@@ -80,7 +78,7 @@ def leaves(x: Any) -> Iterator[Any]:
 
 
 def replace_leaves(x: Any, function: Callable[[Any], Any]) -> Any:
-    """Return nested tuples with a function's results in place of their leaves."""
+    """Return nested tuples with each leaf replaced by the function's result."""
     if _is_leaf(x):
         return function(x)
     items = [replace_leaves(item, function) for item in x]

@@ -40,7 +40,7 @@ class _MultiHeadAttention(nn.Module):
         self.out_proj = nn.Linear(num_heads * head_dim, d_model, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs [B, S, d_model] for tokens [B, S, d_model]."""
+        """Map tokens [B, S, d_model] to outputs of that shape."""
         check_tokens(x.shape, self.q_proj.in_features)
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
@@ -52,23 +52,21 @@ class _MultiHeadAttention(nn.Module):
 
 
 class MultiHeadDilatedAttention(_MultiHeadAttention):
-    """Self-attention by `dilated_attention`, between projections to heads and back.
+    """Self-attention [B, S, d_model] by `dilated_attention`, between projections to heads and back.
 
-    Its parameters are those of four `torch.nn.Linear`: q_proj, k_proj, v_proj and out_proj. It
-    takes and returns [B, S, d_model].
+    Its parameters are those of four `torch.nn.Linear`: q_proj, k_proj, v_proj and out_proj.
 
     Args:
         d_model: size of a token, D · num_heads.
         num_heads: query heads.
-        segment_lengths, dilation_rates: of each pair, as `dilated_attention` takes them.
+        segment_lengths, dilation_rates, implementation: as in `dilated_attention`.
         num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
         causal: a token sees tokens up to itself.
         bias: whether the projections have a bias.
-        implementation: as `dilated_attention` takes it.
         device, dtype: of the parameters.
 
     Raises:
-        TypeError, ValueError: invalid numbers, pairs or mask.
+        TypeError, ValueError: invalid numbers or pairs.
 
     Source: Ding et al. 2023 (LongNet), section 2.3.
 
@@ -108,21 +106,19 @@ class MultiHeadDilatedAttention(_MultiHeadAttention):
 
 
 class MultiHeadBlockSparseAttention(_MultiHeadAttention):
-    """Self-attention by `block_sparse_attention`, between projections to heads and back.
+    """Self-attention [B, S, d_model] by `block_sparse_attention`, between projections.
 
     Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are buffers, which
-    `state_dict` leaves out and the module fills again where memory is new. It takes and returns
-    [B, S, d_model], where S is the length that the mask is for.
+    `state_dict` leaves out and the module fills again where memory is new. S is the mask's length.
 
     Args:
-        block_mask: the tiles to keep, as `block_sparse_attention` takes them. From booleans, the
-            lists are made once.
-        implementation: as `block_sparse_attention` takes it.
+        block_mask, implementation: as in `block_sparse_attention`. Lists are made from booleans
+            once.
         device, dtype: of the parameters; the mask goes to the device as well.
-        d_model, num_heads, num_heads_kv, causal, bias: as `MultiHeadDilatedAttention` takes them.
+        d_model, num_heads, num_heads_kv, causal, bias: as in `MultiHeadDilatedAttention`.
 
     Raises:
-        TypeError, ValueError: invalid numbers, pairs or mask.
+        TypeError, ValueError: invalid numbers or mask.
 
     Source: Zaheer et al. 2020 (BigBird).
 

@@ -12,12 +12,11 @@ from torch import Tensor
 from twin_attention.contract.validate.errors import fail, not_a_tensor
 from twin_attention.contract.validate.operands import Operand
 
-# A tensor begins at a multiple of this many bytes: for TMA and Triton, and for JAX's kernels.
+# A tensor's alignment in bytes, for TMA and Triton, and for JAX's kernels.
 ALIGNED, COMPACT = 16, 256
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Refuse what is not a `torch.Tensor`."""
     if not isinstance(x, Tensor):
         not_a_tensor(name, "a torch.Tensor", x)
 
@@ -46,8 +45,8 @@ def operand(name: str, x: Tensor) -> Operand:
 
 
 def strides_in_memory(x: Tensor) -> tuple[int, ...]:
-    """Return a tensor's strides; an axis of size 1, whose stride means nothing, has the one that
-    follows from the axis behind it.
+    """Return a tensor's strides; that of an axis of size 1, which means nothing, follows from the
+    axis behind it.
     """
     strides, behind = [], 1
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
@@ -57,17 +56,17 @@ def strides_in_memory(x: Tensor) -> tuple[int, ...]:
 
 
 def has_rows(x: Tensor) -> bool:
-    """Return True if a tensor's last dimension is contiguous."""
+    """Return True if the last dimension is contiguous."""
     return x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] == 1
 
 
 def with_rows(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its last dimension is not contiguous."""
+    """Return the tensor, copied if its last dimension is not contiguous."""
     return x if has_rows(x) else x.contiguous()
 
 
 def rows_aligned(*tensors: Tensor) -> bool:
-    """Return True if each row of the tensors begins at a multiple of 16 bytes."""
+    """Return True if all rows begin at multiples of 16 bytes."""
     for x in tensors:
         if _start(x) % ALIGNED or any(
             stride * x.itemsize % ALIGNED for stride in strides_in_memory(x)[:-1]
@@ -77,7 +76,7 @@ def rows_aligned(*tensors: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its rows do not begin at multiples of 16 bytes."""
+    """Return the tensor, copied if its rows are not aligned."""
     return x if rows_aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -90,7 +89,7 @@ def is_compact(*tensors: Tensor) -> bool:
 
 
 def compact(x: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it is not compact."""
+    """Return the tensor, copied if it is not compact."""
     return x if is_compact(x) else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -103,7 +102,6 @@ def _start(x: Tensor) -> Any:
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -111,17 +109,16 @@ _device_name = cache(str)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that autocast casts to on a device, or None where it is off."""
+    """Return the dtype that autocast casts to on a device, or None."""
     kind = device.type
-    # Torch raises for device kinds without autocast, and Dynamo cannot trace the query for them.
+    # Torch raises for device kinds without autocast, and Dynamo cannot trace the query.
     if kind not in ("cpu", "cuda", "mps", "xpu", "hpu") or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
 
 
 def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as they will be used: autocast casts them, as it does for
-    `scaled_dot_product_attention`.
+    """Cast q, k and v as autocast does for `scaled_dot_product_attention`.
 
     Raises:
         TypeError: one is not a `torch.Tensor`.
@@ -138,12 +135,9 @@ def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cast_float32(name: str, x: Any) -> Tensor:
-    """Return a decode's tensor as it will be used: autocast, if on, casts float32.
+    """Cast a decode's float32 tensor if autocast is on.
 
     A 16-bit tensor stays, unlike in `flash_attention`: it has to agree with the cache.
-
-    Raises:
-        TypeError: `x` is not a `torch.Tensor`.
     """
     check_tensor(name, x)
     dtype = autocast_dtype(x.device)
@@ -151,7 +145,6 @@ def cast_float32(name: str, x: Any) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Turn autocast off inside the block."""
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)

@@ -1,7 +1,6 @@
 """Registration of torch operators: a schema, and what runs for each dispatch key.
 
-They are registered with `torch.library.Library`, which costs a quarter of the host time of
-`torch.library.custom_op` on every call.
+`torch.library.Library` costs far less host time on every call than `torch.library.custom_op`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate.errors import no_gradient
 
 _library = torch.library.Library("torch_attn", "DEF")
-# The kernels use strides, so the compiler must pass tensors as the program laid them out.
+# The kernels use strides, so the compiler must keep the program's layouts.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _KINDS = {
     X: "Tensor", X | None: "Tensor?", float: "float", float | None: "float?",
@@ -32,11 +31,8 @@ _KINDS = {
 
 
 def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
-    """Return an operator's arguments for a class of operands or options.
-
-    Args:
-        fields: the NamedTuple.
-        written: names of the tensors that the operator writes into.
+    """Return a NamedTuple's fields as an operator's arguments; `written` names tensors it writes
+    into.
     """
     kinds = {name: _KINDS[hint] for name, hint in get_type_hints(fields).items()}
     kinds |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "ab", strict=False)}
@@ -46,12 +42,8 @@ def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
 class Operator:
     """A torch operator without a derivative: a kernel for every backend, and a fake one.
 
-    The kernel looks for a cached `Call` first, and then runs it or a new one.
-
-    Attributes:
-        op, name: the operator, and its name, by which its calls are cached.
-        num_tensors: how many of its arguments are tensors, which come first.
-        function: the public function's name, for messages.
+    The kernel runs a cached `Call` or a new one. The first `num_tensors` arguments are tensors;
+    `function` is the public function's name, for messages.
     """
 
     def __init__(
@@ -62,12 +54,8 @@ class Operator:
         fake: Callable[..., Any],
         function: str,
     ) -> None:
-        """Define and register the operator.
-
-        Args:
-            definition: its name and schema.
-            call_of: describes a call with these tensors and the arguments after them.
-            fake: the kernel for tracing.
+        """Define and register the operator; `call_of` describes a call, `fake` is the kernel for
+        tracing.
         """
         _library.define(definition, tags=_TAGS)
         name = definition.partition("(")[0]
@@ -84,7 +72,6 @@ class Operator:
         torch.library.register_vmap(self.name, rule, lib=_library)
 
     def run(self, *args: Any) -> Any:
-        """Run the kernel of every backend."""
         tensors, options = args[: self.num_tensors], args[self.num_tensors :]
         tensors = self.prepare(tensors)
         call = CALLS.find(self.name, tensors, options)
@@ -98,7 +85,7 @@ class Operator:
         return tensors
 
     def returned(self, results: Any) -> Any:
-        """Return those of the operator's results that a public function may return."""
+        """Return the results that a public function may return."""
         return results
 
     def finish(self, call: Call, tensors: tuple[Any, ...], results: Any) -> Any:
@@ -124,7 +111,7 @@ class Operator:
 
 
 def readable(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return results, or their gradients, for the kernels to read; copy what they cannot read.
+    """Return results, or their gradients, copied if the kernels cannot read them.
 
     Gradients may come expanded, and saved results in another layout.
     """

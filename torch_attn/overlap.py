@@ -1,13 +1,13 @@
 """Do in parallel what first calls wait for.
 
-Triton does four things in sequence. It hashes its own files, which every key of its cache begins
-with; a C compiler builds what talks to the driver; the kernel is traced and compiled; and the C
-compiler builds the function that launches kernels of this signature. Here the first two run side by
-side, while the kernels are imported, and so do the last two. Threads compile a backward's kernels
-as soon as its forward's kernel is traced: tracing is Python, and what follows it is not.
+Triton does four things in sequence: it hashes its own files, for its cache's keys; a C compiler
+    builds what talks to the driver; the kernel is traced and compiled; and the C compiler builds
+    the function that launches kernels of this signature. Here the first two run side by side while
+    the kernels are imported, and so do the last two. Threads compile a backward's kernels as soon
+    as its forward's kernel is traced: tracing is Python, and what follows it is not.
 
 All names are private to Triton 3.6. If one is missing, as in Triton 3.9, which has one function to
-launch all kernels, Triton does the same work later and nothing is lost.
+launch all kernels, Triton does the same work later.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ _behind: ContextVar[Callable[[], None] | None] = ContextVar("behind", default=No
 
 
 def flat_signature(kinds: Any) -> dict[int, str]:
-    """Return the kinds of a kernel's arguments by position, without tuples and constants.
-
-    This is the signature of the function that launches the kernel.
+    """Return the kinds of a kernel's arguments by position, without tuples and constants: its
+    launch function's signature.
     """
     return dict(enumerate(kind for kind in leaves(kinds) if kind != "constexpr"))
 
@@ -46,8 +45,7 @@ def flat_signature(kinds: Any) -> dict[int, str]:
 def start_driver() -> tuple[Future[Any], ...]:
     """Hash Triton's files and build what talks to the driver, in threads.
 
-    Returns:
-        Futures to wait for. Errors show when Triton does it again.
+    Returns futures. Errors show when Triton does it again.
     """
     pool = ThreadPoolExecutor()
     hashing = pool.submit(getattr(triton_cache, "triton_key", lambda: None))
@@ -57,11 +55,7 @@ def start_driver() -> tuple[Future[Any], ...]:
 
 
 def build_launcher_beside(kernel: Any) -> None:
-    """Let Triton build a kernel's launch function while it compiles the kernel.
-
-    Args:
-        kernel: a `triton.jit` function that is about to be compiled for the current device.
-    """
+    """Let Triton build a kernel's launch function while it compiles the kernel."""
     if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
         return
     wait(start_driver())
@@ -91,16 +85,12 @@ class _CompilesBeside:
 def compiled_behind(launches: Callable[[], Sequence[Any]], device: torch.device) -> Iterator[None]:
     """Let threads compile kernels as soon as a kernel of the block has been traced.
 
-    If the block traces none, nothing is compiled.
-
-    Args:
-        launches: returns what to compile, each a `torch_attn.launch.Launch` of "meta" tensors.
-        device: the CUDA device that they will run on.
+    `launches` returns what to compile: each `torch_attn.launch.Launch` of "meta" tensors.
     """
 
     def start() -> None:
         _behind.set(None)
-        # What is wrong shows when it is launched.
+        # Errors show at the launch.
         with suppress(Exception), described(card_of(device)):
             found = launches()
             pool = ThreadPoolExecutor(len(found))
@@ -122,7 +112,7 @@ def wait_for(kernel: Any) -> None:
 
 
 def in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that traces a kernel, one at a time, and then starts `compiled_behind`."""
+    """Return a function that traces one kernel at a time, and then starts `compiled_behind`."""
 
     def traced(*args: Any, **options: Any) -> Any:
         with _tracing:
@@ -135,7 +125,7 @@ def in_turn(make_ir: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build_launcher(kinds: tuple[Any, ...]) -> None:
-    """Build the launch function of a signature, which Triton then finds on disk."""
+    """Build a signature's launch function, which Triton then finds on disk."""
     driver = _driver()
     signature = flat_signature(kinds)
     descriptors = [{} for kind in signature.values() if kind.startswith("tensordesc")]

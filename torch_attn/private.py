@@ -1,9 +1,9 @@
 """Private names of torch that this side uses: a renamed one costs only speed.
 
-Each name is looked up once, when this module or its user is imported. A missing name is None or a
-minimal correct stand-in, and `explain` lists it. Without the names in `CAN_KEEP` no call is kept
-and replayed. Triton's private names are in the files that use them: `driver`, `overlap`,
-`interpreter`, and `tma` and `reduction` of `kernels.explicit`. Each says what happens without.
+Each name is looked up once, at import. A missing name is None or a minimal correct stand-in, and
+`explain` lists it. Without the names in `CAN_KEEP` no call is cached. Triton's private names are in
+the files that use them: `driver`, `overlap`, `interpreter`, and `tma` and `reduction` of
+`kernels.explicit`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.autograd import forward_ad
 
 from twin_attention.targets.versions import newer_versions
 
-# The newest versions that the names were checked with.
+# The newest checked versions.
 TESTED = {"torch": (2, 13), "triton": (3, 9)}
 _missing: dict[str, None] = {}
 
 
 def find(module: str, name: str) -> Any:
-    """Return a module's private name; if it is not there, None, and let `missing` report it."""
+    """Return a module's private name; if missing, None, and let `missing` report it."""
     try:
         return attrgetter(name)(import_module(module))
     except (ImportError, AttributeError):
@@ -33,7 +33,6 @@ def find(module: str, name: str) -> Any:
 
 
 def note_missing(what: str) -> None:
-    """Let `missing` report a name that was not found."""
     _missing[what] = None
 
 
@@ -90,12 +89,10 @@ class DispatchMode(TorchDispatchMode):
 
 
 def current_mode() -> Any:
-    """Return the active dispatch mode, or None."""
     return None if _current_mode is None else _current_mode()
 
 
 def transforms_active() -> bool:
-    """Return True inside a transformation of `torch.func`."""
     return _transforms_active is not None and _transforms_active()
 
 
@@ -113,12 +110,12 @@ def above_torch_func() -> AbstractContextManager[Any]:
 
 
 def missing() -> str | None:
-    """Return which private names are missing and what runs without them; None if all are there."""
+    """Say which private names are missing and what runs without them; None for none."""
     if not _missing:
         return None
     return f"calls take the slow path, without {', '.join(_missing)}"
 
 
 def untested() -> str | None:
-    """Return which versions are newer than the tested ones, or None."""
+    """Say which versions are newer than the tested ones; None for none."""
     return newer_versions(TESTED)

@@ -1,13 +1,12 @@
 """Capture what a host function does, and replay it with other operands of the same layouts.
 
 A host function, such as ``kernels.portable.flash_bwd.flash_bwd``, allocates tensors and launches
-kernels, as follows from its operands' layouts alone. A `Replay` allocates and launches with other
-addresses. It is a Python function, generated as source, which is faster than a loop over the steps
-(times: docs/history/host.md).
+kernels, as follows from its operands' layouts alone. A `Replay` does so with other addresses. It is
+a Python function, generated as source, which is faster than a loop over the steps.
 
 A capture is a dispatch mode: it sees the function's torch operations, and `torch_attn.launch`
-reports the launches. A view that only kernels read becomes the address of its base. Buffers that
-only kernels read and write are parts of one allocation.
+    reports the launches. A view that only kernels read becomes the address of its base. Buffers
+    that only kernels read and write are parts of one allocation.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class CapturedLaunch(NamedTuple):
 
 
 class CapturedOperation(NamedTuple):
-    """An operation of torch with one result."""
+    """A torch operation with one result."""
 
     function: torch._ops.OpOverload
     args: tuple[Any, ...]
@@ -82,7 +81,7 @@ class Capture(private.DispatchMode):
         return result
 
     def add(self, launcher: Any, operands: tuple[Tensor, ...]) -> None:
-        """Add a launch: a `Launcher`, or for "meta" tensors a `torch_attn.launch.Launch`."""
+        """Add a launch; for "meta" tensors a `torch_attn.launch.Launch`."""
         self.steps.append(CapturedLaunch(launcher, operands))
 
     @contextmanager
@@ -96,16 +95,13 @@ class Capture(private.DispatchMode):
 
 
 def current_capture() -> Capture | None:
-    """Return the capture that the caller is in."""
     mode = private.current_mode()
     return mode if isinstance(mode, Capture) else None
 
 
 def capture(function: Callable[..., Any], operands: Sequence[Tensor | None]) -> tuple[Any, Replay]:
-    """Call a host function on operands of a CUDA device, and capture what it does.
-
-    Returns:
-        The results, a tuple of tensors and None, or None; and the `Replay`.
+    """Call a host function on CUDA operands; return its results (a tuple of tensors and None, or
+    None) and the `Replay`.
     """
     # One tensor may be several operands here but not the next time.
     own = [None if x is None else x.detach() for x in operands]
@@ -118,7 +114,7 @@ class _ReplayWriter:
     """Writes the function that replays a capture.
 
     Its parameters are x0, x1 and so on; it allocates y0, y1 and scratch memory, and operations
-    return z0, z1. An address has its tensor's name followed by "_at".
+    return z0, z1. A tensor's address has its name followed by "_at".
     """
 
     def __init__(
@@ -211,14 +207,11 @@ class _ReplayWriter:
 def _reduce(
     steps: Sequence[Step], results: Sequence[Tensor | None]
 ) -> tuple[list[Step], dict[int, Tensor], dict[int, Tensor], dict[int, int]]:
-    """Find the tensors that a replay need not make.
-
-    Tensors are keyed by their id.
+    """Find the tensors that a replay need not make; they are keyed by id.
 
     Returns:
-        The steps except unneeded allocations and views; the tensors to allocate, or views that have
-        the layout to allocate; the tensors in scratch memory; and for each omitted view the tensor
-        that replaces it.
+        The steps except unneeded allocations and views; the tensors, or views with their layout, to
+        allocate; the tensors in scratch memory; the tensor that replaces each omitted view.
     """
     allocated = {
         id(step.result): step.result

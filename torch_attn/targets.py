@@ -1,4 +1,4 @@
-"""The target of a torch device, its number of SMs and its shared memory."""
+"""A torch device's target, number of SMs and shared memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ from twin_attention.targets.target import (
 
 
 class Card(NamedTuple):
-    """A GPU to prepare and compile kernels for, which torch need not have.
-
-    Attributes:
-        capability: compute capability, such as 90.
-        num_sms: how many SMs it has.
-        shared_memory: bytes that a block may have.
-    """
+    """A GPU to compile kernels for, present or not; `shared_memory` is bytes per block."""
 
     capability: int
     num_sms: int
@@ -36,7 +30,7 @@ _described: ContextVar[Card | None] = ContextVar("described", default=None)
 
 @contextmanager
 def described(card: Card) -> Iterator[None]:
-    """Let operands on the "meta" device stand for operands on this card in the block."""
+    """Let operands on the "meta" device stand for operands on this card."""
     token = _described.set(card)
     try:
         yield
@@ -57,11 +51,9 @@ def target_of(device: torch.device) -> str | None:
 
 
 def num_sms(device: torch.device, target: str | None) -> int:
-    """Return a device's number of SMs, or that of the target's usual card if it is no CUDA device.
+    """Return a CUDA device's number of SMs; elsewhere that of the target's usual card.
 
-    Args:
-        device: where the operands are.
-        target: "sm80", "sm90", or None for the interpreter, which follows SM80.
+    Target None, the interpreter, follows SM80.
     """
     card = _described.get()
     if device.type == "meta" and card is not None:
@@ -82,17 +74,13 @@ def shared_memory(target: str, device: torch.device) -> int:
 
 
 def card_of(device: torch.device) -> Card:
-    """Return what a CUDA device is."""
     (major, minor), sms, memory = _properties(device)
     return Card(10 * major + minor, sms, memory)
 
 
 @lru_cache
 def _properties(device: torch.device) -> tuple[tuple[int, int], int, int]:
-    """Return compute capability, number of SMs, and bytes of shared memory that a block may have.
-
-    Cached: each query takes microseconds.
-    """
+    """Return capability, number of SMs and bytes of shared memory; queries are slow."""
     properties: Any = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
     return capability, properties.multi_processor_count, properties.shared_memory_per_block_optin

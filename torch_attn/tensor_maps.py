@@ -1,7 +1,7 @@
 """TMA descriptors of operands: the constant part, and the address of a call.
 
-A descriptor (CUtensorMap) is encoded for each address. The rest is prepared with the launch's other
-arguments; `torch_attn.driver` encodes the whole.
+A descriptor (CUtensorMap) is encoded for each address by `torch_attn.driver`. The rest is prepared
+with the launch's other arguments.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 
 
 class TensorMap(NamedTuple):
-    """The argument of a kernel that is a TMA descriptor of an operand.
+    """A kernel's argument that is a TMA descriptor of a launch's tensor number `operand`.
 
-    Attributes:
-        operand: which of the launch's tensors it is.
-        fields: the fields of Triton's `TensorDescriptor` except `base`.
+    `fields` are those of Triton's `TensorDescriptor` except `base`.
     """
 
     operand: int
@@ -32,7 +30,6 @@ class TensorMap(NamedTuple):
         """Describe the heads of a [B, S, H, D] tensor, as the kernel's [B, H, S, D].
 
         Args:
-            operand: its index.
             shape, strides: the tensor's. Strides are multiples of 16 bytes.
             box: rows and columns of a tile.
             layout: the tile's in shared memory.
@@ -50,7 +47,7 @@ class TensorMap(NamedTuple):
         box: tuple[int, ...],
         layout: Any,
     ) -> TensorMap:
-        """Describe a tensor unchanged; `box` is the shape that one instruction loads of it."""
+        """Describe a tensor unchanged; `box` is the shape that one instruction loads."""
         *outer, last = zip(shape, strides, strict=True)
         # The stride of an axis with one element may be anything; TMA wants it aligned.
         aligned = [stride if size > 1 else shape[-1] for size, stride in outer]

@@ -1,7 +1,6 @@
 """The `vmap` rules: the mapped dimension joins another axis of each tensor.
 
-A rule takes the operator, the number of tensors among its arguments, and what
-`torch.library.register_vmap` passes.
+A rule takes the operator, the number of its tensors, and what `torch.library.register_vmap` passes.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from twin_attention.contract.validate.errors import (
     not_mapped_with_sinks_and_mask,
 )
 
-# The axis that a mapped dimension joins, by the number of axes: in [B, S, H, D], [B, H, S], [B, S]
-# and [H]. First the batch axis, then the heads' axis.
+# The axes that a mapped dimension joins, batch or heads, by the number of axes: in [B, S, H, D],
+# [B, H, S], [B, S] and [H].
 _BATCH = {4: 0, 3: 0, 2: 0, 1: 0}
 _HEADS = {4: 2, 3: 1, 1: 0}
 # The heads' axis of floating-point operands with two axes: [Hq, 2R + 1], [B, Hq].
@@ -28,11 +27,9 @@ _HEADS_OF_TERMS = {"relative_bias": 0, "alibi_slopes": 1}
 
 
 def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
-    """Return a tensor whose mapped dimension, of this size, has joined another axis.
+    """Let a mapped dimension of this size join another axis, counted without it.
 
-    Args:
-        dim: the mapped dimension; None expands the tensor.
-        axis: the other axis, counted without the mapped dimension.
+    With dim None the tensor is expanded.
     """
     if dim is None:
         x = x.unsqueeze(axis).expand(*x.shape[:axis], size, *x.shape[axis:])
@@ -42,7 +39,7 @@ def _join(x: Tensor, dim: int | None, axis: int, size: int) -> Tensor:
 
 
 def _call_for_each(op, num_tensors, size, in_dims, *args):
-    """Call the operator for each element of the dimension that `vmap` maps."""
+    """Call the operator for each element of the mapped dimension."""
     tensors = [*zip(args[:num_tensors], in_dims, strict=False)]
 
     def one(i):
@@ -59,10 +56,8 @@ def join_batch_or_heads(fields, op, num_tensors, info, in_dims, *args):
     """Join the batch, or the heads if there are sinks or a table, which have no batch.
 
     Heads share segment ids. With a bias or dropout the operator is called for each element, because
-    batch elements of one call share a bias, and dropout counts them.
-
-    Args:
-        fields: names of the operands. In a backward they follow dout and dlse.
+    a call's batch elements share a bias, and dropout counts them. `fields` are the operands' names,
+    after dout and dlse in a backward.
 
     Raises:
         NotImplementedError: mapped segment ids with sinks or a table.
@@ -133,7 +128,7 @@ def join_axes(of_tensors, of_results, op, num_tensors, info, in_dims, *args):
 
 
 def of_any_size(rule: Any, info: Any, in_dims: Any, *args: Any) -> Any:
-    """Apply a rule, which needs an element: over none, take none of the results of one of zeros."""
+    """Apply a rule to no elements as to one of zeros, and take none of the results."""
     if info.batch_size:
         return rule(info, in_dims, *args)
     pairs = zip(args, (*in_dims, *(None,) * len(args)), strict=False)
@@ -146,5 +141,5 @@ def of_any_size(rule: Any, info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def refuse(function: str, *_: Any) -> NoReturn:
-    """Refuse `vmap`: sequences of another batch are further sequences of a packed one."""
+    """Refuse `vmap`: a packed sequence takes more sequences instead."""
     not_mapped(function)
