@@ -1,8 +1,8 @@
 """Compile Mosaic GPU kernels in threads, before XLA does, or hand them to another framework.
 
-JAX's CUDA plugin compiles the lowered module, at the request of XLA or `interop.kernels.mosaic`.
-Checked with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in
-``tests/pallas_attn_lowering`` guard it.
+JAX's CUDA plugin compiles the lowered module, for XLA or `interop.kernels.mosaic`. Checked with JAX
+0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in ``tests/pallas_attn_lowering``
+guard it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ _TARGET = "mosaic_gpu_v2"
 
 
 class Lowered(NamedTuple):
-    """Describe a kernel that JAX has lowered.
-
-    Attributes:
-        module: what it is compiled from.
-        hash: the module's hash, by which the plugin finds a kernel that it has compiled.
-        num_operands, num_results: numbers of buffers that it is called with.
-    """
+    """A kernel that JAX has lowered; by the module's hash the plugin finds what it has compiled."""
 
     module: bytes
     hash: bytes
@@ -43,8 +37,7 @@ _collected: ContextVar[list[Lowered] | None] = ContextVar("collected", default=N
 def note_lowered(results: Sequence[Any]) -> None:
     """Hand a lowered kernel to `lowered_kernels`, or compile it in a thread.
 
-    Args:
-        results: results of the operation that calls it.
+    `results` are those of the operation that calls it.
     """
     try:
         call = results[0].owner
@@ -61,7 +54,7 @@ def note_lowered(results: Sequence[Any]) -> None:
 
 @contextmanager
 def lowered_kernels() -> Iterator[list[Lowered]]:
-    """Compile no kernel that is lowered in the block; yield a list that it is added to."""
+    """Compile no kernel that is lowered in the block; yield a list of them."""
     found: list[Lowered] = []
     token = _collected.set(found)
     try:
@@ -74,14 +67,10 @@ def compile_beside(kernel: Lowered, device: Device) -> Future[None]:
     """Compile a kernel in a thread while JAX lowers what follows it.
 
     XLA compiles a program's kernels one after the other, once all are lowered. The thread compiles
-    a program of this kernel alone. The plugin keeps what it has compiled, so XLA finds the kernel
-    there.
+    a program of this kernel alone, for a CUDA device of the same compute capability. The plugin
+    keeps what it has compiled, so XLA finds the kernel there.
 
-    Args:
-        device: a CUDA device with the compute capability to compile for.
-
-    Returns:
-        A future to wait for. Errors show when XLA compiles the kernel again.
+    Returns a future. Errors show when XLA compiles the kernel again.
     """
     return _threads().submit(_compile, kernel, device)
 

@@ -13,11 +13,8 @@ from twin_attention.contract.operands import describe_operands
 class Attention(NamedTuple):
     """A public attention function, which returns out and lse.
 
-    Attributes:
-        operands: the class of its operands.
-        check_options: check options as the caller gave them.
-        check: check described operands, with checked options, and return the problem.
-        run: compute it from operands, problem, implementation, and whether lse is returned.
+    `check` takes described operands and checked options, and returns the problem; `run` takes
+    operands, problem, implementation and return_lse.
     """
 
     operands: type[Any]
@@ -31,22 +28,13 @@ class Attention(NamedTuple):
         options: tuple[Any, ...],
         implementation: Implementation | None,
     ) -> Any:
-        """Run the public function on the caller's arguments.
-
-        Args:
-            operands: in the order of their class.
-            options: the other arguments, in the order of `check_options`; return_lse comes last.
-            implementation: what the caller asked for.
-
-        Returns:
-            out; with return_lse the pair (out, lse).
-        """
+        """Run the public function; return_lse is the last option."""
         given, checked = self.operands(*operands), self.check_options(*options)
         spec = self.check(describe_operands(given, operand), checked)
         return self.run(given, spec, implementation, options[-1])
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
-        """Check the arguments of the public function and return operands and problem."""
+        """Check a public call; return operands and problem."""
         operands = self.operands(*(arguments.pop(name) for name in self.operands._fields))
         checked = self.check_options(**arguments)
         return operands, self.check(describe_operands(operands, operand), checked)

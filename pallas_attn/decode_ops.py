@@ -1,9 +1,8 @@
 """Paged decode, cache writes and merges on checked operands, as JAX's transformations see them.
 
-Each is a custom_jvp around a jitted function. The custom_jvp's only rule refuses a gradient; the
-jitted function makes a call outside `jit` compile once. Inside it, `run_on_platform` picks the
-platform's family. A merge has a gradient, done as in `pallas_attn.flash_ops`: a custom_vjp around
-jitted functions.
+Each is a custom_jvp, whose only rule refuses a gradient, around a jitted function, which makes a
+call outside `jit` compile once. Inside it, `run_on_platform` picks the platform's family. A merge
+has a gradient, done as in `pallas_attn.flash_ops`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,8 @@ def attend(
     implementation: Implementation | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Compute attention of new tokens over a paged cache.
-
-    Returns:
-        out, q's shape with Dv last, in q's dtype, and with `return_lse` also lse [B, Hq],
-        [B, Hq, T] or [Hq, Tq], float32.
+    """Compute attention of new tokens over a paged cache, as `paged_decode` and `paged_attention`
+    do.
     """
     backends = choose_backends(implementation, _name(spec), device_of(operands.q), spec)
     out, lse = _attend(operands, spec, backends)

@@ -1,10 +1,10 @@
 """Refuse derivatives that have no formula here, and mend those of a mapped function.
 
-JAX's own error for forward mode of a `custom_vjp` names neither the function nor a way out. So the
+JAX's own error for forward mode of a `custom_vjp` names neither the function nor a way out. So
 operands and results of a differentiable function pass through `once`.
 
-Under `vmap`, JAX hands the gradient of a result that is not mapped to each mapped copy of a
-`custom_vjp`, and adds up what they return. So several results pass through `together` inside it.
+Under `vmap`, JAX hands the gradient of an unmapped result to each mapped copy of a `custom_vjp`,
+and adds up what they return. So several results pass through `together` inside it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ from twin_attention.contract.validate.errors import not_differentiable
 
 
 def once(tree: Any, function: str) -> Any:
-    """Return arrays unchanged, and refuse all derivatives through them but one in reverse mode.
-
-    `function` is the name for the errors.
-    """
+    """Return arrays unchanged; refuse derivatives but one in reverse mode, naming `function`."""
 
     def pass_on(x: jax.Array) -> jax.Array:
         return _once.bind(x, function=function) if isinstance(x, Tracer) else x

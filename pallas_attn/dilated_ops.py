@@ -1,7 +1,7 @@
 """Gather the tokens that dilated attention keeps, and scatter its results.
 
 A gather is a slice of an array with one more column, and a scatter is its transpose: neither needs
-indices, or sums whose order is undefined. XLA fuses each, and each derivative, into one loop.
+    indices, or sums whose order is undefined. XLA fuses each, and each derivative, into one loop.
 """
 
 from __future__ import annotations
@@ -22,16 +22,7 @@ Pairs = tuple[Dilation, ...]
 @partial(jax.jit, static_argnums=(1, 2))
 @promoting
 def take(x: jax.Array, call: Pairs, heads_kv: int) -> jax.Array:
-    """Return the tokens that the heads keep, each segment as a batch entry.
-
-    Args:
-        x: [B, S, H, D].
-        call: pairs that keep the same number of tokens per segment.
-        heads_kv: number of groups that the H heads form.
-
-    Returns:
-        [B · segments, kept, H, D], one pair's segments after another's.
-    """
+    """Return the tokens that the heads keep; see the twin. It never returns a view."""
     return jnp.concatenate([_gather(x, pair, heads_kv) for pair in call])
 
 
@@ -43,16 +34,9 @@ def place(
     heads_kv: int,
     rows: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    """Put the calls' results at their tokens' places.
+    """Put the calls' results at their tokens' places; see the twin.
 
-    Args:
-        states: out [B · segments, kept, Hq, Dv] and lse [B · segments, Hq, kept] of each call.
-        heads_kv: number of groups that the heads form.
-        rows: B and S.
-
-    Returns:
-        outs [N, B, S, Hq, Dv] and lses [N, B, Hq, S] of the N pairs, as `merge_states` takes them.
-        Where a head keeps nothing, lse is -inf and out is 0.
+    Where a head keeps nothing, lse is -inf and out is 0.
     """
     (batch, tokens), heads = rows, states[0][0].shape[2]
     outs, lses = [], []
@@ -68,7 +52,6 @@ def place(
 
 
 def _gather(x: jax.Array, pair: Dilation, heads_kv: int) -> jax.Array:
-    """Return what a pair keeps, as `take` does."""
     (batch, tokens, heads, size), rate = x.shape, pair.rate
     if rate > 1:
         # Offset o of head h, in rows of one more column than heads, is at column h - o of row o.
@@ -96,5 +79,5 @@ def _is_kept(pair: Dilation, heads_kv: int, tokens: int, heads: int) -> np.ndarr
 
 
 def _as_rows(lse: jax.Array) -> jax.Array:
-    """Return a log-sum-exp [..., H, S] as [..., S, H, 1]."""
+    """Return [..., H, S] as [..., S, H, 1]."""
     return lse.mT[..., None]

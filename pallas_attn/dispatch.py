@@ -1,6 +1,6 @@
-"""Which code a call runs: the choice of a kernel family for a problem, for each platform.
+"""Choose the kernel family for a problem, for each platform.
 
-While a call is traced, its device is often not known. So there is one backend for CUDA and one for
+While a call is traced, its device is often unknown. So there is one backend for CUDA and one for
 every other platform, and JAX takes one of them when it lowers the code.
 """
 
@@ -30,8 +30,8 @@ class Backends(NamedTuple):
 
     Attributes:
         cuda: on CUDA devices.
-        elsewhere: on every other platform. For a requested family without an interpreter it is
-            `cuda`, and JAX then refuses to lower it for another platform.
+        elsewhere: on other platforms. For a requested family without an interpreter it is `cuda`,
+            and JAX then refuses to lower it there.
         changes: the changes of `use_configs` around the call.
     """
 
@@ -40,7 +40,7 @@ class Backends(NamedTuple):
     changes: tuple[Change, ...] = ()
 
     def of_backward(self, implementation: Implementation | None, spec: AttentionSpec) -> Backends:
-        """Return the backends of the backward whose forward has these backends.
+        """Return the backends of this forward's backward.
 
         Raises:
             NotImplementedError: the requested family does not support the backward.
@@ -55,11 +55,7 @@ class Backends(NamedTuple):
 
 
 def check_implementation(implementation: Implementation | None) -> None:
-    """Refuse what is neither None nor the name of a family.
-
-    Raises:
-        ValueError: no such implementation.
-    """
+    """Refuse what is neither None nor the name of a family (ValueError)."""
     check_choice("implementation", implementation, IMPLEMENTATIONS)
 
 
@@ -73,11 +69,11 @@ def choose(
     """Choose what runs a problem; see `twin_attention.targets.family.choose`.
 
     Args:
-        target: the target whose code runs on CUDA devices, or None for another platform.
+        target: of CUDA devices, or None for another platform.
         only_own: with implementation None, take no family of `torch_attn`.
 
     Raises:
-        NotImplementedError: the family asked for does not support the problem there.
+        NotImplementedError: the requested family does not support the problem there.
     """
     # A process without a GPU traces for one each time, and seldom lowers the result.
     has_gpu = bool(cuda_devices()) or requested_target() is not None
@@ -94,11 +90,9 @@ def choose_backends(
     spec: Spec,
     only_own: bool = False,
 ) -> Backends:
-    """Choose what runs a problem on each platform.
+    """Choose what runs a problem on each platform; `only_own` as in `choose`.
 
-    Args:
-        device: where the operands are, None if not known yet. It decides the target.
-        only_own: as in `choose`.
+    The operands' device, None if not known yet, decides the target.
 
     Raises:
         ValueError: no such implementation.
@@ -111,7 +105,7 @@ def choose_backends(
     if implementation == "triton" and not on_cuda and private.missing("triton"):
         target = None  # nothing can be compiled: every platform has the interpreter
     if device is not None and device not in cuda_devices():
-        # This comes first, so that a refusal says what is wrong on this device.
+        # First, so that a refusal says what is wrong on this device.
         elsewhere, _ = choose(implementation, operation, None, spec)
         cuda, _ = choose(implementation, operation, target, spec, only_own)
     else:

@@ -1,11 +1,7 @@
 """Context parallel attention: the devices of a mesh axis share a sequence's tokens.
 
-"ring": keys travel to every rank that needs them, one distance after the other, while the kernels
-read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
-et al. 2023, Ring Attention). Keys come from the rank that holds them, and their gradients go back
-to it directly.
-"gather": each rank gathers all keys and attends once; gradients are summed where the keys are held.
-"heads": each rank gets all tokens of some heads (Jacobs et al. 2023, DeepSpeed Ulysses).
+The exchanges are those of `torch_attn.distributed.context`, except that in "gather" each rank
+gathers all keys.
 """
 
 from __future__ import annotations
@@ -101,11 +97,11 @@ def context_attention(
 
     A token's result is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents. Partial results stay in float32 until the
-    end. With ``deterministic=True`` the same number of ranks gives the same bits every time.
+    end.
 
     Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
     mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
-    exchanges the keys again, unless XLA keeps the keys of a forward in the same program.
+    exchanges the keys again, unless XLA keeps those of a forward in the same program.
 
     Args:
         q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; otherwise
@@ -113,33 +109,29 @@ def context_attention(
             ``shard_sequence(x, plan)`` has them.
         k: [B, S, Hkv, D], the rank's keys.
         v: [B, S, Hkv, Dv].
-        plan: `context_plan`. Padding after its last document sees nothing, gives 0, and may hold
-            NaN.
+        plan: `context_plan`. Padding after its last document gives 0 and may hold NaN.
         axis_name: the mesh axis, of ``plan.size`` devices.
         mesh: None inside `shard_map`; otherwise `shard_map` is applied over this mesh, and all axes
             but that of the tokens are replicated.
         exchange: "ring", "gather", or "heads", which needs query heads and kv heads that the ranks
             share evenly; None is "ring".
-        causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
-            the whole sequence.
+        causal, scale, window_size, softcap, precision, return_lse: as in `flash_attention`, with
+            positions in the whole sequence.
         sinks: [Hq] float32, the same on every rank. Inside `shard_map` its gradient is this rank's
             share of a sum over ranks.
-        deterministic: as in `flash_attention`, except that XLA chooses the order of sums over ranks
-            in "gather".
-        return_lse: also return the log-sum-exp, which is differentiable.
+        deterministic: True: the same number of ranks gives the same bits every time, except that
+            XLA chooses the order of sums over ranks in "gather".
         implementation: as in `flash_attention`; "ring" and "gather" support "triton" and
             "reference", and with PyTorch installed "gluon" on SM90 and "torch_triton".
 
     Returns:
-        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
-        float32, natural logarithm.
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S].
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
         ValueError: shapes that contradict each other or the plan, a plan that does not fit the
             axis.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        NotImplementedError: as in `flash_attention`.
 
     Source: Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
 
@@ -266,10 +258,7 @@ class _RankCall(NamedTuple):
         return PartialSpec.of(operands, operands.q.dtype.name, self.options)
 
     def run(self, operation: str, spec: PartialSpec, *operands: Any) -> Any:
-        """Run a family's function: "partial_fwd", "partial_bwd" or "partial_dq".
-
-        None is a family of `pallas_attn`; see `_on_each_platform`.
-        """
+        """Run `pallas_attn`'s function: "partial_fwd", "partial_bwd" or "partial_dq"."""
         backends = choose_backends(self.implementation, operation, None, spec, only_own=True)
         if spec.is_empty:  # runs no kernel
             return getattr(reference, operation)(*operands, spec, backends.elsewhere)
@@ -280,9 +269,8 @@ class _RankCall(NamedTuple):
     ) -> Iterator[tuple[Hop | None, PartialOperands]]:
         """Yield each hop and its operands, None for the keys of all ranks at once.
 
-        The next keys travel meanwhile. A forward begins with its own keys. A backward ends with
-        them, while the last gradients go back. A rank that needs no keys at some distance gets
-        zeros, which its queries do not see.
+        The order is the twin's. A rank that needs no keys at some distance gets zeros, which its
+        queries do not see.
         """
         plan, window = self.plan, self.options.window
         seen = intervals_of(*plan.bounds(window), np.arange(plan.seq_len))
@@ -301,9 +289,8 @@ class _RankCall(NamedTuple):
     def intervals(self, in_sequence: Intervals, positions: Array, hop: Hop | None) -> Intervals:
         """Return which keys of a hop this rank's queries see; for None, which keys of all ranks.
 
-        Args:
-            in_sequence: which tokens each token sees; one entry past the last sees none.
-            positions: of each rank's tokens.
+        `in_sequence` says which tokens each token sees, with an entry past the last that sees none;
+        `positions` are those of each rank's tokens.
         """
         plan, rank = self.plan, lax.axis_index(self.axis_name)
         seen = [x[positions[rank]] for x in in_sequence[:2]]
@@ -328,20 +315,20 @@ class _RankCall(NamedTuple):
         return self.axis_name not in jax.sharding.get_abstract_mesh().axis_names
 
     def gather(self, x: Array) -> Array:
-        """Return the arrays of all ranks, in a new first axis."""
+        """Return all ranks' arrays in a new first axis."""
         if not self.is_mapped:
             return lax.all_gather(x, self.axis_name)
         own = jnp.arange(self.plan.size) == lax.axis_index(self.axis_name)
         return lax.psum(jnp.where(own.reshape(-1, *[1] * x.ndim), x[None], 0), self.axis_name)
 
     def sum_and_scatter(self, x: Array) -> Array:
-        """Return this rank's part of the sum of all ranks' arrays; the first axis has the parts."""
+        """Return this rank's part, along the first axis, of the sum of all ranks' arrays."""
         if not self.is_mapped:
             return lax.psum_scatter(x, self.axis_name)
         return lax.psum(x, self.axis_name)[lax.axis_index(self.axis_name)]
 
     def permute(self, xs: tuple[Array, ...], routes: Sequence[tuple[int, int]]) -> Any:
-        """Send arrays from rank to rank; a rank that none sends to gets zeros."""
+        """Send arrays from rank to rank; a rank that receives none gets zeros."""
         if not self.is_mapped:
             return lax.ppermute(xs, self.axis_name, routes)
         used = [{route[end] for route in routes} for end in (0, 1)]
@@ -352,7 +339,7 @@ class _RankCall(NamedTuple):
         return tuple(jnp.where(own, x, 0) for x in arrived)
 
     def fetch(self, hop: Hop, k: Array, v: Array) -> tuple[Array, Array]:
-        """Send the keys that other ranks need, and return the keys received; zeros if none."""
+        """Send the keys that other ranks need; return those received, or zeros."""
         keys = k, v
         if hop.sent is not None:
             rows = jnp.asarray(hop.sent)[lax.axis_index(self.axis_name)]
@@ -360,9 +347,7 @@ class _RankCall(NamedTuple):
         return self.permute(keys, hop.routes)
 
     def send_back(self, hop: Hop, gradients: Sequence[Array]) -> Sequence[Array]:
-        """Send gradients of keys to the rank that holds them; return those that others send for its
-        keys.
-        """
+        """Send gradients of keys to the rank that holds them; return those of its own keys."""
         routes = [(to, rank) for rank, to in hop.routes]
         arrived = self.permute(tuple(gradients), routes)
         if hop.places is None:
@@ -467,7 +452,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _in_sequence(x: Array, plan: ContextPlan) -> Array:
-    """Return tokens [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
+    """Return [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
     x = jnp.moveaxis(x, 0, 1)
     return unshard_sequence(x.reshape(x.shape[0], plan.seq_len, *x.shape[3:]), plan)
 

@@ -1,4 +1,4 @@
-"""The kernel families of this side, and those of `torch_attn` that it launches too."""
+"""The kernel families of this side, and those of `torch_attn` that it launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _IN_JAX = "interop.kernels.in_jax"
 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support every problem, with a JAX and a Triton that have the names that kernels use.
+    """Support every problem, if JAX and Triton have the kernels' names.
 
     The interpreter needs no names of the compiler.
     """
@@ -23,10 +23,10 @@ def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | No
 
 
 def _mosaic_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the SM80 kernels cover, with a JAX whose Mosaic GPU has the names they use.
+    """Support what the SM80 kernels cover, if JAX's Mosaic GPU has their names.
 
-    This is asked on every machine, since JAX traces for CUDA on each. An older JAX is detected by
-    its version; with a newer one, tracing needs this import anyway.
+    Every machine asks, since JAX traces for CUDA on each. An older JAX is detected by its version;
+    with a newer one, tracing needs this import anyway.
     """
     return (
         sm80.supports(operation, spec, target)
@@ -53,7 +53,6 @@ def _mosaic_sm90_supports(operation: str, spec: Spec, target: str | None) -> str
 
 
 def _mosaic_paged_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support what the kernels of paged caches cover, as `_mosaic_sm80_supports` does."""
     return (
         paged.supports(spec)
         or versions.older_jax()

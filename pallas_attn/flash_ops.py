@@ -1,9 +1,9 @@
 """Attention with its reverse-mode derivative, as JAX's transformations see it.
 
 From the outside in: `attention` refuses other derivatives (`pallas_attn.derivatives`), and
-`_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
-`_backward` are jitted, so that a call outside `jit` compiles once. Inside them, `run_on_platform`
-picks the platform's family.
+    `_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
+    `_backward` are jitted, so that a call outside `jit` compiles once. Inside them,
+    `run_on_platform` picks the platform's family.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ def attention(
     implementation: Implementation | None,
     return_lse: bool,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Compute attention on checked operands; differentiable once, in reverse mode.
+    """Compute attention on checked operands as the public functions return it.
 
     Whether lse is an output is static, so a backward without an lse gradient does not read one.
-
-    Returns:
-        As `flash_attention`, or `flash_attention_varlen`, returns it.
     """
     backends = choose_backends(implementation, "flash_fwd", device_of(operands.q), spec)
     operands = once(operands, spec.function)
-    # JAX does not take symbolic zeros inside of `shard_map`: there all operands get gradients.
+    # Inside `shard_map`, JAX takes no symbolic zeros: all operands get gradients.
     is_shard = bool(jax.sharding.get_abstract_mesh().manual_axes)
     run = _attention_of_shard if is_shard else _attention
     results = run(operands, spec, backends, implementation, return_lse)
@@ -66,7 +63,6 @@ def _undifferentiated(operands, spec, backends, implementation, return_lse):
 
 
 def _returned(results, spec, return_lse):
-    """Return the results that the caller gets."""
     out, lse, *row_max = results
     row_max = row_max[bool(spec.terms) :]  # before it is what lse lacks
     returned = (out, lse, *row_max) if return_lse else (out, *row_max)
@@ -126,7 +122,7 @@ def _backward(dout, dlse, operands, out, lse, rest, spec, backends):
 
 
 def or_as_xla_says(deterministic: Any) -> Any:
-    """Return the option, with XLA's own setting in place of None."""
+    """Replace None by XLA's own setting."""
     if deterministic is None:
         flags = (flag.partition("=") for flag in os.environ.get("XLA_FLAGS", "").split())
         values = {name: value for name, _, value in flags}

@@ -21,11 +21,7 @@ _are_whole: ContextVar[bool] = ContextVar("are_whole", default=False)
 
 @dataclass(frozen=True)
 class Operand:
-    """Stands for an array among the arguments of a function that is kept whole.
-
-    Attributes:
-        number: which of the operation's operands it is.
-    """
+    """Stands for the operation's operand `number` among the arguments of a function kept whole."""
 
     number: int
 

@@ -1,4 +1,7 @@
-"""Call a kernel: choose its configuration and blocks, and compile or interpret it."""
+"""Choose a kernel's configuration and blocks; compile or interpret it, and call it.
+
+`of_...` functions return what a program reads of an operand, None for None.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ Place = Callable[[Any], tuple[Any, ...]]  # a program's place in the grid, from 
 
 
 def flash_arguments(spec: AttentionSpec, interpreted: bool = False) -> dict[str, Any]:
-    """Return the arguments that describe a problem to every flash attention kernel.
+    """Return the arguments that describe a problem to flash attention kernels.
 
     In Pallas's interpreter products are IEEE, whatever the problem's precision.
     """
@@ -51,7 +54,7 @@ def block_spec(
     """Return what a program reads of `x`, None for None.
 
     Args:
-        place: returns a program's numbers, such as its head's number, from its place in the grid.
+        place: returns a program's numbers, such as its head's, from its place in the grid.
         axes: what it reads along each axis: ALL, COLUMNS, the one index with the number of this
             name, or a block of that many, starting at that multiple. `x` may have fewer.
     """
@@ -72,17 +75,15 @@ def block_spec(
 
 
 def _in_grid(tile: Any, head: Any, batch: Any) -> dict[str, Any]:
-    """Return the numbers of a program of a flash attention kernel."""
+    """Return the numbers of a flash attention kernel's program."""
     return {"head": head, "batch": batch}
 
 
 def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
-    """Return what a program reads of `x`: one head's rows.
+    """Read one head's rows: of [B, S, H, D] [S, D], D padded to a power of two; of [B, H, S] [S];
+    of [H] [].
 
-    Args:
-        x: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives [S]; [H] gives [];
-            None gives None.
-        group_size: heads of the grid that share one head of `x`.
+    `group_size` heads of the grid share one head of `x`.
     """
 
     def place(tile, head, batch):
@@ -93,21 +94,20 @@ def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
 
 
 def of_all(x: Any) -> pl.BlockSpec | None:
-    """Return what a program reads of `x`, which every program reads whole; None gives None."""
+    """Read `x` whole in every program."""
     return block_spec(x, _in_grid, *(ALL,) * 4)
 
 
 def of_batch(x: Any) -> pl.BlockSpec | None:
-    """Return what a program reads of `x`: [B, ...] gives [...]; None gives None."""
+    """Read [...] of [B, ...]."""
     return block_spec(x, _in_grid, "batch", *(ALL,) * 3)
 
 
 def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
-    """Return what a program reads of `x`, lists of tiles; None gives None.
+    """Read lists of tiles: of [B or 1, H or 1, ...] the [num_lists, ...] of a program's sequence
+    and heads.
 
-    Args:
-        x: [B or 1, H or 1, ...] gives [num_lists, ...], those of its sequence and heads.
-        num_lists: heads of `x` per head of the grid, 1 if all share them.
+    `num_lists` is heads of `x` per head of the grid, 1 if all share them.
     """
     if x is None:
         return None
@@ -116,7 +116,6 @@ def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
 
 
 def of_mask(mask: Any, num_lists: int = 1) -> Any:
-    """Return what a program reads of `Mask`; num_lists: as `of_lists` takes it."""
     offsets, segments, lists, *tree, intervals = mask
     return mask._make(
         (
@@ -130,7 +129,7 @@ def of_mask(mask: Any, num_lists: int = 1) -> Any:
 
 
 def of_terms(terms: Any, group_size: int | None = None) -> Any:
-    """Return what a program reads of `Terms`: those of its head.
+    """Read a head's terms.
 
     Args:
         terms: relative [Hq, 2R + 1], slopes [Hq], [B, Hq], or [1, Hq, N], seed [2], bias, as
@@ -149,11 +148,8 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
 
 
 def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
-    """Return what a program reads of `x`, a value of each pair of query and key; None gives None.
-
-    Args:
-        x: [B, Hq, Sq, Skv], or 1 in place of any, gives [Sq, Skv], or [group_size or 1, Sq, Skv].
-        group_size: as in `of_terms`.
+    """Read a value of each pair: of [B, Hq, Sq, Skv], or 1 in place of any, [Sq, Skv], or with
+    `group_size` as in `of_terms` [group_size or 1, Sq, Skv].
     """
     if x is None:
         return None
@@ -163,11 +159,8 @@ def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
 
 
 def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
-    """Return what a program reads of `x`: the rows of all heads that share the grid's kv head.
-
-    Args:
-        x: [B, S, H, D] gives [S, group_size, D]; [B, H, S] gives [group_size, S]; None gives None.
-        group_size: query heads of a kv head.
+    """Read the rows of the `group_size` query heads of the grid's kv head: of [B, S, H, D] [S,
+    group_size, D], of [B, H, S] [group_size, S].
     """
     if x is None:
         return None
@@ -177,7 +170,7 @@ def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
 
 
 def _of_program(spec: pl.BlockSpec, place: Place) -> pl.BlockSpec:
-    """Return a `BlockSpec` indexed by a program's number from one indexed by its grid position."""
+    """Turn a `BlockSpec` indexed by grid position into one by a program's number."""
     index_map = spec.index_map
     assert index_map is not None
     return pl.BlockSpec(spec.block_shape, lambda program: index_map(*place(program)))
@@ -201,18 +194,15 @@ def launch(
     """Call a kernel and return the outputs.
 
     Args:
-        name: the kernel's name in the configuration tables.
+        name: of the kernel in the configuration tables.
         kernel: the function over references.
         grid: programs to launch, from the configuration.
-        operands, in_specs: inputs, which may be None or tuples of inputs, and what a program sees
-            of each.
-        out_shape, out_specs: the same for the outputs.
+        operands, in_specs: inputs, None or (tuples of) arrays, and what a program sees of each;
+            out_shape and out_specs likewise.
         problem: the kernel's keyword arguments except the tile sizes.
-        spec: the problem, which chooses the configuration.
-        backend: the target to compile for, or the interpreter.
         aliases: inputs, by position, and the positions of the outputs that take their memory.
-        order: takes grid and configuration, and returns the function from a program's number to its
-            position in the grid, the kernel's `place`.
+        order: takes grid and configuration, and returns the kernel's `place`, from a program's
+            number to its position in the grid.
         numbers: the compiler's numbers that replace the configuration's.
     """
     config, target = config_of(name, spec, backend), backend.target
@@ -242,7 +232,6 @@ def launch(
 
 
 def config_of(name: str, spec: Spec, backend: Backend) -> Any:
-    """Return the configuration that a launch has."""
     config, target = backend.configs(spec)[name], backend.target
     if target is None or shared_memory(target) >= SHARED_MEMORY_LIMIT[target]:
         return config

@@ -1,9 +1,9 @@
 """Lower a Pallas kernel to code for a target, with the compiler of its Triton twin.
 
 JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles that
-(`pallas_attn.ttir`), and jaxlib launches the result. XLA's own Triton compiles only for the device
-it runs on: here a Hopper card can run SM80 code, a machine without a GPU can check a GPU's code,
-and the twins differ only in their sources.
+(`pallas_attn.ttir`), and jaxlib launches the result. XLA's own Triton compiles only for its device:
+here a Hopper card can run SM80 code, a machine without a GPU can check a GPU's code, and the twins
+differ only in their sources.
 
 JAX's private names are in `pallas_attn.private`. Checked with JAX 0.10.2 and 0.11.2;
 ``tests/pallas_attn_lowering/test_lowering.py`` guards them.
@@ -39,13 +39,7 @@ _recorded: ContextVar[_Recorded | None] = ContextVar("recorded", default=None)
 class TritonCompilerParams:
     """Compiler parameters of a `pallas_call` that the `triton` package compiles.
 
-    Attributes:
-        config: gives the warps and the pipeline's depth.
-        target: instruction set to use, "sm80" or "sm90".
-
-    Example::
-
-        pl.pallas_call(kernel, ..., compiler_params=TritonCompilerParams(config, "sm80"))
+    `config` gives the warps and the pipeline's depth; `target` is "sm80" or "sm90".
     """
 
     config: KernelConfig
@@ -58,11 +52,9 @@ def recording(
 ) -> Iterator[list[tuple[str, KernelConfig, Any]]]:
     """Compile the kernels that are traced and lowered in the block, without a GPU.
 
-    Args:
-        limit: bytes of shared memory that a block of a kernel may have (see `compile_to_fit`).
-
-    Yields a list that fills with (kernel, configuration, Triton's compiled kernel). They are
-    assembled for their target, whatever this machine has. The lowered program cannot be run.
+    They are assembled for their target, whatever this machine has, with blocks of at most `limit`
+    bytes of shared memory (see `compile_to_fit`). Yields a list that fills with (kernel,
+    configuration, Triton's compiled kernel). The lowered program cannot be run.
 
     Example::
 
@@ -89,7 +81,7 @@ def _lower(
     name,
     **_,
 ):
-    """Lower a `pallas_call` with `TritonCompilerParams`: its lowering rule."""
+    """The lowering rule of a `pallas_call` with `TritonCompilerParams`."""
     for argument, value in (("mesh", mesh), ("metadata", metadata)):
         if value:
             fail(NotImplementedError, argument, "nothing with TritonCompilerParams", value)
@@ -165,13 +157,12 @@ def _device() -> Any:
 
 
 def _capability(target: str, device: Any) -> int:
-    """Return the compute capability to assemble for, such as 90: the device's, or the target's."""
+    """Return the compute capability to assemble for: the device's, or the target's."""
     name = target.removeprefix("sm") if device is None else device.compute_capability
     return int(name.replace(".", ""))
 
 
 def _shared_memory(target: str, device: Any) -> int:
-    """Return the bytes that a block may have: the target's limit, or a smaller card's own."""
     limit = SHARED_MEMORY_LIMIT[target]
     return limit if device is None else min(limit, device.shared_memory_per_block_optin)
 

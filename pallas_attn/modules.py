@@ -1,6 +1,6 @@
 """Multi-head attention as Flax NNX modules: projections around the sparse functions.
 
-Only this file needs flax, which the extra `models` installs; `pallas_attn` does not import it.
+Only this file needs flax, from the extra `models`; `pallas_attn` does not import it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _MultiHeadAttention(nnx.Module):
         self.out_proj = nnx.Linear(num_heads * head_dim, d_model, **options)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the outputs [B, S, d_model] for tokens [B, S, d_model]."""
+        """Map tokens [B, S, d_model] to outputs of that shape."""
         check_tokens(x.shape, self.q_proj.in_features)
         projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
         rows, size = x.shape[:-1], self.head_dim
@@ -62,26 +62,22 @@ class _MultiHeadAttention(nnx.Module):
 
 
 class MultiHeadDilatedAttention(_MultiHeadAttention):
-    """Self-attention by `dilated_attention`, between projections to heads and back.
+    """Self-attention [B, S, d_model] by `dilated_attention`, between projections to heads and back.
 
-    Its parameters are those of four `nnx.Linear`: q_proj, k_proj, v_proj and out_proj. It takes and
-    returns [B, S, d_model].
+    Its parameters are those of four `nnx.Linear`: q_proj, k_proj, v_proj and out_proj.
 
     Args:
         d_model: size of a token, D · num_heads.
         num_heads: query heads.
-        segment_lengths, dilation_rates: of each pair, as `dilated_attention` takes them.
+        segment_lengths, dilation_rates, implementation: as in `dilated_attention`.
         num_heads_kv: kv heads, a divisor of num_heads; None is num_heads.
         causal: a token sees tokens up to itself.
         bias: whether the projections have a bias.
-        implementation: as `dilated_attention` takes it.
-        rngs: of the parameters.
-        dtype: of the projections' arithmetic and results; None is the dtype of tokens and
-            parameters.
-        param_dtype: of the parameters.
+        rngs, param_dtype: of the parameters.
+        dtype: of the projections' arithmetic and results; None is that of tokens and parameters.
 
     Raises:
-        TypeError, ValueError: invalid numbers, pairs or mask.
+        TypeError, ValueError: invalid numbers or pairs.
 
     Source: Ding et al. 2023 (LongNet), section 2.3.
 
@@ -129,20 +125,19 @@ class MaskList(nnx.Variable):
 
 
 class MultiHeadBlockSparseAttention(_MultiHeadAttention):
-    """Self-attention by `block_sparse_attention`, between projections to heads and back.
+    """Self-attention [B, S, d_model] by `block_sparse_attention`, between projections.
 
-    Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`s. It
-    takes and returns [B, S, d_model], where S is the length that the mask is for.
+    Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`s. S is
+    the mask's length.
 
     Args:
-        block_mask: the tiles to keep, as `block_sparse_attention` takes them. From booleans, the
-            lists are made once.
-        implementation: as `block_sparse_attention` takes it.
-        d_model, num_heads, num_heads_kv, causal, bias, rngs, dtype, param_dtype: as
-            `MultiHeadDilatedAttention` takes them.
+        block_mask, implementation: as in `block_sparse_attention`. Lists are made from booleans
+            once.
+        d_model, num_heads, num_heads_kv, causal, bias, rngs, dtype, param_dtype: as in
+            `MultiHeadDilatedAttention`.
 
     Raises:
-        TypeError, ValueError: invalid numbers, pairs or mask.
+        TypeError, ValueError: invalid numbers or mask.
 
     Source: Zaheer et al. 2020 (BigBird).
 

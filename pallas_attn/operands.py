@@ -25,7 +25,7 @@ def operand(name: str, x: Any) -> Operand:
 
 
 def device_of(x: jax.Array) -> Device | None:
-    """Return the one device that holds `x`, or None: a tracer, or an array over several devices."""
+    """Return the one device that holds `x`; None for a tracer or an array over several devices."""
     if isinstance(x, Tracer) or len(x.devices()) != 1:
         return None
     return next(iter(x.devices()))

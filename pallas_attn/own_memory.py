@@ -15,16 +15,13 @@ def lower_with_own_memory(
 
     XLA may pass a kernel addresses inside larger arrays, for a slice that it reads or one that its
     result updates, as in a loop over layers (``DynamicSliceFusionRewriterV2``, on by default in JAX
-    0.11.2). This goes wrong in three cases. An operand that is written may belong to another array,
-    which the caller keeps. A result in the memory of an operand is never written where it belongs.
-    And a kernel overwrites what it still reads, if both are the same slice of one array. So these
-    arrays get their own memory, and XLA copies a slice. An optimization barrier hides a slice from
-    XLA, but not a barrier over several arrays, so each array has its own. Slices that are only read
-    stay in place.
+    0.11.2). This goes wrong in three cases. A written operand may belong to another array, which
+    the caller keeps. A result in an operand's memory is never written where it belongs. And a
+    kernel overwrites what it still reads, if both are the same slice. So these arrays get their own
+    memory, and XLA copies a slice. An optimization barrier hides a slice from XLA, but not a
+    barrier over several arrays, so each array has its own. Slices that are only read stay in place.
 
-    Args:
-        rule: returns the results for the context and the operands.
-        written: which operands the kernel writes to.
+    `rule` takes the context and the operands; `written` says which operands the kernel writes.
     """
     values = [*operands]
     for i in written:

@@ -1,12 +1,12 @@
 """The private names of JAX and Triton that this side uses: without one, another family runs.
 
 The table lists them by the group that needs them: "triton" compiles the portable kernels, "mosaic"
-is for the Mosaic GPU kernels, and "foreign" launches `torch_attn`'s kernels. A family whose group
-lacks a name is refused before anything is traced, and `explain` names what is missing. Pallas's
-interpreter needs none.
+    is for the Mosaic GPU kernels, and "foreign" launches `torch_attn`'s kernels. A family whose
+    group lacks a name is refused before tracing, and `explain` names what is missing. Pallas's
+    interpreter needs none.
 
-Files import the modules from here, by the names in the table. A module is looked up on first use,
-so importing `pallas_attn` imports no compiler. A missing module is None.
+Files import the modules from here, by alias. A module is looked up on first use, so importing
+`pallas_attn` imports no compiler. A missing module is None.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 from twin_attention.targets.versions import newer_versions
 
-# The newest versions that the names were checked with.
+# The newest checked versions.
 TESTED = {"jax": (0, 11), "triton": (3, 9)}
 
-# The modules of each group by alias, each with its import path and the names used from it.
+# Each group's modules by alias, with import path and the names used.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
         "mlir": ("jax._src.interpreters.mlir", "sanitize_name"),
@@ -96,7 +96,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def __getattr__(alias: str) -> Any:
-    """Return a module by its name in the table; None if it is not there."""
+    """Return a module by its alias; None if it is not there."""
     for modules in GROUPS.values():
         if alias in modules:
             return _module(modules[alias][0])
@@ -105,7 +105,7 @@ def __getattr__(alias: str) -> Any:
 
 @cache
 def missing(group: str) -> str | None:
-    """Return which private names of a group are missing; None if all are there.
+    """Say which private names of a group are missing; None for none.
 
     Triton, and jaxlib's plugin that launches what Triton compiles, may not be installed. The error
     comes when a kernel is lowered for a GPU.
@@ -136,9 +136,8 @@ def ask_ptxas_once() -> None:
 
 @cache
 def hash_triton() -> None:
-    """Hash Triton's own files in a thread: every key of its cache begins with the hash.
-
-    It takes a third of a second, which an import of PyTorch hides.
+    """Hash Triton's own files in a thread, for the keys of its cache: an import of PyTorch hides
+    the time.
     """
     cache: Any = _module("triton.runtime.cache")
     if (hashing := getattr(cache, "triton_key", None)) is not None:
@@ -146,7 +145,7 @@ def hash_triton() -> None:
 
 
 def untested() -> str | None:
-    """Return which versions are newer than the tested ones, or None."""
+    """Say which versions are newer than the tested ones; None for none."""
     return newer_versions(TESTED)
 
 

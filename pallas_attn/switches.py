@@ -1,6 +1,6 @@
 """JAX's switches of types and shapes, set as this library's own code needs them.
 
-A caller who forbids promotion of ranks or dtypes, or enables 64 bits, means code of their own.
+A caller who forbids promotion or enables 64 bits means code of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The target of a JAX device, its number of SMs and its shared memory."""
+"""A JAX device's target, number of SMs and shared memory."""
 
 from __future__ import annotations
 
@@ -38,16 +38,13 @@ def described(card: Device) -> Iterator[Noted]:
 
 
 def note_config(name: str, config: KernelConfig, kernel_name: str | None = None) -> None:
-    """Tell `described` which configuration a kernel gets; kernel_name is as `name` if None."""
+    """Tell `described` a kernel's configuration; kernel_name is as `name` if None."""
     if (found := _described.get()) is not None:
         found[1][kernel_name or name] = name, config
 
 
 def cuda_devices() -> Sequence[Device]:
-    """Return this process's CUDA devices, or the one that is `described`.
-
-    There are none where JAX has no CUDA backend.
-    """
+    """Return this process's CUDA devices, if any, or the one that is `described`."""
     if (found := _described.get()) is not None:
         return (found[0],)
     try:
@@ -72,7 +69,7 @@ def compiled_for() -> Device | None:
 def target_of(device: Device | None) -> str:
     """Return the target whose code runs where operands on `device` are lowered for CUDA.
 
-    If `device` is no CUDA device, use the process's first one. If there is none, return the target
+    If `device` is no CUDA device, it is that of the process's first one; without any, the target
     that was asked for, or "sm80".
 
     Raises:
@@ -88,7 +85,7 @@ def target_of(device: Device | None) -> str:
 
 
 def capability(target: str) -> int:
-    """Return the compute capability to compile for, such as 90: the device's, or the target's."""
+    """Return the compute capability to compile for: the device's, or the target's."""
     devices = cuda_devices()
     name = devices[0].compute_capability if devices else target.removeprefix("sm")
     return int(name.replace(".", ""))
@@ -101,11 +98,7 @@ def shared_memory(target: str) -> int:
 
 
 def num_sms(target: str | None) -> int:
-    """Return the device's number of SMs or, without a device, that of the target's usual card.
-
-    Args:
-        target: "sm80", "sm90", or None for the interpreter, which follows SM80.
-    """
+    """Return the device's number of SMs; without a device, that of the target's usual card."""
     devices = cuda_devices()
     if target is None or not devices:
         return NUM_SMS[target or "sm80"]

@@ -1,6 +1,6 @@
 """Compile a Triton module, given as text, with the Python `triton` package.
 
-This module is imported only when a kernel is compiled. Of Triton's private API it uses
+It is imported only when a kernel is compiled. Of Triton's private API it uses
 ``triton._C.libtriton.ir``, to parse the text, and `ASTSource`'s methods. Checked with Triton 3.6
 and 3.9; ``tests/pallas_attn_lowering/test_lowering.py`` guards it.
 """
@@ -46,10 +46,8 @@ class _TextSource(triton_compiler.ASTSource):
 def compile_text(name: str, text: str, config: KernelConfig, target: str, capability: int) -> Any:
     """Compile the module `text`, whose function is `name`.
 
-    Args:
-        config: gives the warps and the pipeline's depth.
-        target: instruction set to use, "sm80" or "sm90".
-        capability: compute capability to assemble for, such as 80 or 90; not below the target's.
+    `capability` is what to assemble for, not below the target's; `config` gives the warps and the
+    pipeline's depth.
     """
     return triton.compile(
         _TextSource(name, text),

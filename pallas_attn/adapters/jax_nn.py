@@ -37,36 +37,32 @@ def dot_product_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute what `jax.nn.dot_product_attention` computes, with `pallas_attn.flash_attention`.
 
-    Positions are aligned top-left as in `jax.nn`: query i stands at key position i, whatever the
-    lengths. Queries and keys at the end that see nothing are cut off, which leaves a window of
-    `flash_attention`. Lengths become segment ids, read on the device alone; tiles of padding are
-    skipped. As there, a query past its length gives 0, and one within it that sees no key the mean
-    of all values.
+    As in `jax.nn`, query i stands at key position i, whatever the lengths; a query past its length
+    gives 0, and one within it that sees no key the mean of all values. Only the device reads
+    lengths; tiles of padding are skipped.
 
     Args:
         query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 256 in steps of
             8.
-        key: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
-        value: [B, S, K, H] or [S, K, H], the query's dtype.
+        key, value: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
         bias: [B, N, T, S], or 1 in place of any, float32 or the query's dtype, added to the scores.
         mask: None.
         scale: factor of the scores; None is ``H ** -0.5``.
         is_causal: query i sees keys up to i.
         query_seq_lengths, key_value_seq_lengths: [B] int32, tokens of each sequence that are no
-            padding. None is all of them.
-        local_window_size: (left, right), or one number for both: query i sees keys from i - left
-            to i + right. Negative numbers are no exception: (-1, 2) is the two keys after i.
-        implementation: pallas_attn's: "mosaic", "triton", "reference" or None. "xla" and "cudnn"
-            name the code of `jax.nn` and are refused.
+            padding. None is all.
+        local_window_size: (left, right), or one number for both: query i sees keys from i - left to
+            i + right; (-1, 2) is the two keys after i.
+        implementation: pallas_attn's; "xla" and "cudnn" are refused.
         return_residual: return the log-sum-exp as well.
 
     Returns:
         out, query's shape and dtype; with `return_residual` the pair (out, lse), lse [B, T, N] or
-        [T, N] in the query's dtype, natural logarithm, without a gradient. lse of a query that sees
-        no key is 0.7 times the least float32.
+        [T, N] in the query's dtype, natural logarithm, without a gradient; 0.7 times the least
+        float32 for a query that sees no key.
 
     Raises:
-        NotImplementedError: a mask, or an implementation of `jax.nn` is given.
+        NotImplementedError: a mask or an implementation of `jax.nn`.
         TypeError: lengths that are not int32.
         ValueError: lengths of another shape than [B], or a bias that does not broadcast.
         What `pallas_attn.flash_attention` raises.
@@ -136,7 +132,7 @@ def dot_product_attention(
         lse = jnp.pad(lse, ((0, 0), (0, cut_off), (0, 0)), constant_values=-jnp.inf)
     first_sees_none = right is not None and right < 0  # query 0 sees no key
     if k.shape[1] and (q_ids is not None or cut_off or first_sees_none or not num_keys):
-        # jax.nn's scores of hidden keys are finite, so that those of such a query are all the same.
+        # jax.nn's scores of hidden keys are finite, so they are all the same for such a query.
         sees_nothing = takes_mean = jnp.isneginf(lse)
         lse = jnp.where(sees_nothing, _HIDDEN, lse)
         mean = v.mean(1, keepdims=True, dtype=jnp.float32)
@@ -151,7 +147,7 @@ def dot_product_attention(
 
 
 def _segment_ids(name: str, lengths: ArrayLike | None, batch: int, size: int) -> jax.Array:
-    """Return segment ids [B, size]: 0, and -1 in the padding past each sequence's length."""
+    """Return segment ids [B, size]: -1 in the padding, 0 elsewhere."""
     if lengths is None:
         return jnp.zeros((batch, size), jnp.int32)
     lengths = jnp.asarray(lengths)
