@@ -30,22 +30,21 @@ def flash_attn_func(
 ) -> Tensor:
     """Compute what `flash_attn.flash_attn_func` computes, with `torch_attn.flash_attention`.
 
-    Both align positions bottom-right, so that no argument changes its meaning: -1 in
-    `window_size` and 0.0 in `softcap` are None there.
+    No argument changes its meaning: both align positions bottom-right.
 
     Args:
-        q: [B, Sq, Hq, D], float16, bfloat16 or float32. The last dimension is contiguous, and D
-            is 16 to 256 in steps of 8; flash-attn copies and pads where that is not so.
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. The last dimension is contiguous, and D is
+            16 to 256 in steps of 8; flash-attn copies and pads others.
         k: [B, Skv, Hkv, D], q's dtype.
         v: [B, Skv, Hkv, Dv], q's dtype.
-        dropout_p: the share of the probabilities that are dropped. The seed is drawn from torch's
-            generator of the device, as there, but other probabilities are dropped.
+        dropout_p: share of probabilities to drop. The seed comes from torch's generator of the
+            device, as there, but drops others.
         softmax_scale: factor of the scores; None is ``D ** -0.5``.
         causal: query i sees keys up to ``p = i + Skv - Sq``.
         window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
         alibi_slopes: [Hq] or [B, Hq] float32: ``alibi_slopes * |p - j|`` is subtracted from scores.
-            Not with a softcap, before which it counts here and after which it counts there.
+            Not with a softcap, before which it counts here and after which there.
         deterministic: the backward gives the same bits every time.
         return_attn_probs: False. `torch_attn.flash_attention` returns the log-sum-exp.
 
@@ -53,7 +52,7 @@ def flash_attn_func(
         out [B, Sq, Hq, Dv] in q's dtype.
 
     Raises:
-        NotImplementedError: ALiBi with a softcap, or the probabilities are asked for.
+        NotImplementedError: ALiBi with a softcap, or probabilities.
         What `torch_attn.flash_attention` raises.
 
     Example::
@@ -104,19 +103,14 @@ def flash_attn_varlen_func(
     Tokens past the last offset, which flash-attn leaves as they are, give 0.
 
     Args:
-        q: [Tq, Hq, D], float16, bfloat16 or float32. The last dimension is contiguous, and D is
-            16 to 256 in steps of 8; flash-attn copies and pads where that is not so.
+        q: [Tq, Hq, D], as in `flash_attn_func`.
         k: [Tkv, Hkv, D], q's dtype.
         v: [Tkv, Hkv, Dv], q's dtype.
         cu_seqlens_q, cu_seqlens_k: [N + 1] int32, offsets of the sequences' queries and keys.
         max_seqlen_q, max_seqlen_k: any; the kernels do not need the longest lengths.
-        dropout_p: the share of the probabilities that are dropped, as in `flash_attn_func`.
-        softmax_scale: factor of the scores; None is ``D ** -0.5``.
-        causal: query i of a sequence sees its keys up to ``p = i + (its keys) - (its queries)``.
-        window_size: (left, right), keys from p - left to p + right; -1 is unlimited.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
-        alibi_slopes: [Hq] or [N, Hq] float32, as `flash_attn_func` takes them.
-        deterministic: the backward gives the same bits every time.
+        alibi_slopes: [Hq] or [N, Hq] float32, as in `flash_attn_func`.
+        dropout_p, softmax_scale, causal, window_size, softcap, deterministic: as in
+            `flash_attn_func`, within each sequence.
         return_attn_probs: False. `torch_attn.flash_attention_varlen` returns the log-sum-exp.
         block_table: None.
 
@@ -124,7 +118,7 @@ def flash_attn_varlen_func(
         out [Tq, Hq, Dv] in q's dtype.
 
     Raises:
-        NotImplementedError: ALiBi with a softcap, pages or the probabilities are asked for.
+        NotImplementedError: ALiBi with a softcap, pages or probabilities.
         What `torch_attn.flash_attention_varlen` raises.
 
     Example::
@@ -181,43 +175,38 @@ def flash_attn_with_kvcache(
     """Compute what `flash_attn.flash_attn_with_kvcache` computes, with `torch_attn.paged_decode`.
 
     A dense cache is read as pages of the largest size, up to 256, that divides its length; nothing
-    is copied. With k and v, `append_kv` writes them into the cache first, in place, and rotates k
-    and q.
+    is copied. `append_kv` first writes k and v into the cache in place, and rotates k and q.
 
     Args:
         q: [B, T, Hq, D], T from 1 to 64, float16 or bfloat16.
         k_cache: [B, S, Hkv, D], or with `block_table` [P, page_size, Hkv, D], page_size 1 to 256;
             q's dtype. The sequences of a dense cache follow each other without gaps.
         v_cache: [B, S, Hkv, Dv] or [P, page_size, Hkv, Dv], q's dtype.
-        k: [B, T_new, Hkv, D], T_new up to 64, new keys to append; None appends nothing.
+        k: [B, T_new, Hkv, D], T_new up to 64, new keys to append, or None.
         v: [B, T_new, Hkv, Dv], given where k is.
-        rotary_cos, rotary_sin: [positions, R / 2], q's dtype or float32: rotate k and q, which have
-            the same tokens then, at their positions. Only with k.
+        rotary_cos, rotary_sin: [positions, R / 2], q's dtype or float32: rotate k and q, of the
+            same tokens, at their positions. Only with k.
         cache_seqlens: [B] int32 or an int, the keys in the cache **before** k is appended. None is
             a full cache.
-        cache_batch_idx, cache_leftpad: None.
+        cache_batch_idx, cache_leftpad, alibi_slopes: None.
         block_table: [B, max_pages] int32, ids of pages.
-        softmax_scale: factor of the scores; None is ``D ** -0.5``.
-        causal: the new tokens see each other causally. With T above 1 it is True, or
-            `window_size` ends in 0, which means the same.
+        causal: with T above 1 it is True, or `window_size` ends in 0, which means the same.
         window_size: (left, right), a token sees keys from p - left on; -1 is unlimited.
-        softcap: scores become ``softcap * tanh(score / softcap)``; 0.0 leaves them.
+        softmax_scale, softcap: as in `flash_attn_func`.
         rotary_interleaved: pairs are dimensions 2i and 2i + 1, not i and i + R / 2.
-        alibi_slopes: None.
         num_splits: parts, up to 256, that each sequence's keys are divided into; 0 chooses.
         return_softmax_lse: return the log-sum-exp as well.
 
     Returns:
-        out [B, T, Hq, Dv] in q's dtype; with `return_softmax_lse` the pair (out, lse), lse
-        [B, Hq, T] in float32, natural logarithm.
+        out [B, T, Hq, Dv] in q's dtype; with `return_softmax_lse` the pair (out, lse), lse [B, Hq,
+        T] in float32, natural logarithm.
 
     Raises:
         NotImplementedError: ALiBi, `cache_batch_idx`, `cache_leftpad`, several tokens without a
-            causal mask, or rotation with T_new other than T are asked for.
-        ValueError: only one of k and v is given; rotation without k; k comes without
-            `cache_seqlens`; a dense cache has another batch size than q, or gaps between its
-            sequences.
-        What `torch_attn.paged_decode` and `torch_attn.append_kv` raise.
+            causal mask, or rotation with T_new other than T.
+        ValueError: only one of k and v; rotation without k; k without `cache_seqlens`; a dense
+        cache of another batch size than q's, or with gaps between its sequences. What
+        `torch_attn.paged_decode` and `torch_attn.append_kv` raise.
 
     Example::
 
@@ -281,7 +270,7 @@ def flash_attn_with_kvcache(
 
 
 def _as_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views of a dense cache [B, S, H, D] as pages, and their table."""
+    """Return a dense cache [B, S, H, D] viewed as pages, and their table."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.ndim != 4 or cache.shape[:2] != (len(q), k_cache.shape[1]):
             expected = f"[{len(q)}, S, Hkv, D] without block_table, S alike for both caches"
@@ -300,7 +289,7 @@ def _as_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tens
 
 
 def _no_softcap(alibi_slopes: Tensor | None, softcap: float) -> None:
-    """Refuse slopes with a softcap: flash-attn subtracts them from scores that are capped."""
+    """Refuse slopes with a softcap: flash-attn subtracts them from capped scores."""
     if alibi_slopes is not None and _softcap(softcap) is not None:
         fail(NotImplementedError, "softcap", "0.0 with alibi_slopes", softcap)
 
@@ -313,18 +302,18 @@ def _no_probabilities(return_attn_probs: bool) -> None:
 
 
 def _absent(**arguments: object) -> None:
-    """Refuse the arguments that flash-attn knows and `torch_attn` does not, where they are set."""
+    """Refuse arguments of flash-attn that `torch_attn` has no code for, where they are set."""
     for name, value in arguments.items():
         if value is not None:
             fail(NotImplementedError, name, "None", type(value).__name__)
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int | None, int | None]:
-    """Return flash-attn's pair with None for "unlimited" (-1)."""
+    """Return flash-attn's pair with None for -1."""
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
 
 
 def _softcap(softcap: float) -> float | None:
-    """Return flash-attn's softcap with None for "off" (0.0)."""
+    """Return flash-attn's softcap with None for 0.0."""
     return None if softcap == 0 else softcap

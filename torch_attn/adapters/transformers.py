@@ -1,9 +1,8 @@
 """`torch_attn` as an attention implementation of Hugging Face transformers.
 
-transformers asks one registered function for a mask, once for each kind of layer, and hands the
-mask to another in every layer. Here the mask is a `Mask`, not a tensor of scores: what the mask
-function cannot say as a window and segments it refuses, so that no part of a mask is lost on the
-way.
+transformers asks a registered function for a mask, once for each kind of layer, and hands it to
+    another in every layer. Here the mask is a `Mask`, not a tensor of scores: what cannot be said
+    as a window and segments is refused, so that no part of a mask is lost.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torch_attn.operands import with_rows
 from twin_attention.contract.spec import Window
 from twin_attention.contract.validate.errors import fail
 
-# What models pass down to every layer and no attention depends on.
+# What models pass to every layer and attention does not depend on.
 _WITHOUT_EFFECT = {
     "cache_position",
     "logits_to_keep",
@@ -54,8 +53,8 @@ class Mask:
 
     Attributes:
         window: the keys around its own position that a token sees.
-        segment_ids: [B, S] int32, the sequence of each token where several are packed; a token
-            sees its own sequence alone. None is one sequence a row.
+        segment_ids: [B, S] int32, the only sequence that each token sees where several are packed;
+            None is one sequence a row.
     """
 
     window: Window
@@ -66,22 +65,20 @@ def register(name: str = "torch_attn") -> None:
     """Make `torch_attn` known to transformers as ``attn_implementation=name``.
 
     Causal models, sliding windows, bidirectional encoders, softcap, sinks, GQA, dropout and T5's
-    position biases work, in training and with a cache that grows (`DynamicCache`, transformers'
-    default). Padding in a batch, chunked attention, static caches and attention weights are refused
-    when a model meets them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and
-    the cache on: otherwise transformers builds a mask for padding or for packed sequences while
-    tracing.
+    position biases work, in training and with `DynamicCache`, transformers' default. Padding in a
+    batch, chunked attention, static caches and attention weights are refused when a model meets
+    them. Under `torch.compile` with `fullgraph` leave `attention_mask` out and the cache on:
+    otherwise transformers builds a mask while tracing.
 
     Sequences packed into one row, as `DataCollatorWithFlattening` makes them, are kept apart in
-    either of two ways. The first is `cu_seq_lens_q` and `cu_seq_lens_k`
-    (``return_flash_attn_kwargs=True``), which models hand to their attention; the kernels do not
-    need `max_length_q` and `max_length_k`. The second is `position_ids` that restart, where the
-    model's eager attention minds them: without `attention_mask`, without a cache
-    (``use_cache=False``), and not in gpt-oss, whose mask does not depend on them.
+        either of two ways: by `cu_seq_lens_q` and `cu_seq_lens_k`
+        (``return_flash_attn_kwargs=True``), which models hand to their attention; or by
+        `position_ids` that restart, where the model's eager attention minds them: without
+        `attention_mask`, with ``use_cache=False``, and not in gpt-oss.
 
     Args:
-        name: the name to give to `from_pretrained`, `from_config` or `set_attn_implementation`.
-            It must not contain "flash", which transformers reads as flash-attn.
+        name: for `from_pretrained`, `from_config` or `set_attn_implementation`, without "flash",
+            which transformers reads as flash-attn.
 
     Raises:
         ValueError: the name contains "flash".
@@ -124,16 +121,12 @@ def make_mask(
     """Return the window and the segments that transformers' mask is, or refuse it.
 
     Args:
-        q_length, q_offset: the queries are tokens q_offset to q_offset + q_length.
-        kv_length, kv_offset: likewise the keys.
-        mask_function: transformers' own function of the mask, read where the mask is neither causal
-            nor bidirectional.
-        attention_mask: [B, tokens seen] bool, False where a token is padding; None is no padding.
+        q_length, q_offset: the queries are tokens q_offset to q_offset + q_length; keys likewise.
+        mask_function: transformers' own, read where the mask is neither causal nor bidirectional.
+        attention_mask: [B, tokens seen] bool, False for padding; None is no padding.
         local_size: the sliding window, or the chunk size of chunked attention.
         allow_is_causal_skip: the mask is causal, apart from padding and `local_size`.
         allow_is_bidirectional_skip: likewise, it keeps every key.
-        config: the model's configuration.
-        batch_size and others: unused.
 
     Raises:
         NotImplementedError: names `attention_mask`, `past_key_values` or the option.
@@ -191,18 +184,17 @@ def attention_forward(
     Args:
         module: the layer's attention. Its `is_causal` counts where there is no mask.
         query: [B, Hq, Sq, D]; key [B, Hkv, Skv, D]; value [B, Hkv, Skv, Dv].
-        attention_mask: the `Mask` of the registered mask function, or None.
+        attention_mask: the registered function's `Mask`, or None.
         scaling: factor of the scores; None is ``D ** -0.5``.
-        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
-        s_aux: [Hq], sinks; None is none.
-        dropout: the share of the probabilities that are dropped, by a seed from torch's generator
-            of the device.
-        position_bias: [B, Hq, Sq, Skv], or 1 in place of any, added to the scores; None is none.
-            One whose last dimension is not contiguous, as T5's, is copied.
+        softcap: scores become ``softcap * tanh(score / softcap)``.
+        s_aux: [Hq], sinks.
+        dropout: share of probabilities to drop, seeded by torch's generator of the device.
+        position_bias: [B, Hq, Sq, Skv], or 1 in place of any, added to the scores; copied if its
+            last dimension is not contiguous, as T5's.
         is_causal: overrides the module's; must agree with a mask.
         sliding_window: unused, the mask has it.
-        cu_seq_lens_q, cu_seq_lens_k: [N + 1], offsets of sequences that are packed into the
-            batch's rows, one row after the other, instead of the mask's segments. None is none.
+        cu_seq_lens_q, cu_seq_lens_k: [N + 1], offsets of sequences packed into the batch's rows,
+            one row after the other, instead of the mask's segments.
         others: what transformers passes to every layer.
 
     Returns:
@@ -265,10 +257,9 @@ def attention_forward(
 def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | None:
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
-    transformers passes the function alone: the ids are in its closure. A function that is not
-    exactly the one of `packed_sequence_mask_function` beside a causal or sliding mask of
-    transformers, whose positions count within a sequence, is another. Versions differ in which of
-    two functions comes first.
+    transformers passes only the function: the ids are in its closure. It must be exactly that of
+        `packed_sequence_mask_function` joined with transformers' causal or sliding mask, whose
+        positions count within a sequence. Versions differ in which of the two comes first.
     """
     packed, remapped = _split(mask_function, "packed_sequence_mask_function")
     within = _closure(remapped, "remap_positions_for_packed_sequence").get("mask_function")
@@ -279,8 +270,8 @@ def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | N
 
 
 def _split(function: Any, maker: str) -> tuple[dict[str, Any], Any]:
-    """Return the variables of the function that a maker made, and the other function, of the two
-    that a mask joins; none and the mask itself if it does not join two such functions.
+    """Split a joined mask: return the variables of the function that a maker made, and the other
+    function; none and the mask itself if it is no such pair.
     """
     both = _closure(function, "and_masks").get("mask_functions", ())
     made = [_closure(x, maker) for x in both]
@@ -290,7 +281,7 @@ def _split(function: Any, maker: str) -> tuple[dict[str, Any], Any]:
 
 
 def _closure(function: Any, maker: str) -> dict[str, Any]:
-    """Return the variables that a mask function has from its maker; none if another made it."""
+    """Return a mask function's variables from its maker; none if another made it."""
     if not getattr(function, "__qualname__", "").startswith(f"{maker}.<locals>."):
         return {}
     cells = (cell.cell_contents for cell in function.__closure__)

@@ -1,8 +1,8 @@
 """Attention over several devices.
 
 `context_attention` splits one sequence over the ranks of a group. Importing this also teaches
-DTensor to shard `flash_attention` (`torch_attn.distributed.sharding`). `torch_attn` itself does not
-import it, because `torch.distributed.tensor` takes long to import.
+DTensor to shard `flash_attention` (`torch_attn.distributed.sharding`). `torch_attn` does not import
+it, because `torch.distributed.tensor` takes long to import.
 """
 
 import torch_attn.distributed.sharding  # noqa: F401 (registers)

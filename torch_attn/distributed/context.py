@@ -3,10 +3,9 @@
 "ring": keys travel to every rank that needs them, one distance after the other, while the kernels
 read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
 et al. 2023, Ring Attention). Keys come from the rank that holds them, and their gradients go back
-to it directly.
-"gather": each rank gathers the keys that its queries see and attends once; gradients are summed
-where the keys are held.
-"heads": each rank gets all tokens of some heads (Jacobs et al. 2023, DeepSpeed Ulysses).
+to it directly. "gather": each rank gathers the keys that its queries see and attends once;
+gradients are summed where the keys are held. "heads": each rank gets all tokens of some heads
+(Jacobs et al. 2023, DeepSpeed Ulysses).
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ def context_attention(
 
     A token's result is that of `flash_attention` over the whole sequence, or of
     `flash_attention_varlen` if the plan has documents. Each rank calls it with its own tokens.
-    Partial results stay in float32 until the end. With ``deterministic=True`` the same number of
-    ranks gives the same bits every time.
+    Partial results stay in float32 until the end.
 
     The first call with new shapes or options compares them over the group, and every rank raises
     the same error if they differ. If a rank fails later, the others end by the group's timeout.
@@ -103,31 +101,28 @@ def context_attention(
             as in `flash_attention`.
         k: [B, S, Hkv, D], the rank's keys.
         v: [B, S, Hkv, Dv].
-        plan: `context_plan`, the same on every rank. Padding after its last document sees nothing,
-            gives 0, and may hold NaN.
+        plan: `context_plan`, the same on every rank. Padding after its last document gives 0 and
+            may hold NaN.
         mesh: a one-dimensional `DeviceMesh`, a process group, or `Peers` that exchange in their own
             way, of ``plan.size`` ranks.
         exchange: "ring", "gather", or "heads", which needs query heads and kv heads that the ranks
             share evenly; None: "ring" or "gather", by an estimate of their times.
-        causal, scale, window_size, softcap, precision: as in `flash_attention`, with positions in
-            the whole sequence.
+        causal, scale, window_size, softcap, precision, return_lse: as in `flash_attention`, with
+            positions in the whole sequence.
         sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share of a sum over
             ranks.
-        deterministic: as in `flash_attention`.
-        return_lse: also return the log-sum-exp, which is differentiable.
+        deterministic: True: the same number of ranks gives the same bits every time.
         implementation: as in `flash_attention`; "ring" and "gather" support "gluon" on SM90,
             "triton" and "reference".
 
     Returns:
-        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S] in
-        float32, natural logarithm.
+        out [B, S, Hq, Dv] in q's dtype; with `return_lse` the pair (out, lse), lse [B, Hq, S].
 
     Raises:
         TypeError: an argument of the wrong type or dtype, on any rank.
         ValueError: shapes that contradict each other or the plan, a plan that does not fit the
             group, ranks that do not agree.
-        NotImplementedError: a dtype, head dimension or device without kernels; forward mode; a
-            second derivative.
+        NotImplementedError: as in `flash_attention`.
 
     Source: Liu et al. 2023 (Ring Attention, arXiv 2310.01889).
 
@@ -174,9 +169,8 @@ class _ContextCall(NamedTuple):
 class _Agreed(NamedTuple):
     """The calls that all ranks of a group have agreed on.
 
-    Attributes:
-        said: their descriptions, the same on all ranks, which forget them together.
-        calls: the calls, by the arguments as given.
+    `said` has their descriptions, which all ranks forget together; `calls` is keyed by the
+    arguments as given.
     """
 
     said: set[tuple[Any, ...]]
@@ -197,11 +191,7 @@ def _agree(
 ) -> tuple[_ContextCall, tuple[Any, ...]]:
     """Check a call on this rank and, the first time, that all ranks make the same call.
 
-    Returns:
-        The call, and its tensors as they will be used.
-
-    Raises:
-        On every rank, the error of the first rank that has one.
+    Return the call, and its tensors as they will be used. Every rank raises the first rank's error.
     """
     agreed = AGREED.setdefault(peers.group, _Agreed(set(), Kept(AGREED_MAX)))
     key = None
@@ -320,7 +310,7 @@ class _DeviceStep(NamedTuple):
     """A `Step` whose arrays are on a device.
 
     Attributes:
-        order, inverse: of its keys, if they do not come in the order of the sequence.
+        order, inverse: of its keys, if not in the sequence's order.
         own: the rows of this rank's own keys in it.
         is_own: it has no others.
     """
@@ -387,11 +377,7 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class RankCall(NamedTuple):
-    """What a call's hops have in common.
-
-    Attributes:
-        placement: of its tensors; it is fixed so that one family runs all hops.
-    """
+    """What a call's hops have in common; a fixed `placement` lets one family run all hops."""
 
     peers: Peers
     call: _ContextCall
@@ -404,9 +390,7 @@ class RankCall(NamedTuple):
         return self.call.options.window
 
     def run(self, operation: str, part: _Numbered, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Run a family's function, "partial_fwd", "partial_bwd" or "partial_dq"; replay a known
-        call.
-        """
+        """Run "partial_fwd", "partial_bwd" or "partial_dq"; replay a known call."""
         # Each part has its own calls, so that a call is found at once.
         options = part.number, tuple([x is None for x in tensors]), self.call.implementation
         call = CALLS.find(operation, tensors, options)
@@ -440,7 +424,6 @@ class RankCall(NamedTuple):
             yield step, part, None if arrived is None else _operands(q, arrived, step.intervals)
 
     def _fetch(self, step: _DeviceStep, k: Tensor, v: Tensor) -> Transfer:
-        """Begin to exchange the keys of a step."""
         keys, sent, received = (k, v), step.step.sent, step.step.received
         if not step.is_own and (sent or received):
             return self.peers.exchange(keys, sent, received)
@@ -451,7 +434,7 @@ class RankCall(NamedTuple):
         return self.peers.exchange(keys, sent, ())._replace(received=arrived)
 
     def send_back(self, step: _DeviceStep, gradients: tuple[Tensor, ...]) -> Transfer:
-        """Begin to send gradients of a step's keys to the ranks that hold them, and to receive."""
+        """Begin to send gradients of a step's keys to their holders, and to receive."""
         _, _, _, _, returned, gathered = step.step
         if not returned and not gathered:
             self.peers.skip(gradients[0].device, of_gradients=True)
@@ -499,15 +482,13 @@ _RUN = {"partial_fwd": _run_forward, "partial_bwd": _run_backward, "partial_dq":
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Attention by "ring" or "gather", with its derivative in reverse mode."""
-
     @staticmethod
     def forward(ctx, problem, q, k, v, sinks):
         ctx.problem = problem
         ctx.set_materialize_grads(False)
         saved = q, k, v, sinks
-        # This rank's keys must have the same layout as other ranks', so that the last call is found
-        # at once.
+        # This rank's keys need the same layout as other ranks', so that the last call is found at
+        # once.
         q, k, v = q.detach(), k.detach().contiguous(), v.detach().contiguous()
         problem = problem._replace(placement=Placement(rows_aligned(q, k, v)))
         out = lse = None
@@ -561,7 +542,7 @@ class _ContextAttention(torch.autograd.Function):
 
 
 def _in_sequence(x: Tensor, plan: ContextPlan) -> Tensor:
-    """Return tokens [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
+    """Return [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
     order, _ = _order(plan, x.device)
     return x.movedim(0, 1).flatten(1, 2).index_select(1, order)
 

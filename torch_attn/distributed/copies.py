@@ -3,9 +3,8 @@
 Each rank's copy engines write its rows into the receivers' memory, then a number, for which the
 receiver's stream waits. NCCL's kernels would take SMs from attention.
 
-The memory is PyTorch's symmetric memory. It has a few slots, used in turn; a receiver says when a
-slot's previous contents have been read. Streams write and wait with the driver's stream memory
-operations.
+The memory is PyTorch's symmetric memory, in a few slots used in turn; a receiver says when a slot's
+previous contents have been read. Streams write and wait with the driver's stream memory operations.
 """
 
 from __future__ import annotations
@@ -42,11 +41,9 @@ _READY, _FREE = 0, 1  # numbers of the exchanges that a sender wrote and that a 
 
 
 class Sizes(NamedTuple):
-    """The most bytes that a rank receives in one exchange of a call.
+    """The most bytes that a rank receives in one exchange, of keys or of gradients.
 
-    Attributes:
-        keys, gradients: of an exchange of keys, and of gradients.
-        at_once: a call has one exchange of each ("gather"), not one per rank.
+    `at_once`: a call has one exchange of each ("gather"), not one per rank.
     """
 
     keys: int
@@ -55,8 +52,6 @@ class Sizes(NamedTuple):
 
 
 class _Driver:
-    """Operations of the driver on a stream."""
-
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         stream, address, number, flags = (
@@ -94,10 +89,10 @@ def _check(name: str, error: int) -> None:
 
 @cache
 def driver() -> _Driver:
-    """Return the operations of the driver.
+    """Return the driver's stream operations.
 
     Raises:
-        OSError, AttributeError: there is none, or it is too old.
+        OSError, AttributeError: there are none, or they are too old.
     """
     return _Driver()
 
@@ -117,8 +112,8 @@ class _Program(NamedTuple):
     Attributes:
         free: where the rank says that its slot may be overwritten.
         own: the rank's own rows that it reads itself.
-        writes: for each receiver, where it says that its slot is free, the rows, and where the
-            receiver waits for them.
+        writes: for each receiver, where it says that its slot is free, the rows, and where it waits
+            for them.
         ready: where the others say that their rows are there.
         into: what arrives, [B, rows, H, D] each; None for nothing.
         of: the exchange, kept alive because it is found by its identity.
@@ -135,9 +130,7 @@ class _Program(NamedTuple):
 class Arena:
     """Memory of all ranks, into which they write, for exchanges of keys or of gradients.
 
-    Attributes:
-        slot_bytes: of one exchange.
-        number: of the last exchange, the same on all ranks.
+    `number` is that of the last exchange, the same on all ranks.
     """
 
     def __init__(self, rank: int, memory: Sequence[Tensor], slot_bytes: int, slots: int) -> None:
@@ -263,9 +256,7 @@ def symmetric_memory(group: Any, device: torch.device, size: int) -> tuple[Any, 
 class _Lane(NamedTuple):
     """An arena on a GPU, for exchanges of one kind.
 
-    Attributes:
-        begin: the event after which copies may begin.
-        handle: keeps the memory.
+    Copies may begin after the event `begin`; `handle` keeps the memory.
     """
 
     arena: Arena
@@ -284,23 +275,22 @@ class _Kind(NamedTuple):
 class Copies:
     """Exchanges between the ranks of a group, each on a GPU of one host.
 
-    They do not keep the group alive, nor does the thread that watches them keep them.
+    Neither they nor the thread that watches them keep the group or each other alive.
     """
 
     def __init__(self, group: Any, device: torch.device, say: Say, limit: float) -> None:
-        """Take a process group; `limit` is how many seconds a rank waits for another."""
+        """`limit` is how many seconds a rank waits for another."""
         self._group, self._device, self._gather = weakref.ref(group), device, say
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._limit = limit
         self._slot_bytes: dict[_Kind, int] = {}
         self._lanes: dict[_Kind, _Lane] = {}
         self._last: torch.cuda.Stream | None = None
-        # The main thread adds exchanges, and the watching one alone takes them away.
+        # The main thread adds exchanges; only the watching one takes them away.
         self._open: deque[tuple[float, torch.cuda.Event]] = deque()
         threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
 
     def _say(self, x: Any) -> list[Any]:
-        """Return an object from each rank."""
         return self._gather(self._group(), x)
 
     def reserve(self, sizes: Sizes) -> None:
@@ -323,10 +313,10 @@ class Copies:
         of_gradients: bool,
         at_once: bool,
     ) -> tuple[tuple[Tensor, ...] | None, Waiting]:
-        """Begin an exchange of contiguous tensors; return what arrives and what to wait for."""
+        """Begin to exchange contiguous tensors; return what arrives and what to wait for."""
         arena, stream, begin, _ = self._lane(_Kind(of_gradients, at_once))
         program = arena.next(tensors, sent, received)
-        # The work already queued on the current stream has read this slot's previous contents.
+        # Work already queued on the current stream has read this slot's previous contents.
         begin.record(self._follow())
         stream.wait_event(begin)
         arena.run(program, tensors, driver(), stream.cuda_stream)
@@ -390,7 +380,7 @@ class Waiting:
         self._done, self._device = done, device
 
     def wait(self) -> None:
-        """Let the device's current stream wait until all rows arrived and sent rows are read."""
+        """Let the current stream wait until all rows arrived and sent rows are read."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
@@ -402,7 +392,7 @@ def _rows(region: Tensor, count: int) -> Tensor:
 
 # Gathers an object from each rank of a group.
 Say = Callable[[Any, Any], list[Any]]
-# What `prepare_copies` found for each group that is still in use.
+# What `prepare_copies` found for each group still in use.
 _found: weakref.WeakKeyDictionary[Any, dict[torch.device, Copies | None]]
 _found = weakref.WeakKeyDictionary()
 
@@ -415,8 +405,7 @@ def copies_of(group: Any, device: torch.device) -> Copies | None:
 def prepare_copies(group: Any, device: torch.device, say: Say) -> Copies | None:
     """Return a group's exchange by copies; None if a rank cannot. All ranks must call it alike.
 
-    Args:
-        say: takes the group and an object, and returns an object from each rank.
+    `say` takes the group and an object, and returns an object from each rank.
     """
     if device.type != "cuda":
         return None

@@ -20,12 +20,8 @@ from twin_attention.contract.validate.errors import fail, type_name
 
 
 class Transfer(NamedTuple):
-    """Tensors on their way.
-
-    Attributes:
-        received: where they arrive, None if none do.
-        works: what to wait for.
-        sent: what is sent, kept until then.
+    """Tensors on their way: `sent` is kept until `works` are done; `received` is None if none
+    arrive.
     """
 
     received: tuple[Tensor, ...] | None
@@ -33,7 +29,7 @@ class Transfer(NamedTuple):
     sent: tuple[Tensor, ...] = ()
 
     def wait(self) -> tuple[Tensor, ...] | None:
-        """Return what arrived; on a GPU the current stream waits, and not the host."""
+        """Return what arrived; on a GPU only the current stream waits."""
         for work in self.works:
             work.wait()
         return self.received
@@ -79,8 +75,7 @@ class Peers(ABC):
         Args:
             tensors: [B, S, H, D] each: keys and values, or their gradients.
             sent: which rows go to whom.
-            received: whose rows arrive, joined along S in this order; they may include this rank's
-                own.
+            received: whose rows arrive, joined along S in this order; perhaps this rank's own.
             of_gradients: the tensors are gradients, of the tokens from `Rows.token` on.
         """
 
@@ -207,7 +202,6 @@ class GroupPeers(Peers):
 
 
 def _gather_objects(group: dist.ProcessGroup, x: Any) -> list[Any]:
-    """Return an object from each rank; the host waits."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, x, group)
     return found

@@ -1,6 +1,4 @@
-"""Shard `flash_attention` over a device mesh: importing this registers it with DTensor.
-
-`torch_attn` itself does not import it, because `torch.distributed.tensor` takes long to import::
+"""Shard `flash_attention` over a device mesh: importing this registers it with DTensor::
 
     import torch_attn.distributed
 
@@ -61,9 +59,7 @@ _HEADS = _Placement(
 def _placements(k: Any, others: Any) -> list[_Placement]:
     """Return how the tensors may be placed on a mesh dimension.
 
-    Args:
-        k: keys as DTensor describes them.
-        others: the operands after the sinks, and what follows them.
+    `others` are the operands after the sinks, and what follows them.
     """
     if others[_NUM_OTHERS - 1] is not None:
         return [_Placement()]
@@ -77,7 +73,6 @@ def _placements(k: Any, others: Any) -> list[_Placement]:
 
 
 def _of_others(p: _Placement, others: Any) -> list[Any]:
-    """Return the placements of the operands after the sinks."""
     bias, _, slopes = others[_NUM_IDS : _NUM_OTHERS - 1]
     of_slopes = p.slopes
     if slopes is not None and len(slopes.shape) == 2:  # [B, Hq]

@@ -20,11 +20,8 @@ _AT_A_TIME = 8  # addends per pass over memory
 
 
 class _Addend(NamedTuple):
-    """Gradients of some of a rank's keys.
-
-    Attributes:
-        gradients: [B, rows, H, D] float32 each.
-        places: [num_rows] int32, the row of each key, -1 for none.
+    """Gradients [B, rows, H, D] float32 of some keys; `places` [num_rows] has each key's row, or
+    -1.
     """
 
     gradients: tuple[Tensor, ...]
@@ -38,7 +35,6 @@ class GradientSums:
     """
 
     def __init__(self, num_rows: int) -> None:
-        """Take the number of the rank's keys."""
         self._num_rows = num_rows
         self._kept = 0
         self._addends: list[_Addend] = []
@@ -49,7 +45,7 @@ class GradientSums:
         Args:
             gradients: [B, any, H, D] float32 each, None for none.
             rows: which of their rows, from `Rows.place` on, belong to which keys, from `Rows.token`
-                on. Rows from several ranks are added in the order of `rows`.
+                on. They are added in this order.
         """
         if gradients is None:
             return
