@@ -24,7 +24,7 @@ class ModelConfig:
         num_heads: query heads, each d_model / num_heads wide.
         num_heads_kv: divides num_heads.
         norm: "rmsnorm", or "layernorm" with a bias.
-        mlp: "swiglu" (three matrices), or "gelu" (two; the exact GELU).
+        mlp: "swiglu" (three matrices), or "gelu" (two; exact).
         tied_head: the output projection is the embedding.
         rope_theta: base of the rotary embedding's wavelengths.
 
@@ -68,7 +68,7 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained values; a tied head adds none."""
+        """Return the number of trained values; a tied head adds none."""
         attention = 2 * self.d_model * self.head_dim * (self.num_heads + self.num_heads_kv)
         mlp = (3 if self.mlp == "swiglu" else 2) * self.d_model * self.d_ff
         norm = (1 if self.norm == "rmsnorm" else 2) * self.d_model
@@ -97,7 +97,7 @@ class Size(NamedTuple):
     num_heads_kv: int
 
 
-# The sizes of GPT-2 and a larger one. In the modern form 3 to 5 query heads share a kv head.
+# GPT-2's sizes and a larger one. In the modern form 3 to 5 query heads share a kv head.
 SIZES = {
     "tiny": Size(256, 32, 128, 2, 2, 1),
     "S": Size(10_000, 768, 3072, 12, 12, 4),
@@ -115,8 +115,8 @@ def make_config(
 
     Args:
         size: a name of `SIZES`.
-        form: "modern" is RMSNorm, SwiGLU and grouped kv heads; its d_ff gives the MLP as many
-            parameters as GELU's. "gpt" is LayerNorm, GELU and no grouping.
+        form: "modern" is RMSNorm, SwiGLU and grouped kv heads, with as many MLP parameters as
+            GELU's. "gpt" is LayerNorm, GELU and no grouping.
         changes: fields of `ModelConfig` that differ, such as ``tied_head=True``.
 
     Raises:
@@ -140,11 +140,7 @@ def make_config(
 
 
 def check_dtypes(dtype: str, compute_dtype: str) -> None:
-    """Refuse the names of dtypes in which the models do not compute.
-
-    Raises:
-        ValueError: a name that is not in `DTYPES`.
-    """
+    """Refuse names that are not in `DTYPES` (ValueError)."""
     for name, got in (("dtype", dtype), ("compute_dtype", compute_dtype)):
         if got not in DTYPES:
             fail(ValueError, name, f"one of {', '.join(DTYPES)}", got)

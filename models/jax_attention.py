@@ -1,7 +1,4 @@
-"""Causal attention of the JAX model: by name, and over a paged cache.
-
-Functions take q [B, S, Hq, D] and k, v [B, S, Hkv, D], and return [B, S, Hq, D].
-"""
+"""Causal attention of the JAX model; see `torch_attention`, its twin."""
 
 from __future__ import annotations
 
@@ -65,13 +62,7 @@ def choose_attention(name: str, config: ModelConfig, dtype: jnp.dtype) -> Attend
 @jax.tree_util.register_dataclass
 @dataclass
 class PagedCache:
-    """Keys and values of every layer, in pages.
-
-    Attributes:
-        k_pages, v_pages: a pool [P, page_size, Hkv, D] for each layer.
-        block_tables: [B, max_pages] int32, shared by the layers.
-        seq_lens: [B] int32, tokens of each sequence in the cache.
-    """
+    """Keys and values of every layer, in pages; see the twin."""
 
     k_pages: list[jax.Array]
     v_pages: list[jax.Array]

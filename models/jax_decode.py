@@ -43,12 +43,9 @@ def _decode(model: Transformer, tokens: jax.Array, cache: PagedCache):
 def generate(
     model: Transformer, prompts: jax.Array, num_tokens: int, cache: PagedCache
 ) -> jax.Array:
-    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S].
+    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S]; see the twin.
 
-    Args:
-        prompts: [B, S] int32, S at least 1.
-        num_tokens: at least 1.
-        cache: an empty one with room for S + num_tokens - 1; not to be used any more.
+    The cache is not to be used any more.
     """
     for start in range(0, prompts.shape[1], MOST_NEW_TOKENS):
         logits, cache = _decode(model, prompts[:, start : start + MOST_NEW_TOKENS], cache)

@@ -20,9 +20,8 @@ class Llama(nn.Module):
 
     Args:
         config: the shape, with RMSNorm and SwiGLU.
-        attention: "twin" (this project's), or transformers' own "eager", "sdpa" or "flex".
-        device: of the parameters; None is the CPU.
-        dtype: of parameters.
+        attention: "twin" (this project's), or transformers' "eager", "sdpa" or "flex".
+        device, dtype: of parameters; device None is the CPU.
         compute_dtype: of matrix products and attention, by autocast; None is `dtype`.
 
     Raises:
@@ -71,11 +70,9 @@ class Llama(nn.Module):
         return self._run(tokens, use_cache=False).logits
 
     def decode(self, tokens: Tensor, cache: Cache | None = None) -> tuple[Tensor, Cache]:
-        """Return the likeliest next token [B, 1], and the extended cache.
+        """Return the likeliest next token [B, 1] after new tokens [B, T], and the extended cache.
 
-        Args:
-            tokens: [B, T], the new tokens.
-            cache: of the tokens before them, which grows in place; None is none.
+        The given cache, None for none, grows in place.
         """
         found = self._run(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return found.logits.argmax(dim=-1), found.past_key_values

@@ -35,12 +35,9 @@ def make_cache(
 
 @torch.no_grad()
 def generate(model: Transformer, prompts: Tensor, num_tokens: int, cache: PagedCache) -> Tensor:
-    """Return the likeliest next tokens [B, num_tokens] of prompts [B, S].
+    """Return the likeliest next tokens [B, num_tokens], at least one, of prompts [B, S] int32.
 
-    Args:
-        prompts: [B, S] int32, S at least 1.
-        num_tokens: at least 1.
-        cache: an empty one with room for S + num_tokens - 1; not to be used any more.
+    The cache is empty, with room for S + num_tokens - 1; it is not to be used any more.
     """
     for chunk in prompts.split(MOST_NEW_TOKENS, dim=1):
         logits, cache = model.decode(chunk, cache)

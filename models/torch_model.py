@@ -21,11 +21,9 @@ class Transformer(nn.Module):
     Args:
         config: the shape.
         attention: "twin" (this project's), "eager", "sdpa", "cudnn" or "flex".
-        device: of the parameters; None is the CPU.
-        dtype: of parameters.
-        compute_dtype: of matrix products and attention; None is `dtype`. Another one is torch's
-            autocast; the residual stream keeps `dtype`. Norms, rotations and the loss compute in
-            float32.
+        device, dtype: of parameters; device None is the CPU.
+        compute_dtype: of matrix products and attention, by autocast; None is `dtype`. The residual
+            stream keeps `dtype`; norms, rotations and the loss compute in float32.
 
     Raises:
         ValueError: an unknown attention or dtype.

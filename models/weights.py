@@ -28,17 +28,13 @@ def copy_to_jax(source: torch_model.Transformer, target: jax_model.Transformer) 
 
 
 def copy_to_torch(source: jax_model.Transformer, target: torch_model.Transformer) -> None:
-    """Copy the parameters of a Flax model into a PyTorch model.
-
-    Raises:
-        ValueError: configurations or dtypes that differ.
-    """
+    """Copy the parameters of a Flax model into a PyTorch model; raise as `copy_to_jax`."""
     _check_alike(target, source)
     target.load_state_dict(as_torch(nnx.state(source, nnx.Param)))
 
 
 def as_jax(tensors: Mapping[str, Tensor]) -> nnx.State:
-    """Return copies of a PyTorch model's parameters or gradients, with the Flax model's names."""
+    """Return copies of a PyTorch model's parameters or gradients, by Flax's names."""
     flat = {}
     for name, tensor in tensors.items():
         *path, layer, leaf = name.split(".")
@@ -51,7 +47,7 @@ def as_jax(tensors: Mapping[str, Tensor]) -> nnx.State:
 
 
 def as_torch(state: nnx.State) -> dict[str, Tensor]:
-    """Return copies of a Flax model's parameters or gradients, with the PyTorch model's names."""
+    """Return copies of a Flax model's parameters or gradients, by PyTorch's names."""
     tensors = {}
     for (*path, layer, leaf), variable in nnx.to_flat_state(state):
         array = variable[...]
@@ -61,7 +57,7 @@ def as_torch(state: nnx.State) -> dict[str, Tensor]:
 
 
 def _flax_name(layer: Any) -> str:
-    """Return Flax's name for the ``weight`` of torch's layer of this name."""
+    """Return Flax's name for the ``weight`` of torch's layer."""
     if layer == "embed":
         return "embedding"
     return "scale" if layer.endswith("norm") else "kernel"
