@@ -24,8 +24,8 @@ class Batch(NamedTuple):
         advantages: [T] float32, of each token's continuation.
         shares: [T] float32, weights in the loss: equal for continuations, and for the tokens of
             one; 0 for the prompt.
-        ends: [T] int32, in a tree the end of each token's descendants; else None.
-        offsets: [N + 1] int32, the bounds of separate sequences; else None.
+        ends: [T] int32, in a tree the end of each token's descendants.
+        offsets: [N + 1] int32, the bounds of separate sequences.
     """
 
     tokens: Any
@@ -38,10 +38,9 @@ class Batch(NamedTuple):
 
 
 def make_batches() -> tuple[Batch, Batch]:
-    """Return the continuations as a tree, and as sequences that repeat the prompt.
+    """Return the same continuations each time, as a tree, and as sequences that repeat the prompt.
 
-    They are always the same. An advantage is the reward, normalised within the group (Shao et al.
-    2024).
+    An advantage is the reward, normalised within the group (Shao et al. 2024).
     """
     rng = np.random.default_rng(SEED)
     lengths = rng.integers(2, 12, CONTINUATIONS)

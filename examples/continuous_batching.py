@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# From each slot's next token and its tokens in the cache so far, both [slots] int32, the likeliest
-# token after it [slots].
+# From each slot's next token and its number of tokens in the cache, both [slots] int32, the
+# likeliest token after it [slots].
 Step = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -17,9 +17,7 @@ Step = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Request:
     """A prompt of at least one token, and how many tokens to add, at least one.
 
-    Attributes:
-        answer: the tokens so far.
-        served: the first and the last step in the batch.
+    It is in the batch from the step `served[0]` to `served[1]`.
     """
 
     prompt: bytes
@@ -28,7 +26,7 @@ class Request:
     served: tuple[int, int] = (-1, -1)
 
     def token(self, position: int) -> int:
-        """Return the token at a position: the prompt's, then the answer's."""
+        """Return the token at a position of prompt and answer."""
         if position < len(self.prompt):
             return self.prompt[position]
         return self.answer[position - len(self.prompt)]
@@ -37,8 +35,8 @@ class Request:
 def serve(requests: Sequence[Request], slots: int, step: Step) -> int:
     """Answer all requests, at most `slots` at once; return the number of steps.
 
-    Each step feeds every slot one token, so a request begins while others go on. The next request
-    reuses a slot's pages: what they hold past a sequence's length does not matter.
+    Each step feeds every slot one token, so a request begins while others go on. It reuses a slot's
+    pages: what they hold past a sequence's length does not matter.
     """
     waiting = deque(requests)
     running: list[Request | None] = [None] * slots

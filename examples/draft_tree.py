@@ -58,7 +58,7 @@ class Decoder(Protocol):
 
 
 def make_toy() -> Toy:
-    """Make the model and the prompts, always the same."""
+    """Make the same model and prompts each time."""
     rng = np.random.default_rng(SEED)
     shapes = {"embedding": (VOCABULARY, HIDDEN), "logits": (HIDDEN, VOCABULARY)}
     for layer in range(LAYERS):
@@ -100,10 +100,7 @@ def draft(weights: dict[str, np.ndarray], last: np.ndarray, parents: Sequence[in
 def accept(tokens: np.ndarray, likeliest: np.ndarray, parents: Sequence[int]) -> list[int]:
     """Return the path of drafts that greedy decoding takes, from the root.
 
-    Args:
-        tokens: [T], the tree.
-        likeliest: [T], the large model's token after each of them.
-        parents: of the tree.
+    `likeliest` [T] is the large model's token after each of `tokens` [T].
     """
     path = [0]
     for t, parent in enumerate(parents):

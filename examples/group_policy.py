@@ -1,7 +1,7 @@
 """Both frameworks update a policy by 16 continuations of a prompt: as a tree, and one by one.
 
-``python -m examples.group_policy`` prints the loss of each step, the same four times. The tree
-has the prompt only once: 119 tokens instead of 479.
+``python -m examples.group_policy`` prints the loss of each step, the same four times. The tree has
+the prompt only once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,7 @@ class Update(NamedTuple):
 
 
 def update_in_both(device: str, implementation: str | None = None) -> dict[str, Update]:
-    """Return the steps of each training.
-
-    Args:
-        device: of torch's tensors; JAX uses its default device.
-        implementation: of the attention.
-    """
+    """Return the steps of each training: torch on `device`, JAX on its default device."""
     weights, found = make_toy().weights, {}
     for kind, batch in zip(("tree", "separate"), make_batches(), strict=True):
         given = weights, batch
@@ -51,7 +46,6 @@ def update_in_both(device: str, implementation: str | None = None) -> dict[str, 
 
 
 def are_equal(updates: dict[str, Update]) -> bool:
-    """Return True if all losses and gradients are the same."""
     first, *others = updates.values()
     pairs = [(x.losses, first.losses) for x in others]
     for other in others:
@@ -70,7 +64,6 @@ def _in_numpy(steps: list) -> Update:
 
 
 def main() -> int:
-    """Train and print; return 0 if losses and gradients are the same."""
     updates = update_in_both("cuda" if torch.cuda.is_available() else "cpu")
     for name, update in updates.items():
         print(f"{name:16}", *(f"{x:.6f}" for x in update.losses))

@@ -33,15 +33,12 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def train(
     tokens: jax.Array, targets: jax.Array, positions: jax.Array, attend: Attend
 ) -> list[float]:
-    """Take steps of gradient descent, always from the same weights.
+    """Take steps of gradient descent, always from the same weights; return the loss before each.
 
     Args:
         tokens, targets: [T] int32, in the order that `attend` takes.
         positions: [T] within their documents, for the rotary embedding.
         attend: takes q, k and v of these tokens, [1, T, heads, head_dim].
-
-    Returns:
-        The loss before each step.
     """
     structure, weights = nnx.split(Transformer(make_config("tiny"), rngs=nnx.Rngs(0)))
     weights = jax.tree.map(lambda x: x * (GAIN if x.ndim == 2 else 1), weights)
@@ -70,7 +67,6 @@ def train(
 
 
 def plan_of(packed: Packed, size: int) -> ContextPlan:
-    """Return the plan that distributes the documents' work."""
     return context_plan(TOKENS, size, "balanced", packed.offsets)
 
 
@@ -92,7 +88,6 @@ def train_on_devices(mesh: Mesh) -> list[float]:
 
 
 def train_on_one_device() -> list[float]:
-    """Return the losses of one device with all tokens in order."""
     packed = make_documents()
     offsets = jnp.asarray(packed.offsets)
 
@@ -104,7 +99,6 @@ def train_on_one_device() -> list[float]:
 
 
 def main() -> int:
-    """Train and print; return 0 if the losses are the same."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", SIZE)
     mesh = jax.make_mesh((SIZE,), ("context",), axis_types=(AxisType.Auto,))

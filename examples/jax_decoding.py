@@ -31,14 +31,8 @@ def generate(
 ) -> jax.Array:
     """Continue sequences by a token for each row of `noise`; return the new tokens, [B, N].
 
-    XLA copies the given pool once, and the loop writes to the copy in place.
-
-    Args:
-        tokens: [B], the last token of each sequence, not yet in the cache.
-        pool: k_pages and v_pages, [P, page_size, heads, head_dim].
-        block_tables: [B, max_pages].
-        seq_lens: [B], tokens in the cache.
-        noise: [N, B, vocabulary], added to the logits.
+    XLA copies the given pool once, and the loop writes to the copy in place. The arguments are
+    those of the twin.
     """
 
     def step(carry, gumbel):

@@ -40,7 +40,6 @@ def step(
 
     Args:
         tokens: [B, T].
-        tree: of all sequences.
         lengths: [B], keys in the cache that stay.
         pools: k_pages and v_pages of each layer.
         tables: [B, MAX_PAGES].
@@ -96,7 +95,6 @@ class JaxDecoder:
         self._new: Pools = []
 
     def step(self, tokens: np.ndarray, tree: Tree, lengths: np.ndarray) -> np.ndarray:
-        """Return the likeliest token after each new one; keep the new keys in the cache."""
         likeliest, self._pools, self._new = step(
             self._weights, jnp.asarray(tokens), tree, jnp.asarray(lengths), self._pools,
             self._tables, self._implementation,
@@ -104,7 +102,6 @@ class JaxDecoder:
         return np.array(likeliest, np.int32)
 
     def keep(self, order: np.ndarray, lengths: np.ndarray) -> None:
-        """Reorder the last step's new tokens in the cache, [B, T]."""
         self._pools = keep(
             jnp.asarray(order), self._new, jnp.asarray(lengths), self._pools, self._tables,
             self._implementation,

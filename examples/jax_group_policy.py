@@ -38,13 +38,7 @@ def log_probabilities(weights: Weights, batch: Batch, implementation: str | None
 def policy_loss(
     weights: Weights, batch: Batch, old: jax.Array, clip: float, implementation: str | None
 ) -> jax.Array:
-    """Return an update's loss (Shao et al. 2024, without the KL term).
-
-    Args:
-        batch: continuations with their advantages.
-        old: log-probabilities of the tokens when they were sampled, [T].
-        clip: how far from 1 the ratio of probabilities counts.
-    """
+    """Return an update's loss (Shao et al. 2024, without the KL term); see the twin."""
     ratio = jnp.exp(log_probabilities(weights, batch, implementation) - old)
     clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
     gain = jnp.minimum(ratio * batch.advantages, clipped * batch.advantages)

@@ -48,10 +48,7 @@ def packed_loss(weights: Weights, packed: Packed, implementation: str | None = N
 
 
 def loss_one_by_one(weights: Weights, packed: Packed, offsets: tuple[int, ...]) -> jax.Array:
-    """Return the same loss with a call of attention per document.
-
-    The offsets are static, so each length compiles.
-    """
+    """Return the same loss with a call of attention per document, each compiled."""
 
     def attend(*qkv: jax.Array) -> jax.Array:
         return flash_attention(*(x[None] for x in qkv), causal=True)[0]

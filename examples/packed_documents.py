@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 
 
 def make_documents() -> Packed:
-    """Make documents in which each token tells the next one, always the same."""
+    """Make the same documents each time, in which each token tells the next one."""
     offsets = np.array([0, *accumulate(LENGTHS)], np.int32)
     tokens = np.zeros(TOKENS, np.int32)
     targets = np.full(TOKENS, NO_TARGET, np.int32)

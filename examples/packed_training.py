@@ -25,12 +25,7 @@ TOLERANCE = 1e-4  # of the losses, which are between 0 and 10
 
 
 def train_in_both(device: str, implementation: str | None = None) -> dict[str, list[float]]:
-    """Return the losses of each training.
-
-    Args:
-        device: of torch's tensors; JAX uses its default device.
-        implementation: of the attention over packed documents.
-    """
+    """Return the losses of each training: torch on `device`, JAX on its default device."""
     weights, packed = make_toy().weights, make_documents()
     given = jax.tree.map(lambda x: torch.tensor(x, device=device), (weights, packed))
     train = partial(torch_packed_training.train, *given, steps=STEPS, rate=RATE)
@@ -53,7 +48,6 @@ def train_in_both(device: str, implementation: str | None = None) -> dict[str, l
 
 
 def main() -> int:
-    """Train and print; return 0 if the losses are the same."""
     losses = train_in_both("cuda" if torch.cuda.is_available() else "cpu")
     for name, values in losses.items():
         print(f"{name:16}", *(f"{x:.6f}" for x in values))

@@ -1,7 +1,7 @@
 """Both frameworks continue the same sequences from one pool of pages.
 
-``python -m examples.shared_pool``: torch writes the prompts to a pool, JAX reads them from the same
-memory, and both sample the same tokens.
+``python -m examples.shared_pool``: torch writes the prompts, JAX reads them from the same memory,
+and both sample the same tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ from interop.exchange import to_jax
 
 
 def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens that torch and JAX sample from one pool, each [B, NEW_TOKENS].
-
-    Args:
-        device: of the pool; JAX's default device.
-    """
+    """Return the tokens [B, NEW_TOKENS] that torch and JAX sample from one pool on `device`."""
     toy = jax.tree.map(lambda x: torch.tensor(x, device=device), toy_model.make_toy())
     # A slot's content does not matter before its token is appended.
     k_pages, v_pages = torch.empty(2, *toy_model.POOL_SHAPE, dtype=torch.float16, device=device)

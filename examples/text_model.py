@@ -1,7 +1,6 @@
 """Train a tiny model on this project's documentation, then serve it with continuous batching.
 
-It takes less than two minutes on a CPU, draws the loss into a picture, and prints how requests of
-several lengths are answered.
+It takes minutes on a CPU, draws the loss, and prints how requests of several lengths are answered.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ TOLERANCE = 1e-4  # of the losses, which are between 0 and 6
 
 
 def make_model() -> Transformer:
-    """Return the model, always with the same weights."""
+    """Return the same model each time."""
     torch.manual_seed(0)
     model = Transformer(make_config("tiny"))
     with torch.no_grad():
@@ -49,16 +49,13 @@ def train(
     attend: Callable[..., Any],
     sum_over_ranks: Callable[[Tensor], object] = lambda x: None,
 ) -> list[float]:
-    """Take steps of gradient descent, always from the same weights.
+    """Take steps of gradient descent; return the loss of all ranks' tokens before each.
 
     Args:
         packed: tokens and targets of a rank, or all of them.
         positions: of these tokens within their documents, for the rotary embedding.
         attend: takes q, k and v of these tokens, [1, T, heads, head_dim].
         sum_over_ranks: replaces a tensor by its sum over ranks, in place.
-
-    Returns:
-        The loss before each step, of all ranks' tokens.
     """
     model = make_model()
     parameters = list(model.parameters())
@@ -91,12 +88,7 @@ def plan_of(packed: Packed, size: int) -> ContextPlan:
 def train_on_a_rank(
     rank: int, size: int, mesh: Any, sum_over_ranks: Callable[[Tensor], object]
 ) -> list[float]:
-    """Train with a rank's tokens; return the losses of all ranks' tokens.
-
-    Args:
-        mesh: as `context_attention` takes it.
-        sum_over_ranks: as `train` takes it.
-    """
+    """Train with a rank's tokens; return the losses of all ranks' tokens."""
     packed = make_documents()
     plan = plan_of(packed, size)
     tokens, targets = (shard_sequence(x, plan, rank, axis=0) for x in packed[:2])
@@ -136,7 +128,6 @@ def train_on_one_device() -> list[float]:
 
 
 def main() -> int:
-    """Train and print; return 0 if the losses are the same."""
     losses = {f"rank {rank}": values for rank, values in enumerate(train_on_ranks())}
     alone = train_on_one_device()
     for name, values in ({"one device": alone} | losses).items():

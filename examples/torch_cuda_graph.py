@@ -1,7 +1,7 @@
 """A decoding step of all layers in one launch: `append_kv` and `paged_decode` in a CUDA graph.
 
-``python -m examples.torch_cuda_graph`` decodes with such a graph and without, and gets the same
-tokens. Without a GPU there is no graph.
+``python -m examples.torch_cuda_graph`` gets the same tokens with a graph and without. It needs a
+GPU for the graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Decoder:
     """A toy model of several layers, with a cache for a batch of sequences.
 
     A CUDA graph needs tensors that stay in place: the caller writes to `tokens` and `seq_lens`
-    before a step.
+        before a step.
 
     Attributes:
         tokens: [B], the newest token of each sequence.
@@ -73,16 +73,11 @@ def merge_heads(weights: dict[str, Tensor], layer: int, attended: Tensor) -> Ten
 
 
 def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Capture a step in a CUDA graph.
+    """Capture a step in a CUDA graph; return a function that replays it.
 
-    A replay reads and writes the same memory, so the step's tensors must stay alive and in place.
-
-    Args:
-        step: runs on the current CUDA device; it runs once here, which compiles its kernels.
-
-    Returns:
-        A function that replays the graph and returns the step's tensor, which the next replay
-        overwrites.
+    The step runs once on the current CUDA device, which compiles its kernels. A replay reads and
+    writes the same memory, so the step's tensors must stay alive and in place. The next replay
+    overwrites the tensor that one returns.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -90,7 +85,7 @@ def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
         step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Only this thread is forbidden to allocate during the capture; JAX's may.
+    # Only this thread may not allocate during the capture; JAX's may.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = step()
 
@@ -105,7 +100,7 @@ def generate(decoder: Decoder, step: Callable[[], Tensor]) -> Tensor:
     """Read the toy's prompts token by token, and continue them; return the tokens [B, NEW_TOKENS].
 
     The prompts end together: shorter ones have length 0 until they begin. `step` is `decoder.step`
-    or a replay of it.
+        or a replay of it.
     """
     toy = toy_model.make_toy()
     device = decoder.tokens.device
@@ -132,7 +127,6 @@ def milliseconds(step: Callable[[], Tensor], repeats: int = 20) -> float:
 
 
 def main() -> int:
-    """Decode eagerly and by replays; return 0 if both give the same tokens."""
     has_gpu = torch.cuda.is_available()
     decoder = Decoder(LAYERS, "cuda" if has_gpu else "cpu")
     eager = generate(decoder, decoder.step)

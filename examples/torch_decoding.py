@@ -26,8 +26,7 @@ def prefill(
     """Write prompts [B, T], padded on the left, to their sequences' pages in place.
 
     Padding stands before position 0, where `append_kv` writes nothing. (One layer needs no
-    attention
-    here: keys and values follow from the tokens.)
+    attention here: keys and values follow from the tokens.)
     """
     _, _, k, v = project(weights, prompts)
     append_kv(k, v, *pool, block_tables, seq_lens, implementation=implementation)

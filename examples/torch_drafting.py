@@ -37,7 +37,6 @@ class TorchDecoder:
         self._new: list[tuple[Tensor, Tensor]] = []
 
     def step(self, tokens: np.ndarray, tree: Tree, lengths: np.ndarray) -> np.ndarray:
-        """Return the likeliest token after each new one; keep the new keys in the cache."""
         weights, (batch, size) = self._weights, tokens.shape
         context = self._tensor(lengths)
         ends = self._tensor(tree.ends).expand(batch, size)
@@ -57,7 +56,6 @@ class TorchDecoder:
         return (x @ weights["logits"]).argmax(-1).int().cpu().numpy()
 
     def keep(self, order: np.ndarray, lengths: np.ndarray) -> None:
-        """Reorder the last step's new tokens in the cache, [B, T]."""
         index = self._tensor(order)[:, :, None, None]
         for layer, new in enumerate(self._new):
             k, v = (torch.take_along_dim(x, index, dim=1) for x in new)

@@ -52,13 +52,8 @@ class HostKeys(Peers):
         gradients: Sequence[tuple[Tensor, ...]],
         device: str,
     ) -> None:
-        """Take what all ranks share.
-
-        Args:
-            rank: whose turn it is.
-            keys: k and v of every rank, in pinned host memory, so that copies do not wait.
-            gradients: sums of their gradients, float32 in host memory.
-            device: that computes.
+        """`keys` are every rank's k and v in pinned host memory, so that copies do not wait;
+        `gradients` are their sums, float32 in host memory.
         """
         self.rank, self.size, self.group = rank, len(keys), type(self)
         self._keys, self._gradients, self._device = keys, gradients, device
@@ -114,13 +109,10 @@ class Results(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, plan: ContextPlan, device: str, **options: Any
 ) -> Results:
-    """Return out and gradients of tensors in host memory.
+    """Return out and gradients of tensors [B, S, H, D] in host memory.
 
-    Args:
-        q, k, v, dout: [B, S, H, D].
-        plan: the parts of the sequence; "contiguous", so that causal queries need few keys.
-        device: that computes.
-        options: of `context_attention`.
+    The plan is "contiguous", so that causal queries need few keys. `options` are those of
+    `context_attention`.
     """
     pin = device == "cuda"
 
@@ -160,7 +152,6 @@ def largest_error(device: str, seq_len: int, parts: int) -> float:
 
 
 def main() -> int:
-    """Compare and print; return 0 if the results are the same."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     error = largest_error(device, seq_len=1024, parts=8)
     print(f"largest difference from one call over all keys: {error:.2g}")

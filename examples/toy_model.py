@@ -37,7 +37,6 @@ class Toy(NamedTuple):
 
 
 def make_toy() -> Toy:
-    """Make the model, always the same."""
     rng = np.random.default_rng(SEED)
     shapes = {
         "q": (HIDDEN, HEADS_Q, HEAD_DIM),

@@ -1,8 +1,8 @@
 """One model trains in JAX with Gluon's kernels, and in PyTorch with Mosaic's.
 
 ``python -m examples.two_frameworks_training`` gives both frameworks the same weights and text, and
-prints the losses before each step. If a framework cannot launch the other's kernels, the next name
-in `KERNELS` runs, and the reason is printed.
+prints the losses before each step. If a framework cannot launch the other's kernels, it prints why,
+and the next name in `KERNELS` runs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}  # of the losses, from 5.6 to ab
 def choose(framework: str, q: Any, k: Any) -> str:
     """Return the first of a framework's `KERNELS` that runs; print why others do not.
 
-    Args:
-        framework: "jax" or "torch".
-        q, k: a query and a key of the framework, [B, S, heads, D].
+    The framework is "jax" or "torch"; q and k are its tensors [B, S, heads, D].
     """
     api = {"jax": pallas_attn, "torch": torch_attn}[framework]
     for name in KERNELS[framework]:
@@ -59,10 +57,8 @@ def choose(framework: str, q: Any, k: Any) -> str:
 def train_in_torch(
     model: torch_model.Transformer, stretches: Iterable[np.ndarray]
 ) -> tuple[str, list[float]]:
-    """Take a step of gradient descent on each batch [B, S + 1].
-
-    Returns:
-        What ran, and the loss before each step.
+    """Take a step of gradient descent on each batch [B, S + 1]; return what ran, and the losses
+    before.
     """
     device, dtype = model.embed.weight.device, model.compute_dtype
     q, k = (
@@ -107,8 +103,7 @@ def train_in_jax(
 def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
     """Train from the same weights on the same text.
 
-    Returns:
-        Each framework's losses, by its name and its kernels'; and how much they may differ.
+    Return each framework's losses, by its name and its kernels', and how much they may differ.
     """
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"  # of kernels in Gluon and Mosaic, and of a CPU's
@@ -131,7 +126,6 @@ def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
 
 
 def main() -> int:
-    """Train and print; return 0 if the losses are the same."""
     losses, tolerance = train_in_both()
     for name, values in losses.items():
         print(f"{name:16}", *(f"{x:.4f}" for x in values))
