@@ -38,7 +38,7 @@ DTYPES = {
     "complex128",
 }
 
-# Without jax_enable_x64 JAX halves their width. Asking for it takes 10 us.
+# Without jax_enable_x64 JAX halves their width.
 WIDE_DTYPES = {"int64", "uint64", "float64", "complex128"}
 
 # Bytes to which XLA expects a foreign buffer to be aligned. Otherwise JAX copies silently on a CPU,

@@ -16,12 +16,7 @@ from jax.experimental.buffer_callback import buffer_callback
 
 
 def release_after_jax(tensor: torch.Tensor, array: jax.Array) -> None:
-    """Stop torch from reusing `tensor`'s memory before JAX has done its queued work.
-
-    Args:
-        tensor: CUDA tensor that was given to JAX.
-        array: the JAX array that shares its memory.
-    """
+    """Stop torch from reusing `tensor`'s memory before JAX has done its queued work on `array`."""
     (device,) = array.devices()
     tensor.record_stream(jax_stream(device))
 
@@ -30,12 +25,7 @@ def release_after_torch(tensor: torch.Tensor, array: jax.Array) -> torch.Tensor:
     """Stop JAX from reusing `array`'s memory before torch's current stream has done its queued
     work.
 
-    Args:
-        tensor: CUDA tensor that shares the memory of `array`.
-        array: the JAX array it came from.
-
-    Returns:
-        A tensor to use instead. Its storage lives until its last view ends.
+    Return a CUDA tensor to use instead of `tensor`. Its storage lives until its last view ends.
     """
     (device,) = array.devices()
     with torch.cuda.device(tensor.device):
@@ -53,10 +43,7 @@ def release_after_torch(tensor: torch.Tensor, array: jax.Array) -> torch.Tensor:
 def jax_stream(
     device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]  # JAX builds the class
 ) -> torch.cuda.ExternalStream:
-    """Return the CUDA stream of JAX's computations on `device`.
-
-    The first call for a device runs a small JAX program.
-    """
+    """Return the CUDA stream of JAX's computations; a device's first call runs a small program."""
     pointers: list[int] = []
 
     def keep_pointer(context, out, ordering):

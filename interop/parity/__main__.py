@@ -1,7 +1,7 @@
 """Run both implementations on the same tensors and compare them with one error budget.
 
-Exit codes: 0 every case passed, 1 a case failed, 2 bad arguments or a missing package,
-130 interrupted with no failure so far.
+Exit codes: 0 every case passed, 1 a case failed, 2 bad arguments or a missing package, 130
+    interrupted with no failure so far.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     names = ("full", "large") if options.suite == "all" else (options.suite,)
@@ -152,7 +151,7 @@ def _choose(suite: str, texts: Sequence[str]) -> list[Case]:
 
 
 def _first_that_launches(cases: list[Case]) -> Case:
-    """Return the first case that is not empty, if any; the header shows its choices."""
+    """Return the first case that is not empty; the header shows its choices."""
     return next((case for case in cases if not case.spec.is_empty), cases[0])
 
 

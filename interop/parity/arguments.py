@@ -39,7 +39,7 @@ def count(text: str) -> int:
 
 
 def require(refuse: Refuse, packages: Iterable[str], extra: str) -> None:
-    """Refuse to run if a package is missing, and name the extra that installs it."""
+    """Refuse to run if a package is missing; name the extra that installs it."""
     if missing := [name for name in packages if find_spec(name) is None]:
         names = ", ".join(missing)
         refuse(f"{names} missing: in a checkout of twin-attention, pip install '.[{extra}]'")

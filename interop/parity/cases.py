@@ -34,16 +34,12 @@ class FlashCase:
     Attributes:
         name: unique, and what `--filter` matches.
         batch ... dtype: of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and v [B, Skv, Hkv, Dv].
-        sinks: give one logit a head.
-        segments: "" for none; "documents" for ids in order with padding behind them; "shuffled" for
-            ids and padding in any order.
-        tree: "" for none; "nested" for a depth-first tree; "any" for arbitrary ends of keys.
-        depths: give depths as well.
-        relative: R of a table of 2R + 1 distances, None for none.
+        segments: "documents" for ids in order with padding behind them; "shuffled" for any order.
+        tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
+        relative: R of a table of 2R + 1 distances.
         terms_in_q_dtype: the table and the bias have q's dtype, not float32.
-        alibi: "" for no slopes; "heads" for one per head; "all" for one per head and sequence.
+        alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
         bias: the axes, of "bhqk", along which the bias varies; None for no bias.
-        row_max: ask for row maxima.
         gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
             (contiguous in JAX).
@@ -93,7 +89,6 @@ class FlashCase:
 
     @property
     def spec(self) -> AttentionSpec:
-        """Return the problem with its defaults resolved."""
         return AttentionSpec(
             self.batch, self.seq_q, self.seq_kv, segmented=bool(self.segments),
             wide_bias=_has_wide_bias(self), **_fields_of(self),
@@ -134,12 +129,10 @@ class VarlenCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors."""
         return _flash_options(self)
 
     @property
     def spec(self) -> VarlenSpec:
-        """Return the problem with its defaults resolved."""
         tokens_q, tokens_kv = (
             sum(pair[side] for pair in self.lengths) + self.padding[side] for side in (0, 1)
         )
@@ -148,7 +141,7 @@ class VarlenCase:
 
 
 def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return the options of a call; functions may lack some, which then have no default here."""
+    """Return a call's options; those that its function lacks have no default here."""
     names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
     asked: dict[str, Any] = {"return_row_max": True} if case.row_max else {}
     if case.dropout_rate:
@@ -157,7 +150,7 @@ def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
 
 
 def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
-    """Return the names of the operands that are added to the scores."""
+    """Return the names of operands added to the scores."""
     given = {
         "bias": getattr(case, "bias", None) is not None,
         "relative_bias": case.relative is not None,
@@ -173,7 +166,7 @@ def _has_wide_bias(case: FlashCase) -> bool:
 
 
 def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
-    """Return the fields of a problem that do not depend on how sequences are laid out."""
+    """Return the fields of a problem apart from the sequences' layout."""
     names = (
         "heads_q", "heads_kv", "head_dim", "dtype", "softcap", "deterministic", "precision",
         "row_max", "dropout_rate",
@@ -213,7 +206,6 @@ class BlockSparseCase(FlashCase):
 
     @property
     def spec(self) -> BlockSparseSpec:
-        """Return the problem with its defaults resolved."""
         same: dict[str, Any] = dict(vars(super().spec))
         mask_batch, mask_heads, *_ = self.mask_shape
         return BlockSparseSpec(
@@ -224,18 +216,13 @@ class BlockSparseCase(FlashCase):
 
 @dataclass(frozen=True)
 class DilatedCase(FlashCase):
-    """One call of `dilated_attention`; `seq_kv` equals `seq_q`.
-
-    Attributes:
-        segment_lengths, dilation_rates: of each pair.
-    """
+    """One call of `dilated_attention`; `seq_kv` equals `seq_q`."""
 
     segment_lengths: tuple[int, ...] = (32, 64, 128)
     dilation_rates: tuple[int, ...] = (1, 2, 4)
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors."""
         names = (
             "segment_lengths", "dilation_rates", "causal", "scale", "softcap", "deterministic",
             "precision",
@@ -244,7 +231,6 @@ class DilatedCase(FlashCase):
 
     @property
     def spec(self) -> DilatedSpec:
-        """Return the problem with its defaults resolved."""
         same: dict[str, Any] = dict(vars(super().spec))
         return DilatedSpec(
             **same, dilations=tuple(map(Dilation, self.segment_lengths, self.dilation_rates))
@@ -256,10 +242,8 @@ class ContextCase(FlashCase):
     """One call of `context_attention` on every rank; `seq_kv` equals `seq_q`.
 
     Attributes:
-        ranks: how many share the sequence.
         sharding: the plan's layout.
         documents: lengths of packed documents, followed by padding; () for one document.
-        exchange: the call's option.
     """
 
     ranks: int = 2
@@ -275,13 +259,12 @@ class ContextCase(FlashCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors, the plan and the ranks."""
+        """Return the call's arguments other than tensors, plan and ranks."""
         names = ("causal", "scale", "window_size", "softcap", "deterministic", "precision")
         return {name: getattr(self, name) for name in (*names, "exchange")}
 
     @property
     def spec(self) -> AttentionSpec:
-        """Return the problem of the whole sequence with its defaults resolved."""
         size = self.plan.size  # a plan that cannot be has no problem
         return replace(super().spec, segmented=bool(self.documents and size))
 
@@ -314,11 +297,9 @@ class DecodeCase:
         lengths: keys of each sequence, the new tokens included.
         tokens: new tokens T of each; None for a q without that dimension.
         heads_q ... dtype: of q [B, T, Hq, D] and of the pools.
-        page_size, max_pages: of the pools and tables.
         kv_dtype: of the pools; None is q's.
         scale_shape: of the scales of a quantised cache, () or (heads_kv,).
-        sinks: give one logit a head.
-        tree: "" for none; "drafts" for random trees of the new tokens; "any" for any ends.
+        tree: "drafts" for random trees of the new tokens; "any" for any ends.
         common_pages: the most first pages that sequences share.
     """
 
@@ -345,7 +326,6 @@ class DecodeCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors."""
         names = ("scale", "window_size", "softcap", "num_splits", "cascade")
         return {name: getattr(self, name) for name in names}
 
@@ -386,12 +366,10 @@ class PagedCase(DecodeCase):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors."""
         return {name: x for name, x in super().options.items() if name != "cascade"}
 
     @property
     def spec(self) -> PagedSpec:
-        """Return the problem; its pool has some unused pages."""
         same: dict[str, Any] = dict(vars(super().spec))
         same["tokens"] = sum(self.new_tokens) + self.padding
         return PagedSpec(**same)
@@ -403,7 +381,7 @@ class AppendCase:
 
     Attributes:
         tokens: new tokens T of each, in k_new [B, T, Hkv, D]; 0 if they are packed.
-        new_tokens: how many each has, packed in k_new [Tq, Hkv, D]; None for T of each.
+        new_tokens: how many each has, packed in k_new [Tq, Hkv, D].
         padding: tokens after the last sequence's.
         heads_q: query heads that are rotated as well; 0 gives no q.
         rotary_dim, positions: of the rotation, 0 for none; rows of its tables.
@@ -429,12 +407,10 @@ class AppendCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors."""
         return {"rotary_interleaved": self.rotary_interleaved}
 
     @property
     def spec(self) -> AppendSpec:
-        """Return the problem; its pool has some unused pages."""
         packed = self.new_tokens is not None
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         return AppendSpec(
@@ -466,7 +442,6 @@ class MergeCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors: there are none."""
         return {}
 
     @property

@@ -37,7 +37,6 @@ NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 
 
 def agreements(results: Tensors, expected: Expectation) -> dict[str, Agreement]:
-    """Compare results of a whole problem with the oracle's."""
 
     spec = expected.part.spec
     is_tf32 = isinstance(spec, AttentionSpec) and spec.precision == "tf32"
@@ -69,12 +68,8 @@ def sample_check(
 ) -> Callable[[Sequence[Any]], float]:
     """Return a check of results on all rows of a few heads, or a few sequences of a decode.
 
-    The oracle runs at once, on the inputs' device. The check takes torch's or JAX's results and
-    returns their `worst` error over its budget.
-
-    Args:
-        names: of the results, in order.
-        samples: how many heads or sequences, 2 or more.
+    The oracle runs at once, on the inputs' device. The check takes torch's or JAX's results, in the
+    order of `names`, and returns their `worst`. `samples` is 2 or more.
     """
     return check_of(expectations(inputs, sample_of(spec, samples)), names)
 
@@ -96,8 +91,7 @@ def compare(
 ) -> list[Comparison]:
     """Check every result by its budget, and each torch_attn result against each pallas_attn one.
 
-    Returns:
-        One comparison per subject and output and per twins and output: the worst over all samples.
+    Return one comparison per subject and output and per twins and output: the worst of all samples.
     """
     found = [c for part in expected for c in _compare_part(results, part)]
     if len(expected) > 1:
@@ -123,11 +117,7 @@ def compare_sides(name: str, a: torch.Tensor, b: torch.Tensor, *budgets: Agreeme
 
 
 def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> None:
-    """Check that results have the shapes, dtypes and devices of the contract.
-
-    Raises:
-        ValueError: one has not.
-    """
+    """Refuse results without the contract's shapes, dtypes and devices (ValueError)."""
     first = inputs[{MergeSpec: "outs", AppendSpec: "k_new"}.get(type(spec), "q")]
     rows = first.shape[1:-1] if isinstance(spec, MergeSpec) else first.shape[:-1]
     heads = 0 if isinstance(spec, VarlenSpec | PagedSpec) else 1

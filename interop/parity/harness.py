@@ -18,9 +18,8 @@ from interop.parity.sides import Subject, explain, run, supports
 def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult:
     """Run every subject on one case and compare; an exception becomes part of the result.
 
-    Args:
-        groups: subjects that are compared with each other; a group's results are freed before the
-            next group runs.
+    Subjects of a group are compared with each other; a group's results are freed before the next
+    one runs.
     """
     start = time.perf_counter()
     runs: list[RunRecord] = []

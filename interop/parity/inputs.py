@@ -41,10 +41,10 @@ def make_inputs(case: Case, device: str) -> Tensors:
     """Make the arguments of a case's call and its output gradients, seeded by its name.
 
     The tensors are normally distributed, with dout and dlse for a call that is differentiated. What
-    a
-    call must not read is NaN or an id of no page: padding, unused pages, slots and table entries,
-    parts that saw no key. Only an append's pools are compared whole, and have none. A context case
-    has its documents as segment ids, for the oracle; a block-sparse case a mask of booleans.
+        a call must not read is NaN or an id of no page: padding, unused pages, slots and table
+        entries, parts that saw no key. Only an append's pools are compared whole, and have none. A
+        context case has its documents as segment ids, for the oracle; a block-sparse case a mask of
+        booleans.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.
@@ -68,7 +68,7 @@ def make_inputs(case: Case, device: str) -> Tensors:
 
 
 def has_gradient(name: str, x: torch.Tensor) -> bool:
-    """Return True for the name of an operand that has a gradient."""
+    """Return True for an operand that has a gradient."""
     return x.is_floating_point() and name not in CONSTANTS
 
 
@@ -133,7 +133,6 @@ def bias_shape(case: FlashCase) -> tuple[int, ...]:
 
 
 def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
-    """Make segment ids [B, size] of a few segments and padding."""
     if case.segments == "shuffled":
         return (2 * normal((case.batch, size), torch.float32).abs()).int() - 1
     number = torch.linspace(0, 4.5, size, device=normal((1,), torch.float32).device).int()
@@ -143,7 +142,6 @@ def _segment_ids(case: FlashCase, normal: Normal, size: int) -> torch.Tensor:
 def _trees(
     case: FlashCase | VarlenCase, lengths: Sequence[tuple[int, int]], device: torch.device | str
 ) -> Tensors:
-    """Make the ends and depths of packed sequences."""
     random = Random(case.name)
     trees = [make_tree(case.tree, *pair, random) for pair in lengths]
     names = ("kv_ends", "q_depths", "kv_depths") if case.depths else ("kv_ends",)
@@ -297,10 +295,8 @@ def _share_pages(case: DecodeCase, pages: torch.Tensor) -> None:
 
 
 def _tables(case: DecodeCase | AppendCase, pages: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Return the tables and lengths of a case, and which slots hold a key.
-
-    Args:
-        pages: of the sequences, [B, max_pages].
+    """Return a case's tables and lengths, and which slots hold a key, from its `pages` [B,
+    max_pages].
     """
     cache, device = case.spec.cache, pages.device
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)

@@ -51,7 +51,6 @@ class Part:
     """A part of a problem that can be evaluated separately.
 
     Attributes:
-        spec: the part as a problem.
         where: its index in inputs and results, by name; tensors without one are used whole.
         inner: its queries and keys that are compared; None compares all.
         first: the batch element and query head at which it begins.
@@ -63,7 +62,6 @@ class Part:
     first: tuple[int, int] = (0, 0)
 
     def crop(self, tensors: Tensors) -> Tensors:
-        """Return the part's views of inputs or results."""
         return {name: x[self._index(name, x)] if x.ndim else x for name, x in tensors.items()}
 
     def _index(self, name: str, x: torch.Tensor) -> Any:
@@ -90,8 +88,8 @@ class Expectation:
     """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
 
     `cancelled` allows for sums that cancel: dsinks, and the gradients that come from ds. `errors`
-    are what rows or numbers of those may have where lp has less by chance. `exponents` are
-    log-sum-exps of q·k without terms.
+        are what rows or numbers of those may have where lp has less by chance. `exponents` are
+        log-sum-exps of q·k without terms.
     """
 
     part: Part
@@ -102,7 +100,7 @@ class Expectation:
     errors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def crop(self, results: Tensors) -> Tensors:
-        """Return the parts of whole results that correspond to `ref` and `lp`."""
+        """Return whole results cropped to `ref` and `lp`."""
         return self.part.crop_inner(self.part.crop(results))
 
 
@@ -266,11 +264,8 @@ def evaluate(
 ) -> Tensors:
     """Run the contract's plain formula in `dtype`; return out, lse, and gradients if there is dout.
 
-    An append returns the pools, and q if given.
-
-    Args:
-        inputs: operands by name, and gradients of the outputs.
-        first: batch element and query head at which the problem begins.
+    An append returns the pools, and q if given. The problem begins at batch element and query head
+    `first`.
     """
     if isinstance(spec, AppendSpec):
         return _evaluate_append(inputs, spec, dtype)
@@ -318,7 +313,7 @@ def _evaluate_flash(
 
 
 def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> Tensors:
-    """Evaluate each sequence separately. Padding sees no key."""
+    """Evaluate each sequence separately; padding sees no key."""
     bounds = [inputs[name].tolist() for name in ("cu_seqlens_q", "cu_seqlens_kv")]
     inputs = {name: x for name, x in inputs.items() if not name.startswith("cu_")}
     results = _empty_results(inputs["q"][None], spec, dtype)
@@ -372,7 +367,7 @@ def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> T
 
 
 def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Tensors:
-    """Evaluate each sequence as a decode. Padding sees no key."""
+    """Evaluate each sequence as a decode; padding sees no key."""
     bounds = inputs["cu_seqlens_q"].tolist()
     results = {name: x[0] for name, x in _empty_results(inputs["q"][None], spec, dtype).items()}
     nothing = inputs["sinks"][:, None] if "sinks" in inputs else -torch.inf
@@ -388,7 +383,7 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
 
 
 def _evaluate_append(inputs: Tensors, spec: AppendSpec, dtype: torch.dtype) -> Tensors:
-    """Append each sequence separately, token by token. Queries of padding are 0."""
+    """Append each sequence separately, token by token; queries of padding are 0."""
     cache = spec.cache
     new = {name: inputs[name].flatten(0, -3) for name in ("k_new", "v_new", "q") if name in inputs}
     bounds = range(0, spec.batch * spec.tokens + 1, max(1, spec.tokens))

@@ -31,7 +31,6 @@ WIDTH, PLOT_WIDTH = 10, 8.5  # inches, with and without the names of outputs
 
 
 def _place(output: str) -> tuple[int, str]:
-    """Return an output's place in the order; unknown ones come last."""
     return OUTPUTS.index(output) if output in OUTPUTS else len(OUTPUTS), output
 
 
@@ -96,7 +95,7 @@ def _lanes(report: Report) -> dict[tuple[str, str], list[tuple[str, float, float
 def _draw_lane(
     axes: Axes, y: float, spots: list[tuple[float, float, float, str]], colour: str
 ) -> None:
-    """Draw a lane's dots and crosses, and the name of its worst case."""
+    """Draw a lane's dots and crosses, and name its worst case."""
     axes.axhline(y, color=RULE_COLOUR, linewidth=0.6, zorder=0)
     dots = [spot for spot in spots if math.isfinite(spot[2])]
     crosses = [spot for spot in spots if not math.isfinite(spot[2])]

@@ -130,9 +130,7 @@ def run_ranks(size: int, function: Callable[[SimulatedPeers], Any]) -> list[Any]
 def attend_in_threads(
     case: ContextCase, operands: dict[str, Tensor], gradients: Sequence[Tensor], **options: Any
 ) -> tuple[Tensor, ...]:
-    """Return `torch_attn`'s out and lse of the whole sequence, and gradients if `gradients` are
-    given.
-    """
+    """Return `torch_attn`'s out and lse of the whole sequence, and any gradients asked for."""
     plan = case.plan
 
     def on_rank(peers: SimulatedPeers) -> tuple[Tensor, ...]:
@@ -157,9 +155,7 @@ def attend_in_threads(
 
 
 def attend_under_vmap(case: ContextCase, **options: Any) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function of the whole q, k, v and perhaps sinks that runs `pallas_attn` on all
-    ranks.
-    """
+    """Return a function of the whole q, k, v and sinks that runs `pallas_attn` on all ranks."""
     plan, named = case.plan, {"axis_name": AXIS, "return_lse": True} | case.options | options
     on_rank = partial(pallas_attn.distributed.context_attention, plan=plan, **named)
 

@@ -46,9 +46,8 @@ class Comparison:
 class RunRecord:
     """One implementation on one case: how it ran, or the error that stopped it.
 
-    Attributes:
-        seconds: wall-clock time with compilation; None if it raised.
-        ran: what `explain` says of the call; None if it raised.
+    `seconds` include compilation; `ran` is what `explain` says of the call. An error leaves both
+    None.
     """
 
     subject: str
@@ -65,7 +64,7 @@ class CaseResult:
         problem: the case's fields.
         seconds: wall-clock time of runs, oracle and comparisons.
         comparisons: every output of every run, against the oracle and between twins.
-        error: the exception that stopped the case outside an implementation, or None.
+        error: the exception that stopped the case outside an implementation.
     """
 
     name: str
@@ -77,7 +76,6 @@ class CaseResult:
 
     @property
     def errors(self) -> list[str]:
-        """Return every exception, with its implementation."""
         found = [] if self.error is None else [self.error]
         return found + [f"{run.subject}: {run.error}" for run in self.runs if run.error]
 
@@ -94,9 +92,8 @@ class CaseResult:
 class Report:
     """A run of the harness.
 
-    Attributes:
-        facts: versions, device, commit, command.
-        planned: how many cases were chosen; more than `cases` after an interrupt.
+    `facts` are versions, device, commit and command; `planned` cases are more than `cases` after an
+    interrupt.
     """
 
     facts: dict[str, str]
@@ -145,7 +142,7 @@ class Report:
 
 
 def title(subject: str, against: str) -> str:
-    """Return the table column or plot lane of a comparison."""
+    """Return a comparison's table column or plot lane."""
     if against == ORACLE:
         return subject
     (_, *ours), (_, *theirs) = subject.split(), against.split()

@@ -43,7 +43,7 @@ _CAPTION = (
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``parity.json`` and ``parity.html`` into `folder`; return their paths."""
+    """Write ``parity.json`` and ``parity.html``; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     json_path, html_path = folder / "parity.json", folder / "parity.html"
     json_path.write_text(report.to_json(), encoding="utf-8")
@@ -160,7 +160,6 @@ def _kernels(subject: str) -> set[tuple[str, str]]:
 
 
 def _cases(report: Report) -> str:
-    """Return a row for each case, failures first."""
     cases = sorted(report.cases, key=lambda case: case.ok)
     rows = [
         [
@@ -177,7 +176,6 @@ def _cases(report: Report) -> str:
 
 
 def _comparisons(report: Report) -> str:
-    """Return a row per comparison, by falling ratio."""
     pairs = [(case, c) for case in report.cases for c in case.comparisons]
     pairs.sort(key=lambda pair: -pair[1].agreement.ratio)
     rows = []

@@ -42,12 +42,7 @@ OUTPUTS, GRADIENTS, POOLS = ("out", "lse"), ("dout", "dlse"), ("k_pages", "v_pag
 
 @dataclass(frozen=True)
 class Subject:
-    """An implementation of one side, and the target of its kernels.
-
-    Attributes:
-        side: "torch_attn" or "pallas_attn".
-        target: "sm80" or "sm90"; None if nothing is compiled.
-    """
+    """An implementation of one side; its target is None if nothing is compiled."""
 
     side: str
     implementation: str
@@ -232,7 +227,6 @@ class PallasSide:
         constants: Sequence[str] = (),
         **options: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Call a public function, as `TorchSide.call` does."""
         # Constants come last.
         order = sorted(operands, key=lambda x: x in (*CONSTANTS, *constants))
         arrays = self.share({x: operands[x] for x in order})
@@ -277,10 +271,9 @@ SIDES: dict[str, type[Side]] = {"torch_attn": TorchSide, "pallas_attn": PallasSi
 def prepare_torch(
     attend: Attend, operation: str, operands: Sequence[torch.Tensor], dout: Any
 ) -> Callable[[], Any]:
-    """Return a call that may run many times, with the backward's graph already made.
+    """Return a call of `attend` that may run many times, with the backward's graph already made.
 
     Args:
-        attend: takes the operands.
         operation: "forward", "backward" or "both".
         dout: gradients of `attend`'s result or of its first parts; unused by a forward.
 
@@ -314,7 +307,6 @@ def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: A
 
 
 def leaves(results: Any) -> tuple[Any, ...]:
-    """Return the arrays of nested tuples, in order."""
     if isinstance(results, tuple | list):
         return tuple(leaf for result in results for leaf in leaves(result))
     return (results,)

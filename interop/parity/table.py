@@ -86,7 +86,6 @@ def failures(result: CaseResult) -> list[str]:
 
 
 def print_header(console: Console, facts: dict[str, str]) -> None:
-    """Print the facts of a run: implementations, device, versions."""
     width = max(map(len, facts))
     for name, value in facts.items():
         line = Text(f"{name:{width}}  ", style="bold")

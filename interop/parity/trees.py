@@ -12,9 +12,8 @@ BRANCHES = 6  # of a nested tree, about
 def make_tree(kind: str, seq_q: int, seq_kv: int, random: Random) -> dict[str, torch.Tensor]:
     """Make kv_ends [Skv], q_depths [Sq] and kv_depths [Skv] of one sequence.
 
-    Args:
-        kind: "nested" for a depth-first tree; "any" for arbitrary ends and depths.
-        seq_q, seq_kv: the last query stands at the last key.
+    The tree is "nested", depth-first, or "any", of arbitrary ends and depths. The last query stands
+    at the last key.
     """
     if kind == "nested":
         ends, kv_depths = _nested(seq_kv, random)

@@ -12,12 +12,7 @@ from interop.rendering.plots import to_svg
 
 
 def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> str:
-    """Return the page.
-
-    Args:
-        badges: each badge's class of page.css and its text.
-        body: elements below the heading.
-    """
+    """Return the page; a badge is a class of page.css and its text."""
     folder = files("interop.rendering")
     style, script = (folder.joinpath(f"page.{end}").read_text("utf-8") for end in ("css", "js"))
     marks = " ".join(f'<span class="badge {look}">{escape(text)}</span>' for look, text in badges)
@@ -37,12 +32,8 @@ def facts(named: Mapping[str, str]) -> str:
 
 
 def figure(picture: Figure, caption: str, name: str) -> str:
-    """Return a picture with a caption.
-
-    Args:
-        picture: scrolls in its own box if it is too wide.
-        caption: the text below it, or "".
-        name: what a screen reader says.
+    """Return a picture, in its own box that scrolls, with a caption or ""; a screen reader says
+    `name`.
     """
     text = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     box = f'<div class="plot" tabindex="0" role="img" aria-label="{escape(name)}">'

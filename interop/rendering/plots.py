@@ -57,9 +57,8 @@ def legend(figure: Figure) -> None:
 def to_svg(figure: Figure, standalone: bool = False) -> str:
     """Return the figure as SVG, without metadata.
 
-    Args:
-        standalone: on white, with letters as outlines. Otherwise an element with real text in the
-            page's font and colours.
+    A standalone one is on white, with letters as outlines; another is an element with real text in
+    the page's font and colours.
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))

@@ -33,12 +33,7 @@ NARROW: dict[str, Any] = {"padding": 0}  # one space between columns
 
 
 class Cell(NamedTuple):
-    """One cell of an HTML table.
-
-    Attributes:
-        look: a class of page.css, such as "failed".
-        details: lines that a click opens.
-    """
+    """A cell of an HTML table: a class of page.css ("failed"), and lines that a click opens."""
 
     text: str
     look: str = ""
@@ -66,9 +61,8 @@ def to_html(
 ) -> str:
     """Return an HTML table, which page.js sorts by a clicked column.
 
-    Args:
-        looks: a class of page.css for each row, or None.
-        filtered: a long table that scrolls, with a filter field.
+    `looks` has each row's class of page.css, or None; a `filtered` table is long and scrolls, with
+    a filter field.
     """
     body = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     numbers = numeric([titles, *([cell.text for cell in row] for row in body)])
@@ -109,9 +103,7 @@ def console_of(log_width: int) -> Console:
 def to_terminal(grid: Grid, styles: Sequence[str] = (), **options: Any) -> Table:
     """Return the table for a `rich` console, numbers to the right.
 
-    Args:
-        styles: of each row, such as "red", or None.
-        options: of `rich.table.Table`, such as a title.
+    `styles` has each row's, such as "red", or None.
     """
     table = Table(**COMPACT | options)
     for title, number in zip(grid[0], numeric(grid), strict=True):

@@ -37,12 +37,8 @@ SHRUNK, SHRINK_SECONDS = 2, 60.0
 
 @dataclass
 class Tally:
-    """Counts of what ran.
-
-    Attributes:
-        runs: by (operation, subject).
-        failed: how many of the runs failed.
-        worst: the largest error over its budget.
+    """Counts of what ran; `runs` is by (operation, subject), `worst` the largest error over its
+    budget.
     """
 
     problems: int = 0
@@ -90,7 +86,6 @@ def fuzz(
     Args:
         groups: subjects by target.
         seconds: for drawing problems; shrinking takes more.
-        jobs: processes; None chooses.
         output: folder for ``fuzz.json``.
     """
     console = Console()
@@ -115,7 +110,7 @@ def fuzz(
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
-    """Run the problem in a line printed by a failure; return the exit code.
+    """Run the problem in a failure's printed line; return the exit code.
 
     Raises:
         ValueError: the line is no problem.

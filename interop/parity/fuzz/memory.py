@@ -41,7 +41,7 @@ def with_odd_strides(x: torch.Tensor) -> torch.Tensor:
 
 
 def poisoned(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a tensor of `count` elements whose bytes are `POISON`."""
+    """Return a tensor whose bytes are `POISON`."""
     memory = torch.full((count * dtype.itemsize,), POISON, dtype=torch.uint8, device=device)
     return memory.view(dtype)
 
@@ -76,11 +76,7 @@ class Guard(TorchDispatchMode):
         return memory[_MARGIN:end].view(x.dtype).as_strided(x.shape, x.stride())
 
     def check(self) -> None:
-        """Check the poison around all tensors.
-
-        Raises:
-            MemoryError: some of it was overwritten.
-        """
+        """Raise MemoryError if the poison around a tensor was overwritten."""
         for memory, size in self._guarded:
             around = torch.cat((memory[:_MARGIN], memory[_MARGIN + size :]))
             if not bool((around == POISON).all()):
@@ -89,11 +85,7 @@ class Guard(TorchDispatchMode):
 
 @contextmanager
 def unchanged(tensors: Tensors) -> Iterator[None]:
-    """Check that a block changes neither tensors nor the memory between and around their rows.
-
-    Raises:
-        MemoryError: it does.
-    """
+    """Raise MemoryError if the block changes tensors or memory between and around rows."""
     before = {name: _bytes(x).clone() for name, x in tensors.items()}
     yield
     for name, x in tensors.items():
@@ -109,8 +101,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def saved_as(hook: str) -> AbstractContextManager[Any]:
     """Let tensors saved by autograd return in another layout, as offloading does.
 
-    Args:
-        hook: one of `problems.HOOKS`.
+    The hook is one of `problems.HOOKS`.
     """
     make: Callable[[torch.Tensor], torch.Tensor] = {
         "contiguous": lambda x: x.contiguous().clone(),

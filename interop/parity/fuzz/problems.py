@@ -78,7 +78,7 @@ class Problem:
     """A case, and circumstances that must not change its results.
 
     Attributes:
-        case: the problem; its name seeds the values.
+        case: its name seeds the values.
         rows: layouts of operands by name; others are contiguous.
         spread: standard deviation of q and k.
         hiding: one of `HIDING`, put into some values of a term.
@@ -112,11 +112,7 @@ class Problem:
 
     @classmethod
     def of_line(cls, line: str) -> Problem:
-        """Return the problem that `to_line` wrote.
-
-        Raises:
-            ValueError: the line is no such problem.
-        """
+        """Return the problem that `to_line` wrote; raise ValueError if it is none."""
         try:
             document = json.loads(line)
             kind = KINDS[document.pop("kind")]
@@ -135,9 +131,8 @@ def _as_tuples(x: Any) -> Any:
 def draw(seed: int, index: int, longest: int) -> Problem:
     """Draw problem `index` of a seed.
 
-    Args:
-        index: a group of `VARIANTS` consecutive problems has the same kernels.
-        longest: tokens of a long sequence; one in ten is up to four times as long.
+    `VARIANTS` consecutive problems have the same kernels. Of long sequences, one in ten has up to
+    four times `longest` tokens.
     """
     shared = _Draw(Random(f"{seed}/{index // VARIANTS}"), longest)
     own = _Draw(Random(f"{seed}/{index // VARIANTS}/{index % VARIANTS}"), longest)
@@ -173,7 +168,7 @@ def _constants(case: FlashCase | VarlenCase, draw: _Draw) -> tuple[str, ...]:
 
 @cache
 def tile_sizes() -> tuple[int, ...]:
-    """Return the tile sizes of queries and of keys in the shipped tables."""
+    """Return the shipped tables' tile sizes of queries and of keys."""
     paths = {
         (table_path(package, target, folder), folder)
         for package in PACKAGES for target in TARGETS for folder in FAMILY_KERNELS

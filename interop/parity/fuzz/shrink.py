@@ -40,12 +40,9 @@ def shrink(
     limit: float,
     seconds: float,
 ) -> Problem:
-    """Return the smallest problem found that has one of the same failures.
+    """Return the smallest problem found within `seconds` that has one of the same failures.
 
-    Args:
-        run: as `trial.run_problem`.
-        limit: seconds after which a problem hangs.
-        seconds: to search for.
+    `run` is as `trial.run_problem`; a problem hangs after `limit` seconds.
     """
     search = _Search(problem, time.monotonic() + seconds)
     for result in run_cases(search, run, 1, lambda name: None, limit):
@@ -62,7 +59,6 @@ class _Search:
         self._tried: Problem = problem
 
     def accept(self) -> None:
-        """Continue from the problem that was tried last."""
         self.smallest = self._tried
 
     def __iter__(self) -> Iterator[Problem]:

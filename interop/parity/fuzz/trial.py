@@ -100,8 +100,7 @@ def _run_subject(
 ) -> tuple[RunRecord | None, list[Comparison]]:
     """Run a subject's rounds until one fails.
 
-    Returns:
-        What ran, None if the subject refuses the layout; and comparisons with the oracle.
+    Return what ran, None if the subject refuses the layout, and comparisons with the oracle.
     """
     start = time.perf_counter()
     comparisons: list[Comparison] = []
@@ -129,8 +128,8 @@ def _run_subject(
 def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
     """Return a subject's rounds, in order.
 
-    "guarded" runs through PyTorch's dispatcher with guarded memory; "first" is kept where PyTorch
-    calls are kept, on a GPU; "again" repeats the call with other values and lengths.
+    "guarded" runs through PyTorch's dispatcher with guarded memory; "first" is cached where PyTorch
+    calls are cached, on a GPU; "again" repeats the call with other values and lengths.
     """
     if not _is_torch(subject):
         return ("first", "again") if subject.target else ("first",)

@@ -11,7 +11,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def append_cases(suite: str = "small", pattern: str = "") -> list[AppendCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_append, _full_append, _large_append)
 
 

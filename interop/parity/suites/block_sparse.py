@@ -11,7 +11,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def block_sparse_cases(suite: str = "small", pattern: str = "") -> list[BlockSparseCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_block_sparse, _full_block_sparse, _large_block_sparse)
 
 

@@ -10,7 +10,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def context_cases(suite: str = "small", pattern: str = "") -> list[ContextCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_context, _full_context, _large_context)
 
 

@@ -11,7 +11,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def decode_cases(suite: str = "small", pattern: str = "") -> list[DecodeCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_decode, _full_decode, _large_decode)
 
 

@@ -10,7 +10,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def dilated_cases(suite: str = "small", pattern: str = "") -> list[DilatedCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_dilated, _full_dilated, _large_dilated)
 
 

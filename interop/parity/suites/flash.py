@@ -11,7 +11,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def flash_cases(suite: str = "small", pattern: str = "") -> list[FlashCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small, _full, _large)
 
 

@@ -10,7 +10,6 @@ from interop.parity.suites.choose import choose
 
 
 def merge_cases(suite: str = "small", pattern: str = "") -> list[MergeCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_merge, _full_merge, _large_merge)
 
 

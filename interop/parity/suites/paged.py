@@ -11,7 +11,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def paged_cases(suite: str = "small", pattern: str = "") -> list[PagedCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_paged, _full_paged, _large_paged)
 
 

@@ -11,7 +11,6 @@ from interop.parity.suites.choose import Change, choose
 
 
 def varlen_cases(suite: str = "small", pattern: str = "") -> list[VarlenCase]:
-    """Return the cases of a suite whose names contain `pattern`."""
     return choose(suite, pattern, _small_varlen, _full_varlen, _large_varlen)
 
 
