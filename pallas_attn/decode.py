@@ -62,12 +62,11 @@ def paged_decode(
 
     Key j of sequence b lies in slot ``j % page_size`` of page ``block_tables[b, j // page_size]``.
     The cache already holds the new tokens' own keys (`append_kv`): token t of a sequence of length
-    n stands at position ``p = n - T + t`` and sees keys up to p. Query head h reads kv head
-    ``h // (Hq // Hkv)``. A token without keys has output 0 and log-sum-exp -inf or its head's sink.
+    n stands at position ``p = n - T + t`` and sees keys up to p. Heads, and tokens without keys,
+    are as in `flash_attention`.
 
-    Only the device reads lengths and page tables, and nothing is planned ahead, so one trace serves
-    all. Lengths are clamped to the table's capacity, page ids to the pool, so nothing outside is
-    read; `check_pages` finds both. Entries and slots that no new token sees may hold anything.
+    Only the device reads lengths and page tables, so one trace serves all. Nothing outside the pool
+    is read, whatever they hold; `check_pages` checks them.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
     ``check_vma=False``. It has no derivative. Tracing fixes the kernel's target, as in
@@ -91,9 +90,8 @@ def paged_decode(
         num_splits: parts, 1 to 256, that each sequence's keys are divided into; then the rest of
             the batch does not change a sequence's bits. None chooses by the shapes.
         cascade: read pages that several sequences begin with, such as a shared prompt's, once for
-            up to 16 sequences. The device finds them, in one more launch. No effect with a window
-            to the left, more than 32 query rows (tokens times query heads) per kv head, or more
-            than 1024 sequences. Not with num_splits.
+            these. No effect with a window to the left, more than 32 query rows (tokens times query
+            heads) per kv head, or more than 1024 sequences. Not with num_splits.
         implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton",
             "torch_triton" (torch_attn's), "reference" (copies the keys out of their pages) or None,
             as in `flash_attention`.
@@ -177,23 +175,19 @@ def append_kv(
 ) -> tuple[jax.Array, ...]:
     """Write new tokens' keys and values into their pages, and return the cache.
 
-    Token t of T goes to position ``p = seq_lens[b] - T + t``. It is not written if p is below 0 or
-    past the table's capacity, or its page id is out of range. An 8-bit cache stores ``x / scale``,
-    rounded to nearest even and clamped to ±127 (int8) or ±448 (float8_e4m3fn); int8 stores NaN as
-    0. If two tokens go to the same slot, either may be kept.
+    Token t of T goes to position ``p = seq_lens[b] - T + t``, if that and its page exist. An 8-bit
+    cache stores ``x / scale``, rounded to nearest even and clamped to ±127 (int8) or ±448
+    (float8_e4m3fn). If two tokens go to the same slot, either may be kept.
 
     With `cu_seqlens_q` each sequence has any number of new tokens, packed. Tokens past the last
-    offset are padding, which may hold NaN and is not written. Only the device reads offsets,
-    clamped.
+    offset are padding, which may hold NaN and is not written.
 
     With `rotary_cos` and `rotary_sin`, keys are written rotated (rotary embedding), and `q`, the
     same tokens' queries, is returned rotated. A pair (x, y) of the first R dimensions becomes
-    ``(x cos - y sin, y cos + x sin)``, with row p of the tables, in float32; it is rounded once, to
-    q's or the cache's dtype. A position below 0 or past the tables' rows rotates to NaN.
+    ``(x cos - y sin, y cos + x sin)``, with row p of the tables; one outside the tables gives NaN.
 
-    The results are new arrays. Pools that a jitted function owns, because they are donated to it or
-    carried through its loop, are written in place. Others are copied first, as in every call
-    outside `jit`.
+    The results are new arrays. Pools that a jitted function owns, donated to it or carried through
+    its loop, are written in place; others are copied first.
 
     Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over heads with ``check_vma=False``. It
     has no derivative.
@@ -235,17 +229,6 @@ def append_kv(
         append = jax.jit(append_kv, donate_argnames=("k_pages", "v_pages"))
         k_pages, v_pages = append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert jnp.array_equal(k_pages[3, 9], k_new[0])
-
-        # Prompts of 5 and of 3 tokens; keys and queries are rotated.
-        angles = jnp.arange(32)[:, None] / 10000 ** (jnp.arange(32) / 32)
-        rotation = {"rotary_cos": jnp.cos(angles), "rotary_sin": jnp.sin(angles)}
-        lengths, offsets = jnp.array([5, 3], jnp.int32), jnp.array([0, 5, 8], jnp.int32)
-        q = jax.random.normal(jax.random.key(1), (8, 4, 64), jnp.bfloat16)
-        k_new, v_new = jax.random.normal(jax.random.key(2), (2, 8, 2, 64), jnp.bfloat16)
-        q, k_pages, v_pages = append(
-            k_new, v_new, k_pages, v_pages, block_tables, lengths,
-            cu_seqlens_q=offsets, q=q, **rotation,
-        )
     """
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cu_seqlens_q, q,
@@ -264,12 +247,11 @@ def merge_states(
     """Merge attention over disjoint sets of keys into attention over their union.
 
     ``lse = log(sum(exp(lses)))`` and ``out = sum(exp(lses - lse) · outs)``, in float32. Where a
-    part's lse is -inf, its out may hold anything and its gradients are 0; where all are, out is 0
-    and lse -inf. A sink belongs in one part only.
+    part's lse is -inf, its out may hold anything; where all are, out is 0 and lse -inf. A sink
+    belongs in one part only.
 
-    Gradients are computed in float32 by operations that XLA fuses. Works under `jit`, `grad`,
-    `vmap`, `lax.scan`, and `shard_map` over batch or heads with ``check_vma=False``. Differentiable
-    once, in reverse mode.
+    Works under `jit`, `grad`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
+    ``check_vma=False``. Differentiable once, in reverse mode.
 
     Args:
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32. Dv
@@ -329,9 +311,9 @@ def check_pages(
         TypeError: an argument has the wrong type or dtype, or it has no values because it is traced
             (`jax.errors.TracerArrayConversionError`).
         ValueError: shapes that contradict each other; offsets that `check_offsets` refuses; a
-            length that is negative or exceeds the capacity ``max_pages * page_size``; a used table
-            entry that is no page of the pool; two sequences with new tokens in the same page. The
-            message names the first such sequence.
+            length below 0 or past the capacity ``max_pages * page_size``; a used table entry that
+            is no page of the pool; two sequences with new tokens in the same page. The message
+            names the first such sequence.
         NotImplementedError: a page size or capacity that `paged_decode` does not take.
 
     Example::

@@ -65,7 +65,7 @@ def dilated_attention(
     its query heads keep the tokens at positions p with ``p % r == h % r``, r =
     ``dilation_rates[i]``, and attend among these. A token's results from all pairs are merged as in
     `merge_states`; a key seen in several pairs counts once for each. A token that a head keeps in
-    no pair has output 0, log-sum-exp -inf and gradients 0.
+    no pair has output 0 and log-sum-exp -inf.
 
     The kept tokens are gathered for `flash_attention`; pairs with the same ratio of length to rate
     share one call. A single pair of rate 1 copies nothing. Works as `flash_attention` does.

@@ -114,7 +114,7 @@ def flash_attention(
         deterministic: True: the backward gives the same bits every time. False: it may add in any
             order, which can be faster. None: as ``--xla_gpu_deterministic_ops`` in ``XLA_FLAGS``
             says.
-        precision: of float32 products: "ieee", or "tf32", with operands of 10 bits of mantissa.
+        precision: of float32 products: "ieee", or "tf32", which is less exact.
         return_lse: also return the log-sum-exp, which is differentiable.
         return_row_max: also return each row's largest visible score, without sinks and without a
             gradient.

@@ -37,9 +37,8 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
     """Say what a function of this package would run for these arguments, and why; run nothing.
 
     Args:
-        function: an attention function of this package (`dilated_attention` is described by its
-            longest segments' call), `append_kv`, `merge_states`, or `distributed.context_attention`
-            (described by one rank).
+        function: a function of attention (`dilated_attention` by its longest segments,
+            `distributed.context_attention` by one rank), `append_kv` or `merge_states`.
         args, kwargs: its arguments.
 
     Returns:
