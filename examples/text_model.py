@@ -44,7 +44,6 @@ def draw(losses: Sequence[float]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, draw and serve."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("framework", choices=("torch", "jax"))
     parser.add_argument("--steps", type=int, default=600)

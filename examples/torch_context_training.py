@@ -81,7 +81,6 @@ def train(
 
 
 def plan_of(packed: Packed, size: int) -> ContextPlan:
-    """Return the plan that distributes the documents' work."""
     return context_plan(TOKENS, size, "balanced", packed.offsets)
 
 
@@ -116,7 +115,6 @@ def train_on_ranks() -> list[list[float]]:
 
 
 def train_on_one_device() -> list[float]:
-    """Return the losses without ranks."""
     packed = make_documents()
     offsets = torch.from_numpy(packed.offsets)
 

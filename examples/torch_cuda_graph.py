@@ -119,7 +119,6 @@ def generate(decoder: Decoder, step: Callable[[], Tensor]) -> Tensor:
 
 
 def milliseconds(step: Callable[[], Tensor], repeats: int = 20) -> float:
-    """Return the host's mean time of a step."""
     start = time.perf_counter()
     for _ in range(repeats):
         step()

@@ -83,7 +83,6 @@ class HostKeys(Peers):
         return Transfer(found, (Copy(event, found),))
 
     def _copied(self, received: Sequence[Rows]) -> tuple[Tensor, ...]:
-        """Return copies of rows of keys and values on the device."""
         parts = [
             [x[:, start:end].to(self._device, non_blocking=True) for x in self._keys[rank]]
             for rank, start, end, *_ in received
@@ -98,8 +97,6 @@ class HostKeys(Peers):
 
 
 class Results(NamedTuple):
-    """The whole sequence's results, in host memory."""
-
     out: Tensor
     dq: Tensor
     dk: Tensor

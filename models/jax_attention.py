@@ -26,7 +26,6 @@ def xla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute attention with cuDNN's kernels."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 

@@ -44,7 +44,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention with cuDNN's kernels."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -75,7 +74,6 @@ def _flex() -> tuple[Callable[..., Tensor], Callable]:
 
 
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return views [B, H, S, D] of tensors [B, S, H, D]."""
     return tuple(x.transpose(1, 2) for x in tensors)
 
 

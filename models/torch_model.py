@@ -79,7 +79,6 @@ class Transformer(nn.Module):
             return self.logits(x), cache
 
     def autocast(self) -> AbstractContextManager:
-        """Return the context in which layers compute in `compute_dtype`."""
         weight = self.embed.weight
         if weight.dtype == self.compute_dtype:
             return nullcontext()

@@ -159,5 +159,4 @@ def check_block_mask(block_mask: BlockMask[jax.Array]) -> None:
 def problem_of_block_sparse(
     *, q: Any, k: Any, v: Any, block_mask: Any, sinks: Any, **options: Any
 ) -> tuple[BlockSparseOperands[jax.Array], BlockSparseSpec]:
-    """Check the arguments of `block_sparse_attention` and return operands and problem."""
     return SPARSE.problem(**_operands(q, k, v, block_mask, sinks)._asdict(), **options)

@@ -341,12 +341,10 @@ def check_pages(
 def problem_of_append(
     *, rotary_interleaved: Any, **arguments: Any
 ) -> tuple[AppendOperands[jax.Array], AppendSpec]:
-    """Check the arguments of `append_kv` and return operands and problem."""
     operands = AppendOperands(**arguments)
     interleaved = check_append_options(rotary_interleaved)
     return operands, check_append_kv(describe_operands(operands, operand), interleaved)
 
 
 def problem_of_merge(*, outs: Any, lses: Any) -> tuple[tuple[jax.Array, jax.Array], MergeSpec]:
-    """Check the arguments of `merge_states` and return operands and problem."""
     return (outs, lses), check_merge_states(operand("outs", outs), operand("lses", lses))

@@ -122,7 +122,6 @@ def dilated_attention(
 def _check(
     q: Any, k: Any, v: Any, segment_lengths: Any, dilation_rates: Any, **options: Any
 ) -> DilatedSpec:
-    """Check the arguments of `dilated_attention` and describe the problem."""
     checked = check_flash_options(window_size=None, **options)
     dilations = check_dilations(segment_lengths, dilation_rates)
     operands = describe_operands(FlashOperands(q, k, v), operand)

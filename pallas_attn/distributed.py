@@ -245,8 +245,6 @@ def _over_mesh(tensors, mesh, axis_name, plan, exchange, options, return_lse, im
 
 
 class _RankCall(NamedTuple):
-    """What a call's hops have in common."""
-
     plan: ContextPlan
     axis_name: str
     exchange: str
@@ -254,7 +252,6 @@ class _RankCall(NamedTuple):
     implementation: Implementation | None
 
     def part(self, operands: PartialOperands[Array]) -> PartialSpec:
-        """Return the problem of a hop's operands."""
         return PartialSpec.of(operands, operands.q.dtype.name, self.options)
 
     def run(self, operation: str, spec: PartialSpec, *operands: Any) -> Any:
@@ -458,7 +455,6 @@ def _in_sequence(x: Array, plan: ContextPlan) -> Array:
 
 
 def _by_rank(x: Array, plan: ContextPlan) -> Array:
-    """Undo `_in_sequence`."""
     x = shard_sequence(x, plan)
     return jnp.moveaxis(x.reshape(x.shape[0], plan.size, -1, *x.shape[2:]), 1, 0)
 
@@ -470,7 +466,6 @@ def _to_heads(problem: _RankCall, x: Array) -> Array:
 
 
 def _to_tokens(problem: _RankCall, x: Array) -> Array:
-    """Undo `_to_heads`."""
     x = lax.all_to_all(_by_rank(x, problem.plan), problem.axis_name, 0, 0, tiled=True)
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])

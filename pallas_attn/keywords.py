@@ -11,8 +11,6 @@ from twin_attention.contract.spec import Precision
 
 
 class VarlenKeywords(TypedDict, total=False):
-    """Type the keywords of `flash_attention_varlen`."""
-
     causal: bool
     scale: float | None
     window_size: tuple[int | None, int | None] | None
@@ -31,16 +29,12 @@ class VarlenKeywords(TypedDict, total=False):
 
 
 class FlashKeywords(VarlenKeywords, total=False):
-    """Type the keywords of `flash_attention`."""
-
     q_segment_ids: jax.Array | None
     kv_segment_ids: jax.Array | None
     bias: jax.Array | None
 
 
 class PagedKeywords(TypedDict, total=False):
-    """Type the keywords of `paged_attention`."""
-
     scale: float | None
     window_size: tuple[int | None, int | None] | None
     softcap: float | None
@@ -53,6 +47,4 @@ class PagedKeywords(TypedDict, total=False):
 
 
 class DecodeKeywords(PagedKeywords, total=False):
-    """Type the keywords of `paged_decode`."""
-
     cascade: bool

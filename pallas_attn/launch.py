@@ -75,7 +75,6 @@ def block_spec(
 
 
 def _in_grid(tile: Any, head: Any, batch: Any) -> dict[str, Any]:
-    """Return the numbers of a flash attention kernel's program."""
     return {"head": head, "batch": batch}
 
 

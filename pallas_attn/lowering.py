@@ -131,7 +131,6 @@ def _opaque(
     grid: tuple[int, ...],
     num_arrays: int,
 ) -> bytes:
-    """Return what jaxlib launches."""
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")
@@ -157,7 +156,6 @@ def _device() -> Any:
 
 
 def _capability(target: str, device: Any) -> int:
-    """Return the compute capability to assemble for: the device's, or the target's."""
     name = target.removeprefix("sm") if device is None else device.compute_capability
     return int(name.replace(".", ""))
 

@@ -51,7 +51,6 @@ class Attention(ABC):
         """Return operands as autocast casts them."""
 
     def run(self, function: Any, spec: Any, backend: Any, *operands: Tensor | None) -> Any:
-        """Run a family's function."""
         return function(self.operands._make(operands), spec, backend)
 
     def __call__(
@@ -90,7 +89,6 @@ class Attention(ABC):
         return self.operator
 
     def attend(self, call: Call, operands: tuple[Any, ...], return_lse: bool) -> Any:
-        """Run a cached call."""
         return call(*operands)
 
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
@@ -117,7 +115,6 @@ class Attention(ABC):
         return Call(self.operation, self.run, spec, device, others)
 
     def fake(self, *args: Any) -> tuple[Tensor, ...]:
-        """Check operands during tracing, and allocate the results."""
         operands = self.operands._make(args[: self.num_operands])
         self._check(describe_operands(operands, operand), self.options_of(args))
         return self.new_outputs(operands)

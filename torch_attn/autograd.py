@@ -169,7 +169,6 @@ def run_kept(
 
 
 def with_left_out(gradients: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Return gradients, with an empty tensor in place of None."""
     empty = (like.new_empty(0, dtype=torch.float32) if x is None else x for x in gradients)
     return tuple(empty)
 

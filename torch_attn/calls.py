@@ -96,7 +96,6 @@ class Call:
 
     @property
     def is_new(self) -> bool:
-        """Return True if kept but not run yet."""
         return self._replay is None
 
     def __call__(self, *operands: Any) -> Any:
@@ -185,7 +184,6 @@ class Calls:
         self.by_key, self.last = Kept(1024), Kept(1024)
 
     def clear(self) -> None:
-        """Forget all calls."""
         self.by_key.clear()
         self.last.clear()
 

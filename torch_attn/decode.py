@@ -252,7 +252,6 @@ def _check_and_append(
 
 
 def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
-    """Return operands as autocast casts them."""
     k_new, v_new = cast_float32("k_new", operands.k_new), cast_float32("v_new", operands.v_new)
     q = None if operands.q is None else cast_float32("q", operands.q)
     return operands._replace(k_new=k_new, v_new=v_new, q=q)
@@ -360,11 +359,9 @@ def check_pages(
 def problem_of_append(
     *, rotary_interleaved: Any, **arguments: Any
 ) -> tuple[AppendOperands[Tensor], AppendSpec]:
-    """Check the arguments of `append_kv` and return operands and problem."""
     operands = _cast_new(AppendOperands(**arguments))
     return operands, check_append(operands, check_append_options(rotary_interleaved))
 
 
 def problem_of_merge(*, outs: Any, lses: Any) -> tuple[tuple[Tensor, Tensor], MergeSpec]:
-    """Check the arguments of `merge_states` and return operands and problem."""
     return (outs, lses), check_merge(outs, lses)

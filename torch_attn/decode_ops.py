@@ -93,7 +93,6 @@ class _Append(Operator):
 
 
 def check_append(operands: AppendOperands[Tensor], interleaved: bool) -> AppendSpec:
-    """Check tensors as `check_append_kv` does."""
     return check_append_kv(describe_operands(operands, operand), interleaved)
 
 
@@ -158,12 +157,10 @@ APPEND = _Append(
 
 
 def check_merge(outs, lses) -> MergeSpec:
-    """Check tensors as `check_merge_states` does."""
     return check_merge_states(operand("outs", outs), operand("lses", lses))
 
 
 def _merge(function, spec, backend, outs: Tensor, lses: Tensor):
-    """Run a family's combine."""
     if spec.is_empty:
         out, lse = _allocate_merged(outs, lses)
         return out.zero_(), lse.fill_(-torch.inf)
@@ -171,7 +168,6 @@ def _merge(function, spec, backend, outs: Tensor, lses: Tensor):
 
 
 def _merge_backward(function, spec, backend, *tensors: Tensor | None):
-    """Run a family's combine_bwd."""
     return function(*tensors, spec, backend)
 
 

@@ -83,8 +83,6 @@ class _Once(torch.autograd.Function):
 
 
 class _Gradient(_Once):
-    """A gradient, which has no derivative itself."""
-
     @staticmethod
     def backward(*_: Any) -> NoReturn:
         refuse_second_derivative("dilated_attention")

@@ -181,7 +181,6 @@ class _Descriptors(dict[Any, Any]):
 
 
 def _encode(tensor_map: TensorMap, metadata: Any, address: int) -> Any:
-    """Encode an operand's descriptor at an address."""
     descriptor = tensor_map.bind(_Address(address))
     further = [None] * (len(signature(_make_tensordesc_arg).parameters) - 2)  # since Triton 3.9
     try:

@@ -24,7 +24,6 @@ def _gluon_sm90_supports(operation: str, spec: Spec, target: str | None) -> str 
 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support every problem, if Triton has the kernels' names."""
     reason = family.import_error(f"torch_attn.kernels.portable.{operation}")
     if reason is None and target is None:
         reason = family.import_error("torch_attn.interpreter")

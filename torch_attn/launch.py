@@ -43,7 +43,6 @@ _recorded: tuple[Callable[[str], float], list[tuple[str, KernelConfig, Any]]] | 
 
 
 def flash_arguments(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the arguments that describe a problem to flash attention kernels."""
     window = spec.bounded_window
     return {
         "seq_q": spec.seq_q,
@@ -175,7 +174,6 @@ class Launch(NamedTuple):
 def warm_up(
     kernel: Any, grid: tuple[int, ...], arguments: list[Any], options: dict[str, Any]
 ) -> Any:
-    """Compile a kernel for the current device."""
     return kernel.warmup(*arguments, grid=grid, **options)
 
 
@@ -257,7 +255,6 @@ def config_of(name: str, spec: Spec, backend: Backend, device: torch.device) -> 
 
 
 def _shared_memory(name: str, target: str, device: torch.device) -> float:
-    """Return the bytes of shared memory that a kernel's block may have."""
     return shared_memory(target, device) if _recorded is None else _recorded[0](name)
 
 

@@ -56,7 +56,6 @@ def strides_in_memory(x: Tensor) -> tuple[int, ...]:
 
 
 def has_rows(x: Tensor) -> bool:
-    """Return True if the last dimension is contiguous."""
     return x.ndim == 0 or x.stride(-1) == 1 or x.shape[-1] == 1
 
 
@@ -66,7 +65,6 @@ def with_rows(x: Tensor) -> Tensor:
 
 
 def rows_aligned(*tensors: Tensor) -> bool:
-    """Return True if all rows begin at multiples of 16 bytes."""
     for x in tensors:
         if _start(x) % ALIGNED or any(
             stride * x.itemsize % ALIGNED for stride in strides_in_memory(x)[:-1]

@@ -67,7 +67,6 @@ class Operator:
         _library.impl(self.name, self.autograd, "Autograd")
 
     def register_vmap(self, rule: Callable[..., Any]) -> None:
-        """Register a rule of `torch_attn.vmap`."""
         rule = partial(of_any_size, partial(rule, self.op, self.num_tensors))
         torch.library.register_vmap(self.name, rule, lib=_library)
 
@@ -81,7 +80,6 @@ class Operator:
         return self.finish(call, tensors, call(*tensors))
 
     def prepare(self, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the tensors as a call takes them."""
         return tensors
 
     def returned(self, results: Any) -> Any:

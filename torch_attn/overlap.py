@@ -55,7 +55,6 @@ def start_driver() -> tuple[Future[Any], ...]:
 
 
 def build_launcher_beside(kernel: Any) -> None:
-    """Let Triton build a kernel's launch function while it compiles the kernel."""
     if not (hasattr(kernel, "device_caches") and hasattr(_driver(), "make_launcher")):
         return
     wait(start_driver())
@@ -107,7 +106,6 @@ def compiled_behind(launches: Callable[[], Sequence[Any]], device: torch.device)
 
 
 def wait_for(kernel: Any) -> None:
-    """Wait until no thread compiles a kernel."""
     wait(_compiling.pop(kernel, ()))
 
 

@@ -97,7 +97,6 @@ def transforms_active() -> bool:
 
 
 def may_be_dual() -> bool:
-    """Return False where forward mode is off."""
     return not _has_level or forward_ad._current_level >= 0
 
 

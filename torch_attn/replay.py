@@ -34,8 +34,6 @@ _ALLOCATIONS = {
 
 
 class CapturedLaunch(NamedTuple):
-    """A launch, as `Capture.add` gets it."""
-
     launcher: Any
     operands: tuple[Tensor, ...]
 
@@ -157,7 +155,6 @@ class _ReplayWriter:
         self._lines.append("return None" if results is None else f"return ({''.join(values)})")
 
     def replay(self) -> Replay:
-        """Return the function."""
         lines = [
             f"if device() != {self._device}:",
             f"    with torch.cuda.device({self._device}):",

@@ -75,7 +75,6 @@ class FlashCase:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the call's arguments other than tensors."""
         return _flash_options(self)
 
     @property
@@ -150,7 +149,6 @@ def _flash_options(case: FlashCase | VarlenCase) -> dict[str, Any]:
 
 
 def _terms(case: FlashCase | VarlenCase) -> tuple[str, ...]:
-    """Return the names of operands added to the scores."""
     given = {
         "bias": getattr(case, "bias", None) is not None,
         "relative_bias": case.relative is not None,
@@ -253,7 +251,6 @@ class ContextCase(FlashCase):
 
     @cached_property
     def plan(self) -> ContextPlan:
-        """Return which rank holds which tokens."""
         offsets = [0, *accumulate(self.documents)] if self.documents else None
         return context_plan(self.seq_q, self.ranks, self.sharding, offsets)
 
@@ -270,7 +267,6 @@ class ContextCase(FlashCase):
 
     @property
     def way(self) -> str:
-        """Return how ranks exchange keys."""
         return choose_exchange(self.exchange, self.plan, super().spec.window, self._own_part)[0]
 
     @property
@@ -331,7 +327,6 @@ class DecodeCase:
 
     @property
     def spec(self) -> DecodeSpec:
-        """Return the problem; its pool has some unused pages."""
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
         num_pages = len(self.lengths) * self.max_pages + 3
         return DecodeSpec(

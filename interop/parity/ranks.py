@@ -52,7 +52,6 @@ class Room:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Let other ranks run in the block."""
         held = self.turn.locked()
         if held:
             self.turn.release()

@@ -142,7 +142,6 @@ class Report:
 
 
 def title(subject: str, against: str) -> str:
-    """Return a comparison's table column or plot lane."""
     if against == ORACLE:
         return subject
     (_, *ours), (_, *theirs) = subject.split(), against.split()
@@ -215,7 +214,6 @@ def problem_text(problem: dict[str, Any]) -> str:
 
 
 def function_of(problem: dict[str, Any]) -> str:
-    """Return the public function that a case with these fields calls."""
     if "num_states" in problem:
         return "merge_states"
     if "page_size" in problem:

@@ -103,7 +103,6 @@ def supports(subject: Subject, case: Case) -> bool:
 
 
 def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
-    """Return all pairs of a torch_attn and a pallas_attn subject."""
     pairs = product(group, group)
     return [(a, b) for a, b in pairs if (a.side, b.side) == ("torch_attn", "pallas_attn")]
 
@@ -134,7 +133,6 @@ def _results_of_ranks(
 
 
 def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
-    """Return what a side says that it runs for a case."""
     side = SIDES[subject.side]()
     operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
     options = {**case.options, "implementation": subject.implementation}
@@ -170,8 +168,6 @@ def results(
 
 
 class TorchSide:
-    """torch_attn on torch tensors."""
-
     api, distributed = torch_attn, torch_attn.distributed
 
     def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:

@@ -46,11 +46,9 @@ class CaseTable(Progress):
             self._print(Text(f"{name:{self._width}}" + "".join(cells), style="bold"))
 
     def begin(self, name: str) -> None:
-        """Show which case runs now."""
         self.update(self._task, description=name)
 
     def finish(self, result: CaseResult) -> None:
-        """Print a case's row and, under it, its failures."""
         row = Text(f"{result.name:{self._width}}")
         found = {title: worst(result, title) for title in self._titles}
         if not self._has_room:
@@ -94,7 +92,6 @@ def print_header(console: Console, facts: dict[str, str]) -> None:
 
 
 def print_summary(console: Console, report: Report, written: Sequence[Path]) -> None:
-    """Print counts, each column's worst ratio, and the files written."""
     console.print()
     console.print(Text("Worst error / budget", style="bold"))
     width = max(map(len, ["", *report.titles]))

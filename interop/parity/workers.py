@@ -128,7 +128,6 @@ class _Worker:
         self._send(case)
 
     def remaining(self) -> float:
-        """Return the seconds left to the present step."""
         return max(0.0, self._heard + self._allowed - time.perf_counter())
 
     def receive(self) -> CaseResult | None:

@@ -158,8 +158,6 @@ def context_attention(
 
 
 class _ContextCall(NamedTuple):
-    """A checked call: its options, its problem, and the chosen names."""
-
     options: FlashOptions
     spec: PartialSpec
     exchange: str
@@ -357,7 +355,6 @@ def _part(spec: PartialSpec) -> _Numbered:
 def _parts(
     call: _ContextCall, plan: ContextPlan, rank: int, placement: Placement, operation: str
 ) -> tuple[_Numbered, ...]:
-    """Return an operation on the keys of each of a rank's steps."""
     steps = exchange_steps(plan, call.options.window, call.exchange, rank)
     with_keys = [step for step in steps if step.received] or steps
     found = []
@@ -548,7 +545,6 @@ def _in_sequence(x: Tensor, plan: ContextPlan) -> Tensor:
 
 
 def _by_rank(x: Tensor, plan: ContextPlan) -> Tensor:
-    """Undo `_in_sequence`."""
     _, inverse = _order(plan, x.device)
     x = x.index_select(1, inverse).unflatten(1, (plan.size, plan.local_len))
     return x.movedim(1, 0).contiguous()
@@ -574,7 +570,6 @@ def _to_heads(problem: RankCall, x: Tensor) -> Tensor:
 
 
 def _to_tokens(problem: RankCall, x: Tensor) -> Tensor:
-    """Undo `_to_heads`."""
     x = problem.peers.all_to_all(_by_rank(x, problem.plan))
     return x.movedim(0, 2).flatten(2, 3).contiguous()
 

@@ -65,7 +65,6 @@ class _Driver:
         self._copy.argtypes = [address, address, ctypes.c_size_t, stream]
 
     def write(self, stream: int, address: int, number: int) -> None:
-        """Write a number."""
         _check("cuStreamWriteValue32", self._write(stream, address, number, 0))
 
     def wait(self, stream: int, address: int, number: int) -> None:
@@ -73,7 +72,6 @@ class _Driver:
         _check("cuStreamWaitValue32", self._wait(stream, address, number, 0))
 
     def copy(self, stream: int, target: int, source: int, size: int) -> None:
-        """Copy bytes."""
         _check("cuMemcpyAsync", self._copy(target, source, size, stream))
 
     def leave_captures(self) -> None:
@@ -361,7 +359,6 @@ class Copies:
 
 
 def _watch(copies: weakref.ref[Copies]) -> None:
-    """Check exchanges as long as they are kept."""
     driver().leave_captures()
     while (found := copies()) is not None:
         found.check()
@@ -374,8 +371,6 @@ def _aligned(count: int) -> int:
 
 
 class Waiting:
-    """Copies of an exchange."""
-
     def __init__(self, done: torch.cuda.Event, device: torch.device) -> None:
         self._done, self._device = done, device
 

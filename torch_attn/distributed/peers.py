@@ -107,8 +107,6 @@ def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class GroupPeers(Peers):
-    """The ranks of a process group."""
-
     def __init__(self, mesh: Any) -> None:
         """Take a device mesh of one dimension, or a process group.
 

@@ -57,7 +57,6 @@ class GradientSums:
             self._addends.append(_Addend(gradients, places))
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the sums in a dtype."""
         addends = self._addends
         while len(addends) > _AT_A_TIME:
             first = self._whole(_sum(addends[:_AT_A_TIME], torch.float32))

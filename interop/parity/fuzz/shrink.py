@@ -19,7 +19,6 @@ Change = Callable[[Problem], Iterator[Problem]]
 
 
 def failures_of(result: CaseResult) -> set[Failure]:
-    """Return how a problem failed."""
     found = {(run.subject, _kind(run.error)) for run in result.runs if run.error}
     if result.error is not None:
         subject = result.error.rpartition(", in ")[2].partition(",")[0]
@@ -84,7 +83,6 @@ class _Search:
 
 
 def _valid(change: Change, problem: Problem) -> Iterator[Problem]:
-    """Yield the changed problems whose cases are valid."""
     try:
         for smaller in change(problem):
             _ = smaller.case.spec
