@@ -1,12 +1,11 @@
 """Lower a Pallas kernel to code for a target, with the compiler of its Triton twin.
 
-JAX's Triton lowering gives the kernel as a Triton module, the Python `triton` package compiles that
+JAX's Triton lowering gives a Triton module, the Python `triton` package compiles that
 (`pallas_attn.ttir`), and jaxlib launches the result. XLA's own Triton compiles only for its device:
 here a Hopper card can run SM80 code, a machine without a GPU can check a GPU's code, and the twins
 differ only in their sources.
 
-JAX's private names are in `pallas_attn.private`. Checked with JAX 0.10.2 and 0.11.2;
-``tests/pallas_attn_lowering/test_lowering.py`` guards them.
+Checked with JAX 0.10.2 and 0.11.2 (``tests/pallas_attn_lowering/test_lowering.py``).
 """
 
 from __future__ import annotations

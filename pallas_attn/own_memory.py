@@ -15,11 +15,11 @@ def lower_with_own_memory(
 
     XLA may pass a kernel addresses inside larger arrays, for a slice that it reads or one that its
     result updates, as in a loop over layers (``DynamicSliceFusionRewriterV2``, on by default in JAX
-    0.11.2). This goes wrong in three cases. A written operand may belong to another array, which
-    the caller keeps. A result in an operand's memory is never written where it belongs. And a
-    kernel overwrites what it still reads, if both are the same slice. So these arrays get their own
-    memory, and XLA copies a slice. An optimization barrier hides a slice from XLA, but not a
-    barrier over several arrays, so each array has its own. Slices that are only read stay in place.
+    0.11.2). Then a written operand may belong to another array, which the caller keeps; a result in
+    an operand's memory is never written where it belongs; and a kernel overwrites what it still
+    reads, if both are the same slice. So these arrays get their own memory, and XLA copies a slice.
+    An optimization barrier hides a slice from XLA, but not one over several arrays, so each array
+    has its own. Slices that are only read stay in place.
 
     `rule` takes the context and the operands; `written` says which operands the kernel writes.
     """

@@ -2,10 +2,9 @@
 
 The first call is checked, described and dispatched, and its kernels are compiled. All of that
 follows from the call's key, which holds no tensor and no address, only the alignment of addresses.
-A later call with the same key only replays the allocations and launches (`torch_attn.replay`).
-Before a key is made, the last call with the same options is tried: a guard of `torch.compile`
-compares the operands with it, in C++. Without torch's private names (`torch_attn.private`) no call
-is cached.
+A later call with the same key only replays allocations and launches (`torch_attn.replay`). Before a
+key is made, a guard of `torch.compile` compares the operands, in C++, with the last call that had
+the same options.
 """
 
 from __future__ import annotations
@@ -192,12 +191,9 @@ class Calls:
     ) -> Call | None:
         """Return the call that `keep` cached for the same arguments, or None.
 
-        A call found skips all that follows. Asked by
-
-        - `Attention.__call__` and `append_kv`, before arguments are checked;
-        - an operator's Autograd kernel, before the dispatcher, and the backward of a forward;
-        - an operator's kernel, if called directly;
-        - context parallel attention, for its operations on some of the keys.
+        A call found skips all that follows. So public functions ask before arguments are checked,
+        operators before the dispatcher, and context parallel attention for its operations on some
+        of the keys.
         """
         if torch.compiler.is_compiling():
             return None

@@ -1,11 +1,10 @@
 """Relaunch a compiled Triton kernel with minimal host work.
 
 Triton's `JITFunction.run` ends in a C function that launches. This module calls it with arguments
-looked up beforehand and operands as addresses. TMA descriptors are cached by address instead of
-encoded at each launch. Arguments come without tuples: Triton 3.6 finds no descriptor in a tuple,
-and tuples of addresses would be made anew at each launch. Where Triton lacks a part of this private
-API, Triton itself launches, more slowly. Checked with Triton 3.6 and 3.9;
-``tests/torch_attn/test_launch.py`` and ``test_driver.py`` guard it.
+looked up beforehand, addresses for operands, and TMA descriptors cached by address. Arguments come
+without tuples: Triton 3.6 finds no descriptor in a tuple, and tuples of addresses would be made
+anew at each launch. Where a part of this private API is missing, Triton itself launches, more
+slowly. Checked with Triton 3.6 and 3.9 (``tests/torch_attn/test_launch.py``, ``test_driver.py``).
 """
 
 from __future__ import annotations

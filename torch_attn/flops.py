@@ -1,7 +1,7 @@
 """Flop counts of `flash_attention` for `FlopCounterMode`: importing this registers them with torch.
 
-`torch_attn` itself does not import it, because `torch.utils.flop_counter` imports Triton. Import it
-before the mode is made::
+Import it before the mode is made; `torch_attn` does not, because `torch.utils.flop_counter` imports
+Triton::
 
     import torch
     import torch_attn.flops
@@ -12,12 +12,11 @@ before the mode is made::
         torch_attn.flash_attention(q, k, v, causal=True)
     print(counter.get_total_flops())
 
-Only pairs of query and key that the window keeps are counted; for `scaled_dot_product_attention`
-torch counts all. The backward counts its five products, without what the gradients of
-`relative_bias` and a shared `bias` compute again. Segment ids and a window of depths change
+Only pairs of query and key that the window keeps are counted. The backward counts its five
+products, without what gradients of a bias compute again. Segment ids and a window of depths change
 nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` pairs before the keys' ends are
-counted, and for `block_sparse_attention` the tiles of its mask: this waits for the device. With
-fake tensors, which hold no data, no key has an end, and all tiles count.
+counted, and for `block_sparse_attention` the tiles of its mask: this waits for the device. Fake
+tensors hold no data: then no key has an end, and all tiles count.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ def launch(
 ) -> None:
     """Launch a kernel on its first operand's device, compiled or in Triton's interpreter.
 
-    A `torch_attn.replay.Capture` around the call gets a function that relaunches the kernel. For
-    operands on the "meta" device it gets the `Launch`, and nothing is compiled.
+    A `torch_attn.replay.Capture` around the call gets a function that relaunches the kernel, or,
+    for operands on the "meta" device, the uncompiled `Launch`.
 
     A kernel writes none of its host function's operands. A buffer that the host function allocates
     may be written by each launch that takes it; the first of these writes it or does not read it.

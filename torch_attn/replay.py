@@ -1,12 +1,12 @@
 """Capture what a host function does, and replay it with other operands of the same layouts.
 
-A host function, such as ``kernels.portable.flash_bwd.flash_bwd``, allocates tensors and launches
-kernels, as follows from its operands' layouts alone. A `Replay` does so with other addresses. It is
-a Python function, generated as source, which is faster than a loop over the steps.
+What a host function, such as ``kernels.portable.flash_bwd.flash_bwd``, allocates and launches
+follows from its operands' layouts. A `Replay` does it with other addresses. It is a Python
+function, generated as source, which is faster than a loop over the steps.
 
-A capture is a dispatch mode: it sees the function's torch operations, and `torch_attn.launch`
-    reports the launches. A view that only kernels read becomes the address of its base. Buffers
-    that only kernels read and write are parts of one allocation.
+A capture is a dispatch mode: it sees torch operations, and `torch_attn.launch` reports the
+    launches. A view that only kernels read becomes the address of its base. Buffers that only
+    kernels read and write are parts of one allocation.
 """
 
 from __future__ import annotations

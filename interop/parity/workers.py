@@ -57,10 +57,10 @@ def run_cases(
 
     With one job and no limit they run in this process. A process that dies fails its case; one
     whose case raised is replaced, because a CUDA context is unusable after an illegal memory
-    access. Closing the generator ends all processes.
+    access. Closing the generator ends all processes. A next case is taken once the result before it
+    was yielded.
 
     Args:
-        cases: the next one is taken once the result before it was yielded.
         run: makes a case's result; picklable unless it runs in this process.
         begin: told the name of each case that begins.
         limit: seconds of silence after which a process is ended and its case fails; a new process

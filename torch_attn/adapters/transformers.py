@@ -122,8 +122,8 @@ def make_mask(
 
     Args:
         q_length, q_offset: the queries are tokens q_offset to q_offset + q_length; keys likewise.
-        mask_function: transformers' own, read where the mask is neither causal nor bidirectional.
-        attention_mask: [B, tokens seen] bool, False for padding; None is no padding.
+        mask_function: transformers' own, read if the mask is neither causal nor bidirectional.
+        attention_mask: [B, tokens seen] bool, False for padding.
         local_size: the sliding window, or the chunk size of chunked attention.
         allow_is_causal_skip: the mask is causal, apart from padding and `local_size`.
         allow_is_bidirectional_skip: likewise, it keeps every key.
@@ -257,9 +257,9 @@ def attention_forward(
 def _packed_sequences(mask_function: Callable[..., Tensor] | None) -> Tensor | None:
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
-    transformers passes only the function: the ids are in its closure. It must be exactly that of
-        `packed_sequence_mask_function` joined with transformers' causal or sliding mask, whose
-        positions count within a sequence. Versions differ in which of the two comes first.
+    The ids are in the closure of `packed_sequence_mask_function`'s result, which must be joined
+    with transformers' causal or sliding mask, in either order; their positions count within a
+    sequence.
     """
     packed, remapped = _split(mask_function, "packed_sequence_mask_function")
     within = _closure(remapped, "remap_positions_for_packed_sequence").get("mask_function")

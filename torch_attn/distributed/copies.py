@@ -1,10 +1,9 @@
-"""Exchange rows between the GPUs of one host by copies, which occupy no SM.
+"""Exchange rows between the GPUs of one host by copies, which occupy no SM, unlike NCCL's kernels.
 
 Each rank's copy engines write its rows into the receivers' memory, then a number, for which the
-receiver's stream waits. NCCL's kernels would take SMs from attention.
-
-The memory is PyTorch's symmetric memory, in a few slots used in turn; a receiver says when a slot's
-previous contents have been read. Streams write and wait with the driver's stream memory operations.
+receiver's stream waits. The memory is PyTorch's symmetric memory, in a few slots used in turn; a
+receiver says when a slot's previous contents have been read. Streams write and wait with the
+driver's stream memory operations.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class _Program(NamedTuple):
     Attributes:
         free: where the rank says that its slot may be overwritten.
         own: the rank's own rows that it reads itself.
-        writes: for each receiver, where it says that its slot is free, the rows, and where it waits
-            for them.
+        writes: for each receiver, where it says that its slot is free, the rows, and where it
+            waits.
         ready: where the others say that their rows are there.
         into: what arrives, [B, rows, H, D] each; None for nothing.
         of: the exchange, kept alive because it is found by its identity.

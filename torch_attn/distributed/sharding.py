@@ -24,16 +24,10 @@ from twin_attention.contract.operands import TERMS
 
 
 class _Placement(NamedTuple):
-    """Placements of a call's tensors on a mesh dimension.
+    """Placements on a mesh dimension of a call's tensors: `whole` [B, S, H, D], `rows` [B, H, S],
+    sinks [H], ids and others [B, S], the table [Hq, 2R + 1] and slopes [Hq].
 
-    Attributes:
-        whole: [B, S, H, D] tensors.
-        rows: [B, H, S] tensors.
-        sinks, dsinks: [H], the operand and its gradient.
-        ids: [B, S] segment ids, ends and depths.
-        table, dtable: [Hq, 2R + 1], the operand and its gradient.
-        slopes: [Hq].
-        bias: the sharded axis of [B, Hq, Sq, Skv]; None for none.
+    `bias` is the sharded axis of [B, Hq, Sq, Skv]; None for none. `d` is for gradients.
     """
 
     whole: Any = Replicate()
