@@ -59,7 +59,7 @@ def test_ranks(monkeypatch, name):
         launched.extend(names)
         return results
 
-    monkeypatch.setattr(context.Problem, "run", run)
+    monkeypatch.setattr(context.RankCall, "run", run)
     if name in ("causal", "documents"):  # one program takes all items
         monkeypatch.setattr(items, "num_sms", lambda *_: 1)
     with summing(True):
