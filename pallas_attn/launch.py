@@ -79,8 +79,8 @@ def _in_grid(tile: Any, head: Any, batch: Any) -> dict[str, Any]:
 
 
 def of_head(x: Any, group_size: int = 1) -> pl.BlockSpec | None:
-    """Read one head's rows: of [B, S, H, D] [S, D], D padded to a power of two; of [B, H, S] [S];
-    of [H] [].
+    """Read one head's rows: [B, S, H, D] gives [S, D], D padded to a power of two; [B, H, S] gives
+    [S]; [H] gives [].
 
     `group_size` heads of the grid share one head of `x`.
     """
@@ -98,13 +98,12 @@ def of_all(x: Any) -> pl.BlockSpec | None:
 
 
 def of_batch(x: Any) -> pl.BlockSpec | None:
-    """Read [...] of [B, ...]."""
+    """Read a sequence: [B, ...] gives [...]."""
     return block_spec(x, _in_grid, "batch", *(ALL,) * 3)
 
 
 def of_lists(x: Any, num_lists: int) -> pl.BlockSpec | None:
-    """Read lists of tiles: of [B or 1, H or 1, ...] the [num_lists, ...] of a program's sequence
-    and heads.
+    """Read lists of tiles: [B or 1, H or 1, ...] gives [num_lists, ...], a program's own.
 
     `num_lists` is heads of `x` per head of the grid, 1 if all share them.
     """
@@ -147,7 +146,7 @@ def of_terms(terms: Any, group_size: int | None = None) -> Any:
 
 
 def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
-    """Read a value of each pair: of [B, Hq, Sq, Skv], or 1 in place of any, [Sq, Skv], or with
+    """Read a value of each pair: [B, Hq, Sq, Skv], or 1 in place of any, gives [Sq, Skv], or with
     `group_size` as in `of_terms` [group_size or 1, Sq, Skv].
     """
     if x is None:
@@ -158,8 +157,8 @@ def of_pairs(x: Any, group_size: int | None = None) -> pl.BlockSpec | None:
 
 
 def of_group(x: Any, group_size: int) -> pl.BlockSpec | None:
-    """Read the rows of the `group_size` query heads of the grid's kv head: of [B, S, H, D] [S,
-    group_size, D], of [B, H, S] [group_size, S].
+    """Read the rows of the grid's kv head's `group_size` query heads: [B, S, H, D] gives [S,
+    group_size, D], [B, H, S] gives [group_size, S].
     """
     if x is None:
         return None

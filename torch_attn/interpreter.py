@@ -137,7 +137,7 @@ class _Builder(InterpreterBuilder):
     def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc) -> TensorHandle:
         if input_precision == interpreter._ir.INPUT_PRECISION.TF32:
             a, b = map(_as_tf32, (a, b))
-        # For speed: bfloat16 cast inside the product takes four times as long.
+        # For speed: bfloat16 cast inside the product is slow.
         a, b = (self.cast_impl(x, tl.float32) if x.data.dtype == BFLOAT16 else x for x in (a, b))
         return super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
 

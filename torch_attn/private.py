@@ -79,8 +79,8 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper, which imports Dynamo for over a second to keep it
-    out of the mode's calls. Dynamo compiles nothing inside a mode anyway.
+    """A dispatch mode without torch's wrapper, which imports Dynamo to keep it out of the mode's
+    calls. Dynamo compiles nothing inside a mode anyway.
     """
 
     @classmethod

@@ -27,7 +27,8 @@ class _Placement(NamedTuple):
     """Placements on a mesh dimension of a call's tensors: `whole` [B, S, H, D], `rows` [B, H, S],
     sinks [H], ids and others [B, S], the table [Hq, 2R + 1] and slopes [Hq].
 
-    `bias` is the sharded axis of [B, Hq, Sq, Skv]; None for none. `d` is for gradients.
+    `bias` is the sharded axis of [B, Hq, Sq, Skv]; None for none. `dsinks` and `dtable` are of
+    gradients.
     """
 
     whole: Any = Replicate()

@@ -49,7 +49,7 @@ VARIANTS = 4
 COMMON_HEAD_DIMS = (64, 128, 256, 80, 96, 192)
 # The layouts and addresses in which saved tensors return.
 HOOKS = ("contiguous", "unaligned", "heads first")
-# Values added to scores to hide keys; those below a dtype's least number become that.
+# Values that hide keys; those below a dtype's least number become that.
 HIDING = (0.0, -1e4, -1e9, -1e10, -1e12, -1e30, -3.5e38, -inf)
 KINDS = {
     kind.__name__: kind
