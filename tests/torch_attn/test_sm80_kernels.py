@@ -71,8 +71,7 @@ RACES = {
     ),
     "a copy of no group": (
         READS_FIRST, check_backward, flash_bwd_dq_kernel,
-        "strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)\n    commit()",
-        "strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)",
+        "True, ASYNC,\n    )  # fmt: skip\n    commit()", "True, ASYNC)",
     ),
 }  # fmt: skip
 

@@ -42,9 +42,14 @@ def _load_chunk(buffer, INDEX: gl.constexpr, OPERAND: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def product_scores(a, b, slot, acc, SIZE: gl.constexpr):
-    """Return acc + a · bᵀ over SIZE columns; a is of `load_left`, or a buffer with one tile."""
-    LAYOUT: gl.constexpr = acc.type.layout
+def product_scores(a, b, slot, SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return a · bᵀ over SIZE columns, a chunk of columns at a time.
+
+    a is the result of `load_left`, or a buffer with one tile; b is a buffer of tiles.
+    """
+    ROWS: gl.constexpr = a[0].shape[-2]
+    COLUMNS: gl.constexpr = b[0].shape[1]
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
     for i in gl.static_range(num_pieces(SIZE)):
         for j in gl.static_range(piece_width(SIZE, i) // chunk(piece_width(SIZE, i))):
             left = _left_chunk(a, i, j, SIZE, LAYOUT)

@@ -15,21 +15,12 @@ from torch_attn.kernels.explicit.cp_async import (
     allocate_tile,
     commit,
     copy_arguments,
-    fetch_tile,
     num_pieces,
     padded_size,
     piece_start,
     piece_width,
     shared_layout,
     wait,
-)
-from torch_attn.kernels.explicit.hidden import (
-    hide_keys,
-    hide_queries,
-    load_keys,
-    load_queries,
-    mark_keys,
-    mark_queries,
 )
 from torch_attn.kernels.explicit.mma import (
     add_product,
@@ -39,23 +30,29 @@ from torch_attn.kernels.explicit.mma import (
     store_rows,
     zeros,
 )
-from torch_attn.kernels.explicit.mma_scores import visible_scores
+from torch_attn.kernels.explicit.mma_pairs import (
+    fetch_own,
+    fetch_visited,
+    marks_of,
+    own_keys,
+    own_queries,
+    pair_scores,
+    store_own,
+    tiles_of_keys,
+    tiles_of_queries,
+)
 from torch_attn.kernels.explicit.registers import scale_all
 from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.steps import group_step, listed_tiles, step_start
+from torch_attn.kernels.explicit.steps import group_step, step_start
 from torch_attn.kernels.gradients import (
     BackwardKernels,
     Fused,
     make_flash_bwd,
     prepare_postprocess,
 )
-from torch_attn.kernels.library.schedule import longest_first, order_argument
-from torch_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-    first_tile,
-    num_sequence_tiles,
-)
-from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base, visible_tiles
+from torch_attn.kernels.library.schedule import order_argument
+from torch_attn.kernels.library.sequences import count_sequence_tiles, num_sequence_tiles
+from torch_attn.kernels.library.tiles import ROW_PADDING, count_tiles, head_base
 from torch_attn.kernels.tile_lists import check_lists, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments
 from twin_attention.targets.sm80 import PROGRAMS_OF_SM
@@ -98,102 +95,65 @@ def flash_bwd_dq_kernel(
     programs of the SM work meanwhile; 2: they arrive during the whole step.
     """
     # Locate the tile of queries.
-    num_tiles = count_sequence_tiles(seq_q, num_sequences, BLOCK_Q)
-    index, tile = longest_first(num_tiles, together)
-    head = index % heads_q
-    batch = (index // heads_q).to(gl.int64)
-    start_q = tile * BLOCK_Q
-    total_q, total_kv, first_kv = seq_q, seq_kv, None
-    if num_sequences is not None:
-        sequence, first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
-        )
-        diagonal = seq_kv - seq_q
-    head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
-    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
-    if mask.segments is not None or mask.tree is not None:
-        begin, before, full, after = listed_tiles(
-            mask.segments, mask.tree, batch, tile, total_q, total_kv, num_sequences, BLOCK_Q,
-            BLOCK_KV,
-        )  # fmt: skip
-    else:
-        begin, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
-        )
-
-    # Start to fetch q, dout, lse2, delta, and the first keys and values.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     layout: gl.constexpr = product_layout(gl.num_warps())
-    ids_q, ids_kv = None, None
-    if mask.segments is not None:
-        ids_q, ids_kv = mask.segments.q + batch * seq_q, mask.segments.kv + batch * seq_kv
+    rows = own_queries(
+        mask, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, BLOCK_Q, layout
+    )
+    k_base = head_base(k_ptr, strides.k, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    v_base = head_base(v_ptr, strides.v, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    tiles = tiles_of_keys(
+        mask, rows, seq_q, seq_kv, num_sequences, window_left, window_right, BLOCK_KV
+    )
+
+    # Start to fetch q, dout, lse2, delta, and the first keys and values.
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     do_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM_V)
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
-    q_base = head_base(q_ptr, strides.q, batch, head)
-    do_base = head_base(dout_ptr, strides.dout, batch, head)
-    first = step_start(0, begin, before, full, after, BLOCK_KV)
-    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
-    fetch_tile(
-        do_tile, 0, do_base, start_q, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC, ids_q
-    )
-    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
-    fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
+    start_kv = step_start(0, *tiles, BLOCK_KV)
+    fetch_own(q_tile, q_ptr, strides.q, mask, rows, HEAD_DIM, ASYNC)
+    fetch_own(do_tile, dout_ptr, strides.dout, mask, rows, HEAD_DIM_V, ASYNC)
+    _fetch_both(
+        k_tile, v_tile, 0, k_base, v_base, strides.k, strides.v, mask, rows, start_kv, HEAD_DIM,
+        HEAD_DIM_V, True, ASYNC,
+    )  # fmt: skip
     commit()
-    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
-    position = rows + diagonal
-    row_kv = batch * total_kv if first_kv is None else first_kv
-    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
-    offset = (batch * heads_q + head) * count_sequence_tiles(
-        total_q, num_sequences, ROW_PADDING
-    ) * ROW_PADDING  # fmt: skip
-    if num_sequences is not None:
-        offset += first_tile(first_q, sequence, ROW_PADDING).to(gl.int64) * ROW_PADDING - first_q
-    lse2 = gl.load(lse2_ptr + offset + rows)
-    delta = gl.load(delta_ptr + offset + rows)
+    marks = marks_of(mask, rows)
+    row = rows.batch * heads_q + rows.head
+    row = row * count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
+    row += rows.padded
+    lse2 = gl.load(lse2_ptr + row + rows.rows)
+    delta = gl.load(delta_ptr + row + rows.rows)
     dq = zeros(BLOCK_Q, HEAD_DIM, layout)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
-    total = before + full + after
+    total = tiles.before + tiles.full + tiles.after
     step = 0
-    start_kv = first
     for masked in gl.static_range(1, -1, -1):
-        for _index in range(count_tiles(before, full, after, masked)):
+        for _index in range(count_tiles(tiles.before, tiles.full, tiles.after, masked)):
             slot = step % NUM_STAGES
             step += 1
             # The last step fetches its own tile again, and nobody reads it.
-            follow = gl.minimum(step, total - 1)
-            next_kv = step_start(follow, begin, before, full, after, BLOCK_KV)
+            next_kv = step_start(gl.minimum(step, total - 1), *tiles, BLOCK_KV)
             # Wait for the keys and values; fetch the next ones.
             wait(0)
             if NUM_STAGES == 2:
-                fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked,
-                    ASYNC, ids_kv,
-                )  # fmt: skip
-                fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked,
-                    ASYNC, ids_kv,
+                _fetch_both(
+                    k_tile, v_tile, slot ^ 1, k_base, v_base, strides.k, strides.v, mask, rows,
+                    next_kv, HEAD_DIM, HEAD_DIM_V, masked, ASYNC,
                 )  # fmt: skip
                 commit()
             # s = scale · q kᵀ
-            s = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
-            s = product_scores(q_tile, k_tile, slot, s, HEAD_DIM)
-            key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
-            s, dcap = visible_scores(
-                s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
+            s = product_scores(q_tile, k_tile, slot, HEAD_DIM, layout)
+            s, dcap = pair_scores(
+                s, mask, rows, marks, start_kv, rule, window_left, window_right, masked
             )
-            if masked:
-                of_keys = load_keys(mask, marks, start_kv, seq_kv, BLOCK_KV, layout)
-                s = hide_keys(s, mask, marks, position, of_keys)
             # p = exp(s - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[:, None])
             # dp = dout vᵀ
-            dp = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
-            dp = product_scores(do_tile, v_tile, slot, dp, HEAD_DIM_V)
+            dp = product_scores(do_tile, v_tile, slot, HEAD_DIM_V, layout)
             # ds = p ∘ (dp - delta) ∘ dcap
             ds = p * (dp - delta[:, None]) * dcap
             # dq += ds k
@@ -202,21 +162,25 @@ def flash_bwd_dq_kernel(
             if NUM_STAGES == 1:
                 # Fetch the next keys and values.
                 barrier()
-                fetch_tile(
-                    k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM, masked, ASYNC,
-                    ids_kv,
-                )  # fmt: skip
-                fetch_tile(
-                    v_tile, 0, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC,
-                    ids_kv,
+                _fetch_both(
+                    k_tile, v_tile, 0, k_base, v_base, strides.k, strides.v, mask, rows, next_kv,
+                    HEAD_DIM, HEAD_DIM_V, masked, ASYNC,
                 )  # fmt: skip
                 commit()
     wait(0)
 
     # Scale and store.
-    dq_row = heads_q * HEAD_DIM
-    dq_base = dq_ptr + batch * seq_q * dq_row + head * HEAD_DIM
-    store_rows(dq_base, scale_all(dq, rule.scale), start_q, seq_q, dq_row, HEAD_DIM)
+    store_own(dq_ptr, scale_all(dq, rule.scale), rows, heads_q, HEAD_DIM)
+
+
+@gluon.jit
+def _fetch_both(
+    tile, tile_v, slot, base, base_v, strides, strides_v, mask, rows, start, HEAD_DIM: gl.constexpr,
+    HEAD_DIM_V: gl.constexpr, MASKED: gl.constexpr, ASYNC: gl.constexpr,
+):  # fmt: skip
+    """Fetch visited rows of k and v, or of q and dout."""
+    fetch_visited(tile, slot, base, strides.row, mask, rows, start, HEAD_DIM, MASKED, ASYNC)
+    fetch_visited(tile_v, slot, base_v, strides_v.row, mask, rows, start, HEAD_DIM_V, MASKED, ASYNC)
 
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
@@ -264,39 +228,18 @@ def flash_bwd_dkdv_kernel(
     programs; 2: they arrive during the whole step.
     """
     # Locate the tile of keys.
-    num_tiles = count_sequence_tiles(seq_kv, num_sequences, BLOCK_KV)
-    heads_kv = heads_q // GROUP_SIZE
-    index, tile = longest_first(num_tiles, together)
-    tile = num_tiles - 1 - tile  # the first keys have the most queries
-    start_kv = tile * BLOCK_KV
-    head_kv = index % heads_kv
-    batch = (index // heads_kv).to(gl.int64)
-    total_q, total_kv, first_q, first_kv = seq_q, seq_kv, None, 0
-    if num_sequences is not None:
-        sequence, first_kv, start_kv, seq_kv, first_q, seq_q = locate_tile(
-            mask.offsets.kv, mask.offsets.q, tile, seq_kv, seq_q, num_sequences, BLOCK_KV
-        )
-        diagonal = seq_kv - seq_q
-    if mask.segments is not None or mask.tree is not None:
-        begin, before, full, after = listed_tiles(
-            mask.segments, mask.tree, batch, tile, total_kv, total_q, num_sequences, BLOCK_KV,
-            BLOCK_Q,
-        )  # fmt: skip
-    else:
-        begin, before, full, after = visible_tiles(
-            start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
-        )
-        if start_kv + BLOCK_KV > seq_kv:
-            # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
-            before, full, after = before + full + after, 0, 0
-
-    # Start to fetch the keys and values, and the first queries.
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     P_IN_REGISTERS: gl.constexpr = BLOCK_KV // gl.num_warps() >= 32
     layout: gl.constexpr = product_layout(gl.num_warps(), 1 if P_IN_REGISTERS else 2)
-    ids_q, ids_kv = None, None
-    if mask.segments is not None:
-        ids_q, ids_kv = mask.segments.q + batch * seq_q, mask.segments.kv + batch * seq_kv
+    heads_kv = heads_q // GROUP_SIZE
+    rows = own_keys(
+        mask, seq_q, seq_kv, diagonal, num_sequences, heads_kv, together, BLOCK_KV, layout
+    )
+    tiles = tiles_of_queries(
+        mask, rows, seq_q, seq_kv, num_sequences, window_left, window_right, BLOCK_Q
+    )
+
+    # Start to fetch the keys and values, and the first queries.
     k_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, 1, BLOCK_KV, HEAD_DIM_V)
     gl.static_assert(NUM_STAGES <= 2)
@@ -306,80 +249,63 @@ def flash_bwd_dkdv_kernel(
         p_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
     if not P_IN_REGISTERS or sums.dq is not None:
         ds_buffer = gl.allocate_shared_memory(dtype, [BLOCK_KV, BLOCK_Q], shared_layout(BLOCK_Q))
-    k_base = head_base(k_ptr, strides.k, batch, head_kv)
-    v_base = head_base(v_ptr, strides.v, batch, head_kv)
-    member, start = group_step(0, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-    head = head_kv * GROUP_SIZE + member
-    q_base = head_base(q_ptr, strides.q, batch, head, first_q)
-    do_base = head_base(dout_ptr, strides.dout, batch, head, first_q)
-    fetch_tile(k_tile, 0, k_base, start_kv, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
-    fetch_tile(v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
-    fetch_tile(q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
-    fetch_tile(do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, True, ASYNC, ids_q)
+    fetch_own(k_tile, k_ptr, strides.k, mask, rows, HEAD_DIM, ASYNC)
+    fetch_own(v_tile, v_ptr, strides.v, mask, rows, HEAD_DIM_V, ASYNC)
+    member, start_q = group_step(0, *tiles, BLOCK_Q, GROUP_SIZE)
+    head = rows.head * GROUP_SIZE + member
+    q_base = head_base(q_ptr, strides.q, rows.batch, head, rows.first_other)
+    do_base = head_base(dout_ptr, strides.dout, rows.batch, head, rows.first_other)
+    _fetch_both(
+        q_tile, do_tile, 0, q_base, do_base, strides.q, strides.dout, mask, rows, start_q, HEAD_DIM,
+        HEAD_DIM_V, True, ASYNC,
+    )  # fmt: skip
     commit()
-    # Key positions, in query coordinates.
-    key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(1, layout)) - diagonal
-    row_q = batch * total_q if first_q is None else first_q
-    marks = mark_keys(mask, row_q, batch * total_kv, key + diagonal, seq_kv, diagonal - first_kv)
-    padded_rows = count_sequence_tiles(total_q, num_sequences, ROW_PADDING) * ROW_PADDING
-    if num_sequences is not None:
-        # Where the sequence's rows of lse2, delta and the sums begin.
-        first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
-        lse2_ptr += first_row
-        delta_ptr += first_row
+    marks = marks_of(mask, rows, True)
+    padded_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
+    lse2_ptr += rows.padded
+    delta_ptr += rows.padded
     dk = zeros(BLOCK_KV, HEAD_DIM, layout)
     dv = zeros(BLOCK_KV, HEAD_DIM_V, layout)
 
     # Visit the tiles of queries that see these keys; only tiles at the edges are masked.
-    total = (before + full + after) * GROUP_SIZE
+    total = (tiles.before + tiles.full + tiles.after) * GROUP_SIZE
     step = 0
     for masked in gl.static_range(1, -1, -1):
-        for _index in range(count_tiles(before, full, after, masked) * GROUP_SIZE):
+        count = count_tiles(tiles.before, tiles.full, tiles.after, masked) * GROUP_SIZE
+        for _index in range(count):
             # The previous step located the rows of this one.
-            rows = start + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
-            start_q, first = start, start
-            row_base = (batch * heads_q + head) * padded_rows
-            if num_sequences is not None:
-                start_q += first_row
-            lse2 = gl.load(lse2_ptr + row_base + rows)
-            delta = gl.load(delta_ptr + row_base + rows)
+            queries = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
+            start, sum_row = start_q, rows.padded + start_q
+            row = (rows.batch * heads_q + head) * padded_rows
+            lse2 = gl.load(lse2_ptr + row + queries)
+            delta = gl.load(delta_ptr + row + queries)
             slot = step % NUM_STAGES
             step += 1
             # The last step fetches its own tile again, and nobody reads it.
             follow = gl.minimum(step, total - 1)
-            member, start = group_step(follow, begin, before, full, after, BLOCK_Q, GROUP_SIZE)
-            head = head_kv * GROUP_SIZE + member
-            q_base = head_base(q_ptr, strides.q, batch, head, first_q)
-            do_base = head_base(dout_ptr, strides.dout, batch, head, first_q)
+            member, start_q = group_step(follow, *tiles, BLOCK_Q, GROUP_SIZE)
+            head = rows.head * GROUP_SIZE + member
+            q_base = head_base(q_ptr, strides.q, rows.batch, head, rows.first_other)
+            do_base = head_base(dout_ptr, strides.dout, rows.batch, head, rows.first_other)
             # Wait for the queries; fetch the next ones.
             wait(0)
             if NUM_STAGES == 2:
-                fetch_tile(
-                    q_tile, slot ^ 1, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked,
-                    ASYNC, ids_q,
-                )  # fmt: skip
-                fetch_tile(
-                    do_tile, slot ^ 1, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V,
-                    masked, ASYNC, ids_q,
+                _fetch_both(
+                    q_tile, do_tile, slot ^ 1, q_base, do_base, strides.q, strides.dout, mask, rows,
+                    start_q, HEAD_DIM, HEAD_DIM_V, masked, ASYNC,
                 )  # fmt: skip
                 commit()
             # sᵀ = scale · k qᵀ
-            s = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
-            s = product_scores(k_tile, q_tile, slot, s, HEAD_DIM)
-            s, dcap = visible_scores(
-                s, rows[None, :], key[:, None], seq_kv - diagonal, rule, window_left, window_right,
-                masked,
-            )  # fmt: skip
-            if masked:
-                of_queries = load_queries(mask, marks, first, seq_q, BLOCK_Q, layout)
-                s = hide_queries(s, mask, marks, first, of_queries)
+            s = product_scores(k_tile, q_tile, slot, HEAD_DIM, layout)
+            s, dcap = pair_scores(
+                s, mask, rows, marks, start, rule, window_left, window_right, masked, True
+            )
             # pᵀ = exp(sᵀ - lse)
             p = gl.exp2(s * rule.exp2_scale - lse2[None, :])
             if not P_IN_REGISTERS:
                 p_buffer.store(p.to(dtype))
             # dpᵀ = v doutᵀ
-            dp = gl.zeros([BLOCK_KV, BLOCK_Q], gl.float32, layout)
-            dp = product_scores(v_tile, do_tile, slot, dp, HEAD_DIM_V)
+            dp = product_scores(v_tile, do_tile, slot, HEAD_DIM_V, layout)
             # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
             ds = p * (dp - delta[None, :]) * dcap
             if not P_IN_REGISTERS or sums.dq is not None:
@@ -397,28 +323,21 @@ def flash_bwd_dkdv_kernel(
             if NUM_STAGES == 1:
                 # Fetch the next queries.
                 barrier()
-                fetch_tile(
-                    q_tile, 0, q_base, start, seq_q, strides.q.row, HEAD_DIM, masked, ASYNC, ids_q
-                )
-                fetch_tile(
-                    do_tile, 0, do_base, start, seq_q, strides.dout.row, HEAD_DIM_V, masked,
-                    ASYNC, ids_q,
+                _fetch_both(
+                    q_tile, do_tile, 0, q_base, do_base, strides.q, strides.dout, mask, rows,
+                    start_q, HEAD_DIM, HEAD_DIM_V, masked, ASYNC,
                 )  # fmt: skip
                 commit()
             if sums.dq is not None:
                 # dq += ds k
                 dq = zeros(BLOCK_Q, HEAD_DIM, product_layout(gl.num_warps(), 2))
                 dq = add_product_shared(dq, ds_buffer.permute((1, 0)), k_tile, 0)
-                add_to_sum(sums.dq + row_base * padded_size(HEAD_DIM), dq, start_q, padded_rows)
+                add_to_sum(sums.dq + row * padded_size(HEAD_DIM), dq, sum_row, padded_rows)
     wait(0)
 
     # Scale and store.
-    dk_row = heads_kv * HEAD_DIM
-    dv_row = heads_kv * HEAD_DIM_V
-    dk_base = dk_ptr + batch * seq_kv * dk_row + head_kv * HEAD_DIM
-    dv_base = dv_ptr + batch * seq_kv * dv_row + head_kv * HEAD_DIM_V
-    store_rows(dv_base, dv, start_kv, seq_kv, dv_row, HEAD_DIM_V)
-    store_rows(dk_base, scale_all(dk, rule.scale), start_kv, seq_kv, dk_row, HEAD_DIM)
+    store_own(dv_ptr, dv, rows, heads_kv, HEAD_DIM_V)
+    store_own(dk_ptr, scale_all(dk, rule.scale), rows, heads_kv, HEAD_DIM)
 
 
 @gluon.jit(do_not_specialize=["seq_q", "num_sequences"])

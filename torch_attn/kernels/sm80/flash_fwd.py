@@ -14,30 +14,31 @@ from torch_attn.kernels.explicit.cp_async import (
     allocate_tile,
     commit,
     copy_arguments,
-    fetch_tile,
     wait,
 )
-from torch_attn.kernels.explicit.hidden import hide_keys, load_keys, mark_queries
 from torch_attn.kernels.explicit.mma import (
     add_product,
     load_left,
     product_layout,
     product_scores,
     scale_rows,
-    store_rows,
     zeros,
 )
-from torch_attn.kernels.explicit.mma_scores import visible_scores
-from torch_attn.kernels.explicit.sequences import locate_tile
-from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
-from torch_attn.kernels.explicit.steps import listed_tiles, step_start
-from torch_attn.kernels.library.schedule import longest_first, order_argument
-from torch_attn.kernels.library.sequences import (
-    count_sequence_tiles,
-    num_sequence_tiles,
+from torch_attn.kernels.explicit.mma_pairs import (
+    fetch_own,
+    fetch_visited,
+    marks_of,
+    own_queries,
+    pair_scores,
+    store_own,
+    tiles_of_keys,
 )
+from torch_attn.kernels.explicit.softmax import add_columns, online_softmax_update
+from torch_attn.kernels.explicit.steps import step_start
+from torch_attn.kernels.library.schedule import order_argument
+from torch_attn.kernels.library.sequences import num_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E, add_sink, row_statistics
-from torch_attn.kernels.library.tiles import count_tiles, head_base, visible_tiles
+from torch_attn.kernels.library.tiles import count_tiles, head_base
 from torch_attn.kernels.tile_lists import check_lists, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, launch
 from twin_attention.contract.operands import AttentionOperands
@@ -93,114 +94,88 @@ def flash_fwd_kernel(
     step of the full tiles; at head size 256 these are 130 of 1018 instructions and 6 % more time.
     """
     # Locate the tile of queries.
-    index, tile = longest_first(count_sequence_tiles(seq_q, num_sequences, BLOCK_Q), together)
-    head = index % heads_q
-    batch = (index // heads_q).to(gl.int64)
-    start_q = tile * BLOCK_Q
-    total_q, total_kv, first_kv = seq_q, seq_kv, None
-    if num_sequences is not None:
-        # Query indices start at the first query of all; key indices, at this sequence's first key.
-        _sequence, _first_q, start_q, seq_q, first_kv, seq_kv = locate_tile(
-            mask.offsets.q, mask.offsets.kv, tile, seq_q, seq_kv, num_sequences, BLOCK_Q
-        )
-        diagonal = seq_kv - seq_q
-    head_kv = head // GROUP_SIZE
-    k_base = head_base(k_ptr, strides.k, batch, head_kv, first_kv)
-    v_base = head_base(v_ptr, strides.v, batch, head_kv, first_kv)
-    if mask.segments is not None or mask.tree is not None:
-        begin, before, full, after = listed_tiles(
-            mask.segments, mask.tree, batch, tile, total_q, total_kv, num_sequences, BLOCK_Q,
-            BLOCK_KV,
-        )  # fmt: skip
-    else:
-        begin, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
-        )
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    layout: gl.constexpr = product_layout(gl.num_warps())
+    rows = own_queries(
+        mask, seq_q, seq_kv, diagonal, num_sequences, heads_q, together, BLOCK_Q, layout
+    )
+    k_base = head_base(k_ptr, strides.k, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    v_base = head_base(v_ptr, strides.v, rows.batch, rows.head // GROUP_SIZE, rows.first_other)
+    tiles = tiles_of_keys(
+        mask, rows, seq_q, seq_kv, num_sequences, window_left, window_right, BLOCK_KV
+    )
     EDGES_LAST: gl.constexpr = HEAD_DIM_V > 192
     ORDER: gl.constexpr = (0, 2, 1) if EDGES_LAST else (1, -1, -1)
 
     # Start to fetch the queries and the first keys.
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
-    layout: gl.constexpr = product_layout(gl.num_warps())
-    ids_q, ids_kv = None, None
-    if mask.segments is not None:
-        ids_q, ids_kv = mask.segments.q + batch * seq_q, mask.segments.kv + batch * seq_kv
     q_tile = allocate_tile(dtype, 1, BLOCK_Q, HEAD_DIM)
     gl.static_assert(NUM_STAGES <= 2)
     k_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM)
     v_tile = allocate_tile(dtype, NUM_STAGES, BLOCK_KV, HEAD_DIM_V)
-    q_base = head_base(q_ptr, strides.q, batch, head)
-    fetch_tile(q_tile, 0, q_base, start_q, seq_q, strides.q.row, HEAD_DIM, True, ASYNC, ids_q)
-    first = step_start(0, begin, before, full, after, BLOCK_KV, EDGES_LAST)
-    fetch_tile(k_tile, 0, k_base, first, seq_kv, strides.k.row, HEAD_DIM, True, ASYNC, ids_kv)
+    fetch_own(q_tile, q_ptr, strides.q, mask, rows, HEAD_DIM, ASYNC)
+    start_kv = step_start(0, *tiles, BLOCK_KV, EDGES_LAST)
+    fetch_visited(k_tile, 0, k_base, strides.k.row, mask, rows, start_kv, HEAD_DIM, True, ASYNC)
     if NUM_STAGES == 2:
-        fetch_tile(v_tile, 0, v_base, first, seq_kv, strides.v.row, HEAD_DIM_V, True, ASYNC, ids_kv)
+        fetch_visited(
+            v_tile, 0, v_base, strides.v.row, mask, rows, start_kv, HEAD_DIM_V, True, ASYNC
+        )
     commit()
     q = q_tile
     if Q_IN_REGISTERS:
         wait(0)
         q = load_left(q_tile, HEAD_DIM, layout)
 
-    rows = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, layout))
-    position = rows + diagonal
-    row_kv = batch * total_kv if first_kv is None else first_kv
-    marks = mark_queries(mask, batch * total_q, row_kv, rows, seq_q)
+    marks = marks_of(mask, rows)
     m_i = gl.full([BLOCK_Q], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
     l_i = add_columns(gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout))
     if sinks_ptr is not None:
         # Start the maximum at the sink, so that acc is not rescaled for it at the end.
-        m_i = gl.maximum(m_i, gl.load(sinks_ptr + head) * LOG2E)
+        m_i = gl.maximum(m_i, gl.load(sinks_ptr + rows.head) * LOG2E)
     acc = zeros(BLOCK_Q, HEAD_DIM_V, layout)
 
     # Visit the tiles of keys that these queries see; only tiles at the edges are masked.
     step = 0
-    total = before + full + after
-    start_kv = first
+    total = tiles.before + tiles.full + tiles.after
     for masked in gl.static_range(ORDER[0], ORDER[1], ORDER[2]):
-        for _index in range(count_tiles(before, full, after, masked)):
+        for _index in range(count_tiles(tiles.before, tiles.full, tiles.after, masked)):
             step += 1
             # The last step fetches its own tile again, and nobody reads it.
             follow = gl.minimum(step, total - 1)
-            next_kv = step_start(follow, begin, before, full, after, BLOCK_KV, EDGES_LAST)
+            next_kv = step_start(follow, *tiles, BLOCK_KV, EDGES_LAST)
             if NUM_STAGES == 1:
                 # Wait for the keys; fetch the values.
                 slot = 0
                 wait(0)
-                fetch_tile(
-                    v_tile, 0, v_base, start_kv, seq_kv, strides.v.row, HEAD_DIM_V, masked, ASYNC,
-                    ids_kv,
+                fetch_visited(
+                    v_tile, 0, v_base, strides.v.row, mask, rows, start_kv, HEAD_DIM_V, masked,
+                    ASYNC,
                 )  # fmt: skip
             else:
                 # Wait for the keys and values; fetch the next ones.
                 slot = (step & 1) ^ 1
                 wait(0)
-                fetch_tile(
-                    k_tile, slot ^ 1, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM,
-                    masked or EDGES_LAST, ASYNC, ids_kv,
+                fetch_visited(
+                    k_tile, slot ^ 1, k_base, strides.k.row, mask, rows, next_kv, HEAD_DIM,
+                    masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
-                fetch_tile(
-                    v_tile, slot ^ 1, v_base, next_kv, seq_kv, strides.v.row, HEAD_DIM_V,
-                    masked or EDGES_LAST, ASYNC, ids_kv,
+                fetch_visited(
+                    v_tile, slot ^ 1, v_base, strides.v.row, mask, rows, next_kv, HEAD_DIM_V,
+                    masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
             commit()
             # s = scale · q kᵀ
-            s = gl.zeros([BLOCK_Q, BLOCK_KV], gl.float32, layout)
-            s = product_scores(q, k_tile, slot, s, HEAD_DIM)
+            s = product_scores(q, k_tile, slot, HEAD_DIM, layout)
             if NUM_STAGES == 1:
                 # Wait for the values; fetch the next keys.
                 wait(0)
-                fetch_tile(
-                    k_tile, 0, k_base, next_kv, seq_kv, strides.k.row, HEAD_DIM,
-                    masked or EDGES_LAST, ASYNC, ids_kv,
+                fetch_visited(
+                    k_tile, 0, k_base, strides.k.row, mask, rows, next_kv, HEAD_DIM,
+                    masked or EDGES_LAST, ASYNC,
                 )  # fmt: skip
                 commit()
-            key = start_kv + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, layout))
-            s, _ = visible_scores(
-                s, position[:, None], key[None, :], seq_kv, rule, window_left, window_right, masked
+            s, _ = pair_scores(
+                s, mask, rows, marks, start_kv, rule, window_left, window_right, masked
             )
-            if masked:
-                of_keys = load_keys(mask, marks, start_kv, seq_kv, BLOCK_KV, layout)
-                s = hide_keys(s, mask, marks, position, of_keys)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale, masked)
             acc = scale_rows(acc, alpha)
@@ -212,15 +187,13 @@ def flash_fwd_kernel(
     # Reduce the row sums over each quad.
     l_i = gl.convert_layout(gl.sum(l_i, 1), gl.SliceLayout(1, layout))
     if sinks_ptr is not None:
-        _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + head), m_i, l_i)
+        _alpha, m_i, l_i = add_sink(gl.load(sinks_ptr + rows.head), m_i, l_i)
 
     # Normalise and store.
     l_safe, lse = row_statistics(m_i, l_i)
-    out_row = heads_q * HEAD_DIM_V
-    out_base = out_ptr + batch * seq_q * out_row + head * HEAD_DIM_V
-    out = scale_rows(acc, 1.0 / l_safe)
-    store_rows(out_base, out, start_q, seq_q, out_row, HEAD_DIM_V)
-    gl.store(lse_ptr + (batch * heads_q + head) * total_q + rows, lse, mask=rows < seq_q)
+    store_own(out_ptr, scale_rows(acc, 1.0 / l_safe), rows, heads_q, HEAD_DIM_V)
+    lse_rows = lse_ptr + (rows.batch * heads_q + rows.head) * seq_q + rows.rows
+    gl.store(lse_rows, lse, mask=rows.rows < rows.end)
 
 
 def flash_fwd(
