@@ -52,7 +52,7 @@ def pair_scores(
         own, other = (rows.rows + rows.diagonal)[:, None], others.rows[None, :]
         if OF_KEYS:
             s = attention_mask(s, other, own, None, left, right)
-        elif mask.segments is not None:
+        elif ANY_START or mask.segments is not None:
             s = attention_mask(s, own, other, None, left, right)
         else:
             s = attention_mask(s, own, other, rows.size_other, left, right)
