@@ -262,8 +262,7 @@ def flash_bwd_dkdv_kernel(
     commit()
     marks = marks_of(mask, rows, True)
     padded_rows = count_sequence_tiles(seq_q, num_sequences, ROW_PADDING) * ROW_PADDING
-    lse2_ptr += rows.padded
-    delta_ptr += rows.padded
+    lse2_ptr, delta_ptr = lse2_ptr + rows.padded, delta_ptr + rows.padded
     dk = zeros(BLOCK_KV, HEAD_DIM, layout)
     dv = zeros(BLOCK_KV, HEAD_DIM_V, layout)
 
@@ -271,8 +270,7 @@ def flash_bwd_dkdv_kernel(
     total = (tiles.before + tiles.full + tiles.after) * GROUP_SIZE
     step = 0
     for masked in gl.static_range(1, -1, -1):
-        count = count_tiles(tiles.before, tiles.full, tiles.after, masked) * GROUP_SIZE
-        for _index in range(count):
+        for _ in range(count_tiles(tiles.before, tiles.full, tiles.after, masked) * GROUP_SIZE):
             # The previous step located the rows of this one.
             queries = start_q + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, layout))
             start, sum_row = start_q, rows.padded + start_q
@@ -310,15 +308,12 @@ def flash_bwd_dkdv_kernel(
             ds = p * (dp - delta[None, :]) * dcap
             if not P_IN_REGISTERS or sums.dq is not None:
                 ds_buffer.store(ds.to(dtype))
-            # dv += pᵀ dout
+            # dv += pᵀ dout, dk += dsᵀ q
             if P_IN_REGISTERS:
                 dv = add_product(dv, p.to(dtype), do_tile, slot)
-            else:
-                dv = add_product_shared(dv, p_buffer, do_tile, slot)
-            # dk += dsᵀ q
-            if P_IN_REGISTERS:
                 dk = add_product(dk, ds.to(dtype), q_tile, slot)
             else:
+                dv = add_product_shared(dv, p_buffer, do_tile, slot)
                 dk = add_product_shared(dk, ds_buffer, q_tile, slot)
             if NUM_STAGES == 1:
                 # Fetch the next queries.
