@@ -25,7 +25,7 @@ class Decoder:
     """A toy model of several layers, with a cache for a batch of sequences.
 
     A CUDA graph needs tensors that stay in place: the caller writes to `tokens` and `seq_lens`
-        before a step.
+    before a step.
 
     Attributes:
         tokens: [B], the newest token of each sequence.
@@ -100,7 +100,7 @@ def generate(decoder: Decoder, step: Callable[[], Tensor]) -> Tensor:
     """Read the toy's prompts token by token, and continue them; return the tokens [B, NEW_TOKENS].
 
     The prompts end together: shorter ones have length 0 until they begin. `step` is `decoder.step`
-        or a replay of it.
+    or a replay of it.
     """
     toy = toy_model.make_toy()
     device = decoder.tokens.device

@@ -1,7 +1,7 @@
 """Gather the tokens that dilated attention keeps, and scatter its results.
 
 A gather is a slice of an array with one more column, and a scatter is its transpose: neither needs
-    indices, or sums whose order is undefined. XLA fuses each, and each derivative, into one loop.
+indices, or sums whose order is undefined. XLA fuses each, and each derivative, into one loop.
 """
 
 from __future__ import annotations

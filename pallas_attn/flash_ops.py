@@ -1,9 +1,9 @@
 """Attention with its reverse-mode derivative, as JAX's transformations see it.
 
 From the outside in: `attention` refuses other derivatives (`pallas_attn.derivatives`), and
-    `_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
-    `_backward` are jitted, so that a call outside `jit` compiles once. Inside them,
-    `run_on_platform` picks the platform's family.
+`_attention` is a custom_vjp that keeps operands, out and lse for the backward. `_forward` and
+`_backward` are jitted, so that a call outside `jit` compiles once. Inside them,
+`run_on_platform` picks the platform's family.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def paged_attention(
     else is as there. Tokens past the last offset are padding: they may hold NaN, and see no key.
 
     The grid depends only on Tq, B and max_pages, and only the device reads offsets, lengths and
-        tables: one trace serves all. `check_offsets` and `check_pages` check them. Works under
-        `jit`, `vmap` and `lax.scan`. It has no derivative.
+    tables: one trace serves all. `check_offsets` and `check_pages` check them. Works under
+    `jit`, `vmap` and `lax.scan`. It has no derivative.
 
     Args:
         q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8.

@@ -1,8 +1,8 @@
 """The private names of JAX and Triton that this side uses: without one, another family runs.
 
 The table lists them by the group that needs them: "triton" compiles the portable kernels, "mosaic"
-    the Mosaic GPU kernels, and "foreign" launches `torch_attn`'s. A family whose group lacks a name
-    is refused before tracing, and `explain` names what is missing.
+the Mosaic GPU kernels, and "foreign" launches `torch_attn`'s. A family whose group lacks a name
+is refused before tracing, and `explain` names what is missing.
 
 Files import the modules from here, by alias. A module is looked up on first use, so importing
 `pallas_attn` imports no compiler. A missing module is None.

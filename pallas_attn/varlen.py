@@ -83,8 +83,8 @@ def flash_attention_varlen(
     over these. Tokens past the last offset are padding: they may hold NaN, and see no key.
 
     The grid depends only on Tq, Tkv and N, and only the device reads the offsets: one trace serves
-        all. `check_offsets` checks them; no memory outside the arrays is touched. Works under the
-        transformations that `flash_attention` does.
+    all. `check_offsets` checks them; no memory outside the arrays is touched. Works under the
+    transformations that `flash_attention` does.
 
     Args:
         q: [Tq, Hq, D], as in `flash_attention`.
@@ -92,8 +92,8 @@ def flash_attention_varlen(
         v: [Tkv, Hkv, Dv].
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32, offsets of the sequences' queries and keys: 0
             first, never decreasing, at most Tq and Tkv.
-        causal, scale, window_size, softcap, sinks, dropout_rate, deterministic, precision,
-            return_lse, return_row_max: as in `flash_attention`.
+        causal, scale, window_size, softcap, sinks, dropout_rate: as in `flash_attention`.
+        deterministic, precision, return_lse, return_row_max: as in `flash_attention`.
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `flash_attention`.
         relative_bias: [Hq, 2R + 1], as in `flash_attention`.

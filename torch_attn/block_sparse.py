@@ -67,8 +67,8 @@ def block_sparse_attention(
     key. A query may have no tile. Kernels do not read keys and values of tiles that no query keeps.
 
     Pass lists if several calls share a mask: from booleans, each call makes them again.
-        `check_block_mask` checks lists; no memory outside the operands is touched. Works as
-        `flash_attention` does, but not under `vmap` with sinks.
+    `check_block_mask` checks lists; no memory outside the operands is touched. Works as
+    `flash_attention` does, but not under `vmap` with sinks.
 
     Args:
         q: [B, Sq, Hq, D], as in `flash_attention`.

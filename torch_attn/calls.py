@@ -128,7 +128,7 @@ def _key(options_key: Key, operands: tuple[Any, ...], alignment: int) -> Key | N
     """Return all that a call depends on except the operands' values.
 
     None if the dispatcher has to see the call: a mode, a transformation or forward mode is active,
-        or an operand is no plain CUDA tensor.
+    or an operand is no plain CUDA tensor.
     """
     if (
         private.len_dispatch_stack()

@@ -55,9 +55,9 @@ def paged_attention(
     else is as there. Tokens past the last offset are padding: they may hold NaN, and see no key.
 
     The grid depends only on Tq, B and max_pages, and only the device reads offsets, lengths and
-        tables: nothing waits for it, and a CUDA graph can be replayed with others. `check_offsets`
-        and `check_pages` check them. Works as `paged_decode` does, with no derivative and no
-        `vmap`.
+    tables: nothing waits for it, and a CUDA graph can be replayed with others. `check_offsets`
+    and `check_pages` check them. Works as `paged_decode` does, with no derivative and no
+    `vmap`.
 
     Args:
         q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8. Any strides with a

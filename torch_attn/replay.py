@@ -5,8 +5,8 @@ follows from its operands' layouts. A `Replay` does it with other addresses. It 
 function, generated as source, which is faster than a loop over the steps.
 
 A capture is a dispatch mode: it sees torch operations, and `torch_attn.launch` reports the
-    launches. A view that only kernels read becomes the address of its base. Buffers that only
-    kernels read and write are parts of one allocation.
+launches. A view that only kernels read becomes the address of its base. Buffers that only
+kernels read and write are parts of one allocation.
 """
 
 from __future__ import annotations

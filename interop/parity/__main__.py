@@ -1,7 +1,7 @@
 """Run both implementations on the same tensors and compare them with one error budget.
 
 Exit codes: 0 every case passed, 1 a case failed, 2 bad arguments or a missing package, 130
-    interrupted with no failure so far.
+interrupted with no failure so far.
 """
 
 from __future__ import annotations

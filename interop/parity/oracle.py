@@ -88,8 +88,8 @@ class Expectation:
     """The right results of a part: `ref` by the oracle, `lp` by the low-precision run.
 
     `cancelled` allows for sums that cancel: dsinks, and the gradients that come from ds. `errors`
-        are what rows or numbers of those may have where lp has less by chance. `exponents` are
-        log-sum-exps of q·k without terms.
+    are what rows or numbers of those may have where lp has less by chance. `exponents` are
+    log-sum-exps of q·k without terms.
     """
 
     part: Part

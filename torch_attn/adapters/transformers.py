@@ -1,8 +1,8 @@
 """`torch_attn` as an attention implementation of Hugging Face transformers.
 
 transformers asks a registered function for a mask, once for each kind of layer, and hands it to
-    another in every layer. Here the mask is a `Mask`, not a tensor of scores: what cannot be said
-    as a window and segments is refused, so that no part of a mask is lost.
+another in every layer. Here the mask is a `Mask`, not a tensor of scores: what cannot be said
+as a window and segments is refused, so that no part of a mask is lost.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def register(name: str = "torch_attn") -> None:
     otherwise transformers builds a mask while tracing.
 
     Sequences packed into one row, as `DataCollatorWithFlattening` makes them, are kept apart in
-        either of two ways: by `cu_seq_lens_q` and `cu_seq_lens_k`
-        (``return_flash_attn_kwargs=True``), which models hand to their attention; or by
-        `position_ids` that restart, where the model's eager attention minds them: without
-        `attention_mask`, with ``use_cache=False``, and not in gpt-oss.
+    either of two ways: by `cu_seq_lens_q` and `cu_seq_lens_k`
+    (``return_flash_attn_kwargs=True``), which models hand to their attention; or by
+    `position_ids` that restart, where the model's eager attention minds them: without
+    `attention_mask`, with ``use_cache=False``, and not in gpt-oss.
 
     Args:
         name: for `from_pretrained`, `from_config` or `set_attn_implementation`, without "flash",

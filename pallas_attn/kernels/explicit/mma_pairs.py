@@ -137,7 +137,7 @@ def pair_scores(a, b, size, rows, start, end, rule, window, masked, m_warps=4, o
     """Compute the scores of a warpgroup's part of a tile, and the derivative of the cap.
 
     a and b, the own and the visited tile of q and k, have `size` columns. start: the first visited
-        row.
+    row.
     end: the first key that does not exist, counted as the visited rows; None hides none.
     """
     s, layout = product_scores(a, b, size, m_warps), plgpu.Layout.MMA_ACC(b.dtype, m_warps=m_warps)
