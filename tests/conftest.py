@@ -30,7 +30,7 @@ __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 ON_GPU = torch.cuda.is_available()
 # Tests of up to a minute: at the end the other workers would wait for them.
-LONG = ("tests/tuning/", "tests/parity/", "tests/test_site.py")
+LONG = ("tests/kernels/", "tests/tuning/", "tests/parity/", "tests/test_site.py")
 compile_quickly()
 if without_lowering.HIDDEN:
     without_lowering.ask_for_others()
