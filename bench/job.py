@@ -1,4 +1,4 @@
-"""What a suite measures: calls that are timed together, on the same tensors."""
+"""Describe what a suite measures: calls timed together, on the same tensors."""
 
 from __future__ import annotations
 

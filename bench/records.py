@@ -152,13 +152,13 @@ class Record:
 
     @property
     def run(self) -> str:
-        """What records must share to be compared: card, versions and commit."""
+        """Return what records must share to be compared: card, versions and commit."""
         shared = [self.device, self.card, self.versions, self.commit]
         return json.dumps(shared, sort_keys=True)
 
     @property
     def measurement(self) -> str:
-        """What was measured, without device, versions and commit."""
+        """Return what was measured, without device, versions and commit."""
         case = LATER_FIELDS | self.case
         measured = [self.suite, case, self.operation, self.implementation, self.target]
         return json.dumps(measured, sort_keys=True)

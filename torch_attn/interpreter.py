@@ -8,16 +8,18 @@ is the family "triton"'s reason not to run on a CPU. Checked with Triton 3.6 and
 (``tests/torch_attn/test_interpreter.py``):
 
 - `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it, once a
-launch; Triton calls it at every call of a helper, which takes milliseconds. - `FunctionRewriter`
-turns a kernel's source into a Python function, `_implicit_cvt` arguments into the interpreter's
-tensors. - `InterpreterBuilder` and `_get_np_dtype` compute on bfloat16's bits as uint16, silently
-wrong. `_Builder` holds `ml_dtypes.bfloat16`. - `create_splat` takes a comparison of scalars for
-int32 in Triton 3.9, which a mask must not be. - `_implicit_cvt` imports Gluon, which wraps the
-functions of `triton.language`. If they are patched then, no Gluon kernel compiles later. -
-`create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32. - `_Builder`
-turns off the slow integer overflow check, which does nothing without `debug`. -
-``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so Triton
-3.6 cannot run a loop whose bounds are known only at run time.
+  launch; Triton calls it at every call of a helper, which takes milliseconds.
+- `FunctionRewriter` turns a kernel's source into a Python function, `_implicit_cvt` arguments into
+  the interpreter's tensors.
+- `InterpreterBuilder` and `_get_np_dtype` compute on bfloat16's bits as uint16, silently wrong.
+  `_Builder` holds `ml_dtypes.bfloat16`.
+- `create_splat` takes a comparison of scalars for int32 in Triton 3.9, which a mask must not be.
+- `_implicit_cvt` imports Gluon, which wraps the functions of `triton.language`. If they are patched
+  then, no Gluon kernel compiles later.
+- `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
+- `_Builder` turns off the slow integer overflow check, which does nothing without `debug`.
+- ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so Triton
+  3.6 cannot run a loop whose bounds are known only at run time.
 """
 
 from __future__ import annotations

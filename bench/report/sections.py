@@ -1,4 +1,4 @@
-"""What a report shows of a run: facts, peaks, and a section per suite."""
+"""Make what a report shows of a run: facts, peaks, and a section per suite."""
 
 from __future__ import annotations
 

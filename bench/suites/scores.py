@@ -1,4 +1,4 @@
-"""What scores have beside q·k, and dropout: biases, tables, slopes, row maxima."""
+"""Time biases, tables, slopes, dropout and row maxima against the plain call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels of `torch_attn` JAX launches."""
+"""Say which kernels of `torch_attn` JAX launches."""
 
 from __future__ import annotations
 

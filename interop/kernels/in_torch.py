@@ -1,4 +1,4 @@
-"""Which kernels of `pallas_attn` PyTorch launches."""
+"""Say which kernels of `pallas_attn` PyTorch launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host function does, so that another framework can do it instead.
+"""Record what a host function does, so that another framework can do it instead.
 
 A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates memory, computes a little
 and launches kernels: a plan lists these steps, which follow from its operands' shapes.
@@ -56,7 +56,7 @@ class Kernel(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a host function does; `results` has a `Value` for each array."""
+    """Hold what a host function does; `results` has a `Value` for each array."""
 
     steps: tuple[Operation | Kernel, ...]
     results: Any

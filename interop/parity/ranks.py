@@ -27,7 +27,7 @@ AXIS = "context"
 
 
 class Room:
-    """What the ranks of a group share. One rank runs at a time, until it waits for another.
+    """Hold what the ranks of a group share. One rank runs at a time, until it waits for another.
 
     Attributes:
         boxes: mailboxes by receiver, sender and number of the tensor.

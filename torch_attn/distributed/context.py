@@ -374,7 +374,7 @@ def _order(plan: ContextPlan, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class RankCall(NamedTuple):
-    """What a call's hops have in common; a fixed `placement` lets one family run all hops."""
+    """Hold what a call's hops have in common; a fixed `placement` lets one family run all hops."""
 
     peers: Peers
     call: _ContextCall

@@ -104,7 +104,7 @@ class _Block(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """What a rank's stream does in an exchange, by address.
+    """Hold what a rank's stream does in an exchange, by address.
 
     Attributes:
         free: where the rank says that its slot may be overwritten.

@@ -60,7 +60,7 @@ class OwnPasses(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What the fused kernel reads and writes for its `OwnPasses`, or None.
+    """Hold what the fused kernel reads and writes for its `OwnPasses`, or None.
 
     Attributes:
         dq_rows: dq by its address, if needed besides a descriptor.
@@ -87,7 +87,7 @@ class Sums(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """What surrounds a kernel of dk and dv that sums dq as well.
+    """Hold what surrounds a kernel of dk and dv that sums dq as well.
 
     Attributes:
         postprocess: turns float32 sums into a gradient.
@@ -127,7 +127,7 @@ class BackwardKernels(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """What the kernels of a backward read and write, as in `flash_bwd`.
+    """Hold what the kernels of a backward read and write, as in `flash_bwd`.
 
     `grads` are dq, dk and dv; `stored` the terms with the gradients that a kernel stores.
     """

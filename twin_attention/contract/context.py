@@ -28,7 +28,7 @@ LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
 
 
 class Intervals(NamedTuple):
-    """Which rows of the other axis each row sees: int32 bounds that never decrease.
+    """Say which rows of the other axis each row sees: int32 bounds that never decrease.
 
     key_begins, key_ends: [Sq], the first key that each query sees, and one past the last.
     query_begins, query_ends: [Skv], the same for the queries that see each key.

@@ -24,7 +24,7 @@ LEVELS = 1 << 16  # a rate is rounded to a multiple of 1 / LEVELS
 
 
 class DropoutRule(NamedTuple):
-    """Which probabilities are dropped, and what the others are multiplied by.
+    """Say which probabilities are dropped, and what the others are multiplied by.
 
     threshold: a pair is dropped if its 16 bits are below this, from 1 to 65535.
     scale: one over the share that is kept.

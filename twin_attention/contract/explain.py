@@ -1,4 +1,4 @@
-"""The answer of `explain` on both sides: which implementation a call would run, where, and why."""
+"""Say which implementation a call would run, where and why: the answer of `explain`."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class PartialOperands(NamedTuple, Generic[X]):
 
 
 class GradientCarry(NamedTuple, Generic[X]):
-    """What the gradients through some keys pass on to the gradients through others.
+    """Hold what the gradients through some keys pass on to the gradients through others.
 
     dq: [B, Sq, Hq, D] float32, the gradient of q so far.
     lse2, delta: what a family's backward computes from the forward's rows.

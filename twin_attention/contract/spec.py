@@ -149,7 +149,7 @@ class Placement:
 
 
 class Traits:
-    """What kernels ask of any problem.
+    """Hold what kernels ask of any problem.
 
     is_packed: it is a flash attention of packed sequences.
     is_part: it is an attention over some of the keys.

@@ -1,4 +1,4 @@
-"""How ranks exchange keys: which way, in which steps, and which rows go where.
+"""Decide how ranks exchange keys: which way, in which steps, and which rows go where.
 
 All of it follows from a plan and a window, on the host, and every rank gets the same answer.
 """

@@ -1,1 +1,1 @@
-"""Which code a GPU runs, and the tables that tune it."""
+"""Choose the code that a GPU runs, and the tables that tune it."""

@@ -1,4 +1,4 @@
-"""Which paged-cache problems `pallas_attn`'s Mosaic GPU kernels support, on SM80 and SM90."""
+"""Say which paged-cache problems the Mosaic GPU kernels support, on SM80 and SM90."""
 
 from __future__ import annotations
 

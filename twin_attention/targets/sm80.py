@@ -1,4 +1,4 @@
-"""Which problems the explicit SM80 kernels of both sides support.
+"""Say which problems the explicit SM80 kernels of both sides support.
 
 They copy 16 bytes at a time with cp.async, read operands with ldmatrix, and multiply with mma.sync.
 """

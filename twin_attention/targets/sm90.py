@@ -1,4 +1,4 @@
-"""Which problems the explicit SM90 kernels support, and which portable kernels use wgmma.
+"""Say which problems the explicit SM90 kernels support, and which portable kernels use wgmma.
 
 A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgmma.
 """

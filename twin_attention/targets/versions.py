@@ -1,4 +1,4 @@
-"""Which installed packages are newer than the versions checked, and whether JAX is too old."""
+"""Find packages newer than the versions checked, and a JAX that is too old."""
 
 from __future__ import annotations
 

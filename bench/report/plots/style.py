@@ -1,4 +1,4 @@
-"""What plots share: styles of implementations, grids of panels, and bars."""
+"""Draw what plots share: styles of implementations, grids of panels, and bars."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ OF_ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Sums(NamedTuple):
-    """How a family adds up gradients.
+    """Say how a family adds up gradients.
 
     read: reads rows of sums in the order in which the family's kernels added them.
     """

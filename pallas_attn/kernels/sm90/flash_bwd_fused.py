@@ -108,7 +108,7 @@ def flash_bwd_fused_kernel(
 
 
 class Plan(NamedTuple):
-    """How a consumer's registers are used.
+    """Say how a consumer's registers are used.
 
     Attributes:
         size, size_v: columns of dk and of dv, padded.

@@ -14,7 +14,7 @@ from torch_attn.kernels.library.segments import STAYS, VISITED
 
 
 class Marks(NamedTuple):
-    """What hides visited rows besides the window; 0 where there is none.
+    """Hold what hides visited rows besides the window; 0 where there is none.
 
     Attributes:
         ids: segments of the rows that stay, STAYS for padding.

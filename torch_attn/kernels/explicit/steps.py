@@ -17,7 +17,7 @@ from torch_attn.kernels.tile_lists import ALIKE, HEADER, OTHERS_PADDED, PADDED, 
 
 
 class TileList(NamedTuple):
-    """What a work item knows of its list before its first step.
+    """Hold what a work item knows of its list before its first step.
 
     first: the entry of the first step's tile. padding: PADDED and OTHERS_PADDED of the header.
     """

@@ -52,7 +52,7 @@ class HeadTerms(NamedTuple):
 
 
 class TileTerms(NamedTuple):
-    """What a tile's terms need, 0 without them: offset; results of `load_bias` and `draw`."""
+    """Hold what a tile's terms need, 0 without them: offset; results of `load_bias` and `draw`."""
 
     offset: Any
     bias: Any

@@ -18,7 +18,7 @@ LARGEST_ROW = tl.constexpr(2**31 - 1)
 
 
 class RowIntervals(NamedTuple):
-    """What each resident row sees of the other axis, [S] int32."""
+    """Hold what each resident row sees of the other axis, [S] int32."""
 
     begins: Any
     ends: Any

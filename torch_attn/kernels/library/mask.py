@@ -29,7 +29,7 @@ from twin_attention.contract.spec import AttentionSpec
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees; None for a mask that is absent.
+    """Say which keys a query sees; None for a mask that is absent.
 
     `lists` come first: in loops, Triton 3.6 loses a nested tuple's constants unless a constant of
     the outer tuple, such as None, follows.

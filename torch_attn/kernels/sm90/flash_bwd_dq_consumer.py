@@ -36,7 +36,7 @@ from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
 class Kernel(NamedTuple):
-    """What a consumer needs for all items, constants last as in the forward; no dq has lists."""
+    """Hold what a consumer needs for all items, constants last; no dq has lists."""
 
     tiles: Any
     barriers: Any

@@ -53,7 +53,7 @@ from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
 class Kernel(NamedTuple):
-    """What a consumer needs for all items.
+    """Hold what a consumer needs for all items.
 
     A variable would turn the constants into tensors. They come last: otherwise Triton 3.6 loses
     those of the other tuples in loops.
@@ -79,7 +79,7 @@ class Kernel(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """How the running softmax is computed, in constants.
+    """Say how the running softmax is computed, in constants.
 
     Attributes:
         bounded: capped scores need no maximum in a dtype with the range of float32: m_i stays 0.

@@ -16,7 +16,7 @@ from torch_attn.kernels.library.softmax import LN2, LOG2E, add_sink, rest_of_lse
 
 
 class Results(NamedTuple):
-    """What the kernel writes; absent results are None.
+    """Hold what the kernel writes; absent results are None.
 
     Attributes:
         lse, row_max: [B, Hq, Sq] float32, natural logarithm, and the largest score.

@@ -91,7 +91,7 @@ class Keys(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """What a consumer needs for all items, constants last as in the forward.
+    """Hold what a consumer needs for all items, constants last as in the forward.
 
     results: what the consumer stores. members: query heads of a kv head that an item visits. fused:
     dq is added as well.

@@ -1,4 +1,4 @@
-"""Which tiles of the other axis a program's rows see, and how it loads one."""
+"""Find the tiles of the other axis that a program's rows see, and load one."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Which tiles of the other axis rows see."""
+"""Find the tiles of the other axis that rows see, and load one."""
 
 from typing import Any, NamedTuple
 
