@@ -11,7 +11,7 @@ import pytest
 from pallas_attn.private import TESTED
 
 LOWERING = "tests/pallas_attn_lowering/"
-# Lowers all of Mosaic's kernels.
+# The first JAX that lowers all of Mosaic's kernels.
 LOWERS_ALL = (0, 11, 2)
 
 
