@@ -130,9 +130,11 @@ def split_step(step, count, GROUP_SIZE: tl.constexpr):
 def head_base(pointer, strides, batch, head, first=None):
     """Return where a head begins, or its row `first`."""
     offset = tl.cast(batch, tl.int64) * strides.batch + head.to(tl.int64) * strides.head
+    # Before the row is added: where that is 0, the compiler drops the sum, and what it knows of it.
+    offset = tl.multiple_of(offset, strides.align)
     if first is not None:
         offset += tl.cast(first, tl.int64) * strides.row
-    return pointer + tl.multiple_of(offset, strides.align)
+    return pointer + offset
 
 
 @triton.jit
