@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import lru_cache, partial
-from threading import Lock, Thread
+from hashlib import sha256
+from pathlib import Path
+from threading import RLock, Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from torch_attn.driver import pairs
@@ -89,23 +92,24 @@ def compile_launch(launch: Launch, card: Card) -> Compiled:
 
     Raise `NotImplementedError` if no configuration fits the card's shared memory.
     """
-    with _lock_of(launch, card):
+    with lock_of(launch, card):
         return _compiled(launch, card)
 
 
-def compile_in_thread(launch: Launch, card: Card) -> None:
-    """Compile in a thread what `compile_launch` returns."""
+def compile_in_thread(compile: Callable[[], object]) -> None:
+    """Call a function in a thread; who needs its result calls it again, and sees what is wrong."""
 
-    def compile() -> None:
-        with suppress(Exception):  # `compile_launch` says what is wrong
-            compile_launch(launch, card)
+    def run() -> None:
+        with suppress(Exception):
+            compile()
 
-    Thread(target=copy_context().run, args=(compile,)).start()
+    Thread(target=copy_context().run, args=(run,)).start()
 
 
 @lru_cache(maxsize=1024)
-def _lock_of(launch: Launch, card: Card) -> Lock:
-    return Lock()
+def lock_of(launch: Launch, card: Card) -> RLock:
+    """Return what a thread holds while it compiles a launch."""
+    return RLock()
 
 
 @lru_cache(maxsize=1024)
@@ -140,10 +144,16 @@ def without_ptx(cubin: bytes) -> bytes:
 
 
 def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:
-    """Return machine code with a kernel's parameters in another order."""
-    target = compiled.metadata.target
+    """Return machine code with a kernel's parameters in another order, kept in Triton's cache."""
+    metadata, name = compiled.metadata, "reordered.cubin"
+    kept = get_cache_manager(sha256(f"{metadata.hash} {order}".encode()).hexdigest())
+    if (found := kept.get_file(name)) is not None:
+        return Path(found).read_bytes()
     ptx = reorder_parameters(compiled.ptx, compiled.name, order)
-    return without_ptx(_make_cubin(make_backend(target), ptx, {}, compiled.metadata, target.arch))
+    target = metadata.target
+    code = without_ptx(_make_cubin(make_backend(target), ptx, {}, metadata, target.arch))
+    kept.put(code, name)
+    return code
 
 
 def reorder_parameters(ptx: str, name: str, order: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -31,11 +31,13 @@ from interop.kernels.cubin import (
     assemble,
     compile_in_thread,
     compile_launch,
+    lock_of,
 )
 from interop.kernels.plan import Kernel
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton
 from pallas_attn.targets import cuda_devices
+from torch_attn.launch import Launch
 from torch_attn.layouts import leaves
 from torch_attn.operands import dtype_name
 from torch_attn.targets import Card
@@ -71,7 +73,7 @@ def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel, card: Card) -> list
     What it reads and writes is a result in the memory of an operand.
     """
     if cuda_devices():  # without one, few traced programs are lowered for a GPU
-        compile_in_thread(kernel.code, card)
+        compile_in_thread(partial(arranged, kernel.code, kernel.written, kernel.zeroed, card))
     return kernel_call_p.bind(*inputs, kernel=kernel._replace(operands=()), card=card)
 
 
@@ -97,8 +99,7 @@ def _abstract(*inputs, kernel, card):
 
 def _call(*inputs, kernel, card):
     launch, _, read, written, zeroed = kernel
-    compiled = compile_launch(launch, card)
-    buffers = arrange_buffers(compiled.parameters, written, zeroed)
+    compiled, buffers = arranged(launch, written, zeroed, card)
     types = dict(zip(written, result_types(inputs, kernel), strict=True))
     values = dict(zip(read, inputs, strict=True))
     for i in {*written} - {*read}:
@@ -140,8 +141,37 @@ def arrange_buffers(
         expected = "kernels whose results have at most two descriptors, as jaxlib passes them"
         fail(NotImplementedError, "implementation", expected, most)
     results = [Buffer(x, found[0] if found else None) for x, found in again.items()]
-    results.sort(key=lambda x: x.parameter is None)
+    results.sort(key=lambda x: len(parameters) if x.parameter is None else x.parameter)
     return Buffers(tuple(operands), tuple(results))
+
+
+def arranged(
+    launch: Launch, written: tuple[int, ...], zeroed: tuple[int, ...], card: Card
+) -> tuple[Compiled, Buffers]:
+    """Return a launch's kernel, whose parameters are in the order of its buffers, and these."""
+    with lock_of(launch, card):
+        return _arranged(launch, written, zeroed, card)
+
+
+@lru_cache(maxsize=1024)
+def _arranged(
+    launch: Launch, written: tuple[int, ...], zeroed: tuple[int, ...], card: Card
+) -> tuple[Compiled, Buffers]:
+    compiled = compile_launch(launch, card)
+    buffers = arrange_buffers(compiled.parameters, written, zeroed)
+    return order_parameters(compiled, buffers), buffers
+
+
+def order_parameters(compiled: Compiled, buffers: Buffers) -> Compiled:
+    """Return a kernel that takes its parameters in the order of the buffers."""
+    parameters = compiled.parameters
+    last = [x.parameter for x in buffers.results if x.parameter is not None]
+    before = [x.parameter for x in buffers.operands if x.parameter is not None]
+    if not last or last[0] > max(before):
+        return compiled
+    order = [*(i for i in range(len(parameters)) if i not in last), *last]
+    moved = tuple(parameters[i] for i in order)
+    return compiled._replace(cubin=assemble(compiled, order), parameters=moved)
 
 
 def _opaque(
@@ -151,12 +181,8 @@ def _opaque(
     if not hasattr(gpu_triton, "TritonKernel"):
         plugin = "jaxlib's CUDA plugin (pip install 'jax[cuda13]' or 'jax[cuda12]')"
         fail(NotImplementedError, name, plugin, "none")
-    parameters, code = compiled.parameters, compiled.cubin
-    last = [x.parameter for x in buffers.results if x.parameter is not None]
-    order = [*(i for i in range(len(parameters)) if i not in last), *last]
-    if last:
-        code = assemble(compiled, order)
-    given = [_parameter(parameters[i]) for i in order]
+    code = compiled.cubin
+    given = [_parameter(x) for x in compiled.parameters]
     # More parameters than the kernel has: no code reads them.
     given += [_address(sizes.get(x.operand, 0)) for x in buffers.results if x.parameter is None]
     # The name stands in for PTX, which jaxlib would hash and copy each time a program runs.

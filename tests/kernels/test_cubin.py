@@ -151,7 +151,7 @@ def test_a_thread_compiles_what_is_asked_for_later(monkeypatch):
     card = Card(90, 1, 1)
     for launch in names:
         before = {*threading.enumerate()}
-        cubin.compile_in_thread(launch, card)
+        cubin.compile_in_thread(partial(compile_launch, launch, card))
         for thread in {*threading.enumerate()} - before:
             thread.join()
     main = threading.current_thread()

@@ -517,6 +517,7 @@ def simulated(parameters, written, zeroed, monkeypatch):
     monkeypatch.setattr(triton_call, "assemble", assemble)
     buffers = triton_call.arrange_buffers(parameters, written, zeroed)
     compiled = Compiled("f", b"code", 4, 0, (1, 1, 1), parameters, "", None)
+    compiled = triton_call.order_parameters(compiled, buffers)
     triton_call._opaque("f", compiled, 90, buffers, dict.fromkeys(zeroed, 12))
     (given,) = calls
     # As in jaxlib: each array and each map takes the next buffer, and CUDA the first parameters.
@@ -549,10 +550,15 @@ def test_each_parameter_gets_its_operand(monkeypatch):
     assert order == [*range(len(parameters))]  # the code that Triton made
     assert [x.operand for x in buffers.operands] == [3, 0, 0, 2, 1, 5, 6]
     assert {x.operand for x in buffers.results} == {2, 3, 5, 6}
-    parameters = (Descriptor(4, *box), *parameters, Descriptor(4, *box), Number(7, "i32"))
+    first = Descriptor(4, *box)
+    got, buffers, order = simulated((first, *parameters, first), (4,), (), monkeypatch)
+    assert got[len(parameters) + 1] == ("map", 4)
+    assert order == [*range(len(parameters) + 2)]  # the result's second parameter is the last
+    parameters = (first, *parameters[:-1], first, Pointer(6), Number(7, "i32"))
     got, buffers, order = simulated(parameters, (3, 2, 5, 6, 4), (3, 2), monkeypatch)
-    assert [got[i] for i in range(len(parameters))] == [("map", 4), *expected, ("map", 4), 7]
-    assert order[-1] == len(parameters) - 2
+    expected = [("map", 4), *expected[:-1], ("map", 4), ("array", 6), 7]
+    assert [got[i] for i in range(len(parameters))] == expected
+    assert order[-1] == len(parameters) - 3
     assert buffers.results[0].operand == 4
 
 

@@ -111,7 +111,7 @@ class BackwardKernels(NamedTuple):
         dq_prepares_rows: the dq kernel computes lse2 and delta.
         terms_gradients: compute gradients of terms, by name, in portable kernels. Other kernels
             then take the terms before the mask. None without terms.
-        item_counter: makes a launch's counter, which precedes terms and mask.
+        item_counter: makes a launch's counter, which precedes sums, terms and mask.
         mask_of: makes a kernel's mask; None for ranges that torch computes.
     """
 
@@ -165,9 +165,14 @@ class Computation:
         kernel: Kernel,
         tensors: tuple[Any, ...],
         terms: tuple[Terms, ...],
+        sums: tuple[Sums, ...] = (),
         **needs: bool,
     ) -> None:
-        """Launch a kernel with its own mask and counter."""
+        """Launch a kernel with its own mask and counter.
+
+        The sums, some of which are of given tensors, are behind other tensors: see
+        `interop.kernels.triton_call`.
+        """
         (q, *_), kernels = self.operands, self.kernels
         if kernels.mask_of is not None:
             mask = kernels.mask_of(name, self.operands, self.spec, self.backend)
@@ -176,7 +181,7 @@ class Computation:
             mask = self.computed_mask if of_keys else mask_of_queries(self.operands, self.spec)
         counter = kernels.item_counter and (kernels.item_counter(q, self.spec, **needs),)
         options = {} if kernels.num_warps is None else {"num_warps": kernels.num_warps}
-        operands = (*tensors, *(counter or ()), *terms, mask)
+        operands = (*tensors, *(counter or ()), *sums, *terms, mask)
         launch(name, *kernel, operands, self.spec, self.backend, **options)
 
 
@@ -193,7 +198,7 @@ def launch_dkdv(x: Computation) -> None:
     """Launch the kernels of dk and dv on prepared rows."""
     sums = () if x.kernels.fused is None else (Sums(),)
     for kernel in x.kernels.dkdv:
-        x.launch("flash_bwd_dkdv", kernel, (*x.inputs, *x.grads[1:], *sums), x.terms)
+        x.launch("flash_bwd_dkdv", kernel, (*x.inputs, *x.grads[1:]), x.terms, sums)
 
 
 def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
@@ -219,9 +224,10 @@ def launch_fused(x: Computation, fused: Fused) -> tuple[Terms, ...]:
     of_rows = (x.dout, x.out, x.statistics) if own.rows else ()
     passes = Passes(x.grads[0], None, *of_rows) if own.sums else Passes()
     stored = tuple(_with_added(terms, q, spec) for terms in x.stored)
-    tensors = (*x.inputs, *x.grads[1:], Sums(*sums)._replace(passes=passes))
+    own_sums = (Sums(*sums)._replace(passes=passes),)
     needs = {"has_uneven": True, "has_sections": own.sums}
-    x.launch("flash_bwd_fused", x.kernels.dkdv[0], tensors, stored, **needs)
+    tensors = (*x.inputs, *x.grads[1:])
+    x.launch("flash_bwd_fused", x.kernels.dkdv[0], tensors, stored, own_sums, **needs)
     offsets = offsets_of(x.operands).q
     for (part, grad, _shape), values in zip(summed[first:], sums[first:], strict=True):
         tensors = (values, grad, offsets)

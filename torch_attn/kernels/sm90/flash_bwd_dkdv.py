@@ -63,8 +63,8 @@ def flash_bwd_dkdv_kernel(
     delta,
     dk,
     dv,
-    sums,
     counter_ptr,
+    sums,
     terms,
     mask,
     seq_q,
@@ -196,7 +196,7 @@ def flash_bwd_dkdv_kernel(
 def prepare_dkdv(call: KernelCall) -> Prepared:
     spec, config = call.spec, call.config
     assert (config.block_q, config.block_kv) == (BLOCK_Q.value, 128)
-    q, k, v, dout, lse2, delta, dk, dv, sums, counter, *_ = call.layouts
+    q, k, v, dout, lse2, delta, dk, dv, counter, sums, *_ = call.layouts
     terms = terms_argument(call)["terms"]
     boxes, stored = (bias_boxes(x, config.block_q, 64) for x in (terms.bias, terms.dbias))
     if boxes is not None and terms.bias.entries.dtype.itemsize != 2:

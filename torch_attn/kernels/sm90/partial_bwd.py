@@ -54,6 +54,6 @@ def partial_bwd(
         )  # fmt: skip
     name = "flash_bwd_fused" if has_sums else "flash_bwd_dkdv"
     counter, mask = item_counter(q, spec), mask_of_queries(operands, spec)
-    of_dkdv = (q, k, v, dout, *of_rows, dk, dv, sums, counter, Terms(), mask)
+    of_dkdv = (q, k, v, dout, *of_rows, dk, dv, counter, sums, Terms(), mask)
     launch(name, flash_bwd_dkdv_kernel, prepare_dkdv, of_dkdv, spec, backend, num_warps=NUM_WARPS)
     return carry, dk, dv
