@@ -184,6 +184,9 @@ def test_jax_takes_the_explicit_kernels_for_gradients_of_terms(term, head_dim):
         ("flash_fwd", 1024, 32, 32, 64, Window(None, 0), False),
         ("flash_fwd", 512, 32, 32, 64, Window(64, 0), False),
         ("flash_fwd", 512, 16, 16, 128, Window(None, 0), False),
+        ("flash_fwd", 4096, 16, 16, 128, Window(None, 0), True),
+        ("flash_fwd", 2048, 32, 32, 64, Window(), True),
+        ("flash_fwd", 4096, 16, 16, 256, Window(), False),
         ("flash_bwd", 16384, 16, 16, 128, Window(None, 0), True),
         ("flash_bwd", 16384, 16, 16, 128, Window(), False),
         ("flash_bwd", 3000, 16, 4, 128, Window(None, 0), True),
@@ -528,7 +531,8 @@ SHORT = {"batch": 32, "seq_q": 512, "seq_kv": 512}
     ("operation", "changes", "expected"),
     [
         ("flash_fwd", {"num_sequences": 12, "head_dim": 64}, "gluon"),
-        ("flash_fwd", {"num_sequences": 12}, "mosaic"),
+        ("flash_fwd", {"num_sequences": 12}, "gluon"),
+        ("flash_fwd", {"num_sequences": 12, "head_dim": 256}, "mosaic"),
         ("flash_bwd", {"num_sequences": 12}, "gluon"),
         ("flash_bwd", {"num_sequences": 12, "deterministic": True}, "mosaic"),
         ("flash_bwd", {"num_sequences": 12, "head_dim": 256}, "gluon"),
@@ -569,7 +573,7 @@ def test_none_takes_kernels_of_the_other_side_where_they_are_faster(
     assert backend.family.name == expected
     assert backend.family.is_foreign == (expected == "gluon")
     said = describe(None, operation, backend, passed_over, spec, "a card", 132)
-    assert ("faster than this side's own" in said.reason) == (expected == "gluon")
+    assert ("as fast as this side's own" in said.reason) == (expected == "gluon")
     assert ("torch_triton" in said.by_name) == (operation == "flash_fwd")
     assert said.foreign == ("torch_attn" if expected == "gluon" else None)
     own = "triton" if spec.segmented or spec.tree else "mosaic"

@@ -65,7 +65,7 @@ def describe(
     elif implementation is not None:
         reason = f"implementation={implementation!r} was asked for"
     elif backend.family.faster(operation, spec, backend.target):
-        reason = "measured to be faster than this side's own kernels"
+        reason = "measured to be at least as fast as this side's own kernels"
     elif passed_over:
         reason = "the first that supports the problem on this device"
     else:

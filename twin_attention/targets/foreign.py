@@ -17,13 +17,15 @@ _FLOPS_OF_SECOND = 4e14
 _SHORT = 1024  # tokens
 _SHORT_GROUPED = 3072  # of a causal backward of grouped heads
 _SHORT_FORWARD = 512
+_LONG_FORWARD = 2048
 
 
 def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
     """Return True if Gluon's SM90 kernels are faster than the kernels of `pallas_attn`.
 
-    Backwards that were not timed count as slower: deterministic ones, and dense ones with a window
-    or a softcap.
+    They win where both are as fast: JAX compiles Mosaic's kernels anew for each shape. Backwards
+    that were not timed count as slower: deterministic ones, and dense ones with a window or a
+    softcap.
     """
     if target != "sm90" or operation not in _LAUNCHES:
         return False
@@ -39,14 +41,17 @@ def gluon_is_faster(operation: str, spec: Spec, target: str | None) -> bool:
         faster = True  # than portable kernels
     else:
         dense_is_faster = _backward_is_faster if is_backward else _forward_is_faster
-        faster = (is_packed and is_backward) or dense_is_faster(spec, head_dim)
+        packed_is_faster = is_packed and (is_backward or head_dim <= 128)
+        faster = packed_is_faster or dense_is_faster(spec, head_dim)
     if operation == "flash_bwd" and spec.deterministic:
         return False
     return faster and _flops(operation, spec) >= launches * _SECONDS_OF_LAUNCH * _FLOPS_OF_SECOND
 
 
 def _forward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
-    return _is_plain(spec) and head_dim <= 64 and _longest(spec) <= _SHORT_FORWARD
+    if not _is_plain(spec) or head_dim > 128:
+        return False
+    return _longest(spec) >= _LONG_FORWARD or (head_dim <= 64 and _longest(spec) <= _SHORT_FORWARD)
 
 
 def _backward_is_faster(spec: AttentionSpec, head_dim: int) -> bool:
