@@ -85,7 +85,7 @@ def flash_attention(
     reverse mode. Tracing fixes the kernels' target (`twin_attention.targets.target`).
 
     Args:
-        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8.
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 512 in steps of 8.
         k: [B, Skv, Hkv, D], q's dtype. Hkv divides Hq.
         v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits.
         causal: query i sees keys up to p.

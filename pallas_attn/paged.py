@@ -59,7 +59,7 @@ def paged_attention(
     `jit`, `vmap` and `lax.scan`. It has no derivative.
 
     Args:
-        q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 256 in steps of 8.
+        q: [Tq, Hq, D], float16 or bfloat16. D is 16 to 512 in steps of 8.
         k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.

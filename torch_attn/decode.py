@@ -75,7 +75,7 @@ def paged_decode(
     float32 q, but never the cache. It has no derivative.
 
     Args:
-        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 64, float16 or bfloat16. D is 16 to 256 in
+        q: [B, Hq, D], or [B, T, Hq, D] with T from 1 to 64, float16 or bfloat16. D is 16 to 512 in
             steps of 8. Any strides with a contiguous last dimension, as for all operands.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
             sequences. page_size is 1 to 256; Hkv divides Hq. The rows of an 8-bit pool begin at
@@ -271,7 +271,7 @@ def merge_states(
 
     Args:
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32. Dv
-            is 16 to 256 in steps of 8. Any strides with a contiguous last dimension.
+            is 16 to 512 in steps of 8. Any strides with a contiguous last dimension.
         lses: [N, B, H] or [N, B, H, S] float32, their log-sum-exp, natural logarithm.
         implementation: "triton", "reference" or None, as in `flash_attention`.
 

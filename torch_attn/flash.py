@@ -85,7 +85,7 @@ def flash_attention(
     `scaled_dot_product_attention`. Differentiable once, in reverse mode.
 
     Args:
-        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 256 in steps of 8. Any strides
+        q: [B, Sq, Hq, D], float16, bfloat16 or float32. D is 16 to 512 in steps of 8. Any strides
             with a contiguous last dimension, as for k and v.
         k: [B, Skv, Hkv, D], q's dtype. Hkv divides Hq.
         v: [B, Skv, Hkv, Dv], q's dtype. Dv has D's limits.

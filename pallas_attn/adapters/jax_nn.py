@@ -42,7 +42,7 @@ def dot_product_attention(
     lengths; tiles of padding are skipped.
 
     Args:
-        query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 256 in steps of
+        query: [B, T, N, H] or [T, N, H], float16, bfloat16 or float32. H is 16 to 512 in steps of
             8.
         key, value: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
         bias: [B, N, T, S], or 1 in place of any, float32 or the query's dtype, added to the scores.

@@ -26,7 +26,7 @@ from tests.mistakes import (
 from twin_attention.contract.block_mask import BlockMask
 
 INF, NAN = float("inf"), float("nan")
-SIZE = "expected a head dimension from 16 to 256 in steps of 8, got "
+SIZE = "expected a head dimension from 16 to 512 in steps of 8, got "
 WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
 SOFTCAP = "softcap: expected a positive number up to 2**100 or None, got "
 SCALE = "scale: expected a finite number or None, got "
@@ -89,7 +89,7 @@ OF_FLASH = [
     mistake(ValueError, "q: expected a number of heads divisible by k's 0, got 4",
             k=bf16(2, 7, 0, 32), v=bf16(2, 7, 0, 48)),
     mistake(NotImplementedError, f"q: {SIZE}8", q=bf16(2, 5, 4, 8), k=bf16(2, 7, 2, 8)),
-    mistake(NotImplementedError, f"q: {SIZE}264", q=bf16(2, 5, 4, 264), k=bf16(2, 7, 2, 264)),
+    mistake(NotImplementedError, f"q: {SIZE}520", q=bf16(2, 5, 4, 520), k=bf16(2, 7, 2, 520)),
     mistake(NotImplementedError, f"v: {SIZE}20", v=bf16(2, 7, 2, 20)),
     mistake(TypeError, "k: expected q's dtype bfloat16, got float16", k=f16(2, 7, 2, 32)),
     mistake(TypeError, "v: expected q's dtype bfloat16, got float32", v=f32(2, 7, 2, 48)),

@@ -34,7 +34,7 @@ def flash_attn_func(
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32. The last dimension is contiguous, and D is
-            16 to 256 in steps of 8; flash-attn copies and pads others.
+            16 to 512 in steps of 8; flash-attn copies and pads others.
         k: [B, Skv, Hkv, D], q's dtype.
         v: [B, Skv, Hkv, Dv], q's dtype.
         dropout_p: share of probabilities to drop. The seed comes from torch's generator of the

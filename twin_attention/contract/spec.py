@@ -23,7 +23,7 @@ from twin_attention.contract.operands import (
 DTYPES = ("float16", "bfloat16", "float32")
 Precision = Literal["ieee", "tf32"]  # of products of float32 operands
 PRECISIONS = get_args(Precision)
-HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 256, 8
+HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 512, 8
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
 DEPTH_MAX = 2**30 - 1  # of queries and keys; a window of depths is no wider

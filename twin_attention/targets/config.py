@@ -50,7 +50,7 @@ from twin_attention.targets.kernels import (
 
 PACKAGES = ("torch_attn", "pallas_attn")
 KEYS = ("dtype_bits", "head_dim", "when")
-HEAD_DIMS = (16, 32, 64, 128, 256)  # padded head dimensions
+HEAD_DIMS = (16, 32, 64, 128, 256, 512)  # padded head dimensions
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.targets import sm80
 from twin_attention.targets.kernels import Spec
 
 # These kernels are faster up to this many query rows per kv head.
@@ -17,6 +18,8 @@ def supports(spec: Spec) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if isinstance(spec, AttentionSpec):
         return "its kernels of paged caches take no other attention"
+    if reason := sm80.too_wide(spec):
+        return reason
     if isinstance(spec, PagedSpec) or (isinstance(spec, AppendSpec) and spec.packed):
         return "its kernels take no packed sequences"
     if isinstance(spec, AppendSpec) and spec.rotary_dim:

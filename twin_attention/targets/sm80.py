@@ -11,12 +11,15 @@ from twin_attention.targets.kernels import Spec
 # The most query-key pairs, over all batch elements, whose tiles are listed for ids and ends.
 MOST_LISTED = 2**36
 PROGRAMS_OF_SM = 2  # at a time, of most kernels
+EXPLICIT_HEAD_DIM_MAX = 256  # the portable kernels have all
 
 
 def supports(operation: str, spec: Spec, target: str | None) -> str | None:
     """Return None for a problem that the kernels cover, else the reason why they do not."""
     if not isinstance(spec, AttentionSpec):
         return "it has flash attention alone"
+    if reason := too_wide(spec):
+        return reason
     if spec.has_lists:
         return "its kernels take no block masks"
     if spec.is_part:
@@ -29,6 +32,13 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
         return "its kernels are for SM80"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.dtype}"
+    return None
+
+
+def too_wide(spec: Spec) -> str | None:
+    """Return why no explicit kernel has a problem's head dimensions, or None."""
+    if max(getattr(spec, "head_dim", 0), getattr(spec, "head_dim_v", 0)) > EXPLICIT_HEAD_DIM_MAX:
+        return f"its head dimensions go up to {EXPLICIT_HEAD_DIM_MAX}"
     return None
 
 

@@ -23,6 +23,8 @@ def supports(operation: str, spec: Spec, target: str | None) -> str | None:
 
     operation: "flash_fwd", "flash_bwd", "paged_attention", or a part's function.
     """
+    if reason := sm80.too_wide(spec):
+        return reason
     if isinstance(spec, PagedSpec) and operation == "paged_attention":
         return _supports_paged(spec, target)
     if not isinstance(spec, AttentionSpec):

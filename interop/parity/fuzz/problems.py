@@ -42,6 +42,7 @@ from twin_attention.contract.spec import (
 from twin_attention.contract.transfers import EXCHANGES
 from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
+from twin_attention.targets.sm80 import EXPLICIT_HEAD_DIM_MAX
 from twin_attention.targets.target import TARGETS
 
 # Consecutive problems that differ only in lengths and values, and so share compiled kernels.
@@ -257,8 +258,9 @@ class _Draw:
         return self.integer(3 * self._longest, 4 * self._longest)
 
     def head_dim(self) -> int:
+        largest = HEAD_DIM_MAX if self.chance(0.1) else EXPLICIT_HEAD_DIM_MAX
         any_size = HEAD_DIM_STEP * self.integer(
-            HEAD_DIM_MIN // HEAD_DIM_STEP, HEAD_DIM_MAX // HEAD_DIM_STEP
+            HEAD_DIM_MIN // HEAD_DIM_STEP, largest // HEAD_DIM_STEP
         )
         return self.pick(*COMMON_HEAD_DIMS) if self.chance(0.5) else any_size
 

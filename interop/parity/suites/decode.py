@@ -24,6 +24,7 @@ def _small_decode() -> Iterator[DecodeCase]:
     yield replace(several, name="decode-tokens", tokens=4, num_splits=3)
     yield replace(base, name="decode-mha-d128", heads_q=2, head_dim=128)
     yield replace(base, name="decode-d80-dv72", head_dim=80, head_dim_v=72, heads_kv=1)
+    yield replace(base, name="decode-d512-dv264", head_dim=512, head_dim_v=264, heads_kv=1)
     yield replace(base, name="decode-page-7", page_size=7, max_pages=19, lengths=(0, 6, 7, 8, 133))
     yield replace(base, name="decode-int8", kv_dtype="int8", dtype="float16")
     yield replace(base, name="decode-fp8", kv_dtype="float8_e4m3fn", scale_shape=(2,))
@@ -51,7 +52,7 @@ def _full_decode() -> Iterator[DecodeCase]:
     for d in (128, 256):
         sizes = {"heads_q": 10, "heads_kv": 2, "tokens": 8, "head_dim": d}
         yield replace(base, name=f"{base.name}-40-rows-d{d}", **sizes)
-    for kv_dtype, d in product(("int8", "float8_e4m3fn"), (16, 32, 256)):
+    for kv_dtype, d in product(("int8", "float8_e4m3fn"), (16, 32, 256, 512)):
         name = f"{base.name}-{kv_dtype}-d{d}"
         yield replace(base, name=name, kv_dtype=kv_dtype, head_dim=d)
     for kv_dtype, d in product((None, "int8", "float8_e4m3fn"), (64, 128, 256)):
@@ -65,7 +66,7 @@ def _full_decode() -> Iterator[DecodeCase]:
 
 
 def _full_decode_changes() -> Iterator[Change]:
-    for d in (16, 32, 64, 72, 96, 128, 192, 256):
+    for d in (16, 32, 64, 72, 96, 128, 192, 256, 512):
         yield f"d{d}", {"head_dim": d}
     for size in (1, 3, 16, 48, 128, 256):
         yield f"page{size}", {"page_size": size, "max_pages": -(-701 // size)}

@@ -30,6 +30,10 @@ def _small() -> Iterator[FlashCase]:
     yield replace(base, name="softcap-far", softcap=2.0, seq_kv=200, causal=True, sinks=True)
     yield replace(base, name="d80-dv48", head_dim=80, head_dim_v=48)
     yield replace(
+        base, name="d320-dv512", seq_q=37, seq_kv=50, heads_kv=1, head_dim=320, head_dim_v=512,
+        causal=True, sinks=True,
+    )  # fmt: skip
+    yield replace(
         base, name="all-options", seq_q=97, heads_q=4, heads_kv=2, head_dim=72, causal=True,
         window_size=(64, None), softcap=30.0, sinks=True, scale=0.2,
     )  # fmt: skip
@@ -118,7 +122,7 @@ def _full() -> Iterator[FlashCase]:
 
 
 def _full_tf32_changes() -> Iterator[Change]:
-    for d, causal in product((16, 32, 40, 64, 80, 96, 128, 192, 256), (False, True)):
+    for d, causal in product((16, 32, 40, 64, 80, 96, 128, 192, 256, 512), (False, True)):
         yield f"d{d}{'-causal' if causal else ''}", {"head_dim": d, "causal": causal}
     yield "d64-dv128", {"head_dim": 64, "head_dim_v": 128, "causal": True}
     for seq_q, seq_kv in ((1, 1), (1, 509), (509, 1), (127, 641), (641, 127), (0, 64), (64, 0)):
@@ -136,10 +140,10 @@ def _full_tf32_changes() -> Iterator[Change]:
 
 def _full_changes() -> Iterator[Change]:
     masks = (("", {}), ("-causal", {"causal": True}))
-    sizes = (16, 24, 32, 40, 64, 80, 96, 112, 128, 160, 192, 240, 256)
+    sizes = (16, 24, 32, 40, 64, 80, 96, 112, 128, 160, 192, 240, 256, 320, 512)
     for d, (mask, causal) in product(sizes, masks):
         yield f"d{d}{mask}", {"head_dim": d, **causal}
-    for d, dv in ((16, 256), (256, 16), (64, 128), (192, 128), (104, 72)):
+    for d, dv in ((16, 256), (256, 16), (512, 264), (64, 128), (192, 128), (104, 72)):
         yield f"d{d}-dv{dv}", {"head_dim": d, "head_dim_v": dv, "causal": True}
     lengths = (
         (1, 1), (1, 509), (509, 1), (127, 641), (641, 127), (512, 512), (129, 255), (0, 64),

@@ -50,7 +50,7 @@ def _full_paged() -> Iterator[PagedCase]:
 
 
 def _full_paged_changes() -> Iterator[Change]:
-    for kv_dtype, d in product((None, "int8", "float8_e4m3fn"), (16, 64, 128, 256)):
+    for kv_dtype, d in product((None, "int8", "float8_e4m3fn"), (16, 64, 128, 256, 512)):
         yield (
             f"d{d}{'' if kv_dtype is None else '-' + kv_dtype}",
             {"head_dim": d, "kv_dtype": kv_dtype},
