@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pallas_attn.derivatives import constant
 from pallas_attn.dispatch import Implementation
-from pallas_attn.operands import operand
-from twin_attention.contract.operands import describe_operands
+from pallas_attn.operands import in_float32, operand
+from twin_attention.contract.operands import CONSTANTS, WIDENED, describe_operands
 
 
 class Attention(NamedTuple):
@@ -29,12 +30,20 @@ class Attention(NamedTuple):
         implementation: Implementation | None,
     ) -> Any:
         """Run the public function; return_lse is the last option."""
-        given, checked = self.operands(*operands), self.check_options(*options)
+        given, checked = _ready(self.operands(*operands)), self.check_options(*options)
         spec = self.check(describe_operands(given, operand), checked)
         return self.run(given, spec, implementation, options[-1])
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
         """Check a public call; return operands and problem."""
-        operands = self.operands(*(arguments.pop(name) for name in self.operands._fields))
+        operands = _ready(self.operands(*map(arguments.pop, self.operands._fields)))
         checked = self.check_options(**arguments)
         return operands, self.check(describe_operands(operands, operand), checked)
+
+
+def _ready(operands: Any) -> Any:
+    """Return operands with constants marked, and sinks and slopes in float32."""
+    given = {name: x for name, x in operands._asdict().items() if x is not None}
+    marked = {name: constant(name, given[name]) for name in CONSTANTS if name in given}
+    given |= marked
+    return operands._replace(**{name: in_float32(given[name]) for name in WIDENED if name in given})

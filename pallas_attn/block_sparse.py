@@ -20,6 +20,7 @@ from twin_attention.contract.validate.block_mask import (
     check_lists,
 )
 from twin_attention.contract.validate.errors import fail
+from twin_attention.contract.validate.names import answers_other_names
 
 
 @overload
@@ -49,6 +50,7 @@ def block_sparse_attention(
     sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@answers_other_names
 def block_sparse_attention(
     q: jax.Array,
     k: jax.Array,

@@ -16,6 +16,7 @@ from twin_attention.contract.operands import AppendOperands, describe_operands
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate.merge import check_merge_states
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.paged import check_append_kv
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
@@ -39,6 +40,7 @@ def paged_decode(
     seq_lens: jax.Array,
     *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@answers_other_names
 def paged_decode(
     q: jax.Array,
     k_pages: jax.Array,
@@ -46,6 +48,7 @@ def paged_decode(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *,
+    causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -80,6 +83,7 @@ def paged_decode(
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        causal: only True: new tokens are causal among themselves.
         scale, softcap, sinks, return_lse: as in `flash_attention`.
         window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
             no effect.
@@ -125,7 +129,7 @@ def paged_decode(
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
     )  # fmt: skip
-    options = scale, window_size, softcap, num_splits, cascade, return_lse
+    options = causal, scale, window_size, softcap, num_splits, cascade, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
 
@@ -156,6 +160,7 @@ def append_kv(
     k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, ...]: ...  # fmt: skip
+@answers_other_names
 def append_kv(
     k_new: jax.Array,
     v_new: jax.Array,
@@ -241,6 +246,7 @@ def append_kv(
     return (*rotated, k_pages, v_pages)
 
 
+@answers_other_names
 def merge_states(
     outs: jax.Array, lses: jax.Array, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:

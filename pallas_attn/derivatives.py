@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from twin_attention.contract.validate.errors import not_differentiable
+from twin_attention.contract.validate.errors import not_constant, not_differentiable
 
 
 def once(tree: Any, function: str) -> Any:
@@ -26,6 +26,11 @@ def once(tree: Any, function: str) -> Any:
         return _once.bind(x, function=function) if isinstance(x, Tracer) else x
 
     return jax.tree.map(pass_on, tree)
+
+
+def constant(name: str, x: Any) -> Any:
+    """Return an operand unchanged; refuse a derivative by it, naming it."""
+    return _constant.bind(x, function=name) if isinstance(x, Tracer) else x
 
 
 def together(*results: jax.Array) -> tuple[jax.Array, ...]:
@@ -69,6 +74,9 @@ ad.primitive_jvps[_computed] = _refuse_second_derivative
 
 _once = _identity("attention_once")
 ad.primitive_jvps[_once] = _once_jvp
+
+_constant = _identity("attention_constant")
+ad.primitive_jvps[_constant] = lambda *_, function: not_constant(function)
 
 _together = Primitive("attention_together")
 _together.multiple_results = True

@@ -17,6 +17,7 @@ from pallas_attn.operands import operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
 from twin_attention.contract.validate.dilated import check_dilated_attention, check_dilations
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_flash_options
 
 
@@ -44,6 +45,7 @@ def dilated_attention(
     deterministic: bool | None = ..., precision: Precision = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@answers_other_names
 def dilated_attention(
     q: jax.Array,
     k: jax.Array,

@@ -6,23 +6,27 @@ every other platform, and JAX takes one of them when it lowers the code.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
 from pallas_attn import families, private
-from pallas_attn.targets import Device, cuda_devices, target_of
+from pallas_attn.targets import Device, cuda_devices, num_sms, target_of
+from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.options import check_choice
 from twin_attention.targets import family
 from twin_attention.targets.config import Change, repeat_configs, requested_configs
+from twin_attention.targets.describe import describe, function_of, log_once
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.target import requested_target
 
 Implementation = Literal["mosaic", "triton", "reference", "gluon", "torch_triton"]
 IMPLEMENTATIONS = get_args(Implementation)
+LOGGER = logging.getLogger(families.PACKAGE)
 
 
 class Backends(NamedTuple):
@@ -51,7 +55,9 @@ class Backends(NamedTuple):
                 return backend
             return choose(implementation, "flash_bwd", backend.target, spec)[0]
 
-        return self._replace(cuda=again(self.cuda), elsewhere=again(self.elsewhere))
+        backends = self._replace(cuda=again(self.cuda), elsewhere=again(self.elsewhere))
+        log_choice(implementation, "flash_bwd", None, spec)
+        return backends
 
 
 def check_implementation(implementation: Implementation | None) -> None:
@@ -115,7 +121,31 @@ def choose_backends(
             elsewhere = cuda
         else:
             elsewhere, _ = choose(implementation, operation, None, spec)
+    log_choice(implementation, operation, device, spec)
     return Backends(cuda, elsewhere, requested_configs())
+
+
+def describe_choice(
+    implementation: Implementation | None, operation: str, device: Device | None, spec: Spec
+) -> Explanation:
+    """Describe what runs an operation of a public function on a device, None for the default."""
+    on = jax.devices()[0] if device is None else device
+    runs_kernels = on in cuda_devices() and implementation != "reference"
+    target = target_of(device) if runs_kernels else None
+    name = on.device_kind
+    if device is None:
+        name += ", the default device: the operands' own is not known while tracing"
+    backend, passed_over = choose(implementation, function_of(operation, spec), target, spec)
+    count = num_sms(backend.target)
+    return describe(implementation, operation, backend, passed_over, spec, name, count)
+
+
+def log_choice(
+    implementation: Implementation | None, operation: str, device: Device | None, spec: Spec
+) -> None:
+    """Log what runs an operation, once, if the logger of this package is at debug level."""
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        log_once(LOGGER, operation, spec, describe_choice(implementation, operation, device, spec))
 
 
 def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: Any) -> Any:

@@ -28,7 +28,7 @@ from pallas_attn.explain import PROBLEMS
 from pallas_attn.flash import flash_attention
 from pallas_attn.flash_ops import or_as_xla_says
 from pallas_attn.kernels import reference
-from pallas_attn.operands import operand
+from pallas_attn.operands import in_float32, operand
 from pallas_attn.switches import promoting
 from twin_attention.contract.context import (
     ContextPlan,
@@ -61,6 +61,7 @@ from twin_attention.contract.validate.context import (
     check_whole,
 )
 from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_flash_options
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
 Exchange = Literal["ring", "gather", "heads"]
 
 
+@answers_other_names
 def context_attention(
     q: Array,
     k: Array,
@@ -117,8 +119,8 @@ def context_attention(
             share evenly; None is "ring".
         causal, scale, window_size, softcap, precision, return_lse: as in `flash_attention`, with
             positions in the whole sequence.
-        sinks: [Hq] float32, the same on every rank. Inside `shard_map` its gradient is this rank's
-            share of a sum over ranks.
+        sinks: [Hq], as in `flash_attention`, the same on every rank. Inside `shard_map` its
+            gradient is this rank's share of a sum over ranks.
         deterministic: True: the same number of ranks gives the same bits every time, except that
             XLA chooses the order of sums over ranks in "gather".
         implementation: as in `flash_attention`; "ring" and "gather" support "triton" and
@@ -152,7 +154,7 @@ def context_attention(
         )
         out = unshard_sequence(out, plan)
     """
-    deterministic = or_as_xla_says(deterministic)
+    deterministic, sinks = or_as_xla_says(deterministic), in_float32(sinks)
     given = causal, scale, window_size, softcap, deterministic, precision, return_lse
     options = check_flash_options(*given)
     if not isinstance(plan, ContextPlan):
@@ -203,7 +205,7 @@ def problem_of_context(
         fail(TypeError, "plan", "a ContextPlan of `context_plan`", type_name(plan))
     size = lax.axis_size(axis_name) if mesh is None else mesh.shape[axis_name]
     check_group(plan.size, size)
-    operands = FlashOperands(q, k, v, sinks)
+    operands = FlashOperands(q, k, v, in_float32(sinks))
     described = describe_operands(operands, operand)
     check_context_attention(described, checked, plan.local_len if mesh is None else plan.seq_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)

@@ -7,17 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from pallas_attn import block_sparse, decode, dilated, flash, paged, private, varlen
 from pallas_attn.decode_ops import PAGED_ATTENTION, PAGED_DECODE
-from pallas_attn.dispatch import check_implementation, choose
+from pallas_attn.dispatch import check_implementation, describe_choice
 from pallas_attn.flash_ops import DENSE, PACKED, or_as_xla_says
 from pallas_attn.operands import device_of
-from pallas_attn.targets import cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate.errors import fail
-from twin_attention.targets.describe import describe, describe_call, function_of
+from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.targets.describe import describe_call
 from twin_attention.targets.target import requested_target
 
 # For each function, returns a call's operands, its problem, and how ranks exchange keys if they do.
@@ -60,10 +57,15 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         print(explain(flash_attention, q, k, v, causal=True))
     """
-    if function not in PROBLEMS:
+    if not any(function is known for known in PROBLEMS):
         names = ", ".join(known.__name__ for known in PROBLEMS)
-        fail(ValueError, "function", f"one of pallas_attn's {names}", function)
-    call = inspect.signature(function).bind(*args, **kwargs)
+        expected = f"one of pallas_attn's {names}, as in explain(flash_attention, q, k, v)"
+        fail(ValueError, "function", expected, getattr(function, "__name__", type_name(function)))
+    try:
+        call = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)  # its own error says more
+        raise
     call.apply_defaults()
     implementation = call.arguments.pop("implementation")
     check_implementation(implementation)
@@ -72,17 +74,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         call.arguments["deterministic"] = or_as_xla_says(call.arguments["deterministic"])
     operands, spec, *exchange = PROBLEMS[function](**call.arguments)
     device = device_of(operands[0])
-    on = jax.devices()[0] if device is None else device
-    runs_kernels = on in cuda_devices() and implementation != "reference"
-    target = target_of(device) if runs_kernels else None
-    name = on.device_kind
-    if device is None:
-        name += ", the default device: the operands' own is not known while tracing"
 
     def describe_operation(operation: str) -> Explanation:
-        choice = choose(implementation, function_of(operation, spec), target, spec)
-        count = num_sms(choice[0].target)
-        return describe(implementation, operation, *choice, spec, name, count)
+        return describe_choice(implementation, operation, device, spec)
 
     said = describe_call(function.__name__, describe_operation)
     said = replace(said, exchange=exchange[0] if exchange else None)

@@ -10,6 +10,7 @@ from pallas_attn.dispatch import Implementation
 from pallas_attn.flash_ops import DENSE, or_as_xla_says
 from pallas_attn.keywords import FlashKeywords
 from twin_attention.contract.spec import Precision
+from twin_attention.contract.validate.names import answers_other_names
 
 
 @overload
@@ -48,6 +49,7 @@ def flash_attention(
     *, return_lse: bool = ..., return_row_max: bool,
     **keywords: Unpack[FlashKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
+@answers_other_names
 def flash_attention(
     q: jax.Array,
     k: jax.Array,
@@ -92,7 +94,8 @@ def flash_attention(
         scale: factor of the scores; None is ``D ** -0.5``.
         window_size: (left, right): query i sees keys p - left to p + right. None is unlimited.
         softcap: scores become ``softcap * tanh(score / softcap)``, before the masks.
-        sinks: [Hq] float32, a logit per head in the softmax's denominator, without a value.
+        sinks: [Hq] float32, float16 or bfloat16, a logit per head in the softmax's denominator,
+            without a value.
         q_segment_ids: [B, Sq] int32, in any order: a query sees keys of its own segment. Negative
             ids are padding, which may hold NaN. Needs kv_segment_ids.
         kv_segment_ids: [B, Skv] int32.
@@ -105,8 +108,8 @@ def flash_attention(
             scores before the softcap.
         relative_bias: [Hq, 2R + 1], float32 or q's dtype:
             ``relative_bias[h, clip(j - p, -R, R) + R]`` is added to scores as bias is.
-        alibi_slopes: [Hq] or [B, Hq] float32, constants: ``alibi_slopes * |p - j|`` is subtracted
-            after relative_bias.
+        alibi_slopes: [Hq] or [B, Hq], a dtype of sinks, constants: ``alibi_slopes * |p - j|`` is
+            subtracted after relative_bias.
         dropout_rate: share of probabilities to drop, at least 0 and below 1, rounded to a multiple
             of 2^-16. The others are divided by the share kept.
         dropout_seed: [2] int32 or uint32, decides what is dropped, in the backward too. Give each

@@ -35,6 +35,7 @@ class FlashKeywords(VarlenKeywords, total=False):
 
 
 class PagedKeywords(TypedDict, total=False):
+    causal: bool
     scale: float | None
     window_size: tuple[int | None, int | None] | None
     softcap: float | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from pallas_attn.targets import Device
@@ -22,6 +23,12 @@ def operand(name: str, x: Any) -> Operand:
         not_a_tensor(name, "a jax.Array", x)
     device = device_of(x)
     return Operand(name, x.shape, x.dtype.name, None if device is None else _name(device))
+
+
+def in_float32(x: Any) -> Any:
+    """Return sinks or slopes in float32; a model may have them in 16 bits."""
+    is_narrow = isinstance(x, jax.Array) and x.dtype in (jnp.float16, jnp.bfloat16)
+    return x.astype(jnp.float32) if is_narrow else x
 
 
 def device_of(x: jax.Array) -> Device | None:

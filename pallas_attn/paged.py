@@ -9,6 +9,7 @@ import jax
 from pallas_attn.decode_ops import PAGED_ATTENTION
 from pallas_attn.dispatch import Implementation
 from pallas_attn.keywords import PagedKeywords
+from twin_attention.contract.validate.names import answers_other_names
 
 
 @overload
@@ -29,6 +30,7 @@ def paged_attention(
     seq_lens: jax.Array, cu_seqlens_q: jax.Array,
     *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
+@answers_other_names
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -37,6 +39,7 @@ def paged_attention(
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array,
     *,
+    causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -63,7 +66,8 @@ def paged_attention(
         k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
-        scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in `paged_decode`.
+        causal, scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in
+            `paged_decode`.
         tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
         num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
             the same Tq and B.
@@ -99,5 +103,5 @@ def paged_attention(
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
         tree_ends,
     )  # fmt: skip
-    options = scale, window_size, softcap, num_splits, return_lse
+    options = causal, scale, window_size, softcap, num_splits, return_lse
     return PAGED_ATTENTION(operands, options, implementation)

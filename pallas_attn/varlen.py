@@ -12,6 +12,7 @@ from pallas_attn.flash_ops import PACKED, or_as_xla_says
 from pallas_attn.keywords import VarlenKeywords
 from pallas_attn.operands import operand
 from twin_attention.contract.spec import Precision
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
 
 
@@ -51,6 +52,7 @@ def flash_attention_varlen(
     *, return_lse: bool = ..., return_row_max: bool,
     **keywords: Unpack[VarlenKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
+@answers_other_names
 def flash_attention_varlen(
     q: jax.Array,
     k: jax.Array,
@@ -97,7 +99,7 @@ def flash_attention_varlen(
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `flash_attention`.
         relative_bias: [Hq, 2R + 1], as in `flash_attention`.
-        alibi_slopes: [Hq] or [N, Hq] float32, as in `flash_attention`.
+        alibi_slopes: [Hq] or [N, Hq], as in `flash_attention`.
         dropout_seed: as in `flash_attention`; sequence n drops what batch element n would.
         implementation: as in `flash_attention`; "reference" takes O(Tq · Tkv) memory.
 

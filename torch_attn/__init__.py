@@ -34,3 +34,7 @@ __all__ = [
     "paged_decode",
     "tree_of",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from torch_attn.calls import CALLS, Call, is_recorded
 from torch_attn.dispatch import check_implementation
-from torch_attn.operands import is_compact, operand, rows_aligned
+from torch_attn.operands import in_float32, is_compact, operand, rows_aligned
 from torch_attn.operators import Operator, schema
-from twin_attention.contract.operands import describe_operands
+from twin_attention.contract.operands import CONSTANTS, WIDENED, describe_operands
 from twin_attention.contract.paged_spec import DecodeOptions
 from twin_attention.contract.spec import FlashOptions, Placement
+from twin_attention.contract.validate.errors import not_constant
 
 
 class Attention(ABC):
@@ -45,6 +46,7 @@ class Attention(ABC):
         self.num_operands, self.tensors_schema = len(operands._fields), schema(operands)
         self.others_schema = f"{schema(options)}, str? implementation"
         self._check_options, self._check = check_options, check
+        self._widened = [i for i, name in enumerate(operands._fields) if name in WIDENED]
 
     @abstractmethod
     def cast(self, operands: Any) -> Any:
@@ -57,6 +59,7 @@ class Attention(ABC):
         self, operands: tuple[Any, ...], options: tuple[Any, ...], implementation: Any
     ) -> Any:
         """Run the public function; return_lse is the last option."""
+        operands = self._widen(operands)
         if torch.is_autocast_enabled("cuda"):
             operands = self.cast(operands)
         call = CALLS.find(self, operands, (*options, implementation))
@@ -72,6 +75,7 @@ class Attention(ABC):
         self, given: tuple[Any, ...], options: tuple[Any, ...], implementation: Any
     ) -> Any:
         operands, checked = self.cast(given), self._check_options(*options)
+        _refuse_gradients(operands)
         check_implementation(implementation)
         others = (*checked, implementation)
         # torch.compile: the operator's fake kernel checks the operands.
@@ -83,6 +87,12 @@ class Attention(ABC):
                     return self.attend(call, operands, options[-1])
         operator = self.operator_of(operands, checked)
         return operator.returned(operator.op(*operands, *others))
+
+    def _widen(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        for i in self._widened:
+            if operands[i] is not None:
+                operands = (*operands[:i], in_float32(operands[i]), *operands[i + 1 :])
+        return operands
 
     def operator_of(self, operands: Any, options: Any) -> Operator:
         """Return the operator with the results that the call asks for."""
@@ -99,7 +109,9 @@ class Attention(ABC):
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
         """Check a public call; return operands and problem."""
-        operands = self.cast([arguments.pop(name) for name in self.operands._fields])
+        given = tuple(arguments.pop(name) for name in self.operands._fields)
+        operands = self.cast(self._widen(given))
+        _refuse_gradients(operands)
         return operands, self.check(operands, self._check_options(**arguments))
 
     def options_of(self, args: Any) -> Any:
@@ -126,3 +138,10 @@ class Attention(ABC):
         is_packed = hasattr(operands, "cu_seqlens_q")
         shape = (heads, first) if is_packed else (first, heads, *rows)
         return out, out.new_empty(shape, dtype=torch.float32)
+
+
+def _refuse_gradients(operands: Any) -> None:
+    for name in CONSTANTS:
+        x = getattr(operands, name, None)
+        if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+            not_constant(name)

@@ -19,6 +19,7 @@ from twin_attention.contract.validate.block_mask import (
     check_lists,
 )
 from twin_attention.contract.validate.errors import fail
+from twin_attention.contract.validate.names import answers_other_names
 
 
 @overload
@@ -45,6 +46,7 @@ def block_sparse_attention(
     sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@answers_other_names
 def block_sparse_attention(
     q: Tensor,
     k: Tensor,

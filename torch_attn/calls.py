@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torch_attn import private
-from torch_attn.dispatch import alignment_of, choose
+from torch_attn.dispatch import alignment_of, choose, log_choice
 from torch_attn.operands import ALIGNED
 from torch_attn.replay import Replay, capture
 from twin_attention.targets.config import requested_configs
@@ -87,6 +87,7 @@ class Call:
         if device.type == "cuda" and name != "reference":
             _start_triton()
         self.backend, _ = choose(name, operation, device, spec)
+        log_choice(name, operation, device, spec)
         self.alignment = alignment_of(others[-1])
         self.is_kept = self.is_recorded = False
         self.guard: Guard | None = None
@@ -154,7 +155,8 @@ def _layouts(operands: tuple[Any, ...], alignment: int) -> Key | None:
                 layouts.append(None)
             elif type(x) in _PLAIN and not (x.is_neg() or x._is_zerotensor()):
                 aligned = x.data_ptr() % alignment == 0
-                layouts.append((x.shape, x.stride(), x.dtype, x.get_device(), aligned))
+                place = x.get_device(), aligned
+                layouts.append((x.shape, x.stride(), x.dtype, *place, x.requires_grad))
             else:
                 return None
     except RuntimeError:  # a tensor without strides or memory, such as a sparse one

@@ -23,6 +23,7 @@ from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 
@@ -42,6 +43,7 @@ def paged_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
     *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@answers_other_names
 def paged_decode(
     q: Tensor,
     k_pages: Tensor,
@@ -49,6 +51,7 @@ def paged_decode(
     block_tables: Tensor,
     seq_lens: Tensor,
     *,
+    causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
@@ -83,6 +86,7 @@ def paged_decode(
         v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
+        causal: only True: new tokens are causal among themselves.
         scale, softcap, sinks, return_lse: as in `flash_attention`.
         window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
             no effect.
@@ -126,7 +130,7 @@ def paged_decode(
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
     )  # fmt: skip
-    options = scale, window_size, softcap, num_splits, cascade, return_lse
+    options = causal, scale, window_size, softcap, num_splits, cascade, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
 
@@ -153,6 +157,7 @@ def append_kv(
     rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
+@answers_other_names
 def append_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -257,6 +262,7 @@ def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
     return operands._replace(k_new=k_new, v_new=v_new, q=q)
 
 
+@answers_other_names
 def merge_states(
     outs: Tensor, lses: Tensor, *, implementation: Implementation | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from twin_attention.contract.validate.dilated import (
     check_dilations,
     check_segments,
 )
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_flash_options
 
 
@@ -48,6 +49,7 @@ def dilated_attention(
     deterministic: bool | None = ..., precision: Precision = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+@answers_other_names
 def dilated_attention(
     q: Tensor,
     k: Tensor,

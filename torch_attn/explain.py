@@ -7,16 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from torch_attn import block_sparse, decode, dilated, flash, paged, private, varlen
 from torch_attn.decode_ops import PAGED_ATTENTION, PAGED_DECODE
-from torch_attn.dispatch import check_implementation, choose
+from torch_attn.dispatch import check_implementation, describe_choice
 from torch_attn.flash_ops import DENSE, PACKED, or_as_torch_says
-from torch_attn.targets import num_sms
 from twin_attention.contract.explain import Explanation
-from twin_attention.contract.validate.errors import fail
-from twin_attention.targets.describe import describe, describe_call, function_of
+from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.targets.describe import describe_call
 from twin_attention.targets.target import requested_target
 
 # For each function, returns a call's operands, its problem, and how ranks exchange keys if they do.
@@ -56,10 +53,15 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         q, k, v = torch.randn(3, 1, 128, 4, 64)
         print(explain(flash_attention, q, k, v, causal=True))
     """
-    if function not in PROBLEMS:
+    if not any(function is known for known in PROBLEMS):
         names = ", ".join(known.__name__ for known in PROBLEMS)
-        fail(ValueError, "function", f"one of torch_attn's {names}", function)
-    call = inspect.signature(function).bind(*args, **kwargs)
+        expected = f"one of torch_attn's {names}, as in explain(flash_attention, q, k, v)"
+        fail(ValueError, "function", expected, getattr(function, "__name__", type_name(function)))
+    try:
+        call = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        function(*args, **kwargs)  # its own error says more
+        raise
     call.apply_defaults()
     implementation = call.arguments.pop("implementation")
     check_implementation(implementation)
@@ -68,12 +70,9 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
         call.arguments["deterministic"] = or_as_torch_says(call.arguments["deterministic"])
     operands, spec, *exchange = PROBLEMS[function](**call.arguments)
     device = operands[0].device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def describe_operation(operation: str) -> Explanation:
-        choice = choose(implementation, function_of(operation, spec), device, spec)
-        count = num_sms(device, choice[0].target)
-        return describe(implementation, operation, *choice, spec, name, count)
+        return describe_choice(implementation, operation, device, spec)
 
     said = describe_call(function.__name__, describe_operation)
     said = replace(said, exchange=exchange[0] if exchange else None)

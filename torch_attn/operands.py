@@ -132,6 +132,11 @@ def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+def in_float32(x: Any) -> Any:
+    """Return sinks or slopes in float32; a model may have them in 16 bits."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def cast_float32(name: str, x: Any) -> Tensor:
     """Cast a decode's float32 tensor if autocast is on.
 

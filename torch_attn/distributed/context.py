@@ -30,7 +30,13 @@ from torch_attn.distributed.sums import GradientSums
 from torch_attn.explain import PROBLEMS
 from torch_attn.flash import flash_attention
 from torch_attn.flash_ops import or_as_torch_says
-from torch_attn.operands import autocast_dtype, cast_inputs, operand, rows_aligned
+from torch_attn.operands import (
+    autocast_dtype,
+    cast_inputs,
+    in_float32,
+    operand,
+    rows_aligned,
+)
 from torch_attn.operators import readable
 from twin_attention.contract.context import ContextPlan, Intervals
 from twin_attention.contract.operands import (
@@ -62,12 +68,14 @@ from twin_attention.contract.validate.context import (
     check_group,
 )
 from twin_attention.contract.validate.errors import fail, type_name
+from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_flash_options
 from twin_attention.targets.family import Backend
 
 Exchange = Literal["ring", "gather", "heads"]
 
 
+@answers_other_names
 def context_attention(
     q: Tensor,
     k: Tensor,
@@ -109,8 +117,8 @@ def context_attention(
             share evenly; None: "ring" or "gather", by an estimate of their times.
         causal, scale, window_size, softcap, precision, return_lse: as in `flash_attention`, with
             positions in the whole sequence.
-        sinks: [Hq] float32, the same on every rank. Its gradient is this rank's share of a sum over
-            ranks.
+        sinks: [Hq], as in `flash_attention`, the same on every rank. Its gradient is this rank's
+            share of a sum over ranks.
         deterministic: True: the same number of ranks gives the same bits every time.
         implementation: as in `flash_attention`; "ring" and "gather" support "gluon" on SM90,
             "triton" and "reference".
@@ -199,7 +207,7 @@ def _agree(
         layouts = (x if x is None else (x.shape, x.dtype, x.device) for x in tensors)
         key = plan, given, *layouts, autocast_dtype(tensors[0].device)
         if key in agreed.calls:
-            return agreed.calls[key], (*cast_inputs(*tensors[:3]), tensors[3])
+            return agreed.calls[key], (*cast_inputs(*tensors[:3]), in_float32(tensors[3]))
     checked, said, error = None, None, None
     try:
         checked = _check(peers, plan, tensors, options, exchange, implementation)
@@ -264,7 +272,7 @@ def _check(
     check_group(plan.size, peers.size)
     check_implementation(implementation)
     q, k, v = cast_inputs(*tensors[:3])
-    operands = FlashOperands(q, k, v, tensors[3])
+    operands = FlashOperands(q, k, v, in_float32(tensors[3]))
     described = describe_operands(operands, operand)
     check_context_attention(described, options, plan.local_len)
     check_exchange(exchange, EXCHANGES, (q.shape[2], k.shape[2]), plan.size)

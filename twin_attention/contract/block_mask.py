@@ -24,6 +24,7 @@ from twin_attention.contract.validate.errors import fail, type_name
 from twin_attention.contract.validate.operands import Operand
 
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 class BlockMask(NamedTuple, Generic[X]):
@@ -54,7 +55,7 @@ class BlockMask(NamedTuple, Generic[X]):
     q_tiles: X
 
     @classmethod
-    def of(cls, kept: Any) -> BlockMask[Any]:
+    def of(cls, kept: Y) -> BlockMask[Y]:
         """Return a mask's lists, as arrays of its own library. The mask can be traced.
 
         Args:

@@ -14,6 +14,8 @@ X = TypeVar("X")
 TERMS = ("bias", "relative_bias", "alibi_slopes")
 # Floating-point operands without a gradient.
 CONSTANTS = ("alibi_slopes",)
+# Operands that a model may have in its own dtype; kernels read float32.
+WIDENED = ("sinks", "alibi_slopes")
 # Operands whose gradient a backward may leave out.
 FREEZABLE = ("sinks", "bias", "relative_bias")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import lru_cache
 
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.paged_spec import DecodeSpec
@@ -48,6 +50,18 @@ def describe_call(function: str, describe_operation: Callable[[str], Explanation
 def function_of(operation: str, spec: Spec) -> str:
     """Return the family's function for an operation on a problem."""
     return operation.replace("flash", "partial") if spec.is_part else operation
+
+
+def log_once(logger: logging.Logger, operation: str, spec: Spec, said: Explanation) -> None:
+    """Log what runs an operation, and the parts of its problem that are no defaults, once."""
+    values = ((x.name, getattr(spec, x.name), x.default) for x in fields(spec))
+    problem = (f"{name}={value}" for name, value, default in values if value != default)
+    _log(logger, f"{operation}({', '.join(problem)}): {said}")
+
+
+@lru_cache(maxsize=1024)
+def _log(logger: logging.Logger, message: str) -> None:
+    logger.debug("%s", message)
 
 
 def describe(

@@ -103,8 +103,7 @@ def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], bat
     q, table, slopes = operands.q, operands.relative_bias, operands.alibi_slopes
     heads = q.shape[-2]
     if table is not None:
-        if table.dtype not in ("float32", q.dtype):
-            fail(TypeError, table.name, f"dtype float32 or q's {q.dtype}", table.dtype)
+        _check_term_dtype(table, q)
         if len(table.shape) != 2 or table.shape[0] != heads or table.shape[1] % 2 == 0:
             expected = f"shape ({heads}, 2R + 1), of each head a value for each distance -R to R"
             fail(ValueError, table.name, expected, table.shape)
@@ -123,11 +122,19 @@ def _check_bias(operands: FlashOperands[Operand]) -> None:
     q, k, bias = operands.q, operands.k, operands.bias
     if bias is None:
         return
-    if bias.dtype not in ("float32", q.dtype):
-        fail(TypeError, "bias", f"dtype float32 or q's {q.dtype}", bias.dtype)
+    if bias.dtype == "bool":
+        expected = "numbers to add to scores, such as where(mask, 0, -inf), or for padding "
+        fail(TypeError, "bias", f"{expected}q_segment_ids and kv_segment_ids instead", "bool")
+    _check_term_dtype(bias, q)
     check_bias(bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     check_device(bias, q)
     check_rows(bias)
+
+
+def _check_term_dtype(x: Operand, q: Operand) -> None:
+    if x.dtype not in ("float32", q.dtype):
+        others = "" if q.dtype == "float32" else f" or q's {q.dtype}"
+        fail(TypeError, x.name, f"dtype float32{others}", x.dtype)
 
 
 def _check_dropout(

@@ -32,6 +32,12 @@ def not_differentiable(what: str, instead: str, function: str = "flash_attention
     )
 
 
+def not_constant(name: str) -> NoReturn:
+    """Refuse a derivative of an operand that has none."""
+    expected = "constants (Tensor.detach, jax.lax.stop_gradient; relative_bias has a gradient)"
+    fail(NotImplementedError, name, expected, "values that ask for a gradient")
+
+
 def no_gradient(function: str) -> NoReturn:
     """Refuse any derivative of a function that is for inference only."""
     raise NotImplementedError(

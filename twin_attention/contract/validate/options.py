@@ -55,6 +55,7 @@ def check_attention_options(
 
 
 def check_decode_options(
+    causal: Any,
     scale: Any,
     window_size: Any,
     softcap: Any,
@@ -63,6 +64,9 @@ def check_decode_options(
     return_lse: Any,
 ) -> DecodeOptions:
     _check_flag("return_lse", return_lse)
+    if not _check_flag("causal", causal):
+        expected = "True: new tokens see keys up to their own position"
+        fail(NotImplementedError, "causal", expected, causal)
     left, _ = _resolve_window(window_size)
     number, cap = _resolve_scale(scale), _resolve_softcap(softcap)
     return DecodeOptions(
@@ -77,9 +81,9 @@ def check_decode_options(
 
 
 def check_paged_options(
-    scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
+    causal: Any, scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
 ) -> DecodeOptions:
-    return check_decode_options(scale, window_size, softcap, num_splits, False, return_lse)
+    return check_decode_options(causal, scale, window_size, softcap, num_splits, False, return_lse)
 
 
 def check_append_options(rotary_interleaved: Any) -> bool:
@@ -183,16 +187,16 @@ def _check_number(name: str, value: Any, expected: str) -> float:
 def _resolve_window(window_size: Any) -> tuple[int | None, int | None]:
     if window_size is None:
         return None, None
-    expected = "None or a pair (left, right) of non-negative integers or None"
-    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+    expected = "None or a tuple (left, right) of non-negative integers or None"
+    if not isinstance(window_size, tuple) or len(window_size) != 2:  # a list has no hash
         fail(TypeError, "window_size", expected, repr(window_size))
     for side in window_size:
         if side is None:
             continue
         if isinstance(side, bool) or not isinstance(side, Integral):
-            fail(TypeError, "window_size", expected, _got(side, repr(tuple(window_size))))
+            fail(TypeError, "window_size", expected, _got(side, repr(window_size)))
         if side < 0:
-            fail(ValueError, "window_size", expected, repr(tuple(window_size)))
+            fail(ValueError, "window_size", expected, repr(window_size))
     left, right = (
         None if side is None or side >= WINDOW_UNLIMITED else int(side) for side in window_size
     )
