@@ -71,3 +71,5 @@ def test_every_parameter_is_described(name):
 
 def test_both_sides_have_the_same_functions():
     assert torch_attn.__all__ == pallas_attn.__all__
+    for side in (torch_attn, pallas_attn):
+        assert {*dir(side)} == {*side.__all__, "__version__"}

@@ -18,7 +18,7 @@ from typing import assert_type
 import {framework}
 import {side}
 from {framework} import {array}
-from {side} import append_kv, flash_attention, paged_decode
+from {side} import BlockMask, append_kv, flash_attention, paged_decode
 
 
 def use(x: {array}, flag: bool) -> None:
@@ -32,6 +32,7 @@ def use(x: {array}, flag: bool) -> None:
     assert_type(paged_decode(x, x, x, x, x, implementation="triton"), {array})
     assert_type(paged_decode(x, x, x, x, x, return_lse=True), tuple[{array}, {array}])
     assert_type(paged_decode(x, x, x, x, x, return_lse=flag), {array} | tuple[{array}, {array}])
+    assert_type(BlockMask.of(x), BlockMask[{array}])
     assert_type(append_kv(x, x, x, x, x, x), tuple[{array}, {array}])
     rotated = append_kv(x, x, x, x, x, x, q=x, rotary_cos=x, rotary_sin=x)
     assert_type(rotated, tuple[{array}, {array}, {array}])

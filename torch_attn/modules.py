@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from twin_attention.contract.validate.layers import check_heads, check_tokens
 
 class _MultiHeadAttention(nn.Module):
     """Project tokens to q, k and v, and the result of `attend` back to tokens."""
+
+    __call__: Callable[[Tensor], Tensor]
 
     def __init__(
         self,

@@ -33,7 +33,9 @@ NO_OPTIONS = {
     "precision": "ieee", "return_lse": False,
 }  # fmt: skip
 
-WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+WINDOW = (
+    "window_size: expected None or a tuple (left, right) of non-negative integers or None, got "
+)
 SOFTCAP = "softcap: expected a positive number up to 2**100 or None, got "
 SCALE = "scale: expected a finite number or None, got "
 SIZE = "expected a head dimension from 16 to 512 in steps of 8, got "
@@ -141,7 +143,7 @@ def test_wrong_tensors(error, message, changes):
         (TypeError, WINDOW + "(1.0, 2)", {"window_size": (1.0, 2)}),
         (TypeError, WINDOW + "(True, 2)", {"window_size": (True, 2)}),
         (ValueError, WINDOW + "(-1, 0)", {"window_size": (-1, 0)}),
-        (ValueError, WINDOW + "(None, -1)", {"window_size": [None, -1]}),
+        (ValueError, WINDOW + "(None, -1)", {"window_size": (None, -1)}),
     ],
 )
 def test_wrong_options(error, message, options):
@@ -176,7 +178,7 @@ def test_sinks_may_be_left_out_and_change_no_description():
 
 def test_options_become_plain_python_numbers():
     spec = check(
-        causal=True, scale=Fraction(1, 4), window_size=[np.int64(3), None], softcap=np.float32(2)
+        causal=True, scale=Fraction(1, 4), window_size=(np.int64(3), None), softcap=np.float32(2)
     )
     assert (spec.scale, spec.softcap, spec.window) == (0.25, 2.0, Window(3, 0))
     assert {type(spec.scale), type(spec.softcap), type(spec.window.left)} == {float, int}
@@ -286,8 +288,8 @@ MERGE = {
     "lses": Operand("lses", (5, 2, 4, 3), "float32", "cpu"),
 }
 NO_DECODE_OPTIONS = {
-    "scale": None, "window_size": None, "softcap": None, "num_splits": None, "cascade": False,
-    "return_lse": False,
+    "causal": True, "scale": None, "window_size": None, "softcap": None, "num_splits": None,
+    "cascade": False, "return_lse": False,
 }  # fmt: skip
 CACHE = PagedCache(9, 8, 5, 2, 32, 48, "int8")
 
@@ -311,7 +313,7 @@ def test_a_right_decode_is_described_with_its_defaults_resolved():
 def test_options_of_a_decode_become_plain_python_numbers():
     spec = check_decode(
         scale=Fraction(1, 4),
-        window_size=[np.int64(3), 7],
+        window_size=(np.int64(3), 7),
         softcap=np.float32(2),
         num_splits=np.int8(5),
     )

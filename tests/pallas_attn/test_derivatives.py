@@ -103,3 +103,19 @@ def test_what_needs_no_derivative_gets_none(x):
     lowered = jax.jit(jax.grad(lambda y: f(x, y))).lower(x).as_text()
     assert "once" not in lowered
     assert jax.jvp(lambda y: once(x, "f").sum() + y, (1.0,), (1.0,))[1] == 1
+
+
+@pytest.mark.parametrize("around", [jax.jit, jax.checkpoint, jax.vmap])
+def test_slopes_have_no_gradient(x, around):
+    def attend(x, slopes):
+        return flash_attention(x, x, x, alibi_slopes=slopes, implementation="reference").sum()
+
+    def loss(x, slopes):
+        return around(attend)(x, slopes).sum()
+
+    slopes = jnp.ones(2)
+    if around is jax.vmap:
+        x, slopes = x[None], slopes[None]
+    jax.grad(loss)(x, slopes)
+    with pytest.raises(NotImplementedError, match="alibi_slopes: expected constants"):
+        jax.grad(loss, 1)(x, slopes)

@@ -205,7 +205,7 @@ def of_decode(case: DecodeCase):
         sinks=((spec.heads_q,), "float32") if case.sinks else None,
         tree_ends=((spec.batch, spec.tokens), "int32") if case.tree else None,
     )
-    options = check_decode_options(**case.options, return_lse=True)
+    options = check_decode_options(True, **case.options, return_lse=True)
     return check_paged_decode(DecodeOperands(**operands), options)
 
 
@@ -218,7 +218,7 @@ def of_paged(case: PagedCase):
         sinks=((spec.heads_q,), "float32") if case.sinks else None,
         tree_ends=((spec.tokens,), "int32") if case.tree else None,
     )
-    options = check_paged_options(**case.options, return_lse=True)
+    options = check_paged_options(True, **case.options, return_lse=True)
     return check_paged_attention(PagedOperands(**operands), options)
 
 

@@ -27,7 +27,9 @@ from twin_attention.contract.block_mask import BlockMask
 
 INF, NAN = float("inf"), float("nan")
 SIZE = "expected a head dimension from 16 to 512 in steps of 8, got "
-WINDOW = "window_size: expected None or a pair (left, right) of non-negative integers or None, got "
+WINDOW = (
+    "window_size: expected None or a tuple (left, right) of non-negative integers or None, got "
+)
 SOFTCAP = "softcap: expected a positive number up to 2**100 or None, got "
 SCALE = "scale: expected a finite number or None, got "
 SPLITS = "num_splits: expected None or an integer from 1 to 256, got "
@@ -42,6 +44,7 @@ ROTARY = "rotary_cos: expected shape (positions, R / 2) with R from 2 to k_pages
 CACHE_DTYPE = "bfloat16, int8, float8_e4m3fn, got "
 LIST = "expected a list or tuple of integers, one or more, got "
 INTEGER = "expected an integer from 1 to 2147483647, got "
+SEE = "see docs/coming-from.md"
 WIDTH = "width) and a width from 1 on, got "
 
 FLASH = {"q": bf16(2, 5, 4, 32), "k": bf16(2, 7, 2, 32), "v": bf16(2, 7, 2, 48)}
@@ -105,11 +108,21 @@ OF_FLASH = [
             relative_bias=f16(4, 5)),
     mistake(ValueError, "alibi_slopes: expected shape (4,) or (2, 4), one of each head, got (1, 4)",
             alibi_slopes=f32(1, 4)),
-    mistake(TypeError, "alibi_slopes: expected dtype float32, got bfloat16", alibi_slopes=bf16(4)),
+    mistake(TypeError, "alibi_slopes: expected dtype float32, got float64", alibi_slopes=f64(4)),
     mistake(ValueError, f"{BIAS}(2, 4, 7, 5)", bias=f32(2, 4, 7, 5)),
     mistake(ValueError, f"{BIAS}(5, 7)", bias=f32(5, 7)),
     mistake(TypeError, "bias: expected dtype float32 or q's bfloat16, got float16",
             bias=f16(1, 1, 5, 7)),
+    mistake(TypeError, "bias: expected dtype float32, got float16", q=f32(2, 5, 4, 32),
+            k=f32(2, 7, 2, 32), v=f32(2, 7, 2, 48), bias=f16(1, 1, 5, 7)),
+    mistake(TypeError, "bias: expected numbers to add to scores, such as where(mask, 0, -inf), or "
+            "for padding q_segment_ids and kv_segment_ids instead, got bool",
+            bias=boolean(1, 1, 5, 7)),
+    mistake(TypeError, f"flash_attention() takes scale in place of softmax_scale; {SEE}",
+            softmax_scale=0.5),
+    mistake(TypeError, "flash_attention() takes dropout_rate and dropout_seed in place of "
+            f"dropout_p; {SEE}", dropout_p=0.5),
+    mistake(TypeError, f"flash_attention() takes no max_seqlen; {SEE}", max_seqlen=7),
     mistake(ValueError, "dropout_rate: expected a number from 0 on that is less than 1, got 1.0",
             dropout_seed=i32(2), dropout_rate=1.0),
     mistake(TypeError, "dropout_rate: expected a number from 0 on that is less than 1, got str",
@@ -126,6 +139,7 @@ OF_FLASH = [
     *(mistake(ValueError, f"{SCALE}{x}", scale=x) for x in (-INF, NAN, 1e300)),
     mistake(ValueError, f"{WINDOW}(-1, 0)", window_size=(-1, 0)),
     mistake(TypeError, f"{WINDOW}4", window_size=4),
+    mistake(TypeError, f"{WINDOW}[4, 0]", window_size=[4, 0]),
     mistake(TypeError, f"{WINDOW}(1.5, 0)", window_size=(1.5, 0)),
     mistake(TypeError, "return_lse: expected a bool, got str", return_lse=""),
     mistake(TypeError, "causal: expected a bool, got numpy.bool", causal=np.True_),
@@ -136,7 +150,7 @@ OF_FLASH = [
     mistake(ValueError, "sinks: expected shape (4,), one of each head, got (2,)", sinks=f32(2)),
     mistake(ValueError, "sinks: expected shape (4,), one of each head, got (2, 4)",
             sinks=f32(2, 4)),
-    mistake(TypeError, "sinks: expected dtype float32, got bfloat16", sinks=bf16(4)),
+    mistake(TypeError, "sinks: expected dtype float32, got float64", sinks=f64(4)),
     mistake(ValueError, "kv_segment_ids: expected ids of queries and of keys, or of neither, got "
             "None", **Q_IDS),
     mistake(ValueError, "q_segment_ids: expected ids of queries and of keys, or of neither, got "
@@ -228,6 +242,11 @@ def of_cache(*rows):
 
 
 OF_DECODE = [
+    mistake(NotImplementedError, "causal: expected True: new tokens see keys up to their own "
+            "position, got False", causal=False),
+    mistake(TypeError, f"paged_decode() takes no attn_mask; {SEE}", attn_mask=None),
+    mistake(TypeError, "paged_decode() takes seq_lens, which counts the new tokens too, in place "
+            f"of cache_seqlens; {SEE}", cache_seqlens=i32(2), seq_lens=LEFT_OUT),
     *of_cache(2, 3),
     mistake(ValueError, "q: expected 3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D], got shape (4, "
             "32)", q=bf16(4, 32)),
@@ -273,7 +292,7 @@ OF_DECODE = [
             **INT8 | {"k_scale": bf16(2)}),
     mistake(ValueError, f"k_scale: {HEAD_SCALE}(4,)", **INT8 | {"k_scale": f32(4)}),
     mistake(ValueError, f"v_scale: {HEAD_SCALE}(1, 2)", **INT8 | {"v_scale": f32(1, 2)}),
-    mistake(TypeError, "sinks: expected dtype float32, got bfloat16", sinks=bf16(4)),
+    mistake(TypeError, "sinks: expected dtype float32, got float64", sinks=f64(4)),
     mistake(ValueError, f"{SPLITS}257", num_splits=257),
     *(mistake(TypeError, f"{SPLITS}{x}", num_splits=x) for x in (2.0, True)),
     mistake(TypeError, "return_lse: expected a bool, got int", return_lse=1),
@@ -285,6 +304,8 @@ OF_DECODE = [
     mistake(ValueError, f"{SCALE}nan", scale=NAN),
 ]
 OF_PAGED = [
+    mistake(NotImplementedError, "causal: expected True: new tokens see keys up to their own "
+            "position, got False", causal=False),
     *of_cache(7),
     mistake(ValueError, "tree_ends: expected shape (7,), one of each new token, got (2, 3)",
             tree_ends=i32(2, 3)),
@@ -475,8 +496,14 @@ def test_a_cpu_tensor_with_a_gpu_one(side, implementation, torch_device, name):
 
 @pytest.mark.parametrize("name", ["flash_attention", "paged_decode"])
 def test_arguments_after_the_tensors_are_named(side, name):
-    with pytest.raises(TypeError, match="positional"):
+    message = r"positional arguments \(q, .*\), got \d+; give others by name"
+    with pytest.raises(TypeError, match=message):
         getattr(side.api, name)(*made(side, FUNCTIONS[name]).values(), 0.5)
+
+
+def test_a_name_that_no_library_has(side):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scal'"):
+        side.api.flash_attention(**made(side, FLASH), scal=0.5)
 
 
 @pytest.mark.parametrize("asked", [None, "reference", "triton"])

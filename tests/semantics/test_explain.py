@@ -13,7 +13,7 @@ from interop.parity.cases import (
     VarlenCase,
 )
 from interop.parity.inputs import make_inputs
-from interop.parity.sides import SIDES, Subject, explain
+from interop.parity.sides import SIDES, Subject, call, explain
 
 SIZES = {"batch": 1, "seq_q": 64, "seq_kv": 64, "dtype": "float16"}
 FLASH = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
@@ -78,3 +78,23 @@ def test_single_tokens_of_chunks_are_a_decode_in_torch():
     case = replace(PAGED, new_tokens=(1, 1))
     said = explain(Subject("torch_attn", "triton"), case, make_inputs(case, "cpu"))
     assert [*said.configs] == ["paged_decode"]
+
+
+def test_a_result_is_no_function(package):
+    case = FlashCase("dense", **SIZES)
+    out = SIDES[package]().share(make_inputs(case, "cpu"))["q"]
+    message = r"as in explain\(flash_attention, q, k, v\), got [\w.]+$"
+    with pytest.raises(ValueError, match=message):
+        SIDES[package].api.explain(out)
+
+
+def test_the_log_says_once_what_runs(package, caplog):
+    case = FlashCase("dense", **SIZES, causal=True)
+    for level, said in (("INFO", []), ("DEBUG", ["flash_fwd", "flash_bwd"]), ("DEBUG", [])):
+        caplog.clear()
+        with caplog.at_level(level, package):
+            call(SIDES[package](), case, make_inputs(case, "cpu"), "triton")
+        assert [x.getMessage().split("(")[0] for x in caplog.records] == said
+        for message in caplog.messages:
+            assert "seq_q=64" in message
+            assert "implementation='triton' was asked for" in message

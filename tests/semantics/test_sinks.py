@@ -1,14 +1,26 @@
+from dataclasses import replace
+
+import pytest
 import torch
 
-from interop.parity.cases import FlashCase
+from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase, VarlenCase
 from interop.parity.inputs import make_inputs
+from interop.parity.sides import call
 from tests.oracle import assert_within_budget
 from tests.sides import attention
+from twin_attention.contract.operands import WIDENED
 
 CASE = FlashCase(
     "sinks", seq_q=70, seq_kv=50, heads_q=2, heads_kv=1, head_dim=32, dtype="float32", causal=True,
     sinks=True,
 )  # fmt: skip
+IN_16_BITS = (
+    replace(CASE, alibi="all"),
+    VarlenCase("packed", sinks=True, alibi="heads"),
+    BlockSparseCase("mask", sinks=True),
+    DecodeCase("decode", (9, 20), page_size=8, max_pages=3, sinks=True),
+    PagedCase("chunks", (9, 20), new_tokens=(2, 9), page_size=8, max_pages=3, sinks=True),
+)
 EMPTY = slice(0, CASE.seq_q - CASE.seq_kv)  # queries that see no key
 
 
@@ -76,3 +88,15 @@ def test_the_gradient_is_a_sum_over_the_batch(side, implementation, torch_device
             x[b] = inputs[name][b]
         parts.append(attention(side, inputs | own, **options)["dsinks"])
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", IN_16_BITS, ids=lambda case: case.name)
+def test_sinks_and_slopes_in_16_bits(side, torch_device, case):
+    """They are the same numbers in float32, and the gradient of sinks has their dtype."""
+    inputs = make_inputs(case, torch_device)
+    rounded = {name: inputs[name].bfloat16() for name in WIDENED if name in inputs}
+    got = call(side, case, inputs | rounded, "reference")
+    want = call(side, case, inputs | {x: rounded[x].float() for x in rounded}, "reference")
+    for name, x in want.items():
+        torch.testing.assert_close(got[name], x.to(got[name].dtype))
+    assert "dsinks" not in got or got["dsinks"].dtype == torch.bfloat16

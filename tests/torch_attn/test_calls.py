@@ -28,7 +28,8 @@ class Fake:
     is_cuda = True
 
     def __init__(self, shape=(1, 4, 2, 64), strides=(512, 128, 64, 1), dtype=torch.float16,
-                 device=0, pointer=256, negative=False):  # fmt: skip
+                 device=0, pointer=256, negative=False, requires_grad=False):  # fmt: skip
+        self.requires_grad = requires_grad
         self.shape, self.dtype, self.itemsize = shape, dtype, dtype.itemsize
         self.is_neg, self._is_zerotensor = lambda: negative, lambda: False
         self.device = torch.device("cuda", device)
@@ -89,6 +90,7 @@ def test_another_layout_or_option_is_looked_at_anew(gpu):
     for change in (
         {"shape": (1, 5, 2, 64)}, {"strides": (512, 64, 128, 1)}, {"dtype": torch.bfloat16},
         {"device": 1}, {"pointer": 258}, {"negative": True},
+        {"requires_grad": True},
     ):  # fmt: skip
         assert CALLS.find("f", (Fake(**change),), OPTIONS) is None, change
     for options in (

@@ -74,3 +74,22 @@ def test_vmap_over_no_element(x, name):
     nothing = x[None][:0]
     assert torch.vmap(OF[name])(nothing).shape == nothing.shape
     assert torch.vmap(grad(lambda x: OF[name](x).sum()))(nothing).shape == nothing.shape
+
+
+@pytest.mark.parametrize("of", ["backward", "torch.func", "compile"])
+def test_slopes_have_no_gradient(x, of):
+    slopes = torch.ones(2, device=x.device)
+
+    def attend(slopes):
+        return flash_attention(x, x, x, alibi_slopes=slopes).sum()
+
+    message = "alibi_slopes: expected constants"
+    if of == "torch.func":
+        with pytest.raises(NotImplementedError, match=message):
+            grad(attend)(slopes)
+        return
+    attend = torch.compile(attend, backend="eager") if of == "compile" else attend
+    with pytest.raises(NotImplementedError, match=message):
+        attend(slopes.requires_grad_())
+    with torch.no_grad():
+        attend(slopes)

@@ -24,7 +24,6 @@ from twin_attention.contract.validate.errors import fail, type_name
 from twin_attention.contract.validate.operands import Operand
 
 X = TypeVar("X")
-Y = TypeVar("Y")
 
 
 class BlockMask(NamedTuple, Generic[X]):
@@ -55,7 +54,7 @@ class BlockMask(NamedTuple, Generic[X]):
     q_tiles: X
 
     @classmethod
-    def of(cls, kept: Y) -> BlockMask[Y]:
+    def of(cls, kept: X) -> BlockMask[X]:
         """Return a mask's lists, as arrays of its own library. The mask can be traced.
 
         Args:
@@ -65,12 +64,13 @@ class BlockMask(NamedTuple, Generic[X]):
             TypeError: `kept` is no array of booleans.
             ValueError: another number of dimensions.
         """
+        array: Any = kept
         try:
-            xp = array_namespace(kept)
+            xp = array_namespace(array)
         except TypeError:
             fail(TypeError, "kept", "an array of booleans", type_name(kept))
-        check_mask(Operand("kept", tuple(kept.shape), str(kept.dtype).removeprefix("torch.")))
-        kept = xp.reshape(kept, (*(1,) * (4 - kept.ndim), *kept.shape))
+        check_mask(Operand("kept", tuple(array.shape), str(array.dtype).removeprefix("torch.")))
+        array = xp.reshape(array, (*(1,) * (4 - array.ndim), *array.shape))
 
         def lists(kept: Any) -> tuple[Any, Any]:
             dropped = xp.astype(xp.logical_not(kept), xp.int32)
@@ -79,7 +79,7 @@ class BlockMask(NamedTuple, Generic[X]):
                 xp.astype(xp.argsort(dropped, axis=-1, stable=True), xp.int32),
             )
 
-        return cls(*lists(kept), *lists(xp.matrix_transpose(kept)))
+        return cls(*lists(array), *lists(xp.matrix_transpose(array)))
 
 
 def local_tiles(tiles_q: int, tiles_kv: int, left: int, right: int) -> np.ndarray:

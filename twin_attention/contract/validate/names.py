@@ -63,7 +63,6 @@ def _check_names(
             raise TypeError(f"{function}() {answer}; see docs/coming-from.md") from None
     if num_positional > len(positional):
         raise TypeError(
-            f"{function}() takes {len(positional)} arguments without a name "
-            f"({', '.join(positional)}), got {num_positional}; give options by name, as in "
-            "docs/coming-from.md"
+            f"{function}() takes {len(positional)} positional arguments ({', '.join(positional)}), "
+            f"got {num_positional}; give others by name, as in docs/coming-from.md"
         ) from None
