@@ -24,6 +24,7 @@ from twin_attention.contract.validate.errors import fail, type_name
 from twin_attention.contract.validate.operands import Operand
 
 X = TypeVar("X")
+Y = TypeVar("Y")
 
 
 class BlockMask(NamedTuple, Generic[X]):
@@ -53,8 +54,8 @@ class BlockMask(NamedTuple, Generic[X]):
     q_counts: X
     q_tiles: X
 
-    @classmethod
-    def of(cls, kept: X) -> BlockMask[X]:
+    @staticmethod
+    def of(kept: Y) -> BlockMask[Y]:
         """Return a mask's lists, as arrays of its own library. The mask can be traced.
 
         Args:
@@ -79,7 +80,7 @@ class BlockMask(NamedTuple, Generic[X]):
                 xp.astype(xp.argsort(dropped, axis=-1, stable=True), xp.int32),
             )
 
-        return cls(*lists(array), *lists(xp.matrix_transpose(array)))
+        return BlockMask(*lists(array), *lists(xp.matrix_transpose(array)))
 
 
 def local_tiles(tiles_q: int, tiles_kv: int, left: int, right: int) -> np.ndarray:
