@@ -93,7 +93,8 @@ def describe(
     configs = dict(backend.configs(spec)) if runs_kernels else {}
     if isinstance(spec, AttentionSpec):
         kernels = FAMILY_KERNELS[backend.family.folder or "portable"]
-        configs = {name: x for name, x in configs.items() if kernels[name].function == operation}
+        function = operation.replace("partial", "flash")
+        configs = {name: x for name, x in configs.items() if kernels[name].function == function}
     splits = None
     if runs_kernels and isinstance(spec, DecodeSpec):
         kernel = decode_kernel(spec)
