@@ -1,7 +1,7 @@
 """In every row of docs/coming-from.md the other library's call and ours give the same.
 
-SDPA, jax.nn and transformers are real; flash-attn, FlashInfer and vLLM need a GPU, so plain
-definitions stand in for them.
+SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, FlashInfer and vLLM need
+a GPU, so plain definitions stand in for them, and for FlexAttention's backward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from twin_attention.contract.tolerances import compare_to_reference
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 CELL = re.compile(r"`([^`]+)`")
 SQ, SKV, W = 4, 7, 3
+S, LONG = 24, 128
+MATH = {x: getattr(torch, x) for x in ("cat", "where", "inf", "zeros_like")}
 SINKS = torch.tensor([-0.5, 0.0, 0.75, 1.5])
 
 
@@ -144,7 +146,86 @@ def sdpa(dtype: torch.dtype) -> dict[str, Any]:
         "Slong": 9,
         "q_ids": torch.tensor([[0, 0, 0, 1, 1], [4, 3, 4, 3, 3]], dtype=torch.int32)[:, :SQ],
         "kv_ids": torch.tensor([[0, 0, 0, 1, 1, 0, 1, 1], [3, 4] * 4], dtype=torch.int32)[:, :SKV],
+        "added": draw(2, 4, SQ, dtype=dtype)[..., :SKV],
+        "seen": draw(2, 1, SQ, dtype=dtype)[..., :SKV] > -0.5,
+        **MATH,
     }
+
+
+def flexattention(dtype: torch.dtype) -> dict[str, Any]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def flex(q, k, v, score_mod=None, block_mask=None):
+        if not torch.is_grad_enabled():
+            return flex_attention(*(x.detach() for x in (q, k, v)), score_mod, block_mask)
+        sizes = *q.shape[:3], k.shape[2]
+        index = [
+            torch.arange(n).view([-1 if axis == a else 1 for a in range(4)])
+            for axis, n in enumerate(sizes)
+        ]
+        s = q @ k.mT * q.shape[-1] ** -0.5
+        s = s if score_mod is None else score_mod(s, *index)
+        if block_mask is not None:
+            s = s.masked_fill(~block_mask.mask_mod(*index), -math.inf)
+        return s.to(v.dtype).softmax(-1) @ v
+
+    def mask(function):
+        length = LONG if "kept" in function.__code__.co_names else S
+        return create_block_mask(function, 2, 4, length, length, device="cpu")
+
+    def many(*shape: int, seed: int) -> Tensor:
+        return draw(*shape, seed, dtype=dtype)[..., seed - 1, :].clone().requires_grad_()
+
+    positions = torch.arange(S, dtype=torch.int32)
+    heads = {
+        f"{x}{of}": many(2, 4, length, seed=i + 1)
+        for i, x in enumerate("qkv")
+        for of, length in (("", S), ("_long", LONG))
+    }
+    return {
+        "flex": flex,
+        "mask": mask,
+        "tanh": torch.tanh,
+        **heads,
+        **{f"{x}t": heads[x].transpose(1, 2) for x in "qkv"},
+        "S": S,
+        "n": 3,
+        "ids": (positions // torch.tensor([[7], [10]])).int(),
+        "ends": torch.where((positions >= 10) & (positions < 16), 16, S).int().repeat(2, 1),
+        "image_of_text": (positions // 9).repeat(2, 1),
+        "image_of_key": (positions // 8).repeat(2, 1),
+        "kept": torch.tensor([[True, False], [True, True]]),
+        "seen": (positions[:, None] * positions % 5 < 3) | (positions[:, None] == positions),
+        "slopes": torch.tensor([0.5, 0.25, 0.0, 2.0]),
+        "table": draw(4, dtype=dtype)[:, :11].clone().requires_grad_(),
+        "added": draw(2, 4, S, S, dtype=dtype)[..., 0].clone().requires_grad_(),
+        **MATH,
+        **block_of("FlexAttention"),
+    }
+
+
+def multihead(dtype: torch.dtype) -> dict[str, Any]:
+    torch.manual_seed(0)
+    mha = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    for bias in (mha.in_proj_bias, mha.out_proj.bias):
+        torch.nn.init.normal_(bias)
+    return {
+        "mha": mha.half().to(dtype),
+        "x": draw(2, S, 4, dtype=dtype).flatten(2).requires_grad_(),
+        "hidden": torch.ones(S, S, dtype=torch.bool).triu(1),
+        "padding": torch.arange(S) >= torch.tensor([[S], [17]]),
+        "zeros": torch.zeros(2, S, dtype=torch.int32),
+        **MATH,
+        **block_of("nn.MultiheadAttention"),
+    }
+
+
+def block_of(heading: str) -> dict[str, Any]:
+    """Run a section's first block of code; return its names."""
+    names: dict[str, Any] = {}
+    block = re.search(rf"## {heading}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    exec(block[1], names)
+    return names
 
 
 def jax_nn(dtype: torch.dtype) -> dict[str, Any]:
@@ -209,8 +290,7 @@ def flashinfer(dtype: torch.dtype) -> dict[str, Any]:
     names["k_hnd"], names["v_hnd"] = (
         names[x].transpose(1, 2).contiguous() for x in ("k_pages", "v_pages")
     )
-    block = re.search(r"## FlashInfer.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(block[1], names)
+    names |= block_of("FlashInfer")
     return names
 
 
@@ -312,6 +392,8 @@ def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
 LIBRARIES = {
     "flash-attn": flash_attn,
     "torch SDPA": sdpa,
+    "FlexAttention": flexattention,
+    "nn.MultiheadAttention": multihead,
     "jax.nn": jax_nn,
     "FlashInfer": flashinfer,
     "vLLM": vllm,
@@ -319,10 +401,20 @@ LIBRARIES = {
 }
 
 
-def results(library: str, code: str, dtype: torch.dtype) -> list[Tensor]:
-    ours = {name: getattr(torch_attn, name) for name in torch_attn.__all__}
-    value = eval(code, ours | LIBRARIES[library](dtype) | {"W": W})
-    return [torch.from_dlpack(x) for x in (value if isinstance(value, tuple) else [value])]
+def results(library: str, code: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Return results, and their gradient for each tensor that requires one."""
+    names = {name: getattr(torch_attn, name) for name in torch_attn.__all__}
+    names |= LIBRARIES[library](dtype) | {"W": W}
+    with torch.no_grad():
+        value = eval(code, names)
+    found = [torch.from_dlpack(x) for x in (value if isinstance(value, tuple) else [value])]
+    leaves = [x for x in names.values() if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+    if not leaves:
+        return found, []
+    out = eval(code, names)
+    weights = draw(*out.shape[:-1], dtype=dtype)[..., :1]
+    gradients = torch.autograd.grad((out * weights).sum(), leaves, allow_unused=True)
+    return found, [x for x in gradients if x is not None]
 
 
 @pytest.mark.parametrize(("library", "theirs", "here"), rows())
@@ -330,10 +422,11 @@ def test_rows_give_the_same(library: str, theirs: str, here: str):
     wanted = results(library, theirs, torch.float32)
     low_precision = results(library, theirs, torch.float16)
     got = results(library, here, torch.float16)
-    for ref, lp, x in zip(wanted, low_precision, got, strict=True):
-        assert x.shape == ref.shape
-        agreement = compare_to_reference(x, ref.double(), lp, "float16", "output")
-        assert agreement.ok, agreement
+    for kind, *found in zip(("output", "gradient"), wanted, low_precision, got, strict=True):
+        for ref, lp, x in zip(*found, strict=True):
+            assert x.shape == ref.shape
+            agreement = compare_to_reference(x, ref.double(), lp, "float16", kind)
+            assert agreement.ok, agreement
 
 
 def test_every_library_has_rows():
