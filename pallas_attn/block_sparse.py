@@ -20,7 +20,7 @@ from twin_attention.contract.validate.block_mask import (
     check_lists,
 )
 from twin_attention.contract.validate.errors import fail
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 
 
 @overload
@@ -50,13 +50,13 @@ def block_sparse_attention(
     sinks: jax.Array | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def block_sparse_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     block_mask: BlockMask[jax.Array] | jax.Array,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -66,6 +66,7 @@ def block_sparse_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention over the tiles that a block mask keeps; other tiles cost nothing.
 
@@ -111,6 +112,8 @@ def block_sparse_attention(
         attention = jax.jit(lambda *operands: block_sparse_attention(*operands, causal=True))
         out = attention(q, k, v, mask)
     """
+    if more or others:
+        refuse_names(block_sparse_attention, more, others)
     operands = _operands(q, k, v, block_mask, sinks)
     deterministic = or_as_xla_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse

@@ -16,7 +16,7 @@ from twin_attention.contract.operands import AppendOperands, describe_operands
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
 from twin_attention.contract.validate.merge import check_merge_states
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.paged import check_append_kv
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
@@ -40,14 +40,14 @@ def paged_decode(
     seq_lens: jax.Array,
     *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def paged_decode(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    *,
+    *more: Any,
     causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -60,6 +60,7 @@ def paged_decode(
     cascade: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention of new tokens over a paged KV cache.
 
@@ -126,6 +127,8 @@ def paged_decode(
         q = jax.random.normal(keys[1], (2, 4, 64), jnp.bfloat16)
         out = jax.jit(paged_decode)(q, k_pages, v_pages, block_tables, seq_lens)
     """
+    if more or others:
+        refuse_names(paged_decode, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
     )  # fmt: skip
@@ -160,7 +163,7 @@ def append_kv(
     k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[jax.Array, ...]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def append_kv(
     k_new: jax.Array,
     v_new: jax.Array,
@@ -168,7 +171,7 @@ def append_kv(
     v_pages: jax.Array,
     block_tables: jax.Array,
     seq_lens: jax.Array,
-    *,
+    *more: Any,
     cu_seqlens_q: jax.Array | None = None,
     q: jax.Array | None = None,
     rotary_cos: jax.Array | None = None,
@@ -177,6 +180,7 @@ def append_kv(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> tuple[jax.Array, ...]:
     """Write new tokens' keys and values into their pages, and return the cache.
 
@@ -235,6 +239,8 @@ def append_kv(
         k_pages, v_pages = append(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert jnp.array_equal(k_pages[3, 9], k_new[0])
     """
+    if more or others:
+        refuse_names(append_kv, more, others)
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cu_seqlens_q, q,
         rotary_cos, rotary_sin,
@@ -246,7 +252,6 @@ def append_kv(
     return (*rotated, k_pages, v_pages)
 
 
-@answers_other_names
 def merge_states(
     outs: jax.Array, lses: jax.Array, *, implementation: Implementation | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -17,7 +17,7 @@ from pallas_attn.operands import operand
 from twin_attention.contract.operands import FlashOperands, describe_operands
 from twin_attention.contract.spec import AttentionSpec, DilatedSpec, Precision, dilated_calls
 from twin_attention.contract.validate.dilated import check_dilated_attention, check_dilations
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 from twin_attention.contract.validate.options import check_flash_options
 
 
@@ -45,14 +45,14 @@ def dilated_attention(
     deterministic: bool | None = ..., precision: Precision = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def dilated_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -60,6 +60,7 @@ def dilated_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention within segments of several lengths; longer segments are sparser.
 
@@ -100,6 +101,8 @@ def dilated_attention(
         attention = jax.jit(lambda q: dilated_attention(q, k, v, [64, 128, 256], [1, 2, 4]))
         out = attention(q)
     """
+    if more or others:
+        refuse_names(dilated_attention, more, others)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
     options["deterministic"] = or_as_xla_says(deterministic)
     options["precision"] = precision

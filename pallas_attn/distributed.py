@@ -61,7 +61,6 @@ from twin_attention.contract.validate.context import (
     check_whole,
 )
 from twin_attention.contract.validate.errors import fail, type_name
-from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_flash_options
 
 __all__ = [
@@ -75,7 +74,6 @@ __all__ = [
 Exchange = Literal["ring", "gather", "heads"]
 
 
-@answers_other_names
 def context_attention(
     q: Array,
     k: Array,

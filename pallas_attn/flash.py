@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 
@@ -10,7 +10,7 @@ from pallas_attn.dispatch import Implementation
 from pallas_attn.flash_ops import DENSE, or_as_xla_says
 from pallas_attn.keywords import FlashKeywords
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 
 
 @overload
@@ -49,12 +49,12 @@ def flash_attention(
     *, return_lse: bool = ..., return_row_max: bool,
     **keywords: Unpack[FlashKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def flash_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -75,6 +75,7 @@ def flash_attention(
     return_lse: bool = False,
     return_row_max: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Compute exact attention without storing the score matrix.
 
@@ -151,6 +152,8 @@ def flash_attention(
         attention = jax.jit(lambda *qkv: flash_attention(*qkv, causal=True, return_lse=True))
         out, lse = attention(q, k, v)
     """
+    if more or others:
+        refuse_names(flash_attention, more, others)
     operands = (
         q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, bias,
         relative_bias, alibi_slopes, dropout_seed,

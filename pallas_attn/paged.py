@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 
 from pallas_attn.decode_ops import PAGED_ATTENTION
 from pallas_attn.dispatch import Implementation
 from pallas_attn.keywords import PagedKeywords
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 
 
 @overload
@@ -30,7 +30,7 @@ def paged_attention(
     seq_lens: jax.Array, cu_seqlens_q: jax.Array,
     *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -38,7 +38,7 @@ def paged_attention(
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array,
-    *,
+    *more: Any,
     causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -50,6 +50,7 @@ def paged_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Compute exact attention of any number of new tokens per sequence over a paged KV cache.
 
@@ -99,6 +100,8 @@ def paged_attention(
         q = jax.random.normal(keys[1], (21, 4, 64), jnp.bfloat16)
         out = jax.jit(paged_attention)(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
     """
+    if more or others:
+        refuse_names(paged_attention, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
         tree_ends,

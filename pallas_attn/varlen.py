@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from pallas_attn.flash_ops import PACKED, or_as_xla_says
 from pallas_attn.keywords import VarlenKeywords
 from pallas_attn.operands import operand
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
 
 
@@ -52,14 +52,14 @@ def flash_attention_varlen(
     *, return_lse: bool = ..., return_row_max: bool,
     **keywords: Unpack[VarlenKeywords],
 ) -> jax.Array | tuple[jax.Array, ...]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def flash_attention_varlen(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     cu_seqlens_q: jax.Array,
     cu_seqlens_kv: jax.Array,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -77,6 +77,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     return_row_max: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Compute exact attention within each of N packed sequences.
 
@@ -122,6 +123,8 @@ def flash_attention_varlen(
         attention = jax.jit(lambda *operands: flash_attention_varlen(*operands, causal=True))
         out = attention(q, k, v, offsets, offsets)
     """
+    if more or others:
+        refuse_names(flash_attention_varlen, more, others)
     operands = (
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
         alibi_slopes, dropout_seed,

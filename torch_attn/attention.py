@@ -90,8 +90,9 @@ class Attention(ABC):
 
     def _widen(self, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         for i in self._widened:
-            if operands[i] is not None:
-                operands = (*operands[:i], in_float32(operands[i]), *operands[i + 1 :])
+            x = operands[i]
+            if x is not None and (wide := in_float32(x)) is not x:
+                operands = (*operands[:i], wide, *operands[i + 1 :])
         return operands
 
     def operator_of(self, operands: Any, options: Any) -> Operator:

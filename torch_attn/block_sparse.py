@@ -19,7 +19,7 @@ from twin_attention.contract.validate.block_mask import (
     check_lists,
 )
 from twin_attention.contract.validate.errors import fail
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 
 
 @overload
@@ -46,13 +46,13 @@ def block_sparse_attention(
     sinks: Tensor | None = ..., deterministic: bool | None = ..., precision: Precision = ...,
     return_lse: bool, implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def block_sparse_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     block_mask: BlockMask[Tensor] | Tensor,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -62,6 +62,7 @@ def block_sparse_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention over the tiles that a block mask keeps; other tiles cost nothing.
 
@@ -105,6 +106,8 @@ def block_sparse_attention(
         out = block_sparse_attention(q, k, v, mask, causal=True)
         out.sum().backward()
     """
+    if more or others:
+        refuse_names(block_sparse_attention, more, others)
     operands = _operands(q, k, v, block_mask, sinks)
     deterministic = or_as_torch_says(deterministic)
     options = causal, scale, window_size, softcap, deterministic, precision, return_lse

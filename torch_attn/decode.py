@@ -23,7 +23,7 @@ from torch_attn.operands import cast_float32, check_tensor, operand
 from twin_attention.contract.operands import AppendOperands
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 
@@ -43,14 +43,14 @@ def paged_decode(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
     *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def paged_decode(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    *,
+    *more: Any,
     causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -63,6 +63,7 @@ def paged_decode(
     cascade: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention of new tokens over a paged KV cache.
 
@@ -127,6 +128,8 @@ def paged_decode(
         q = torch.randn(2, 4, 64, dtype=torch.bfloat16)
         out = paged_decode(q, k_pages, v_pages, block_tables, seq_lens)
     """
+    if more or others:
+        refuse_names(paged_decode, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
     )  # fmt: skip
@@ -157,7 +160,7 @@ def append_kv(
     rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
     implementation: Implementation | None = ...,
 ) -> tuple[Tensor, ...]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def append_kv(
     k_new: Tensor,
     v_new: Tensor,
@@ -165,7 +168,7 @@ def append_kv(
     v_pages: Tensor,
     block_tables: Tensor,
     seq_lens: Tensor,
-    *,
+    *more: Any,
     cu_seqlens_q: Tensor | None = None,
     q: Tensor | None = None,
     rotary_cos: Tensor | None = None,
@@ -174,6 +177,7 @@ def append_kv(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> tuple[Tensor, ...]:
     """Write new tokens' keys and values into their pages, in place.
 
@@ -226,6 +230,8 @@ def append_kv(
         append_kv(k_new, v_new, k_pages, v_pages, block_tables, seq_lens + 1)
         assert torch.equal(k_pages[3, 9], k_new[0])
     """
+    if more or others:
+        refuse_names(append_kv, more, others)
     operands = AppendOperands(
         k_new, v_new, k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale, cu_seqlens_q, q,
         rotary_cos, rotary_sin,
@@ -262,7 +268,6 @@ def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
     return operands._replace(k_new=k_new, v_new=v_new, q=q)
 
 
-@answers_other_names
 def merge_states(
     outs: Tensor, lses: Tensor, *, implementation: Implementation | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from twin_attention.contract.validate.dilated import (
     check_dilations,
     check_segments,
 )
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 from twin_attention.contract.validate.options import check_flash_options
 
 
@@ -49,14 +49,14 @@ def dilated_attention(
     deterministic: bool | None = ..., precision: Precision = ..., return_lse: bool,
     implementation: Implementation | None = ...,
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def dilated_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     softcap: float | None = None,
@@ -64,6 +64,7 @@ def dilated_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention within segments of several lengths; longer segments are sparser.
 
@@ -104,6 +105,8 @@ def dilated_attention(
         out = dilated_attention(q, k, v, [64, 128, 256], [1, 2, 4], causal=True)
         out.sum().backward()
     """
+    if more or others:
+        refuse_names(dilated_attention, more, others)
     q, k, v = cast_inputs(q, k, v)
     options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
     options["deterministic"] = or_as_torch_says(deterministic)

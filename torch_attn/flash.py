@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from torch_attn.dispatch import Implementation
 from torch_attn.flash_ops import DENSE, or_as_torch_says
 from torch_attn.keywords import FlashKeywords
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 
 
 @overload
@@ -49,12 +49,12 @@ def flash_attention(
     *, return_lse: bool = ..., return_row_max: bool,
     **keywords: Unpack[FlashKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -75,6 +75,7 @@ def flash_attention(
     return_lse: bool = False,
     return_row_max: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute exact attention without storing the score matrix.
 
@@ -151,6 +152,8 @@ def flash_attention(
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
         out.sum().backward()
     """
+    if more or others:
+        refuse_names(flash_attention, more, others)
     operands = (
         q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, bias,
         relative_bias, alibi_slopes, dropout_seed,

@@ -14,6 +14,7 @@ from twin_attention.contract.validate.operands import Operand
 
 # A tensor's alignment in bytes, for TMA and Triton, and for JAX's kernels.
 ALIGNED, COMPACT = 16, 256
+_NARROW = (torch.float16, torch.bfloat16)
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -134,7 +135,7 @@ def cast_inputs(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def in_float32(x: Any) -> Any:
     """Return sinks or slopes in float32; a model may have them in 16 bits."""
-    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+    return x.float() if isinstance(x, Tensor) and x.dtype in _NARROW else x
 
 
 def cast_float32(name: str, x: Any) -> Tensor:

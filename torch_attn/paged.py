@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
 from torch_attn.decode_ops import PAGED_ATTENTION
 from torch_attn.dispatch import Implementation
 from torch_attn.keywords import PagedKeywords
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 
 
 @overload
@@ -30,7 +30,7 @@ def paged_attention(
     cu_seqlens_q: Tensor,
     *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
@@ -38,7 +38,7 @@ def paged_attention(
     block_tables: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
-    *,
+    *more: Any,
     causal: bool = True,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -50,6 +50,7 @@ def paged_attention(
     num_splits: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact attention of any number of new tokens per sequence over a paged KV cache.
 
@@ -99,6 +100,8 @@ def paged_attention(
         q = torch.randn(21, 4, 64, dtype=torch.bfloat16)
         out = paged_attention(q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q)
     """
+    if more or others:
+        refuse_names(paged_attention, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
         tree_ends,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from torch_attn.flash_ops import PACKED, or_as_torch_says
 from torch_attn.keywords import VarlenKeywords
 from torch_attn.operands import operand
 from twin_attention.contract.spec import Precision
-from twin_attention.contract.validate.names import answers_other_names
+from twin_attention.contract.validate.names import refuse_names, without_catch_all
 from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
 
 
@@ -51,14 +51,14 @@ def flash_attention_varlen(
     *, return_lse: bool = ..., return_row_max: bool,
     **keywords: Unpack[VarlenKeywords],
 ) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
-@answers_other_names
+@without_catch_all
 def flash_attention_varlen(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
-    *,
+    *more: Any,
     causal: bool = False,
     scale: float | None = None,
     window_size: tuple[int | None, int | None] | None = None,
@@ -76,6 +76,7 @@ def flash_attention_varlen(
     return_lse: bool = False,
     return_row_max: bool = False,
     implementation: Implementation | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, ...]:
     """Compute exact attention within each of N packed sequences.
 
@@ -121,6 +122,8 @@ def flash_attention_varlen(
         out = flash_attention_varlen(q, k, v, offsets, offsets, causal=True)
         out.sum().backward()
     """
+    if more or others:
+        refuse_names(flash_attention_varlen, more, others)
     operands = (
         q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
         alibi_slopes, dropout_seed,

@@ -68,14 +68,12 @@ from twin_attention.contract.validate.context import (
     check_group,
 )
 from twin_attention.contract.validate.errors import fail, type_name
-from twin_attention.contract.validate.names import answers_other_names
 from twin_attention.contract.validate.options import check_flash_options
 from twin_attention.targets.family import Backend
 
 Exchange = Literal["ring", "gather", "heads"]
 
 
-@answers_other_names
 def context_attention(
     q: Tensor,
     k: Tensor,

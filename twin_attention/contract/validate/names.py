@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Callable
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,37 +31,36 @@ _THEIRS = {
 _OURS = {name: ours for ours, theirs in _THEIRS.items() for name in theirs.split()}
 
 
-def answers_other_names(function: F) -> F:
-    """Let a call with another library's names of arguments raise a TypeError that says ours."""
-    parameters = signature(function).parameters
-    positional = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+def without_catch_all(function: F) -> F:
+    """Leave ``*more`` and ``**others`` out of a function's signature.
 
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            _check_names(function.__name__, parameters, positional, len(args), kwargs)
-            raise
-
-    return cast(F, call)
+    They only take what `refuse_names` refuses; catching Python's own error costs each call more.
+    """
+    own = signature(function)
+    shown = [x for x in own.parameters.values() if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    function.__signature__ = own.replace(parameters=shown)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
-def _check_names(
-    function: str,
-    parameters: Iterable[str],
-    positional: Sequence[str],
-    num_positional: int,
-    given: Iterable[str],
-) -> None:
-    for name in given:
-        if name not in parameters and name in _OURS:
-            ours = _OURS[name]
+def refuse_names(
+    function: Callable[..., Any], more: tuple[Any, ...], others: dict[str, Any]
+) -> NoReturn:
+    """Refuse arguments that a function does not take, with our names for those of other libraries.
+
+    Args:
+        more: arguments by position behind the last that has one.
+        others: arguments by a name that is none of the function's.
+    """
+    name, parameters = function.__name__, signature(function).parameters
+    for theirs in others:
+        if theirs in _OURS:
+            ours = _OURS[theirs]
             has_it = re.split(r"\W", ours)[0] in parameters
-            answer = f"takes {ours} in place of {name}" if has_it else f"takes no {name}"
-            raise TypeError(f"{function}() {answer}; see docs/coming-from.md") from None
-    if num_positional > len(positional):
-        raise TypeError(
-            f"{function}() takes {len(positional)} positional arguments ({', '.join(positional)}), "
-            f"got {num_positional}; give others by name, as in docs/coming-from.md"
-        ) from None
+            answer = f"takes {ours} in place of {theirs}" if has_it else f"takes no {theirs}"
+            raise TypeError(f"{name}() {answer}; see docs/coming-from.md")
+        raise TypeError(f"{name}() got an unexpected keyword argument {theirs!r}")
+    positional = [x.name for x in parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    raise TypeError(
+        f"{name}() takes {len(positional)} positional arguments ({', '.join(positional)}), "
+        f"got {len(positional) + len(more)}; give others by name, as in docs/coming-from.md"
+    )
