@@ -245,8 +245,6 @@ OF_DECODE = [
     mistake(NotImplementedError, "causal: expected True: new tokens see keys up to their own "
             "position, got False", causal=False),
     mistake(TypeError, f"paged_decode() takes no attn_mask; {SEE}", attn_mask=None),
-    mistake(TypeError, "paged_decode() takes seq_lens, which counts the new tokens too, in place "
-            f"of cache_seqlens; {SEE}", cache_seqlens=i32(2), seq_lens=LEFT_OUT),
     *of_cache(2, 3),
     mistake(ValueError, "q: expected 3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D], got shape (4, "
             "32)", q=bf16(4, 32)),

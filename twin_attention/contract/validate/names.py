@@ -9,7 +9,8 @@ from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What other libraries' names stand for here, a parameter first; "" is what nothing here needs.
+# What other libraries' names stand for here, an option first; "" is what nothing here needs.
+# If a tensor that is required has another name, Python's own error names it.
 _THEIRS = {
     "scale": "softmax_scale sm_scale scaling",
     "causal": "is_causal",
@@ -21,9 +22,6 @@ _THEIRS = {
     ),
     "q_segment_ids and kv_segment_ids": "segment_ids",
     "sinks": "s_aux learnable_sink",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "seq_lens, which counts the new tokens too,": "cache_seqlens seqused_k",
-    "block_tables": "block_table page_table",
     "return_lse": "return_attn_probs return_softmax_lse return_residual",
     "implementation": "backend",
     "": "max_seqlen max_seqlen_q max_seqlen_k max_seqlen_kv enable_gqa",
