@@ -78,7 +78,7 @@ def test_flash_attn_func_has_gradients():
             "softcap: expected 0.0 with alibi_slopes, got 3.0",
         ),
         ({"return_attn_probs": True}, NotImplementedError, "return_attn_probs: expected False"),
-        ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a pair"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a tuple"),
         ({"softcap": -1.0}, ValueError, "softcap: expected a positive number"),
     ],
 )
@@ -235,7 +235,7 @@ NEW = draw(2, 1, 2, 16)
         ({"q": draw(3, 1, 4, 16)}, ValueError, "k_cache: expected [3, S, Hkv, D] without block_t"),
         ({"k_cache": draw(2, 24, 2, 16)[:, :12]}, ValueError, "k_cache: expected sequences wit"),
         ({"num_splits": 257}, ValueError, "num_splits: expected None or an integer"),
-        ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a pair"),
+        ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a tuple"),
     ],
 )  # fmt: skip
 def test_flash_attn_with_kvcache_refuses(options, error, message):
