@@ -238,10 +238,10 @@ def append_kv(
     )  # fmt: skip
     if torch.is_autocast_enabled("cuda"):
         operands = _cast_new(operands)
-    others = rotary_interleaved, implementation
-    call = CALLS.find(APPEND.name, operands, others)
+    options = rotary_interleaved, implementation
+    call = CALLS.find(APPEND.name, operands, options)
     if call is None:
-        q_out = _check_and_append(operands, *others)
+        q_out = _check_and_append(operands, *options)
     else:
         check_pools(k_pages, v_pages)  # no address is in what `find` goes by
         (q_out,) = call(*operands)
