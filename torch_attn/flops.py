@@ -40,17 +40,17 @@ def _forward(*args, **_) -> int:
     return _of_ends(args, cost.forward_flops, cost.tree_forward_flops)
 
 
-@register_flop_formula(torch.ops.torch_attn.flash_bwd, get_raw=True)
+@register_flop_formula(torch.ops.twin_attention.flash_bwd, get_raw=True)
 def _backward(dout, dlse, *args, **_) -> int:
     return _of_ends(args, cost.backward_flops, cost.tree_backward_flops)
 
 
-@register_flop_formula(torch.ops.torch_attn.block_sparse_fwd, get_raw=True)
+@register_flop_formula(torch.ops.twin_attention.block_sparse_fwd, get_raw=True)
 def _sparse_forward(*args, **_) -> int:
     return _of_mask(args, cost.forward_flops, cost.block_sparse_forward_flops)
 
 
-@register_flop_formula(torch.ops.torch_attn.block_sparse_bwd, get_raw=True)
+@register_flop_formula(torch.ops.twin_attention.block_sparse_bwd, get_raw=True)
 def _sparse_backward(dout, dlse, *args, **_) -> int:
     return _of_mask(args, cost.backward_flops, cost.block_sparse_backward_flops)
 

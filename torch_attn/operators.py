@@ -20,7 +20,7 @@ from twin_attention.contract.operands import X
 from twin_attention.contract.spec import Precision
 from twin_attention.contract.validate.errors import no_gradient
 
-_library = torch.library.Library("torch_attn", "DEF")
+_library = torch.library.Library("twin_attention", "DEF")
 # The kernels use strides, so the compiler must keep the program's layouts.
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _KINDS = {
@@ -59,7 +59,7 @@ class Operator:
         """
         _library.define(definition, tags=_TAGS)
         name = definition.partition("(")[0]
-        self.op: torch._ops.OpOverload = getattr(torch.ops.torch_attn, name).default
+        self.op: torch._ops.OpOverload = getattr(torch.ops.twin_attention, name).default
         self.num_tensors, self.function = num_tensors, function
         self.name, self._call_of = self.op.name(), call_of
         torch.library.register_fake(self.name, fake, lib=_library)

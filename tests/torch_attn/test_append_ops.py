@@ -30,7 +30,7 @@ def assert_equal(got, want):
 
 def test_opcheck(torch_device):
     operands = AppendOperands(**inputs_of(PACKED, torch_device))
-    opcheck(torch.ops.torch_attn.append_kv.default, (*operands, True, "triton"))
+    opcheck(torch.ops.twin_attention.append_kv.default, (*operands, True, "triton"))
 
 
 def test_compile(torch_device):

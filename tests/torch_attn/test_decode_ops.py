@@ -16,7 +16,7 @@ from torch.library import opcheck
 import torch_attn
 from torch_attn import append_kv, explain, merge_states, paged_decode
 
-ops = torch.ops.torch_attn
+ops = torch.ops.twin_attention
 PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
 LENGTHS = (0, 1, 5, 12, 7)
 NO_GRADIENT = "{}: a gradient is not supported; give it operands that need none"

@@ -132,7 +132,7 @@ def test_every_backend_has_the_operators():
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
     for op in ("flash_fwd", "flash_bwd", "paged_decode", "append_kv", "merge_states"):
         for backend in ("CPU", "CUDA", "MPS", "XPU", "HPU", "PrivateUse1", "Meta"):
-            assert has_kernel(f"torch_attn::{op}", backend), (op, backend)
+            assert has_kernel(f"twin_attention::{op}", backend), (op, backend)
 
 
 def test_kernels_are_refused_where_there_are_none():

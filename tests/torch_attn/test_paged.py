@@ -12,7 +12,7 @@ from torch_attn.interpreter import interpreted
 from torch_attn.kernels.explicit import sequences as scalars
 from torch_attn.kernels.library.sequences import locate_tokens
 
-op = torch.ops.torch_attn.paged_attention.default
+op = torch.ops.twin_attention.paged_attention.default
 
 
 def offsets(*lengths: int) -> torch.Tensor:

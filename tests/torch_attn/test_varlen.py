@@ -188,11 +188,11 @@ def test_opcheck(implementation):
     no_tree_nor_terms = (None,) * 6
     for sink in (None, sinks):
         arguments = (*qkv, cu, cu, sink, *no_tree_nor_terms, *options)
-        torch.library.opcheck(torch.ops.torch_attn.flash_varlen_fwd.default, arguments)
-    out, lse = (x.detach() for x in torch.ops.torch_attn.flash_varlen_fwd(*arguments))
+        torch.library.opcheck(torch.ops.twin_attention.flash_varlen_fwd.default, arguments)
+    out, lse = (x.detach() for x in torch.ops.twin_attention.flash_varlen_fwd(*arguments))
     given = (*(x.detach() for x in qkv), cu, cu, sinks.detach(), *no_tree_nor_terms)
     arguments = (out, lse, *given, out, lse, None, "sinks", *options)
-    torch.library.opcheck(torch.ops.torch_attn.flash_varlen_bwd.default, arguments)
+    torch.library.opcheck(torch.ops.twin_attention.flash_varlen_bwd.default, arguments)
 
 
 def test_compile_with_other_offsets_is_one_graph():
