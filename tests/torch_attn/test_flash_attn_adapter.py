@@ -1,12 +1,23 @@
 """flash-attn's signatures: each argument does what flash-attn says, or is refused."""
 
 import inspect
+import re
 
 import pytest
 import torch
 
 from torch_attn import append_kv, flash_attention, paged_decode
-from torch_attn.adapters.flash_attn import flash_attn_func, flash_attn_with_kvcache
+from torch_attn.adapters.flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+    pad_input,
+    unpad_input,
+)
 from twin_attention.contract.reference.rotary import rotate
 
 
@@ -177,11 +188,119 @@ def test_dense_caches_of_any_length(length: int):
     assert_equal(got, flash_attention(q, k_cache, v_cache))
 
 
-@pytest.mark.parametrize(("batch", "slots"), [(1, slice(9)), (2, slice(None, None, 2))])
-def test_a_part_of_a_longer_cache(batch: int, slots: slice):
-    k_cache, v_cache = draw(batch, 12, 2, 16)[:, slots], draw(batch, 12, 2, 24)[:, slots]
+@pytest.mark.parametrize(
+    ("batch", "slots"),
+    [
+        (1, slice(9)),
+        (2, slice(None, None, 3)),
+        (3, slice(700)),
+        (3, slice(131)),
+        (3, slice(30, 777)),
+    ],
+)
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_a_part_of_a_longer_cache(batch: int, slots: slice, heads_first: bool):
+    k, v = draw(batch, 777, 2, 16), draw(batch, 777, 2, 24)
+    if heads_first:
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    k_cache, v_cache = k[:, slots], v[:, slots]
     q = draw(batch, 1, 4, 16)
     assert_equal(flash_attn_with_kvcache(q, k_cache, v_cache), flash_attention(q, k_cache, v_cache))
+
+
+def test_slots_past_a_part_of_a_cache_are_not_read():
+    k_cache, v_cache = draw(2, 256, 2, 16), draw(2, 256, 2, 24)
+    k_cache[:, 100:] = v_cache[:, 100:] = torch.nan
+    q, part = draw(2, 1, 4, 16), (k_cache[:, :100], v_cache[:, :100])
+    assert_equal(flash_attn_with_kvcache(q, *part), flash_attention(q, *part))
+
+
+@pytest.mark.parametrize("new", [None, 2])
+@pytest.mark.parametrize("padded", [False, True])
+def test_chosen_sequences_that_begin_at_their_own_slots(new: int | None, padded: bool):
+    """As flash-attn: lengths and rotated positions are slots, with what lies before `begins`."""
+    caches = draw(4, 48, 2, 16)[:, :40].clone(), draw(4, 48, 2, 16)[:, 4:44].clone()
+    mine = [x.clone() for x in caches]
+    rows = torch.tensor([3, 1], dtype=torch.int32)
+    begins = torch.tensor([5, 0], dtype=torch.int32)
+    lengths, q, named = torch.tensor([30, 38], dtype=torch.int32), draw(2, 2, 4, 16), {}
+    if new is not None:
+        angles = draw(40, 8, dtype=torch.float32)
+        rotation = angles.cos(), angles.sin()
+        k, v = draw(2, 2, 2, 16), draw(2, 2, 2, 16).flip(1)
+        named = {"k": k, "v": v, "rotary_cos": rotation[0], "rotary_sin": rotation[1]}
+    if padded:
+        named["cache_leftpad"] = begins
+    window = {"window_size": (12, 0), "causal": True}
+    got, got_lse = flash_attn_with_kvcache(
+        q, *caches, **named, cache_seqlens=lengths, cache_batch_idx=rows, return_softmax_lse=True,
+        **window,
+    )  # fmt: skip
+    if new is not None:
+        places = lengths[:, None] + torch.arange(2)
+        q, k = (rotate(x, places, *rotation, True, torch.float64).half() for x in (q, k))
+        for mine_of, x in zip(mine, (k, v), strict=True):
+            mine_of[rows[:, None].long(), places.long()] = x
+        lengths = lengths + 2
+    for b, row in enumerate(rows):
+        begin = int(begins[b]) if padded else 0
+        keys, values = (x[None, row, begin : lengths[b]] for x in mine)
+        want, want_lse = flash_attention(q[b : b + 1], keys, values, return_lse=True, **window)
+        assert_equal(got[b : b + 1], want)
+        assert_equal(got_lse[b : b + 1], want_lse)
+    for cache, mine_of in zip(caches, mine, strict=True):
+        torch.testing.assert_close(cache, mine_of)
+
+
+def test_a_dense_cache_compiles():
+    k_cache, v_cache = draw(4, 64, 2, 16)[:, :48], draw(4, 64, 2, 16)[:, :48]
+    q, rows = draw(2, 1, 4, 16), torch.tensor([3, 1], dtype=torch.int32)
+    options = {"cache_batch_idx": rows, "cache_leftpad": rows, "cache_seqlens": rows + 30}
+    got = torch.compile(flash_attn_with_kvcache, fullgraph=True)(q, k_cache, v_cache, **options)
+    assert_equal(got, flash_attn_with_kvcache(q, k_cache, v_cache, **options))
+
+
+def test_packed_tensors():
+    qkv = draw(2, 5, 3, 4, 16).float().requires_grad_()
+    options = 0.0, 0.3, True, (2, -1)
+    got = flash_attn_qkvpacked_func(qkv, *options)
+    want = flash_attn_func(*qkv.unbind(2), *options)
+    assert torch.equal(got, want)
+    gradients = (torch.autograd.grad(x.sum(), qkv)[0] for x in (got, want))
+    assert torch.equal(*gradients)
+    q, kv = QKV[0], draw(2, 7, 2, 2, 16)
+    got = flash_attn_kvpacked_func(q, kv, causal=True)
+    assert torch.equal(got, flash_attn_func(q, *kv.unbind(2), causal=True))
+    tokens, offsets = draw(10, 3, 4, 16), torch.tensor([0, 4, 10], dtype=torch.int32)
+    want = flash_attn_varlen_func(*tokens.unbind(1), offsets, offsets, 6, 6, causal=True)
+    assert torch.equal(flash_attn_varlen_qkvpacked_func(tokens, offsets, 6, causal=True), want)
+    lengths = offsets, offsets, 6, 6
+    q, kv = tokens[:, 0], tokens[:, 1:]
+    assert torch.equal(flash_attn_varlen_kvpacked_func(q, kv, *lengths, causal=True), want)
+    for function, wrong in (
+        (lambda x: flash_attn_qkvpacked_func(x), "qkv: expected 5 dimensions [..., 3, H, D]"),
+        (lambda x: flash_attn_kvpacked_func(q, x), "kv: expected 5 dimensions [..., 2, H, D]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            function(draw(2, 5, 4, 4, 16))
+
+
+def test_padding():
+    x = draw(3, 6, 2, 16).float().requires_grad_()
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]])
+    tokens, places, offsets, longest, used = unpad_input(x, mask)
+    assert torch.equal(tokens, x[mask.bool()])
+    assert torch.equal(places, mask.flatten().nonzero()[:, 0])
+    assert (offsets.tolist(), longest, used.tolist()) == ([0, 3, 7, 7], 4, [3, 4, 0])
+    assert offsets.dtype == used.dtype == torch.int32
+    padded = pad_input(tokens, places, 3, 6)
+    assert torch.equal(padded, x * mask[:, :, None, None])
+    (gradient,) = torch.autograd.grad(padded.square().sum(), x)
+    assert torch.equal(gradient, 2 * padded)
+    unused = torch.tensor([[0, 0, 0, 1, 0, 0], [0] * 6, [0] * 6])
+    _, places, offsets, longest, used = unpad_input(x, mask.bool(), unused)
+    assert torch.equal(places, (mask + unused).flatten().nonzero()[:, 0])
+    assert (offsets.tolist(), longest, used.tolist()) == ([0, 4, 8, 8], 4, [3, 4, 0])
 
 
 def test_caches_of_one_slot_may_have_any_stride():
@@ -217,8 +336,16 @@ NEW = draw(2, 1, 2, 16)
             {"rotary_sin": ROTATION, "k": draw(2, 2, 2, 16), "v": NEW, "cache_seqlens": 3},
             NotImplementedError, "k: expected q's 1 new tokens with rotary_cos",
         ),
-        ({"cache_batch_idx": INDEX}, NotImplementedError, "cache_batch_idx: expected None"),
-        ({"cache_leftpad": INDEX}, NotImplementedError, "cache_leftpad: expected None"),
+        (
+            {"cache_batch_idx": INDEX, "block_table": INDEX[:, None]},
+            NotImplementedError, "cache_batch_idx: expected None with block_table, got Tensor",
+        ),
+        (
+            {"cache_leftpad": INDEX, "block_table": INDEX[:, None]},
+            NotImplementedError, "cache_leftpad: expected None with block_table, got Tensor",
+        ),
+        ({"cache_batch_idx": INDEX.long()}, ValueError, "cache_batch_idx: expected [2] int32, got"),
+        ({"cache_leftpad": INDEX[:1]}, ValueError, "cache_leftpad: expected [2] int32, got (1,)"),
         ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: expected None"),
         ({"k": NEW}, ValueError, "v: expected k and v, or neither, got only one of them"),
         ({"k": NEW, "v": NEW}, ValueError, "cache_seqlens: expected the length of the cache"),
@@ -232,8 +359,13 @@ NEW = draw(2, 1, 2, 16)
             NotImplementedError, "causal: expected True for 3 new tokens, got False",
         ),
         ({"q": draw(2, 65, 4, 16), "causal": True}, NotImplementedError, "q: expected at most 64"),
-        ({"q": draw(3, 1, 4, 16)}, ValueError, "k_cache: expected [3, S, Hkv, D] without block_t"),
-        ({"k_cache": draw(2, 24, 2, 16)[:, :12]}, ValueError, "k_cache: expected sequences wit"),
+        ({"q": draw(3, 1, 4, 16)}, ValueError, "k_cache: expected 3 sequences without block_table"),
+        ({"k_cache": draw(2, 24, 2, 16)[:, :12]}, ValueError, "v_cache: expected sequences that"),
+        (
+            {"k_cache": draw(12, 2, 2, 16).transpose(0, 1)},
+            ValueError, "k_cache: expected sequences that begin a whole number of tokens apart",
+        ),
+        ({"k_cache": draw(2, 10, 2, 16)}, ValueError, "v_cache: expected [B, S, Hkv, D] without"),
         ({"num_splits": 257}, ValueError, "num_splits: expected None or an integer"),
         ({"window_size": (-2, 0)}, ValueError, "window_size: expected None or a tuple"),
     ],
