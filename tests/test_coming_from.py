@@ -1,7 +1,7 @@
 """In every row of docs/coming-from.md the other library's call and ours give the same.
 
-SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, FlashInfer and vLLM need
-a GPU, so plain definitions stand in for them, and for FlexAttention's backward.
+SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, xformers, FlashInfer and
+vLLM need a GPU, so plain definitions stand in for them, and for FlexAttention's backward.
 """
 
 from __future__ import annotations
@@ -88,8 +88,10 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
 
     def flash_attn_with_kvcache(
         q, k_cache, v_cache, k=None, v=None, *, rotary_cos=None, rotary_sin=None, cache_seqlens,
-        block_table, causal=False, window_size=(-1, -1),
+        cache_batch_idx=None, block_table=None, causal=False, window_size=(-1, -1),
     ):  # fmt: skip
+        if cache_batch_idx is not None:
+            block_table = cache_batch_idx[:, None]
         if rotary_cos is not None:
             turns = torch.complex(rotary_cos.float(), rotary_sin.float())
             q, k = (rotate(x, turns, cache_seqlens) for x in (q, k))
@@ -112,12 +114,38 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         for t in (1, 3)
     }
     angles = draw(12, dtype=torch.float32)[:, :8]
+    mask = torch.arange(SQ) < torch.tensor([[3], [SQ]])
     return {
         "cos": angles.cos().to(dtype),
         "sin": angles.sin().to(dtype),
         "flash_attn_func": flash_attn_func,
+        "flash_attn_qkvpacked_func": lambda x, **more: flash_attn_func(*x.unbind(2), **more),
+        "flash_attn_kvpacked_func": lambda q, x, **more: flash_attn_func(q, *x.unbind(2), **more),
         "flash_attn_with_kvcache": flash_attn_with_kvcache,
         "flash_attn_varlen_func": flash_attn_varlen_func,
+        "flash_attn_varlen_qkvpacked_func": lambda x, cu, n, **more: flash_attn_varlen_func(
+            *x.unbind(1), cu, cu, n, n, **more
+        ),
+        "flash_attn_varlen_kvpacked_func": lambda q, x, *more: flash_attn_varlen_func(
+            q, *x.unbind(1), *more
+        ),
+        "unpad_input": lambda x, mask: (x[mask],),
+        "pad_input": lambda x, places, b, s: (
+            x.new_zeros(b * s, *x.shape[1:]).index_copy(0, places, x).view(b, s, *x.shape[1:])
+        ),
+        "mask": mask,
+        "places": mask.flatten().nonzero()[:, 0],
+        "cu_mask": torch.tensor([0, 3, 3 + SQ], dtype=torch.int32),
+        "where": lambda *x: torch.where(*x).int(),
+        "qkv": draw(2, SQ, 3, 4, dtype=dtype),
+        "kv": draw(2, SKV, 2, 2, dtype=dtype),
+        "qkvp": draw(2 * SQ, 3, 4, dtype=dtype),
+        "kvp": draw(2 * SKV, 2, 2, dtype=dtype),
+        "Sq": SQ,
+        "k_dense": draw(7, 9, 2, dtype=dtype),
+        "v_dense": draw(7, 9, 2, dtype=dtype) * 0.5 + 1,
+        "m": torch.tensor([3, 8], dtype=torch.int32),
+        "rows": torch.tensor([6, 2], dtype=torch.int32),
         **qkv(dtype),
         **{f"{name}p": x.flatten(0, 1) for name, x in qkv(dtype).items()},
         "slopes": torch.tensor([0.5, 0.25, 0.0, 2.0]),
@@ -226,6 +254,47 @@ def block_of(heading: str) -> dict[str, Any]:
     block = re.search(rf"## {heading}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(block[1], names)
     return names
+
+
+def xformers(dtype: torch.dtype) -> dict[str, Any]:
+    """Masks as functions of the shape of scores, True for pairs that are seen."""
+
+    def xattn(q, k, v, attn_bias=None, scale=None):
+        s = torch.einsum("bihd,bjhd->bhij", q, k) * (
+            q.shape[-1] ** -0.5 if scale is None else scale
+        )
+        if callable(attn_bias):
+            s = s.masked_fill(~attn_bias(*s.shape[2:]), -math.inf)
+        elif attn_bias is not None:
+            s = s + attn_bias
+        return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v)
+
+    def lower(shift=None):
+        return lambda m, n: torch.ones(m, n).tril(n - m if shift is None else shift).bool()
+
+    def blocks(is_causal):
+        def from_seqlens(q_lengths, kv_lengths=None):
+            sizes = zip(q_lengths, kv_lengths or q_lengths, strict=True)
+            parts = [torch.ones(size).tril(0 if is_causal else 99) for size in sizes]
+            return lambda *_: torch.block_diag(*parts).bool()
+
+        return SimpleNamespace(from_seqlens=from_seqlens)
+
+    return {
+        "xattn": xattn,
+        "LowerTriangularMask": lambda: lower(0),
+        "LowerTriangularFromBottomRightMask": lower,
+        "BlockDiagonalMask": blocks(False),
+        "BlockDiagonalCausalMask": blocks(True),
+        **qkv(dtype, heads_kv=4),
+        **{f"{name}p": x.flatten(0, 1)[None] for name, x in qkv(dtype, heads_kv=4).items()},
+        "bias": draw(2, 4, SQ, dtype=dtype)[..., :SKV],
+        "q_lengths": [3, 2 * SQ - 3],
+        "kv_lengths": [8, 2 * SKV - 8],
+        "cu_q": torch.tensor([0, 3, 2 * SQ], dtype=torch.int32),
+        "cu_k": torch.tensor([0, 8, 2 * SKV], dtype=torch.int32),
+        "Sq": SQ,
+    }
 
 
 def jax_nn(dtype: torch.dtype) -> dict[str, Any]:
@@ -394,6 +463,7 @@ LIBRARIES = {
     "torch SDPA": sdpa,
     "FlexAttention": flexattention,
     "nn.MultiheadAttention": multihead,
+    "xformers": xformers,
     "jax.nn": jax_nn,
     "FlashInfer": flashinfer,
     "vLLM": vllm,
