@@ -43,7 +43,7 @@ CHAPTERS = {
     "Guide": (
         "docs/guide/train", "docs/guide/pack", "docs/guide/tree", "docs/guide/serve",
         "docs/exchange", "docs/context-parallel", "docs/patterns", "docs/coming-from",
-        "docs/models",
+        "docs/hugging-face", "docs/models",
     ),
     "Reference": (
         "docs/semantics", "docs/api/torch_attn", "docs/api/pallas_attn", "docs/api/exchange",

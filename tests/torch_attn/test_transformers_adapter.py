@@ -9,8 +9,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.masking_utils import sdpa_mask  # noqa: E402
+
+from tests.torch_attn.transformers_models import COLUMNS, PAGE, TABLE  # noqa: E402
+from tests.torch_attn.transformers_models import MODELS as MODELS_OF_THE_TABLE  # noqa: E402
 from torch_attn import flash_attention  # noqa: E402
-from torch_attn.adapters.transformers import Mask, attention_forward, make_mask, register  # noqa: E402
+from torch_attn.adapters.transformers import (  # noqa: E402
+    Mask,
+    attention_forward,
+    make_mask,
+    masks,
+    register,
+)
 from twin_attention.contract.spec import Window  # noqa: E402
 
 SMALL = {
@@ -194,20 +204,18 @@ def one_by_one(model, function):
 
 PACKINGS = {
     "position_ids": collate() | {"use_cache": False},
+    "position_ids and a cache": collate(),
     "cu_seq_lens": collate(return_flash_attn_kwargs=True),
 }
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_packed_sequences_are_as_one_by_one(causal_model, packing):
-    if packing == "position_ids" and causal_model.config.model_type == "gpt_oss":
-        pytest.skip("its mask does not depend on position_ids, with eager attention either")
     batch = {name: x for name, x in PACKINGS[packing].items() if name != "labels"}
     with torch.no_grad():
         want = one_by_one(causal_model, lambda m, ids: m(ids).logits)
         assert_close(causal_model(**batch).logits, torch.cat(want, 1))
-        # As if nothing said where documents end.
-        mixed = causal_model(batch["input_ids"], position_ids=batch["position_ids"]).logits
+        mixed = causal_model(batch["input_ids"]).logits
         assert (mixed - torch.cat(want, 1)).abs().max() > 1e-3
 
 
@@ -240,9 +248,12 @@ def test_rows_of_packed_sequences_by_position_ids():
     llama = model("Llama")
     ids, positions = tokens(2, 8), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4], [*range(6), 0, 1]])
     with torch.no_grad():
-        options = {"position_ids": positions, "use_cache": False}
-        eager, ours = both(llama, lambda m: m(ids, **options).logits)
-    assert_close(ours, eager)
+        for known in (positions, positions[1:]):  # one for all rows
+            eager, ours = both(
+                llama, lambda m, x=known: m(ids, position_ids=x, use_cache=False).logits
+            )
+            assert_close(ours, eager)
+            assert_close(llama(ids, position_ids=known).logits, eager)
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -257,13 +268,13 @@ def test_packed_masks_of_every_version(order, order_within):
         both = masks.and_masks(*within) if len(within) == 2 else masks.causal_mask_function
         both = [packed, masks.remap_positions_for_packed_sequence(both, positions)][::order]
         known = {"mask_function": masks.and_masks(*both), "allow_is_causal_skip": False}
-        if len(within) == 2 and within[0] is within[1]:
-            with pytest.raises(NotImplementedError, match="a mask function of the model's own"):
-                make_mask(1, 3, 3, **known)
-            continue
         found = make_mask(1, 3, 3, local_size=None if window is None else 2, **known)
+        if len(within) == 2 and within[0] is within[1]:
+            assert list(found.operands) == ["bias"]
+            continue
         assert found.window == Window(window, 0)
-        assert torch.equal(found.segment_ids, ids.int())
+        assert torch.equal(found.operands["q_segment_ids"], ids.int())
+        assert torch.equal(found.operands["kv_segment_ids"], ids.int())
 
 
 @pytest.mark.parametrize("missing", ["cu_seq_lens_q", "cu_seq_lens_k"])
@@ -275,34 +286,123 @@ def test_refuses_half_of_the_offsets(missing):
 
 
 IDS = tokens(2, 8)
-LEFT_PADDED = torch.ones_like(IDS).index_fill(1, torch.tensor([0]), 0)
+RIGHT_PADDED = torch.ones_like(IDS).index_fill(1, torch.tensor([7]), 0)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention_mask": LEFT_PADDED}, "attention_mask: expected no padding"),
-        ({"attention_mask": LEFT_PADDED.flip(1)}, "attention_mask: expected no padding"),
-        ({"attention_mask": torch.zeros(2, 1, 8, 8)}, "attention_mask: expected the mask that"),
         ({"output_attentions": True}, "output_attentions: expected None or False"),
         ({"an_option_of_tomorrow": 1.0}, "an_option_of_tomorrow: expected None or False, got flo"),
+        (
+            PACKINGS["cu_seq_lens"] | {"attention_mask": torch.tensor([[1] * 25 + [0]])},
+            "attention_mask: expected None, or a causal, sliding or full mask without padding",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 1, 8, 8).bool(), "softcap": 2.0},
+            "attention_mask: expected with softcap a causal, sliding",
+        ),
+        ({"position_ids": torch.tensor([[0, 1, 0, 1]]), "past": 4}, "position_ids: expected cons"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+    ids=lambda x: next(reversed(x)) if isinstance(x, dict) else "",
 )
 def test_refuses(options, message):
+    llama = model("Llama")
+    options = {"input_ids": IDS} | options
+    if past := options.pop("past", None):
+        cache = llama(IDS[:, :past]).past_key_values
+        options |= {"past_key_values": cache, "input_ids": IDS[:, past:]}
     with pytest.raises(NotImplementedError) as caught:
-        model("Llama")(IDS, **options)
+        llama(**options)
     assert str(caught.value).startswith(message)
 
 
-def test_refuses_left_padding_in_generate():
-    with pytest.raises(NotImplementedError, match="attention_mask: expected no padding"):
-        model("Llama").generate(IDS, attention_mask=LEFT_PADDED, max_new_tokens=2)
+def test_compiled_code_refuses_packed_sequences_with_a_cache():
+    compiled = torch.compile(model("Llama"), backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="position_ids: expected consecutive"):
+        compiled(IDS, position_ids=torch.arange(8)[None] % 5)
 
 
-def test_refuses_static_caches():
-    with pytest.raises(NotImplementedError, match="past_key_values: expected a cache of the token"):
-        model("Llama").generate(IDS, max_new_tokens=4, cache_implementation="static")
+def test_a_models_own_attention_is_named():
+    register()
+    sizes = {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 4}
+    sizes |= {"attn_implementation": "torch_attn"}
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(**sizes))
+    with pytest.raises(NotImplementedError, match="got one with attention of its own"):
+        bloom(IDS)
+    mask = make_mask(2, 8, 8)
+    assert not hasattr(mask, "shape")
+    for use in (lambda: mask.to(torch.bool), lambda: torch.where(mask, 0, 1), lambda: IDS + mask):
+        with pytest.raises(NotImplementedError, match="got one with attention of its own"):
+            use()
+
+
+def test_a_mask_moves_to_another_device():
+    moved = make_mask(2, 8, 8, attention_mask=RIGHT_PADDED.bool()).to("meta")
+    assert {x.device.type for x in moved.operands.values()} == {"meta"}
+    assert moved.window == Window(None, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "GptOss"])
+def test_a_mask_of_the_users(kind, dtype):
+    """It replaces all others, a window too."""
+    visible = torch.ones(2, 1, 8, 8).tril().bool() & RIGHT_PADDED.bool()[:, None, None]
+    visible[:, :, 2:, 1] = False
+    lowest = torch.finfo(torch.float32).min
+    added = torch.zeros(2, 1, 8, 8).masked_fill(~visible, lowest)
+    mask = {torch.bool: visible, torch.float32: added}[dtype]
+    user_model = model(kind, **MODELS[kind])
+    with torch.no_grad():
+        user_model.set_attn_implementation("eager")
+        want = user_model(IDS, attention_mask=added).logits
+        user_model.set_attn_implementation("torch_attn")
+        assert_close(user_model(IDS, attention_mask=mask).logits, want)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_static_cache_of_the_users(causal_model, padded):
+    check_a_static_cache(causal_model, padded, causal_model)
+
+
+def test_a_compiled_model_with_a_static_cache():
+    llama = model("Llama")
+    check_a_static_cache(llama, True, torch.compile(llama, backend="eager"))
+
+
+def check_a_static_cache(causal_model, padded, compiled):
+    ids = tokens(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    steps = [(0, 4), (4, 9), (9, 10), (10, 11), (11, 12)]  # a later prompt as well
+
+    def run(cache, call):
+        outs = []
+        for start, stop in steps:
+            known = {"attention_mask": mask[:, :stop]} if padded else {}
+            outs.append(call(ids[:, start:stop], past_key_values=cache, **known).logits)
+        return torch.cat(outs, 1)[mask.bool()]
+
+    with torch.no_grad():
+        causal_model.set_attn_implementation("eager")
+        want = run(transformers.DynamicCache(config=causal_model.config), causal_model)
+        causal_model.set_attn_implementation("torch_attn")
+        cache = transformers.StaticCache(causal_model.config, max_cache_len=16)
+        assert_close(run(cache, compiled), want)
+
+
+def test_a_decoding_step_does_not_wait_for_the_device(monkeypatch):
+    def fail(*_):
+        raise AssertionError("reads a tensor")
+
+    offset, seen = torch.tensor(5), torch.ones(2, 6, dtype=torch.bool)
+    for name in ("__bool__", "__int__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(torch.Tensor, name, fail)
+    make_mask(2, 1, 6, 5, attention_mask=seen)
+    static = make_mask(2, 1, 16, offset, attention_mask=seen, allow_is_causal_skip=False)
+    monkeypatch.undo()
+    expected = [[0] * 6 + [-1] * 10] * 2
+    assert static.operands["kv_segment_ids"].tolist() == expected
 
 
 def test_dropout_follows_the_seed_of_torch():
@@ -341,14 +441,6 @@ def test_t5_and_the_gradient_of_its_position_bias():
     assert torch.equal(*generated)
 
 
-def test_refuses_chunked_attention():
-    from transformers.masking_utils import create_chunked_causal_mask
-
-    config = model("Llama", attention_chunk_size=4).config
-    with pytest.raises(NotImplementedError, match="attention_chunk_size: expected None, got 4"):
-        create_chunked_causal_mask(config, torch.zeros(2, 8, 64), None, None)
-
-
 @pytest.mark.parametrize(
     ("mask", "options", "message"),
     [
@@ -382,18 +474,53 @@ def test_a_layer_without_a_mask_says_whether_it_is_causal(causal):
 @pytest.mark.parametrize(
     "options",
     [
-        {"or_mask_function": lambda *_: torch.tensor(True)},
-        {"and_mask_function": lambda *_: torch.tensor(True)},
+        {"or_mask_function": lambda b, h, q, k: k == 6},
+        {"and_mask_function": lambda b, h, q, k: k != 2},
         {"block_sequence_ids": torch.arange(8)[None].expand(2, 8) // 2},
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_refuses_a_mask_function_of_the_users(options, position_ids):
+def test_a_mask_function_of_the_users_is_a_bias(options, position_ids):
     from transformers.masking_utils import create_causal_mask
 
-    config, x = model("Llama").config, torch.zeros(2, 8, 64)
-    with pytest.raises(NotImplementedError, match="attention_mask: expected a causal, sliding"):
-        create_causal_mask(config, x, None, None, position_ids, **options)
+    llama, x = model("Llama"), torch.zeros(2, 8, 64)
+    options |= {"position_ids": position_ids}
+    eager, ours = both(llama, lambda m: create_causal_mask(m.config, x, None, None, **options))
+    assert list(ours.operands) == ["bias"]
+    assert torch.equal(ours.operands["bias"] == 0, eager == 0)
+    assert torch.equal(ours.operands["bias"] == -torch.inf, eager < 0)
+
+
+CHOSEN = {
+    "Gemma 2": ["padded", "static cache"],
+    "gpt-oss": ["padded", "generate", "static cache"],
+    "Llama 4": ["padded", "generate", "static cache"],
+    "T5": ["padded", "generate", "static cache", "compile"],
+    "ModernBERT": ["padded", "compile"],
+    "Gemma 3, images": ["padded", "generate"],
+}
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [(row, column) for row in MODELS_OF_THE_TABLE for column in CHOSEN.get(row.name, ())],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_a_model_of_the_table(row, column, monkeypatch):
+    if row.kind != "images and text":  # no pairs of tokens in memory
+
+        def of_one_query(batch, length, *others, **options):
+            assert length == 1
+            return sdpa_mask(batch, length, *others, **options)
+
+        monkeypatch.setattr(masks, "sdpa_mask", of_one_query)
+    COLUMNS[column][0](row)
+
+
+def test_the_table_has_the_models():
+    (table,) = TABLE.findall(PAGE.read_text())
+    rows = [line.split(" | ")[:2] for line in table.splitlines()[2:]]
+    assert rows == [[f"| {row.name}", row.kind] for row in MODELS_OF_THE_TABLE]
 
 
 def test_refuses_a_name_that_transformers_takes_for_flash_attn():
