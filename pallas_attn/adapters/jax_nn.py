@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_attn import flash_attention
+from pallas_attn.adapters.masks import of_mask
 from pallas_attn.dispatch import IMPLEMENTATIONS, Implementation
 from pallas_attn.switches import promoting
-from twin_attention.contract.validate.attention import check_bias
+from twin_attention.contract.validate.attention import check_broadcast
 from twin_attention.contract.validate.errors import fail
 
 # jax.nn's score of a hidden key.
@@ -25,7 +26,7 @@ def dot_product_attention(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: None = None,
+    mask: ArrayLike | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -46,7 +47,8 @@ def dot_product_attention(
             8.
         key, value: [B, S, K, H] or [S, K, H], the query's dtype. N is a multiple of K.
         bias: [B, N, T, S], or 1 in place of any, float32 or the query's dtype, added to the scores.
-        mask: None.
+        mask: bool, shaped as bias, True where a query sees a key. One of keys alone, [B, 1, 1, S],
+            costs nothing; any other becomes a bias, which needs its memory and hides no tiles.
         scale: factor of the scores; None is ``H ** -0.5``.
         is_causal: query i sees keys up to i.
         query_seq_lengths, key_value_seq_lengths: [B] int32, tokens of each sequence that are no
@@ -62,9 +64,9 @@ def dot_product_attention(
         float32 for a query that sees no key.
 
     Raises:
-        NotImplementedError: a mask or an implementation of `jax.nn`.
-        TypeError: lengths that are not int32.
-        ValueError: lengths of another shape than [B], or a bias that does not broadcast.
+        NotImplementedError: an implementation of `jax.nn`.
+        TypeError: lengths that are not int32, or a mask that is not bool.
+        ValueError: lengths of another shape than [B], or a bias or mask that does not broadcast.
         What `pallas_attn.flash_attention` raises.
 
     Example::
@@ -75,8 +77,6 @@ def dot_product_attention(
         q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 128, 4, 64))
         out = jax.jit(lambda *qkv: dot_product_attention(*qkv, is_causal=True))(q, k, v)
     """
-    if mask is not None:
-        fail(NotImplementedError, "mask", "None", type(mask).__name__)
     if implementation in ("xla", "cudnn"):
         expected = f"None or one of {', '.join(map(repr, IMPLEMENTATIONS))}, since"
         expected = f"{expected} 'xla' and 'cudnn' run in jax.nn.dot_product_attention alone"
@@ -90,10 +90,18 @@ def dot_product_attention(
     if v.shape[1] != k.shape[1]:
         fail(ValueError, "value", f"key's length {k.shape[1]}", v.shape[1])
 
+    whole = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    of_keys = added = None
     if bias is not None:
-        bias, whole = jnp.asarray(bias), (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        bias = jnp.asarray(bias)
         bias = bias if bias.ndim == 4 else bias[None]
-        check_bias(bias.shape, whole)
+        check_broadcast("bias", bias.shape, whole)
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.dtype != bool:
+            fail(TypeError, "mask", "bool", mask.dtype)
+        of_keys, added = of_mask(mask if mask.ndim == 4 else mask[None], whole, q.dtype)
+        bias = added if bias is None else bias if added is None else bias + added
     num_queries, num_keys = q.shape[1], k.shape[1]
     if isinstance(local_window_size, int):
         local_window_size = (local_window_size, local_window_size)
@@ -114,6 +122,9 @@ def dot_product_attention(
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
         q_ids = _segment_ids("query_seq_lengths", query_seq_lengths, *q.shape[:2])
         kv_ids = _segment_ids("key_value_seq_lengths", key_value_seq_lengths, *k.shape[:2])
+    if of_keys is not None:
+        q_ids = jnp.zeros(q.shape[:2], jnp.int32) if q_ids is None else q_ids
+        kv_ids = of_keys if kv_ids is None else jnp.minimum(kv_ids, of_keys)
     out, lse = flash_attention(
         q[:, :num_queries],
         k[:, :num_keys],
@@ -131,7 +142,8 @@ def dot_product_attention(
         out = jnp.pad(out, ((0, 0), (0, cut_off), (0, 0), (0, 0)))
         lse = jnp.pad(lse, ((0, 0), (0, cut_off), (0, 0)), constant_values=-jnp.inf)
     first_sees_none = right is not None and right < 0  # query 0 sees no key
-    if k.shape[1] and (q_ids is not None or cut_off or first_sees_none or not num_keys):
+    hides = added is not None or q_ids is not None or cut_off or first_sees_none
+    if k.shape[1] and (hides or not num_keys):
         # jax.nn's scores of hidden keys are finite, so they are all the same for such a query.
         sees_nothing = takes_mean = jnp.isneginf(lse)
         lse = jnp.where(sees_nothing, _HIDDEN, lse)

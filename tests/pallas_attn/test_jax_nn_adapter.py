@@ -153,6 +153,24 @@ def test_numpy_arrays():
     assert jnp.array_equal(dot_product_attention(q, k, v), dot_product_attention(*inputs(5, 7)))
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 9, 7), (1, 1, 9, 7), (2, 1, 1, 7), (2, 4, 1, 7)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "bias": jax.random.normal(jax.random.key(1), (1, 4, 9, 7))},
+        {name: x[:2] for name, x in LENGTHS_OF.items()} | {"local_window_size": (4, 2)},
+    ],
+    ids=["alone", "bias", "lengths"],
+)
+def test_masks(shape, options):
+    """Some queries see no key."""
+    mask = jax.random.bernoulli(jax.random.key(2), 0.3, shape).at[-1, :, -1].set(False)
+    options |= {"mask": mask}
+    assert_like_jax(jax.jit, inputs(9, 7), return_residual=True, **options)
+    assert_like_jax(gradient, inputs(9, 7), "gradient", **options)
+
+
 MASK = jnp.ones((1, 1, 9, 7), bool)
 LENGTHS = jnp.array([3, 4], jnp.int32)
 
@@ -161,7 +179,8 @@ LENGTHS = jnp.array([3, 4], jnp.int32)
     ("options", "error", "message"),
     [
         ({"bias": MASK[..., :5] * 1.0}, ValueError, "bias: expected shape (2, 4, 9, 7), or 1"),
-        ({"mask": MASK}, NotImplementedError, "mask: expected None"),
+        ({"mask": MASK * 1.0}, TypeError, "mask: expected bool, got float32"),
+        ({"mask": MASK[..., :5]}, ValueError, "mask: expected shape (2, 4, 9, 7), or 1"),
         (
             {"query_seq_lengths": LENGTHS.astype(jnp.int16)},
             TypeError, "query_seq_lengths: expected int32, got int16",

@@ -41,11 +41,11 @@ def check_flash_attention_varlen(
     return VarlenSpec.of(operands, operands.q.dtype, options)
 
 
-def check_bias(shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
-    """Refuse the shape of a bias that does not broadcast to `whole`, [B, Hq, Sq, Skv]."""
+def check_broadcast(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> None:
+    """Refuse a shape that does not broadcast to `whole`, [B, Hq, Sq, Skv]."""
     sizes = zip(shape, whole, strict=False)
     if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
-        fail(ValueError, "bias", f"shape {whole}, or 1 in place of any of these", shape)
+        fail(ValueError, name, f"shape {whole}, or 1 in place of any of these", shape)
 
 
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:
@@ -126,7 +126,7 @@ def _check_bias(operands: FlashOperands[Operand]) -> None:
         expected = "numbers to add to scores, such as where(mask, 0, -inf), or for padding "
         fail(TypeError, "bias", f"{expected}q_segment_ids and kv_segment_ids instead", "bool")
     _check_term_dtype(bias, q)
-    check_bias(bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    check_broadcast("bias", bias.shape, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     check_device(bias, q)
     check_rows(bias)
 
