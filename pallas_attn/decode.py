@@ -12,6 +12,7 @@ from pallas_attn.dispatch import Implementation, choose_backends
 from pallas_attn.keywords import DecodeKeywords
 from pallas_attn.operands import device_of, operand
 from pallas_attn.switches import promoting
+from pallas_attn.varying import alike
 from twin_attention.contract.operands import AppendOperands, describe_operands
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
@@ -248,7 +249,7 @@ def append_kv(
     interleaved = check_append_options(rotary_interleaved)
     spec = check_append_kv(describe_operands(operands, operand), interleaved)
     backends = choose_backends(implementation, "append_kv", device_of(k_new), spec)
-    k_pages, v_pages, *rotated = append(operands, spec, backends)
+    k_pages, v_pages, *rotated = append(alike(operands), spec, backends)
     return (*rotated, k_pages, v_pages)
 
 
@@ -295,7 +296,7 @@ def merge_states(
     """
     spec = check_merge_states(operand("outs", outs), operand("lses", lses))
     backends = choose_backends(implementation, "combine", device_of(outs), spec)
-    return merge(outs, lses, spec, backends)
+    return merge(*alike((outs, lses)), spec, backends)
 
 
 @promoting

@@ -7,12 +7,12 @@ every other platform, and JAX takes one of them when it lowers the code.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
 from pallas_attn import families, private
+from pallas_attn.shards import run_on_shards
 from pallas_attn.targets import Device, cuda_devices, num_sms, target_of
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.spec import AttentionSpec
@@ -154,14 +154,17 @@ def run_on_platform(backends: Backends, operation: str, spec: Spec, *operands: A
     Call it under `jit`: outside, JAX uses the default device instead of the operands'.
     """
 
-    def run(*operands: Any, backend: Backend) -> Any:
-        return backend.family.function(operation)(*operands, spec, backend)
+    def run(spec: Spec, *operands: Any) -> Any:
+        def on(backend: Backend) -> Any:
+            function = backend.family.function(operation)
+            return lambda *operands: function(*operands, spec, backend)
 
-    with repeat_configs(backends.changes):  # a backward may be traced after the block
-        if backends.cuda == backends.elsewhere:
-            return run(*operands, backend=backends.cuda)
-        return jax.lax.platform_dependent(
-            *operands,
-            cuda=partial(run, backend=backends.cuda),
-            default=partial(run, backend=backends.elsewhere),
-        )
+        with repeat_configs(backends.changes):  # a backward may be traced after the block
+            if backends.cuda == backends.elsewhere:
+                return on(backends.cuda)(*operands)
+            return jax.lax.platform_dependent(
+                *operands, cuda=on(backends.cuda), default=on(backends.elsewhere)
+            )
+
+    code = [(x.family.name, x.family.folder, x.target) for x in backends[:2]], backends.changes
+    return run_on_shards(run, operation, code, spec, *operands)

@@ -30,6 +30,7 @@ from pallas_attn.flash_ops import or_as_xla_says
 from pallas_attn.kernels import reference
 from pallas_attn.operands import in_float32, operand
 from pallas_attn.switches import promoting
+from pallas_attn.varying import alike
 from twin_attention.contract.context import (
     ContextPlan,
     Intervals,
@@ -172,6 +173,7 @@ def context_attention(
     chosen, _ = choose_exchange(exchange, plan, options.window, spec, one_program=True)
     problem = _RankCall(plan, axis_name, chosen, options, implementation)
     attend = _attend_heads if chosen == "heads" else _attend_in_hops
+    q, k, v, sinks = alike((q, k, v, sinks))
     if (plan.document_ids >= 0).all():
         out, lse = attend(problem, FlashOperands(q, k, v, sinks))
     else:  # padding, and the gradient of its output, may be NaN

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from pallas_attn.lowering import TritonCompilerParams
 from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import shared_memory
+from pallas_attn.varying import unvarying
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.config import padded_head_dim
 from twin_attention.targets.family import Backend
@@ -220,7 +221,7 @@ def launch(
         in_32_bits(functools.partial(kernel, **arguments)),
         grid=sizes,
         in_specs=in_specs,
-        out_shape=out_shape,
+        out_shape=unvarying(out_shape),
         out_specs=out_specs,
         compiler_params=None if target is None else TritonCompilerParams(config, target),
         input_output_aliases=aliases or {},

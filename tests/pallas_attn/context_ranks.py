@@ -88,9 +88,7 @@ def check_placed(plan):
 
 def shard(function, in_specs, out_specs):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AUTO,), devices=jax.devices()[:2])
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def check_shards():

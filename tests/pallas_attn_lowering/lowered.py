@@ -26,9 +26,7 @@ def kernels(text):
 def sharded_and_scanned(attention):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     heads = jax.P(None, None, "x")
-    sharded = jax.shard_map(
-        attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads, check_vma=False
-    )
+    sharded = jax.shard_map(attention, mesh=mesh, in_specs=(heads,) * 3, out_specs=heads)
 
     def scanned(*qkv):
         return jax.lax.scan(lambda _, each: (None, attention(*each)), None, qkv)[1]

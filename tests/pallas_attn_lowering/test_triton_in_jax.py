@@ -194,9 +194,7 @@ def test_gradients_of_terms_are_lowered(name, shape, deterministic, kernels):
 def test_shards_are_lowered():
     devices = jax.sharding.Mesh(jax.devices()[:1], "x")
     heads = jax.P(None, None, "x")
-    function = jax.shard_map(
-        gradients("gluon"), mesh=devices, in_specs=heads, out_specs=heads, check_vma=False
-    )
+    function = jax.shard_map(gradients("gluon"), mesh=devices, in_specs=heads, out_specs=heads)
     assert calls(lower("sm80", function, *arrays(64))).count(KERNEL) == 4
 
 
@@ -217,9 +215,7 @@ def test_parts_of_a_sequence_are_lowered(exchange, deterministic, expected):
         out, pullback = jax.vjp(attention, *qkv)
         return pullback(out)
 
-    on_ranks = jax.shard_map(
-        function, mesh=mesh, in_specs=sequence, out_specs=sequence, check_vma=False
-    )
+    on_ranks = jax.shard_map(function, mesh=mesh, in_specs=sequence, out_specs=sequence)
     text = lower("sm90", on_ranks, *arrays(64, seq=3072))
     assert calls(text).count(KERNEL) == expected
 

@@ -17,6 +17,7 @@ from pallas_attn.kernels.explicit.lowering import SM80Params, compiler_params
 from pallas_attn.launch import flash_arguments
 from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import note_config, shared_memory
+from pallas_attn.varying import unvarying
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.family import Backend
 
@@ -66,7 +67,7 @@ def launch(
         threads = {"num_threads": warpgroups, "thread_name": "warpgroup"}
     call = plgpu.kernel(
         in_32_bits(body),
-        out_type=outputs,
+        out_type=unvarying(outputs),
         scratch_types=tuple(jax.tree.leaves(scratch)),
         grid=(programs(config),),
         grid_names=("program",),

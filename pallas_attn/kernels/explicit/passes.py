@@ -34,6 +34,7 @@ from pallas_attn.kernels.library.softmax import lse_to_subtract
 from pallas_attn.kernels.library.tiles import ROW_PADDING
 from pallas_attn.private import arith, ir, llvm, mgpu, mgpu_utils
 from pallas_attn.switches import in_32_bits
+from pallas_attn.varying import unvarying
 
 ROWS = 64  # rows of a program, which is one warpgroup
 OF_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -213,7 +214,7 @@ def _launch(name, kernel, programs, operands, outputs, tile, params):
 
     call = plgpu.kernel(
         in_32_bits(body),
-        out_type=tuple(outputs),
+        out_type=unvarying(tuple(outputs)),
         scratch_types=() if tile is None else (tile,),
         grid=(programs,),
         grid_names=("program",),

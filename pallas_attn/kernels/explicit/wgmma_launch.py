@@ -15,6 +15,7 @@ from pallas_attn.kernels.explicit.aliases import of_batch, zeros_of_batch
 from pallas_attn.kernels.explicit.lowering import AliasingParams, compiler_params
 from pallas_attn.switches import in_32_bits
 from pallas_attn.targets import note_config
+from pallas_attn.varying import unvarying
 from twin_attention.contract.spec import AttentionSpec, ScoreRule, VarlenSpec, Window
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.kernels import KernelConfig
@@ -100,7 +101,7 @@ def launch_programs(
 
     call = plgpu.kernel(
         in_32_bits(body),
-        out_type=outputs,
+        out_type=unvarying(outputs),
         scratch_types=memory,
         grid=(programs,),
         grid_names=("program",),
