@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pallas_attn.derivatives import constant
 from pallas_attn.dispatch import Implementation
-from pallas_attn.operands import in_float32, operand
+from pallas_attn.operands import check_sizes, in_float32, operand
 from pallas_attn.varying import alike
 from twin_attention.contract.operands import CONSTANTS, WIDENED, describe_operands
 
@@ -33,6 +33,8 @@ class Attention(NamedTuple):
         """Run the public function; return_lse is the last option."""
         given, checked = _ready(self.operands(*operands)), self.check_options(*options)
         spec = self.check(describe_operands(given, operand), checked)
+        if implementation != "reference":
+            check_sizes(given)
         return self.run(alike(given), spec, implementation, options[-1])
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:

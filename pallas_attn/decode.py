@@ -73,8 +73,8 @@ def paged_decode(
     Only the device reads lengths and page tables, so one trace serves all. Nothing outside the pool
     is read, whatever they hold; `check_pages` checks them.
 
-    Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
-    ``check_vma=False``. It has no derivative. Tracing fixes the kernel's target, as in
+    Works under `jit`, `vmap`, `lax.scan` and `shard_map`, divided over devices by batch or heads.
+    It has no derivative. Tracing fixes the kernel's target, as in
     `flash_attention`.
 
     Args:
@@ -199,8 +199,8 @@ def append_kv(
     The results are new arrays. Pools that a jitted function owns, donated to it or carried through
     its loop, are written in place; others are copied first.
 
-    Works under `jit`, `vmap`, `lax.scan`, and `shard_map` over heads with ``check_vma=False``. It
-    has no derivative.
+    Works under `jit`, `vmap`, `lax.scan` and `shard_map`, divided over devices by heads. It has no
+    derivative.
 
     Args:
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
@@ -262,8 +262,8 @@ def merge_states(
     part's lse is -inf, its out may hold anything; where all are, out is 0 and lse -inf. A sink
     belongs in one part only.
 
-    Works under `jit`, `grad`, `vmap`, `lax.scan`, and `shard_map` over batch or heads with
-    ``check_vma=False``. Differentiable once, in reverse mode.
+    Works under `jit`, `grad`, `vmap`, `lax.scan` and `shard_map`, divided over devices by batch or
+    heads. Differentiable once, in reverse mode.
 
     Args:
         outs: [N, B, H, Dv] or [N, B, S, H, Dv], N partial results, float16, bfloat16 or float32. Dv

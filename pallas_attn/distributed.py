@@ -100,9 +100,9 @@ def context_attention(
     `flash_attention_varlen` if the plan has documents. Partial results stay in float32 until the
     end.
 
-    Call it inside `shard_map` with ``check_vma=False``, each rank with its own tokens; or give a
-    mesh and arrays of all ranks' tokens. Differentiable once, in reverse mode; the backward
-    exchanges the keys again, unless XLA keeps those of a forward in the same program.
+    Call it inside `shard_map`, each rank with its own tokens; or give a mesh and arrays of all
+    ranks' tokens. Differentiable once, in reverse mode; the backward exchanges the keys again,
+    unless XLA keeps those of a forward in the same program.
 
     Args:
         q: [B, S, Hq, D], the rank's queries in the plan's order, S = ``plan.local_len``; otherwise
@@ -118,8 +118,8 @@ def context_attention(
             share evenly; None is "ring".
         causal, scale, window_size, softcap, precision, return_lse: as in `flash_attention`, with
             positions in the whole sequence.
-        sinks: [Hq], as in `flash_attention`, the same on every rank. Inside `shard_map` its
-            gradient is this rank's share of a sum over ranks.
+        sinks: [Hq], as in `flash_attention`, the same on every rank. Inside `shard_map` with
+            ``check_vma=False`` its gradient is this rank's share of a sum over ranks.
         deterministic: True: the same number of ranks gives the same bits every time, except that
             XLA chooses the order of sums over ranks in "gather".
         implementation: as in `flash_attention`; "ring" and "gather" support "triton" and

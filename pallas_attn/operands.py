@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pallas_attn.targets import Device
-from twin_attention.contract.validate.errors import not_a_tensor
+from twin_attention.contract.validate.errors import fail, not_a_tensor
 from twin_attention.contract.validate.operands import Operand
 
 
@@ -29,6 +29,15 @@ def in_float32(x: Any) -> Any:
     """Return sinks or slopes in float32; a model may have them in 16 bits."""
     is_narrow = isinstance(x, jax.Array) and x.dtype in (jnp.float16, jnp.bfloat16)
     return x.astype(jnp.float32) if is_narrow else x
+
+
+def check_sizes(operands: Any) -> None:
+    """Refuse symbolic dimensions of `jax.export`, for which no kernel can be compiled."""
+    for name, x in zip(operands._fields, operands, strict=True):
+        if x is not None and not all(isinstance(size, int) for size in x.shape):
+            expected = "numbers as sizes: export a program for each, or pass"
+            expected = f"{expected} implementation='reference', whose sizes may be symbolic"
+            fail(NotImplementedError, name, expected, x.shape)
 
 
 def device_of(x: jax.Array) -> Device | None:

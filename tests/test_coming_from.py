@@ -306,11 +306,32 @@ def jax_nn(dtype: torch.dtype) -> dict[str, Any]:
         "attend": jax.nn.dot_product_attention,
         "flash_attention": pallas_attn.flash_attention,
         **{name: jax.numpy.asarray(x.numpy()) for name, x in qkv(dtype).items()},
-        **{name: getattr(jax.numpy, name) for name in ("where", "arange")},
+        **{name: getattr(jax.numpy, name) for name in ("where", "arange", "inf")},
+        "mask": (jax.numpy.arange(SQ)[:, None] + jax.numpy.arange(SKV)) % 3 > 0,
         "nq": jax.numpy.array([SQ, 2], jax.numpy.int32),
         "nkv": jax.numpy.array([3, SKV], jax.numpy.int32),
         "Sq": SQ,
         "Skv": SKV,
+    }
+
+
+def flax(dtype: torch.dtype) -> dict[str, Any]:
+    linen = pytest.importorskip("flax.linen")
+    import jax
+
+    from pallas_attn.adapters.flax import attention_fn
+
+    names = ("make_causal_mask", "make_attention_mask")
+    return {
+        "attend": linen.dot_product_attention,
+        "attention_fn": attention_fn,
+        **{name: jax.numpy.asarray(x.numpy()) for name, x in qkv(dtype, heads_kv=4).items()},
+        **{name: getattr(linen, name) for name in names},
+        "ids": jax.numpy.array([[0, 1, 1, 2], [3, 3, 3, 3]]),
+        "valid": jax.numpy.arange(SKV) < jax.numpy.array([[SKV], [3]]),
+        "equal": jax.numpy.equal,
+        "bias": jax.numpy.linspace(-1, 1, SKV),
+        "mask": (jax.numpy.arange(SQ)[:, None] + jax.numpy.arange(SKV)) % 3 > 0,
     }
 
 
@@ -465,6 +486,7 @@ LIBRARIES = {
     "nn.MultiheadAttention": multihead,
     "xformers": xformers,
     "jax.nn": jax_nn,
+    "Flax": flax,
     "FlashInfer": flashinfer,
     "vLLM": vllm,
     "Hugging Face transformers": transformers,

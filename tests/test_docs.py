@@ -33,7 +33,7 @@ EXAMPLES = {
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_an_example_runs_alone(key: str):
     name, example = EXAMPLES[key]
-    for library in ("transformers", "flax"):
+    for library in ("transformers", "flax", "equinox"):
         if library in example:
             pytest.importorskip(library)
     exec(compile(example, PAGES[name], "exec"), {})

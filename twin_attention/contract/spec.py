@@ -50,7 +50,8 @@ class Window:
         return cls(left, 0 if causal else right)
 
     def bounded(self, reach: int) -> Window:
-        """Return the window with neither side wider than `reach`."""
+        """Return the window with neither side wider than `reach`, or 2^30 if that is symbolic."""
+        reach = reach if isinstance(reach, int) else 1 << 30
         return Window(
             *(None if side is None else min(side, reach) for side in (self.left, self.right))
         )
