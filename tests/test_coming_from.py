@@ -530,3 +530,37 @@ def test_every_line_of_a_table_is_a_row():
     headers = [line for line in lines if "`" not in line.split("|")[1]]
     tables = PAGE.read_text().count("\n|---")
     assert (len(rows()), len(headers)) == (len(lines) - tables, tables)
+
+
+def recipe(heading: str) -> dict[str, Any]:
+    """Run the example under a heading; return its names."""
+    names: dict[str, Any] = {}
+    exec(re.search(rf"## {heading}.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)
+    return names
+
+
+def test_equinox_recipe():
+    eqx = pytest.importorskip("equinox")
+    import jax
+
+    names = recipe("Equinox")
+    theirs = eqx.nn.MultiheadAttention(4, 64, key=names["keys"][0])
+    x = jax.random.normal(names["keys"][1], (2, 128, 64))
+    causal = jax.numpy.tri(128, dtype=bool)
+    want = jax.vmap(lambda x: theirs(x, x, x, mask=causal))(x)
+    assert jax.numpy.allclose(names["out"], want, rtol=1e-4, atol=1e-5)
+
+
+def test_maxtext_recipe():
+    import jax
+    import jax.numpy as jnp
+
+    names = recipe("MaxText")
+    q, k, v, ids = (names[x] for x in ("q", "k", "v", "ids"))
+    i, j = jnp.arange(64)[:, None], jnp.arange(64)
+    sees = (ids[:, :, None] == ids[:, None]) & (j <= i) & (j > i - 9)  # W counts the query
+    s = 5 * jnp.tanh(jnp.einsum("bihd,bjhd->bhij", q, k) / 5)
+    p = jax.nn.softmax(jnp.where(sees[:, None], s, -jnp.inf), -1)
+    want = jnp.einsum("bhij,bjhd->bihd", p, v)
+    got = names["attend"](q, k, v, ids, window=9, softcap=5.0)
+    assert jnp.allclose(got[ids > 0], want[ids > 0], rtol=1e-4, atol=1e-5)
