@@ -24,7 +24,7 @@ import jax
 
 from pallas_attn import private
 from pallas_attn.own_memory import lower_with_own_memory
-from pallas_attn.private import gpu_triton, mlir, pallas_core, triton_lowering
+from pallas_attn.private import gpu_triton, mlir, pallas_core, triton_lowering, without_triton
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.config import compile_to_fit
 from twin_attention.targets.kernels import KernelConfig
@@ -172,9 +172,6 @@ def _ttir() -> ModuleType:
     try:
         from pallas_attn import ttir
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Pallas kernels are compiled for a GPU by the `triton` package, which is not "
-            "installed: pip install 'triton>=3.6'",
-            name=error.name,
-        ) from error
+        reason = f"implementation 'triton': {without_triton() or error}"
+        raise ModuleNotFoundError(reason, name=error.name) from error
     return ttir

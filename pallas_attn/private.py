@@ -148,6 +148,13 @@ def untested() -> str | None:
     return newer_versions(TESTED)
 
 
+def without_triton() -> str | None:
+    """Say that the compiler of this side's Triton kernels is not installed; None if it is."""
+    if find_spec("triton") is not None:
+        return None
+    return "Triton, which compiles it, is not installed: pip install 'twin-attention[triton]'"
+
+
 def _module(path: str) -> Any:
     try:
         return import_module(path)

@@ -1,3 +1,4 @@
+import email
 import os
 import re
 import shutil
@@ -80,12 +81,23 @@ def test_it_holds_the_packages_and_nothing_else(wheel):
 
 def test_citation_and_changelog_have_the_version(wheel):
     version = wheel.name.split("-")[1]
-    released = re.search(
-        rf"^## \[{re.escape(version)}\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
-    )
-    assert released is not None
-    assert f"\ndate-released: {released[1]}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    heading = rf"^## \[{re.escape(version)}\] - (\S+)$"
+    (released,) = re.findall(heading, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\n" in citation
+    dates = re.findall(r"^date-released: (\S+)$", citation, re.MULTILINE)
+    assert dates == [released] * (released != "unreleased")
+
+
+def test_the_metadata_is_for_users(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (x for x in archive.namelist() if x.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    extras = {"cuda12", "cuda13", "jax", "parity", "torch", "triton"}
+    assert set(metadata.get_all("Provides-Extra")) == extras
+    links = re.findall(r'\]\(([^)]*)|(?:src|srcset)="([^"]*)', metadata.get_payload())
+    assert len(links) > 10
+    assert not [x for x in links if not "".join(x).startswith(("https://", "#"))]
 
 
 def test_the_source_distribution_makes_the_same_wheel(wheel, tmp_path):

@@ -23,21 +23,25 @@ import tomllib
 import venv
 from importlib import metadata
 from pathlib import Path
+from shutil import which
 
 ROOT = Path(__file__).resolve().parents[1]
 FRAMEWORKS = ("jax", "torch", "triton")
+# PyTorch's default build for Linux brings several GB of CUDA, of no use without a GPU.
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the environment that the Makefile runs in.")
-    parser.add_argument("extras", nargs="+", help="extras of pyproject.toml to provide")
+    parser.add_argument("extras", nargs="+", help="groups and extras of pyproject.toml to provide")
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv", help="the environment")
     arguments = parser.parse_args()
     if sys.version_info < (3, 11):  # noqa: UP036 (this is what tells a user so)
         sys.exit(f"Python: expected 3.11 or newer, got {sys.version.split()[0]} ({sys.executable})")
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    minor = min(sys.version_info.minor, 12)
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"] | {"groups": settings["dependency-groups"]}
+    minor = min(sys.version_info.minor, 13)
     constraints = ROOT / "tools" / f"constraints-py3{minor}.txt"
     stamp = arguments.venv / "twin-attention.json"
     state = json.loads(stamp.read_text()) if stamp.exists() else {}
@@ -67,7 +71,7 @@ def main() -> None:
     if overlay:
         add_missing(arguments.venv, requirements(project, missing_extras))
     else:
-        install_pinned(arguments.venv, constraints, missing_extras)
+        install_pinned(arguments.venv, constraints, requirements(project, missing_extras))
     extras = sorted(provided | set(missing_extras))
     stamp.write_text(json.dumps({"key": key, "extras": extras, "python": sys.executable}))
 
@@ -80,19 +84,29 @@ def environment_key(project: dict, constraints: Path) -> str:
         {name: installed_version(name) for name in FRAMEWORKS},
         project["dependencies"],
         project["optional-dependencies"],
+        project["groups"],
         constraints.read_text(),
     ]
     return hashlib.sha256(json.dumps(inputs).encode()).hexdigest()
 
 
-def requirements(project: dict, extras: list[str]) -> list[str]:
-    """Return the project's requirements with `extras`, resolving references to itself."""
+def requirements(project: dict, names: list[str]) -> list[str]:
+    """Return the project's requirements with groups and extras, resolving references to them."""
     found = list(project["dependencies"])
-    for extra in extras:
-        for requirement in project["optional-dependencies"][extra]:
-            inner = re.fullmatch(rf"{project['name']}\[(.*)\]", requirement)
-            found += requirements(project, inner[1].split(",")) if inner else [requirement]
+    for requirement in _named(project, names):
+        inner = re.fullmatch(rf"{project['name']}\[(.*)\]", requirement)
+        found += requirements(project, inner[1].split(",")) if inner else [requirement]
     return list(dict.fromkeys(found))
+
+
+def _named(project: dict, names: list[str]) -> list[str]:
+    found = []
+    for name in names:
+        for entry in {**project["optional-dependencies"], **project["groups"]}[name]:
+            found += (
+                [entry] if isinstance(entry, str) else _named(project, [entry["include-group"]])
+            )
+    return found
 
 
 def installed_version(name: str) -> str | None:
@@ -104,9 +118,13 @@ def installed_version(name: str) -> str | None:
 
 def satisfied(requirement: str) -> bool:
     """Return True if this Python holds a package at or above the requirement's lower bound."""
-    name, _, rest = requirement.partition(";")[0].partition(">=")
-    version = installed_version(name.partition("[")[0].strip())
+    _, _, rest = requirement.partition(";")[0].partition(">=")
+    version = installed_version(name_of(requirement))
     return version is not None and release(version) >= release(rest or "0")
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w-]+", requirement)[0]
 
 
 def release(version: str) -> list[int]:
@@ -159,14 +177,16 @@ def add_missing(directory: Path, needed: list[str]) -> None:
         )
 
 
-def install_pinned(directory: Path, constraints: Path, extras: list[str]) -> None:
-    say(f"installing extras {', '.join(extras)} with {constraints.relative_to(ROOT)} (1-2 minutes)")
+def install_pinned(directory: Path, constraints: Path, needed: list[str]) -> None:
+    say(f"installing the versions of {constraints.relative_to(ROOT)} (1-2 minutes)")
     pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-    project = f"{ROOT}[{','.join(extras)}]"
     # Compiling all of the frameworks' modules would take longer than installing them.
-    options = ["-qq", "--no-compile"]
-    command = [*pip, "install", *options, "-c", str(constraints), "--editable", project]
-    if status := subprocess.run(command).returncode:
+    install = [*pip, "install", "-qq", "--no-compile", "-c", str(constraints)]
+    if "torch" in {name_of(requirement) for requirement in needed} and not which("nvidia-smi"):
+        cpu = ["--no-deps", "--retries", "0", "--timeout", "10", "--index-url", CPU_INDEX]
+        if subprocess.run([*install, *cpu, "torch"], capture_output=True).returncode:
+            say("no CPU build of PyTorch at its own index; taking what pip's index has")
+    if status := subprocess.run([*install, "--editable", str(ROOT), *needed]).returncode:
         sys.exit(status)
 
 

@@ -3,4 +3,4 @@
 `contract` fixes what both sides mean, `targets` what a GPU runs.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -110,11 +110,18 @@ def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, mon
 
 
 def test_a_triton_that_is_not_installed_is_no_missing_name(monkeypatch):
-    """`pallas_attn.lowering` says how to install it."""
+    """`explain` and the lowering of a kernel say how to install it."""
     monkeypatch.setitem(sys.modules, "triton", None)
     private.missing.cache_clear()
     assert private.missing("triton") is None
     private.missing.cache_clear()
+    on = jax.devices("cpu")[0]
+    module = sys.modules["pallas_attn.explain"]
+    monkeypatch.setattr(module, "cuda_devices", lambda: (on,))
+    monkeypatch.setattr(module, "target_of", lambda device: "sm80")
+    q = jax.device_put(jax.numpy.zeros((1, 64, 1, 16)), on)
+    said = explain(flash_attention, q, q, q, implementation="triton")
+    assert said.reason.endswith("is not installed: pip install 'twin-attention[triton]'")
 
 
 # Names are imported and traced one by one; what XLA compiles is the same each time.
