@@ -20,6 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     require(parser.error, REPORTING, "bench")
     from bench import compare, mine
     from bench.report import command as report
+    from bench.report import overview
     from bench.suites import command as suites
 
     parser.set_defaults(run=None)
@@ -28,11 +29,12 @@ def main(argv: list[str] | None = None) -> int:
     suites.add_parsers(commands)
     report.add_parser(commands)
     compare.add_parser(commands)
+    overview.add_parser(commands)
     arguments = parser.parse_args(argv)
     if arguments.run is None:
         parser.print_help(sys.stderr)
         return 2
-    if arguments.run not in (report.run, compare.run):
+    if arguments.run not in (report.run, compare.run, overview.run):
         require(parser.error, RUNNING, "bench")
     return arguments.run(arguments)
 

@@ -137,9 +137,10 @@ def decode(
 
 
 def main() -> int:
-    from examples.jax_drafting import JaxDecoder
-    from examples.torch_drafting import TorchDecoder
+    from examples.support.jax_drafting import JaxDecoder
+    from examples.support.torch_drafting import TorchDecoder
 
+    print("greedy decoding and trees of drafts must give the same tokens:", flush=True)
     toy, found = make_toy(), []
     for name, make in (("torch", TorchDecoder), ("jax", JaxDecoder)):
         for kind, parents in (("greedy", (-1,)), ("drafts", PARENTS)):

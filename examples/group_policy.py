@@ -17,9 +17,9 @@ import jax
 import numpy as np
 import torch
 
-from examples import jax_group_policy, torch_group_policy
-from examples.continuations import make_batches
-from examples.toy_model import make_toy
+from examples.support import jax_group_policy, torch_group_policy
+from examples.support.continuations import make_batches
+from examples.support.toy_model import make_toy
 
 STEPS, RATE, CLIP = 4, 0.5, 0.2
 TOLERANCE = 1e-5  # of losses and gradients, whose largest are about 0.1
@@ -64,6 +64,7 @@ def _in_numpy(steps: list) -> Update:
 
 
 def main() -> int:
+    print("loss before each step; all four trainings must agree:", flush=True)
     updates = update_in_both("cuda" if torch.cuda.is_available() else "cpu")
     for name, update in updates.items():
         print(f"{name:16}", *(f"{x:.6f}" for x in update.losses))

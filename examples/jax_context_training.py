@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from examples.packed_documents import NO_TARGET, TOKENS, Packed, make_documents
+from examples.support.packed_documents import NO_TARGET, TOKENS, Packed, make_documents
 from models.config import make_config
 from models.jax_model import Transformer
 from pallas_attn import flash_attention_varlen
@@ -102,6 +102,7 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", SIZE)
     mesh = jax.make_mesh((SIZE,), ("context",), axis_types=(AxisType.Auto,))
+    print("loss before each step; several devices must agree with one:", flush=True)
     alone, together = train_on_one_device(), train_on_devices(mesh)
     for name, values in {"one device": alone, f"{SIZE} devices": together}.items():
         print(f"{name:10}", *(f"{x:.6f}" for x in values))

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 import torch
 
-from examples import jax_packed_training, torch_packed_training
-from examples.packed_documents import make_documents
-from examples.toy_model import make_toy
+from examples.support import jax_packed_training, torch_packed_training
+from examples.support.packed_documents import make_documents
+from examples.support.toy_model import make_toy
 
 STEPS, RATE = 5, 0.5
 TOLERANCE = 1e-4  # of the losses, which are between 0 and 10
@@ -48,6 +48,7 @@ def train_in_both(device: str, implementation: str | None = None) -> dict[str, l
 
 
 def main() -> int:
+    print("loss before each step; all four trainings must agree:", flush=True)
     losses = train_in_both("cuda" if torch.cuda.is_available() else "cpu")
     for name, values in losses.items():
         print(f"{name:16}", *(f"{x:.6f}" for x in values))

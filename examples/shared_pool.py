@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import torch
 
-from examples import jax_decoding, torch_decoding, toy_model
+from examples.support import jax_decoding, torch_decoding, toy_model
 from interop.exchange import to_jax
 
 
@@ -39,6 +39,7 @@ def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.n
 
 
 def main() -> int:
+    print("tokens that both frameworks sample from one pool; they must agree:", flush=True)
     in_torch, in_jax = decode_in_both("cuda" if torch.cuda.is_available() else "cpu")
     for ours, theirs in zip(in_torch, in_jax, strict=True):
         print("torch", *ours)

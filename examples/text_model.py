@@ -1,6 +1,7 @@
 """Train a tiny model on this project's documentation, then serve it with continuous batching.
 
-It takes minutes on a CPU, draws the loss, and prints how requests of several lengths are answered.
+``python -m examples.text_model`` draws the loss and prints how requests of several lengths are
+answered.
 """
 
 from __future__ import annotations
@@ -15,12 +16,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from examples.continuous_batching import Request, serve
+from examples.continuous_batching import FRAMEWORKS, answer_requests
 from interop.rendering.plots import COLOURS, quiet, to_svg
 from models.config import make_config
 
 BATCH, LENGTH, RATE = 16, 64, 3e-3
-SLOTS = 2
 DOCS = Path(__file__).parents[1] / "docs"
 
 
@@ -45,11 +45,11 @@ def draw(losses: Sequence[float]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("framework", choices=("torch", "jax"))
+    parser.add_argument("framework", choices=FRAMEWORKS, nargs="?", default="torch")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--output", type=Path, default=Path("reports"))
     arguments = parser.parse_args(argv)
-    side = import_module(f"examples.{arguments.framework}_text")
+    side = import_module(f"examples.support.{arguments.framework}_text")
     text = b"".join(page.read_bytes() for page in sorted(DOCS.glob("*.md")))
 
     model = side.make_model(make_config("tiny"))
@@ -59,17 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     picture = arguments.output / f"loss-{arguments.framework}.svg"
     picture.write_text(draw(losses), encoding="utf-8")
     print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} at the end: {picture}")
-
-    prompts = (b"The kernel", b"A row of the ", b"`flash_attention` is", b"q, k")
-    requests = [Request(p, 12 * (i + 1)) for i, p in enumerate(prompts)]
-    longest = max(len(r.prompt) + r.num_tokens for r in requests)
-    steps = serve(requests, SLOTS, side.make_step(model, SLOTS, longest))
-    for request in requests:
-        first, last = request.served
-        answer = bytes(request.answer).decode("utf-8", errors="replace")
-        print(f"steps {first:2} to {last:2}: {request.prompt.decode()!r} -> {answer!r}")
-    alone = sum(len(r.prompt) + r.num_tokens - 1 for r in requests)
-    print(f"{len(requests)} requests in {steps} steps, {alone} one after the other")
+    answer_requests(side, model)
     return 0
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from examples.packed_documents import NO_TARGET, TOKENS, Packed, make_documents
+from examples.support.packed_documents import NO_TARGET, TOKENS, Packed, make_documents
 from models.config import make_config
 from models.torch_model import Transformer
 from torch_attn import flash_attention_varlen
@@ -126,6 +126,7 @@ def train_on_one_device() -> list[float]:
 
 
 def main() -> int:
+    print("loss before each step; every rank must agree with one device:", flush=True)
     losses = {f"rank {rank}": values for rank, values in enumerate(train_on_ranks())}
     alone = train_on_one_device()
     for name, values in ({"one device": alone} | losses).items():

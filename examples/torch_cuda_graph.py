@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm
 
-from examples import toy_model
+from examples.support import toy_model
 from torch_attn import append_kv, paged_decode
 
 LAYERS = 32
@@ -126,6 +126,7 @@ def milliseconds(step: Callable[[], Tensor], repeats: int = 20) -> float:
 
 
 def main() -> int:
+    print("tokens of each sequence, with a graph and without:", flush=True)
     has_gpu = torch.cuda.is_available()
     decoder = Decoder(LAYERS, "cuda" if has_gpu else "cpu")
     eager = generate(decoder, decoder.step)

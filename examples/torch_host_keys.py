@@ -149,6 +149,7 @@ def largest_error(device: str, seq_len: int, parts: int) -> float:
 
 
 def main() -> int:
+    print("attention over keys in host memory, a part at a time:", flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     error = largest_error(device, seq_len=1024, parts=8)
     print(f"largest difference from one call over all keys: {error:.2g}")

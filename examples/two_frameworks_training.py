@@ -126,6 +126,7 @@ def train_in_both(steps: int = STEPS) -> tuple[dict[str, list[float]], float]:
 
 
 def main() -> int:
+    print("loss before each step, in JAX and in PyTorch with the other side's kernels:", flush=True)
     losses, tolerance = train_in_both()
     for name, values in losses.items():
         print(f"{name:16}", *(f"{x:.4f}" for x in values))

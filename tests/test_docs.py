@@ -45,9 +45,9 @@ def test_the_main_pages_have_examples():
 
 
 @pytest.mark.parametrize("side", [torch_attn, pallas_attn])
-def test_the_readme_has_the_signature(side):
+def test_the_contract_has_the_signature(side):
     (written,) = re.findall(
-        r"^`flash_attention(\(.*?\))`", PAGES["README.md"].read_text(), re.M | re.S
+        r"^`flash_attention(\(.*?\))`", PAGES["docs/semantics.md"].read_text(), re.M | re.S
     )
     signature = inspect.signature(side.flash_attention)
     parameters = [x.replace(annotation=x.empty) for x in signature.parameters.values()]

@@ -34,26 +34,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="where NAME.md with its plots, NAME.html and NAME.csv go, named as the first RECORDS "
         "are (default: reports)",
     )
-    parser.add_argument(
-        "--documentation",
-        type=Path,
-        metavar="TEXT",
-        help="also put a few tables between the marks of this text (see bench/report/markdown.py)",
-    )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 2 if a file cannot be read or holds no record."""
-    from bench.report.markdown import put_excerpt, summary
+    from bench.report.markdown import summary
     from bench.report.page import number_of_chapters, to_page
     from bench.report.tables import to_csv
 
-    text: Path | None = arguments.documentation
     try:
         records = [record for path in arguments.records for record in load(path)]
         logs = _logs(arguments.records, records)
-        documentation = text and put_excerpt(text.read_text(encoding="utf-8"), records)
     except (OSError, ValueError) as error:
         print(f"python -m bench report: {error}", file=sys.stderr)
         return 2
@@ -68,8 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     )
     files[arguments.output / f"{name}.html"] = to_page(f"Benchmark {name}", records, logs, follow)
     files[arguments.output / f"{name}.csv"] = to_csv(records)
-    if text and documentation:
-        files[text] = documentation
     for path, content in files.items():
         path.write_text(content, encoding="utf-8")
         print(f"wrote {path}")

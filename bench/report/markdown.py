@@ -1,4 +1,4 @@
-"""The report's summary in markdown with plots, and tables for the documentation."""
+"""The report's summary in markdown, with plots."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from textwrap import wrap
 
 from matplotlib.font_manager import FontProperties
 
-from bench.peaks import peaks
 from bench.records import Record
 from bench.report.cards import CAPTION, are_several, cards
 from bench.report.plots import Picture, headline
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
-from bench.report.tables import SHOWN, by_operation, is_batch, rates, runs, speeds
+from bench.report.tables import runs
 from interop.rendering.plots import to_svg
 from interop.rendering.tables import Grid, to_markdown
 
-BEGIN, END = "<!-- tables of the records: begin -->", "<!-- tables of the records: end -->"
 LETTERS_PER_INCH = 10  # of a picture's title
 
 
@@ -43,33 +41,6 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
             parts += [_folded(*named) for named in tables.items() if "milliseconds" not in named[0]]
     plots = {file: _standalone(picture) for file, picture in pictures.items()}
     return {f"{name}.md": "\n\n".join(parts) + "\n", **plots}
-
-
-def put_excerpt(text: str, records: Sequence[Record]) -> str:
-    """Put tables of records between a text's marks, `BEGIN` and `END`, which must be there."""
-    try:
-        before, rest = text.split(BEGIN)
-        _, after = rest.split(END)
-    except ValueError:
-        raise ValueError(f"text: expected one {BEGIN} and after it one {END}") from None
-    parts = [part for run in runs(records) for part in _excerpt(run)]
-    return "\n\n".join([before + BEGIN, *parts, END + after])
-
-
-def _excerpt(run: Sequence[Record]) -> list[str]:
-    """Return tables of flash attention at 4096 keys and of batched decodes."""
-    shown = [
-        record
-        for record in run
-        if record.implementation in SHOWN
-        and (is_batch(record) or (record.suite == "flash" and record.case.get("seq_kv") == 4096))
-    ]
-    parts = _setting(run) if shown else []
-    for operation, group in by_operation(shown).items():
-        peak = peaks(run).of(group[0])
-        parts.append(f"### {operation.capitalize()}, {peak.unit}")
-        parts += [to_markdown(rates(group, peak)), f"{SPEEDS}:", to_markdown(speeds(group))]
-    return parts
 
 
 def _setting(run: Sequence[Record]) -> list[str]:

@@ -10,7 +10,7 @@ from bench import __main__ as command
 from bench.ours import FOREIGN_NAMES
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import ABLATIONS, Times, append, load, stem
-from bench.report.markdown import BEGIN, END, put_excerpt, summary
+from bench.report.markdown import summary
 from bench.report.page import to_page
 from bench.report.plots import of_run, of_suite
 from bench.report.plots.clocks import over_time
@@ -374,34 +374,6 @@ def test_the_committed_summary_is_of_the_committed_records(path):
     for plot in plots:
         assert "fill: #ffffff" in files[plot]  # readable on a dark page too
         assert "var(--" not in files[plot]
-
-
-def test_the_documentation_shows_the_tables_of_the_records():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    (shown,) = [path for path in COMMITTED if f"report bench/results/{path.name}" in text]
-    assert put_excerpt(text, load(shown)) == text, "run the command above its tables"
-
-
-def test_an_excerpt_takes_the_place_of_what_is_between_the_marks(tmp_path, records, decodes):
-    run = decodes
-    put = put_excerpt(f"before {BEGIN} old {END} after", run)
-    assert put_excerpt(put, run) == put
-    assert put.startswith(f"before {BEGIN}\n\n- GPU: NVIDIA H100")
-    assert put.endswith(f"{END} after")
-    append(tmp_path / "records.jsonl", records)
-    text = tmp_path / "text.md"
-    arguments = ["report", str(tmp_path / "records.jsonl"), "--output", str(tmp_path)]
-    arguments += ["--documentation", str(text)]
-    assert command.main(arguments) == 2  # there is no such text
-    text.write_text(f"{BEGIN}{END}")
-    assert command.main(arguments) == 0
-    assert text.read_text() == put_excerpt(f"{BEGIN}{END}", records)
-
-
-@pytest.mark.parametrize("text", ["", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {END} {END}"])
-def test_a_text_without_the_marks_is_refused(text, records):
-    with pytest.raises(ValueError, match="text: expected one <!-- tables"):
-        put_excerpt(text, records)
 
 
 @pytest.fixture

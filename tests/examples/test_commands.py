@@ -1,6 +1,8 @@
 """Each example prints what it found, and exits with 1 if that is wrong."""
 
+import re
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,3 +90,12 @@ def test_a_command_says_whether_all_agree(name, is_wrong, monkeypatch, capsys):
     found = [" ".join(line.split()[:2]) for line in printed.splitlines()]
     assert printed
     assert [x for x in found if x in beginnings] == beginnings
+
+
+def test_every_example_runs_by_itself_and_is_listed():
+    folder = Path(__file__).parents[2] / "examples"
+    files = {x.name for x in folder.glob("*.py")} - {"__init__.py"}
+    listed = re.findall(r"^\| \[`\w+`\]\((\w+\.py)\)", (folder / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted(files)
+    last = "sys.exit(main())\n"
+    assert not [x for x in files if not (folder / x).read_text().endswith(last)]

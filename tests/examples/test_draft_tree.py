@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from examples import draft_tree
-from examples.jax_drafting import JaxDecoder
-from examples.torch_drafting import TorchDecoder
+from examples.support.jax_drafting import JaxDecoder
+from examples.support.torch_drafting import TorchDecoder
 
 MARGIN = 0.05  # of the largest logit over the next, which no rounding of keys to float16 bridges
 

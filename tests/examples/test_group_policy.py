@@ -3,10 +3,10 @@ import numpy as np
 import pytest
 import torch
 
-from examples import torch_group_policy
-from examples.continuations import CONTINUATIONS, PROMPT, make_batches
 from examples.group_policy import CLIP, TOLERANCE, are_equal, update_in_both
-from examples.toy_model import make_toy
+from examples.support import torch_group_policy
+from examples.support.continuations import CONTINUATIONS, PROMPT, make_batches
+from examples.support.toy_model import make_toy
 
 
 def test_the_batches_are_the_same_continuations():

@@ -2,10 +2,11 @@ import jax
 import numpy as np
 import torch
 
-from examples import packed_training, torch_packed_training
-from examples.packed_documents import LENGTHS, NO_TARGET, TOKENS, make_documents
+from examples import packed_training
 from examples.packed_training import TOLERANCE, train_in_both
-from examples.toy_model import make_toy
+from examples.support import torch_packed_training
+from examples.support.packed_documents import LENGTHS, NO_TARGET, TOKENS, make_documents
+from examples.support.toy_model import make_toy
 
 
 def test_a_token_has_the_next_one_of_its_document_as_target():

@@ -2,7 +2,8 @@ import jax
 import numpy as np
 import torch
 
-from examples import jax_decoding, shared_pool, torch_decoding, toy_model
+from examples import shared_pool
+from examples.support import jax_decoding, torch_decoding, toy_model
 from torch_attn import flash_attention
 
 

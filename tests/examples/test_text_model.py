@@ -5,8 +5,9 @@ import torch
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 
-from examples import jax_text, text_model, torch_text
+from examples import continuous_batching, text_model
 from examples.continuous_batching import Request, serve
+from examples.support import jax_text, torch_text
 from models.config import make_config
 
 
@@ -72,3 +73,8 @@ def test_batches_are_stretches_of_the_text():
     for batch in text_model.batches(text, 2):
         assert batch.shape == (text_model.BATCH, text_model.LENGTH + 1)
         assert (np.diff(batch, axis=1) == 1).all()
+
+
+def test_serving_without_training(capsys):
+    assert continuous_batching.main([]) == 0
+    assert "4 requests in 87 steps, 163 one after the other" in capsys.readouterr().out

@@ -4,7 +4,8 @@ import torch
 from torch.nn.functional import rms_norm
 from torch.profiler import ProfilerActivity, profile
 
-from examples import torch_cuda_graph, toy_model
+from examples import torch_cuda_graph
+from examples.support import toy_model
 from examples.torch_cuda_graph import LAYERS, Decoder, capture, generate, merge_heads, project
 from torch_attn import flash_attention
 

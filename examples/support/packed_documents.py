@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.toy_model import VOCABULARY
+from examples.support.toy_model import VOCABULARY
 
 LENGTHS = (23, 1, 9, 17)
 TOKENS = 64  # with padding: the same for documents of other lengths, as compiled code needs it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from examples.continuations import Batch
+from examples.support.continuations import Batch
 from torch_attn import flash_attention, flash_attention_varlen
 
 Weights = dict[str, Tensor]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.packed_documents import NO_TARGET, Packed
+from examples.support.packed_documents import NO_TARGET, Packed
 from torch_attn import flash_attention, flash_attention_varlen
 
 Weights = dict[str, Tensor]

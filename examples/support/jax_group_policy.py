@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from examples.continuations import Batch
+from examples.support.continuations import Batch
 from pallas_attn import flash_attention, flash_attention_varlen
 
 Weights = dict[str, jax.Array]

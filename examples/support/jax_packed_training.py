@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.packed_documents import NO_TARGET, Packed
+from examples.support.packed_documents import NO_TARGET, Packed
 from pallas_attn import flash_attention, flash_attention_varlen
 
 Weights = dict[str, jax.Array]

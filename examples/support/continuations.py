@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.toy_model import HIDDEN, VOCABULARY
+from examples.support.toy_model import HIDDEN, VOCABULARY
 from twin_attention.contract.tree import tree_of
 
 PROMPT, CONTINUATIONS = 24, 16

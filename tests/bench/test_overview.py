@@ -1,0 +1,75 @@
+"""The picture and the numbers of README and docs/benchmarks.md are those of the records."""
+
+from collections import defaultdict
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+
+from bench.records import load
+from bench.report import overview
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return overview.measured()
+
+
+def test_the_files_are_of_the_records():
+    for path, text in overview.files().items():
+        assert path.read_text(encoding="utf-8") == text, "run python -m bench overview"
+
+
+def test_the_readme_has_the_numbers(found):
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for name in ("forward", "backward"):
+        torch, jax = overview.bars(found)[name]
+        assert f"| {name} | {torch:.2f} | {jax:.2f} |" in lines
+
+
+def test_a_ratio_is_the_fastest_peers_time_over_the_defaults(found):
+    """By hand: JAX takes Gluon's kernels for this backward, and Mosaic's without PyTorch."""
+    records = [
+        r for r in load(ROOT / "bench" / "results" / "h100-sm90-peers.jsonl.gz")
+        if (r.operation, r.case["name"]) == ("backward", "4x4096x16x128-causal") and r.times
+    ]  # fmt: skip
+    times = {r.label: r.times.median for r in records}
+    (row,) = (row for row in found if row.title == "backward")
+    (shown,) = (x for x in found[row][1] if x.case == "4x4096x16x128-causal")
+    best = min(time for label, time in times.items() if not label.endswith("sm90"))
+    ours = ("torch gluon sm90", "jax gluon sm90", "jax mosaic sm90")
+    assert shown.by_framework == tuple(best / times[label] for label in ours)
+
+
+def test_the_picture_has_a_bar_for_each_number():
+    numbers = {"forward": (1.25, 0.5), "a & b": (1.0, 2.0)}
+    drawn = overview.to_svg(numbers, dark=False)
+    assert drawn.count("<rect") == 2 * len(numbers) + 2  # and the legend
+    assert all(f">{value:.2f}<" in drawn for pair in numbers.values() for value in pair)
+    assert "a &amp; b" in drawn
+    assert drawn != overview.to_svg(numbers, dark=True)
+
+
+def test_the_sentence_about_sm80_code():
+    groups = defaultdict(dict)
+    for record in load(ROOT / "bench" / "results" / "h100-sm80.jsonl.gz"):
+        if record.times:
+            key = record.operation, record.case["name"]
+            groups[key] |= {record.label: record.times.median}
+    means, ratios = [], []
+    for operation in ("forward", "backward"):
+        dense = [g for (of, _), g in groups.items() if of == operation and "FA2" in g]
+        gluon, mosaic = (
+            [g["FA2"] / g[ours] for g in dense] for ours in ("torch gluon sm80", "jax mosaic sm80")
+        )
+        means.append(f"{geometric_mean(gluon):.2f} and {geometric_mean(mosaic):.2f}")
+        ratios += gluon + mosaic
+    assert len(ratios) == 4 * 25
+    sentence = (
+        f"{means[0]} of FlashAttention-2's speed forward, in PyTorch and JAX, and {means[1]} "
+        f"backward, over 25 cases ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    assert sentence in " ".join(BENCHMARKS.split())
