@@ -34,7 +34,7 @@ fuzz: ## ten minutes of random problems; FUZZ_ARGS="--fuzz 60 --seed 7"
 
 test: ## run the test suite; PYTEST_ARGS="-k softcap"
 	$(SETUP) test
-	$(PY) -m pytest $(WORKERS) $(PYTEST_ARGS)
+	@$(PY) -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 bench: ## time both sides beside their peers, on a GPU; BENCH_ARGS="--resume"
 	$(SETUP) bench

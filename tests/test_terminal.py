@@ -121,7 +121,8 @@ def test_a_row_of_parity_fits_80_columns(count):
         table.print_titles()
         table.finish(CaseResult(longest, {}, 123.4, [], comparisons))
 
-    *_, row = printed_at_80(show)
+    caption, *_, row = printed_at_80(show)
+    assert caption == "error / budget, worst output"
     assert row.split() == [longest, *["0.97", "dsinks"] * (3 if count == 3 else 1), "123.4",
                            "passed"]  # fmt: skip
 

@@ -38,6 +38,7 @@ class CaseTable(Progress):
         if not self._has_room:
             words = [["worst"]]
         height = max(map(len, words))
+        self._print(Text("error / budget, worst output", style="dim"))
         for line in range(height):
             last = line == height - 1
             cells = [dict(enumerate(column)).get(line, "") for column in words]

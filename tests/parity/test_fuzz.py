@@ -6,6 +6,9 @@ import os
 import signal
 import time
 from dataclasses import asdict, replace
+from functools import partial
+from itertools import count, islice
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch
 from interop.parity import __main__ as command
 from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from interop.parity.check import NAN
+from interop.parity.fuzz import command as fuzz_command
 from interop.parity.fuzz import trial
 from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged, with_odd_strides
 from interop.parity.fuzz.problems import (
@@ -280,6 +284,25 @@ def test_a_hang_and_a_death_are_named_and_the_others_go_on():
     assert results["dies"].error == f"worker process died: SIGSEGV, {where}"
     assert failures_of(results["hangs"]) == {("torch_attn gluon sm90", "hung")}
     assert failures_of(results["dies"]) == {("torch_attn gluon sm90", "worker process died")}
+
+
+def test_a_log_gets_a_line_a_minute_and_nothing_is_shrunk_without_a_failure(
+    monkeypatch, tmp_path, capsys
+):
+    clock = SimpleNamespace(monotonic=partial(next, count(0, 20)))
+    monkeypatch.setattr(fuzz_command, "time", clock)
+
+    def run_cases(problems, *_):
+        return (CaseResult(problem.name, {}, 0.0, [], []) for problem in islice(problems, 5))
+
+    monkeypatch.setattr(fuzz_command, "run_cases", run_cases)
+    assert fuzz_command.fuzz([[TORCH]], "cpu", 1000, 0, 1, tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert [x for x in printed.splitlines() if "of 1000 seconds" in x] == [
+        "80 of 1000 seconds: 2 problems", "160 of 1000 seconds: 4 problems",
+        "200 of 1000 seconds: 5 problems",
+    ]  # fmt: skip
+    assert "shrinking" not in printed
 
 
 def test_the_command_counts_what_ran(tmp_path, capsys):

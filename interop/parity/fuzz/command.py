@@ -33,6 +33,7 @@ LONGEST = {"cpu": 40, "cuda": 700}
 LIMIT = {"cpu": 300.0, "cuda": 180.0}
 # How many similar failures to shrink, and the seconds for each.
 SHRUNK, SHRINK_SECONDS = 2, 60.0
+MINUTE = 60.0  # between two lines where no bar is shown
 
 
 @dataclass
@@ -135,7 +136,7 @@ def _run_all(
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
     """Yield random problems and their results; print failures."""
-    begin = time.monotonic()
+    begin, minutes = time.monotonic(), 1.0
     until = begin + seconds
     drawn: dict[str, Problem] = {}
 
@@ -152,8 +153,13 @@ def _run_all(
     task = bar.add_task("seconds", total=seconds)
     results = run_cases(problems(), run, max(2, jobs), lambda name: None, LIMIT[device])
     with closing(results), bar:
-        for result in results:
-            bar.update(task, completed=min(seconds, time.monotonic() - begin))
+        for done, result in enumerate(results, 1):
+            spent = time.monotonic() - begin
+            title = "seconds" if spent < seconds else "finishing"
+            bar.update(task, completed=min(seconds, spent), description=title)
+            if not console.is_terminal and spent > minutes * MINUTE:
+                minutes = spent // MINUTE + 1
+                _print(console, f"{spent:.0f} of {seconds:g} seconds: {done} problems")
             problem = drawn.pop(result.name)
             if not result.ok:
                 _print(console, f"{problem.name} failed", "bold red")
@@ -181,6 +187,9 @@ def _shrink_all(
         alike[failures_found] += 1
         if alike[failures_found] <= SHRUNK:
             chosen.append((problem, result, failures_found))
+
+    if not chosen:
+        return []
 
     def search(item: tuple[Problem, CaseResult, frozenset[Failure]]) -> Found:
         problem, result, failures_found = item
