@@ -17,7 +17,7 @@ RUNNING = ("jax", "torch", "triton")
 
 def main(argv: list[str] | None = None) -> int:
     parser = HelpfulParser(prog="python -m bench", description=__doc__)
-    require(parser.error, REPORTING, "bench")
+    require(parser.error, REPORTING)
     from bench import compare, mine
     from bench.report import command as report
     from bench.report import overview
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     if arguments.run not in (report.run, compare.run, overview.run):
-        require(parser.error, RUNNING, "bench")
+        require(parser.error, RUNNING)
     return arguments.run(arguments)
 
 

@@ -1,39 +1,68 @@
 """The documentation site: the repository's own pages, with an API made from the docstrings.
 
 ``make docs`` runs Sphinx with the repository's root as the source folder, so that every page and
-every relative link is the one that a reader of the repository has.
+every relative link is the one that a reader of the repository has. `prepare` adds to them what only
+a site shows: navigation, and a choice between frameworks.
 """
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from twin_attention import __version__ as release  # noqa: E402
 
+URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+
 project = "twin-attention"
 copyright = "the twin-attention authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-root_doc = "README"
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+root_doc = "docs/index"
 include_patterns = [
-    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "bench/results/*.md",
+    "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "examples/README.md", "bench/results/*.md",
 ]  # fmt: skip
-exclude_patterns = ["docs/history/**"]  # for maintainers, in the repository
+exclude_patterns = ["docs/history/**", "docs/style/**"]  # the first is for maintainers
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 
 html_theme = "furo"
 html_title = f"twin-attention {release}"
+html_baseurl = URLS["Documentation"]
+html_favicon = "images/favicon.svg"
 html_copy_source = False
-html_theme_options = {"footer_icons": []}
+html_theme_options = {
+    "source_repository": URLS["Source"],
+    "source_branch": "main",
+    "source_directory": "",
+}
+html_static_path = ["style"]
+templates_path = [str(ROOT / "docs" / "style")]
+html_css_files = ["site.css"]
+pygments_dark_style = "github-dark"
 
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-autodoc_typehints = "none"  # the docstrings describe shapes and dtypes
+autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
+autosummary_ignore_module_all = False
+maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_use_ivar = True
 default_role = "literal"
@@ -42,26 +71,48 @@ default_role = "literal"
 CHAPTERS = {
     "Guide": (
         "docs/guide/train", "docs/guide/pack", "docs/guide/tree", "docs/guide/serve",
-        "docs/exchange", "docs/context-parallel", "docs/patterns", "docs/coming-from",
-        "docs/hugging-face", "docs/models",
+        "docs/first-calls", "docs/exchange", "docs/context-parallel", "docs/patterns",
+        "docs/coming-from", "docs/hugging-face", "docs/models", "examples/README",
     ),
     "Reference": (
         "docs/semantics", "docs/api/torch_attn", "docs/api/pallas_attn", "docs/api/exchange",
-        "docs/numerics", "docs/targets", "docs/non-goals", "docs/glossary",
+        "docs/support", "docs/numerics", "docs/targets", "docs/non-goals", "docs/glossary",
     ),
-    "Speed": ("docs/benchmarks", "docs/performance", "bench/results/README"),
+    "Speed": (
+        "docs/benchmarks", "docs/run-benchmarks", "docs/performance", "bench/results/README",
+    ),
     "Inside": ("docs/architecture", "docs/reading-the-twins"),
     "Project": ("CONTRIBUTING", "CHANGELOG"),
 }  # fmt: skip
 # Pages that a chapter's page lists.
 BELOW = {"bench/results/README": "/bench/results/[!R]*"}
 
+# An example in PyTorch, and behind it the same in JAX.
+_CODE = r"```python\nimport {}\n.*?^```\n"
+_PAIR = re.compile(rf"^({_CODE.format('torch')})\n({_CODE.format('jax')})", re.M | re.S)
+_TABS = """:::::{tab-set}
+:sync-group: framework
 
-def add_navigation(app: Any, name: str, source: list[str]) -> None:
-    """Add the lists of pages that the repository's readers do not need."""
+::::{tab-item} PyTorch
+:sync: torch
+
+\\1
+::::
+::::{tab-item} JAX
+:sync: jax
+
+\\2
+::::
+:::::
+"""
+
+
+def prepare(app: Any, name: str, source: list[str]) -> None:
+    """Add what the repository's readers do not need: lists of pages, and tabs."""
+    source[0] = _PAIR.sub(_TABS, source[0])
     if name == root_doc:
         for title, pages in CHAPTERS.items():
-            source[0] += _toctree(f":caption: {title}", *pages)
+            source[0] += _toctree(f":caption: {title}", *(f"/{page}" for page in pages))
     elif name in BELOW:
         source[0] += _toctree(":glob:", BELOW[name])
 
@@ -71,12 +122,35 @@ def _toctree(*lines: str) -> str:
     return "\n".join(("\n\n```{toctree}", ":hidden:", first, "", *pages, "```\n"))
 
 
-def add_index(app: Any, error: Exception | None) -> None:
-    """Let the site begin with the README."""
+def add_files(app: Any, error: Exception | None) -> None:
+    """Add the pictures that pages show by HTML, a first page, and one for wrong addresses."""
     if error is None and app.builder.name == "html":
-        shutil.copy(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")
+        folder = Path(app.outdir)
+        shutil.copytree(ROOT / "docs" / "images", folder / "docs" / "images", dirs_exist_ok=True)
+        home = '<meta http-equiv="refresh" content="0; url=docs/index.html">'
+        (folder / "index.html").write_text(f"<!doctype html><title>{project}</title>{home}\n")
+        link = f'<a href="{html_baseurl}">the documentation of {project}</a>'
+        missing = f"<p>There is no such page. Begin with {link}."
+        (folder / "404.html").write_text(f"<!doctype html><title>Not found</title>{missing}\n")
+
+
+def skip(app: Any, what: str, name: str, member: Any, skipped: bool, options: Any) -> bool | None:
+    """Leave out fields of named tuples, which the class describes."""
+    return True if str(member.__doc__).startswith("Alias for field") else None
+
+
+def leave_out_overloads(analyze: Any) -> Any:
+    """Let autodoc show a function's own signature only."""
+
+    def analyzed(self: ModuleAnalyzer) -> None:
+        analyze(self)
+        self.overloads = {}
+
+    return analyzed
 
 
 def setup(app: Any) -> None:
-    app.connect("source-read", add_navigation)
-    app.connect("build-finished", add_index)
+    ModuleAnalyzer.analyze = leave_out_overloads(ModuleAnalyzer.analyze)
+    app.connect("source-read", prepare)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("build-finished", add_files)

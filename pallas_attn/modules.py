@@ -127,8 +127,8 @@ class MaskList(nnx.Variable):
 class MultiHeadBlockSparseAttention(_MultiHeadAttention):
     """Self-attention [B, S, d_model] by `block_sparse_attention`, between projections.
 
-    Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`s. S is
-    the mask's length.
+    Its parameters are those of `MultiHeadDilatedAttention`; the mask's lists are `MaskList`
+    variables. S is the mask's length.
 
     Args:
         block_mask, implementation: as in `block_sparse_attention`. Lists are made from booleans

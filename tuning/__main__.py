@@ -14,7 +14,7 @@ NEEDED = ("jax", "rich", "torch", "triton")
 
 def main(argv: list[str] | None = None) -> int:
     parser = HelpfulParser(prog="python -m tuning", description=__doc__)
-    require(parser.error, NEEDED, "bench")
+    require(parser.error, NEEDED)
     from tuning.search import command as search
     from tuning.static import command as static
 

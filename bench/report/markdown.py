@@ -7,6 +7,7 @@ from textwrap import wrap
 
 from matplotlib.font_manager import FontProperties
 
+from bench import registry
 from bench.records import Record
 from bench.report.cards import CAPTION, are_several, cards
 from bench.report.plots import Picture, headline
@@ -21,7 +22,7 @@ LETTERS_PER_INCH = 10  # of a picture's title
 def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
     compared = runs(records)
     pictures = {f"{name}-{short}.svg": p for run in compared for short, p in headline(run)}
-    parts = [f"# Benchmark {name}"]
+    parts = [f"# {_title(records)} ({name})"]
     for file, picture in pictures.items():
         parts += [f"![{picture.title}]({file})", *filter(None, [picture.caption])]
     if pictures:
@@ -41,6 +42,13 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
             parts += [_folded(*named) for named in tables.items() if "milliseconds" not in named[0]]
     plots = {file: _standalone(picture) for file, picture in pictures.items()}
     return {f"{name}.md": "\n\n".join(parts) + "\n", **plots}
+
+
+def _title(records: Sequence[Record]) -> str:
+    """Return what was measured, on which cards."""
+    suites = dict.fromkeys(record.suite for record in records if record.operation != "peak")
+    found = dict.fromkeys(record.device.split(" (")[0].split(" 80GB")[0] for record in records)
+    return f"{', '.join(registry.load(suite).TITLE for suite in suites)}: {', '.join(found)}"
 
 
 def _setting(run: Sequence[Record]) -> list[str]:

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         _list(chain(*suites.values()))
         return 0
-    require(parser.error, NEEDED, "parity")
+    require(parser.error, NEEDED)
     # JAX would otherwise reserve most of the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from interop.parity.environment import choose_device, choose_targets, compile_quickly

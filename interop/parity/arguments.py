@@ -38,11 +38,11 @@ def count(text: str) -> int:
     return number
 
 
-def require(refuse: Refuse, packages: Iterable[str], extra: str) -> None:
-    """Refuse to run if a package is missing; name the extra that installs it."""
+def require(refuse: Refuse, packages: Iterable[str]) -> None:
+    """Refuse to run if a package is missing; say how to install it."""
     if missing := [name for name in packages if find_spec(name) is None]:
         names = ", ".join(missing)
-        refuse(f"{names} missing: in a checkout of twin-attention, pip install '.[{extra}]'")
+        refuse(f"{names} missing: in a checkout of twin-attention, pip install '.[parity]'")
 
 
 def make_folder(refuse: Refuse, option: str, folder: Path) -> None:

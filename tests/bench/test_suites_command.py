@@ -120,7 +120,7 @@ def test_resuming_from_a_file_with_a_broken_line_is_refused(gpu, tmp_path, capsy
 def test_a_missing_package_names_the_extra(monkeypatch, capsys):
     absent, real = {"rich", "torch"}, checks.find_spec
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name in absent else real(name))
-    install = "missing: in a checkout of twin-attention, pip install '.[bench]'"
+    install = "missing: in a checkout of twin-attention, pip install '.[parity]'"
     _refused(capsys, ["report", "records.jsonl"], f"rich {install}")
     absent.remove("rich")
     _refused(capsys, ["fa2"], f"torch {install}")
