@@ -2,7 +2,7 @@
 
 ``make docs`` runs Sphinx with the repository's root as the source folder, so that every page and
 every relative link is the one that a reader of the repository has. `prepare` adds to them what only
-a site shows: navigation, and a choice between frameworks.
+a site shows; `docs/index.md` has its chapters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,9 @@ URLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
 project = "twin-attention"
 copyright = "the twin-attention authors"
 extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
-    "sphinx.ext.napoleon",
-    "sphinx.ext.viewcode",
-    "sphinx_copybutton",
-    "sphinx_design",
-]
+    "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode", "sphinx_copybutton", "sphinx_design",
+]  # fmt: skip
 root_doc = "docs/index"
 include_patterns = [
     "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "examples/README.md", "bench/results/*.md",
@@ -46,11 +41,7 @@ html_title = f"twin-attention {release}"
 html_baseurl = URLS["Documentation"]
 html_favicon = "images/favicon.svg"
 html_copy_source = False
-html_theme_options = {
-    "source_repository": URLS["Source"],
-    "source_branch": "main",
-    "source_directory": "",
-}
+html_theme_options = {"source_repository": URLS["Source"], "source_branch": "main"}
 html_static_path = ["style"]
 templates_path = [str(ROOT / "docs" / "style")]
 html_css_files = ["site.css"]
@@ -60,32 +51,11 @@ myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-autosummary_ignore_module_all = False
 maximum_signature_line_length = 80
 python_use_unqualified_type_names = True
 napoleon_google_docstring = True
 napoleon_use_ivar = True
 default_role = "literal"
-
-# Chapters of the site, in order: pages of the repository.
-CHAPTERS = {
-    "Guide": (
-        "docs/guide/train", "docs/guide/pack", "docs/guide/tree", "docs/guide/serve",
-        "docs/first-calls", "docs/exchange", "docs/context-parallel", "docs/patterns",
-        "docs/coming-from", "docs/hugging-face", "docs/models", "examples/README",
-    ),
-    "Reference": (
-        "docs/semantics", "docs/api/torch_attn", "docs/api/pallas_attn", "docs/api/exchange",
-        "docs/support", "docs/numerics", "docs/targets", "docs/non-goals", "docs/glossary",
-    ),
-    "Speed": (
-        "docs/benchmarks", "docs/run-benchmarks", "docs/performance", "bench/results/README",
-    ),
-    "Inside": ("docs/architecture", "docs/reading-the-twins"),
-    "Project": ("CONTRIBUTING", "CHANGELOG"),
-}  # fmt: skip
-# Pages that a chapter's page lists.
-BELOW = {"bench/results/README": "/bench/results/[!R]*"}
 
 # An example in PyTorch, and behind it the same in JAX.
 _CODE = r"```python\nimport {}\n.*?^```\n"
@@ -108,18 +78,10 @@ _TABS = """:::::{tab-set}
 
 
 def prepare(app: Any, name: str, source: list[str]) -> None:
-    """Add what the repository's readers do not need: lists of pages, and tabs."""
+    """Add what the repository's readers do not need: tabs, and the list of results."""
     source[0] = _PAIR.sub(_TABS, source[0])
-    if name == root_doc:
-        for title, pages in CHAPTERS.items():
-            source[0] += _toctree(f":caption: {title}", *(f"/{page}" for page in pages))
-    elif name in BELOW:
-        source[0] += _toctree(":glob:", BELOW[name])
-
-
-def _toctree(*lines: str) -> str:
-    first, *pages = lines
-    return "\n".join(("\n\n```{toctree}", ":hidden:", first, "", *pages, "```\n"))
+    if name == "bench/results/README":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n[!R]*\n```\n"
 
 
 def add_files(app: Any, error: Exception | None) -> None:
@@ -139,18 +101,9 @@ def skip(app: Any, what: str, name: str, member: Any, skipped: bool, options: An
     return True if str(member.__doc__).startswith("Alias for field") else None
 
 
-def leave_out_overloads(analyze: Any) -> Any:
-    """Let autodoc show a function's own signature only."""
-
-    def analyzed(self: ModuleAnalyzer) -> None:
-        analyze(self)
-        self.overloads = {}
-
-    return analyzed
-
-
 def setup(app: Any) -> None:
-    ModuleAnalyzer.analyze = leave_out_overloads(ModuleAnalyzer.analyze)
+    # Show a function's own signature, not its overloads.
+    ModuleAnalyzer.overloads = property(lambda self: {}, lambda self, found: None)  # type: ignore
     app.connect("source-read", prepare)
     app.connect("autodoc-skip-member", skip)
     app.connect("build-finished", add_files)

@@ -9,8 +9,15 @@ import pytest
 from tests.browser import ask, serving
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("index.html", "docs/guide/serve.html", "docs/semantics.html", "docs/api/torch_attn.html",
+PAGES = ("docs/index.html", "docs/guide/serve.html", "docs/semantics.html", "docs/benchmarks.html",
+         "docs/api/torch_attn.html", "docs/api/generated/torch_attn.flash_attention.html",
          "bench/results/h100-sm90-peers.html")  # fmt: skip
+# Besides the public names of the packages.
+ALSO = ("torch_attn.modules.MultiHeadDilatedAttention", "torch_attn.flops",
+        "torch_attn.adapters.flash_attn.flash_attn_func",
+        "torch_attn.adapters.transformers.register",
+        "pallas_attn.adapters.jax_nn.dot_product_attention",
+        "twin_attention.contract.explain.Explanation")  # fmt: skip
 LOOK = """(page, root, window) => [root.scrollWidth, Number(
   window.getComputedStyle(page.body).backgroundColor.match(/\\d+/g)[0])]"""
 
@@ -35,7 +42,12 @@ def test_the_api_has_every_public_name(site: Path, package: str):
     text = (site / f"docs/api/{package}.html").read_text()
     assert len(names) > 10
     missing = [name for name in names if f'<span class="pre">{name}</span>' not in text]
+    missing += [name for name in ALSO if not (site / f"docs/api/generated/{name}.html").exists()]
     assert not missing
+    page = (site / f"docs/api/generated/{package}.flash_attention.html").read_text()
+    assert "softcap" in page
+    assert page.count('class="sig-name descname"') == 1  # no overloads
+    assert "[source]" in page
 
 
 def test_every_page_for_users_is_in_the_site(site: Path):
@@ -44,6 +56,14 @@ def test_every_page_for_users_is_in_the_site(site: Path):
     missing = [x for x in pages if not (site / x.relative_to(ROOT).with_suffix(".html")).exists()]
     assert not missing
     assert not (site / "docs/history").exists()
+
+
+def test_pages_have_what_only_a_site_shows(site: Path):
+    """Tabs of both frameworks, pictures that HTML names, and a way from a wrong page."""
+    assert (site / "docs/guide/pack.html").read_text().count("sd-tab-label") == 2
+    assert (site / "docs/images/speed-dark.svg").exists()
+    assert "docs/index.html" in (site / "index.html").read_text()
+    assert "https://" in (site / "404.html").read_text()
 
 
 def test_the_search_finds_a_function(site: Path):
@@ -65,5 +85,5 @@ def test_a_page_is_no_wider_than_the_screen(site: Path, address: str, page: str,
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_page_follows_the_colour_scheme(site: Path, address: str, dark: bool):
-    _, red = ask(site, address, "index.html", LOOK, 1280, dark)
+    _, red = ask(site, address, "docs/index.html", LOOK, 1280, dark)
     assert (red < 128) == dark

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -23,13 +22,15 @@ BEGIN, END = "<!-- python -m bench overview: begin -->", "<!-- end -->"
 FRAMEWORKS = ("PyTorch", "JAX", "JAX without PyTorch")
 SLOWER = 0.97  # cases below this speed are listed
 _FAMILIES = {"torch": ("gluon", "triton", "twin"), "jax": ("mosaic", "triton", "twin")}
+_FUNCTIONS = {"forward": "flash_fwd", "backward": "flash_bwd"}
+_MODELS = ("h200-models", "h200-models-4096", "h200-models-4096-jax", "h200-models-4x4096-jax")
 
 
 class Row(NamedTuple):
     """A row of a table, and the records that it is made of: files, suite, pass and cases."""
 
     title: str
-    records: tuple[str, ...]
+    files: tuple[str, ...]
     suite: str
     operation: str
     keep: Callable[[dict[str, Any]], bool] = lambda case: True
@@ -43,110 +44,105 @@ class Ratio(NamedTuple):
     by_framework: tuple[float | None, ...]
 
 
-def _decodes(case: dict[str, Any], *tokens: int) -> bool:
-    """Return True for decodes of 16-bit caches that share no page."""
-    plain = case["kv_dtype"] is None and not case["name"].startswith("cascade")
-    return plain and case["tokens"] in tokens and max(case["lengths"]) >= 1024
+Found = dict[Row, tuple[str, list[Ratio]]]  # by row the card, and each case
 
 
-_MODELS = ("h200-models", "h200-models-4096", "h200-models-4096-jax", "h200-models-4x4096-jax")
+def _decodes(tokens: Sequence[int]) -> Callable[[dict[str, Any]], bool]:
+    """Return what chooses decodes over 16-bit caches that share no page."""
+    return lambda case: (
+        case["kv_dtype"] is None
+        and case["tokens"] in tokens
+        and max(case["lengths"]) >= 1024
+        and not case["name"].startswith("cascade")
+    )
+
+
 ROWS = (
     Row("forward", ("h100-sm90-peers",), "flash", "forward"),
     Row("backward", ("h100-sm90-peers",), "flash", "backward"),
     Row("prefill over pages, chunks", ("h100-flashinfer",), "prefill", "forward",
         lambda case: case["name"].startswith(("chunks", "mixed"))),
-    Row("paged decode, one token", ("h100-flashinfer",), "kvcache", "decode",
-        lambda case: _decodes(case, 1)),
+    Row("paged decode, one token", ("h100-flashinfer",), "kvcache", "decode", _decodes([1])),
     Row("paged decode, 4 to 64 tokens", ("h100-flashinfer",), "kvcache", "decode",
-        lambda case: _decodes(case, 4, 16, 64)),
+        _decodes([4, 16, 64])),
     Row("packed forward", ("h200-packed-sm90",), "packed", "forward"),
     Row("packed backward", ("h200-packed-sm90",), "packed", "backward"),
     Row("training step", _MODELS, "end-to-end", "step"),
 )  # fmt: skip
 BARS = {
-    "forward": ("forward",), "backward": ("backward",),
-    "packed": ("packed forward", "packed backward"),
-    "prefill": ("prefill over pages, chunks",), "decode": ("paged decode, one token",),
-    "training step": ("training step",),
+    "forward": ROWS[:1], "backward": ROWS[1:2], "packed": ROWS[5:7], "prefill": ROWS[2:3],
+    "decode": ROWS[3:4], "training step": ROWS[7:],
 }  # fmt: skip
 
 
-def measured() -> dict[Row, tuple[str, list[Ratio]]]:
-    """Return by row the card and the ratio of each case."""
-    files = {name for row in ROWS for name in row.records}
-    found = {name: load(ROOT / "bench" / "results" / f"{name}.jsonl.gz") for name in files}
-    return {row: _ratios(row, [r for name in row.records for r in found[name]]) for row in ROWS}
+def measured() -> Found:
+    files = {file for row in ROWS for file in row.files}
+    records = {file: load(ROOT / "bench" / "results" / f"{file}.jsonl.gz") for file in files}
+    return {row: _ratios(row, [r for file in row.files for r in records[file]]) for row in ROWS}
 
 
 def _ratios(row: Row, records: Sequence[Record]) -> tuple[str, list[Ratio]]:
-    kept = [r for r in records if (r.suite, r.operation) == (row.suite, row.operation)]
-    kept = [r for r in kept if row.keep(r.case)]
+    kept = [
+        r for r in records
+        if r.times and (r.suite, r.operation) == (row.suite, row.operation) and row.keep(r.case)
+    ]  # fmt: skip
     ratios = []
     for run in runs(kept):
-        for case, timed in by_case(record for record in run if record.times).items():
+        for case, timed in by_case(run).items():
             if (peer := best_peer(timed)) is not None:
                 ours = [_default(timed, row.operation, name) for name in FRAMEWORKS]
                 ratios.append(Ratio(case, peer, tuple(x and ratio(timed, x, peer) for x in ours)))
-    return kept[0].device.partition(" (")[0].removesuffix(" 80GB HBM3"), ratios
+    return kept[0].device.split(" (")[0].removesuffix(" 80GB HBM3"), ratios
 
 
-def _default(row: dict[str, Record], operation: str, framework: str) -> str | None:
+def _default(timed: dict[str, Record], operation: str, framework: str) -> str | None:
     """Return the label of what a framework runs by default on SM90, None if it has no time."""
     side = "torch" if framework == "PyTorch" else "jax"
     families = _FAMILIES[side]
-    if framework == "JAX" and _gluon_is_faster(next(iter(row.values())).case, operation):
-        families = ("gluon", *families)
+    case = next(iter(timed.values())).case
+    if framework == "JAX" and operation in _FUNCTIONS and "max_pages" not in case:
+        fields = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
+        spec = (VarlenCase if "lengths" in case else FlashCase)(**fields).spec
+        if gluon_is_faster(_FUNCTIONS[operation], spec, "sm90"):
+            families = ("gluon", *families)
     labels = (f"{side} {family} sm90" for family in families)
-    return next((label for label in labels if label in row), None)
+    return next((label for label in labels if label in timed), None)
 
 
-def _gluon_is_faster(case: dict[str, Any], operation: str) -> bool:
-    kind = VarlenCase if "lengths" in case and "max_pages" not in case else FlashCase
-    if operation not in ("forward", "backward") or "max_pages" in case:
-        return False
-    fields = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
-    function = {"forward": "flash_fwd", "backward": "flash_bwd"}[operation]
-    return gluon_is_faster(function, kind(**fields).spec, "sm90")
-
-
-def tables(found: dict[Row, tuple[str, list[Ratio]]]) -> Iterator[tuple[str, Grid]]:
+def tables(found: Found) -> Iterator[tuple[str, Grid]]:
     """Yield a table for each card, and one of the cases in which another library is faster."""
     for card, rows in groups(found, lambda row: found[row][0]).items():
-        grid: Grid = [["", *FRAMEWORKS, "cases", "fastest other library"]]
+        grid: Grid = [["", *FRAMEWORKS[:2], "fastest other library"]]
         for row in rows:
             ratios = found[row][1]
-            cells = [_cell(ratios, i) for i in range(len(FRAMEWORKS))]
-            cells[2] = "" if cells[2] == cells[1] else cells[2]
+            torch, jax, alone = (_cell(ratios, i) for i in range(len(FRAMEWORKS)))
             peers = ", ".join(dict.fromkeys(ratio.peer for ratio in ratios))
-            grid.append([row.title, *cells, str(len(ratios)), peers])
+            grid.append([f"{row.title}, {len(ratios)} cases", torch, jax, peers])
+            if alone != jax:
+                grid.append([f"{row.title}, {FRAMEWORKS[2]}", "", alone, peers])
         yield card, grid
     slower: Grid = [["", "case", *FRAMEWORKS[:2], "fastest other library"]]
     for row, (_, ratios) in found.items():
-        for case, peer, (torch, jax, _) in ratios:
-            if min(torch or 1, jax or 1) < SLOWER:
-                slower.append([row.title, case, _text(torch), _text(jax), peer])
+        for case, peer, (*both, _) in ratios:
+            if min(x or 1 for x in both) < SLOWER:
+                texts = ["" if x is None else f"{x:.2f}" for x in both]
+                slower.append([row.title, case, *texts, peer])
     yield "Where another library is faster", slower
 
 
 def _cell(ratios: Sequence[Ratio], i: int) -> str:
-    if not (known := [x for r in ratios if (x := r.by_framework[i]) is not None]):
-        return ""
-    return f"**{geometric_mean(known):.2f}** ({min(known):.2f} to {max(known):.2f})"
+    known = [x for ratio in ratios if (x := ratio.by_framework[i]) is not None]
+    return f"**{geometric_mean(known):.2f}** ({min(known):.2f}–{max(known):.2f})"
 
 
-def _text(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def bars(found: dict[Row, tuple[str, list[Ratio]]]) -> dict[str, tuple[float, float]]:
+def bars(found: Found) -> dict[str, tuple[float, float]]:
     """Return the picture's numbers: by name the geometric means of PyTorch and JAX."""
-    by_title = {row.title: ratios for row, (_, ratios) in found.items()}
 
-    def mean(titles: Sequence[str], i: int) -> float:
-        values = (ratio.by_framework[i] for title in titles for ratio in by_title[title])
+    def mean(rows: Sequence[Row], i: int) -> float:
+        values = (ratio.by_framework[i] for row in rows for ratio in found[row][1])
         return geometric_mean([value for value in values if value is not None])
 
-    return {name: (mean(titles, 0), mean(titles, 1)) for name, titles in BARS.items()}
+    return {name: (mean(rows, 0), mean(rows, 1)) for name, rows in BARS.items()}
 
 
 def to_svg(numbers: dict[str, tuple[float, float]], dark: bool) -> str:
@@ -154,20 +150,22 @@ def to_svg(numbers: dict[str, tuple[float, float]], dark: bool) -> str:
     light = ("#1f2328", "#1f6feb", "#bc5b00")
     ink, *colours = ("#e6edf3", "#6ea8fe", "#f2a65a") if dark else light
     left, unit, step, top = 118, 240, 42, 58
-    bottom = top + step * len(numbers)
+    line, bottom = left + unit, top + step * len(numbers)
     parts = []
+
+    def bar(x: float, y: float, width: float, colour: str, behind: float, text: str) -> None:
+        parts.append(f'<rect x="{x}" y="{y}" width="{width:.1f}" height="14" fill="{colour}"/>')
+        parts.append(f'<text x="{behind:.1f}" y="{y + 12}">{text}</text>')
+
+    for j, (framework, colour) in enumerate(zip(FRAMEWORKS[:2], colours, strict=True)):
+        bar(left + 100 * j, 28, 14, colour, left + 100 * j + 20, framework)
     for i, (name, pair) in enumerate(numbers.items()):
         y = top + i * step
-        parts.append(f'<text x="{left - 10}" y="{y + 21}" text-anchor="end">{escape(name)}</text>')
+        parts.append(f'<text x="{left - 10}" y="{y + 21}" text-anchor="end">{name}</text>')
         for j, (value, colour) in enumerate(zip(pair, colours, strict=True)):
-            width, at = value * unit, y + 1 + 16 * j
-            parts.append(_bar(left, at, width, colour))
-            right = left + max(width, unit) + 6  # behind the line at 1
-            parts.append(f'<text x="{right:.1f}" y="{at + 12}">{value:.2f}</text>')
-    for j, (framework, colour) in enumerate(zip(FRAMEWORKS[:2], colours, strict=True)):
-        at = left + 100 * j
-        parts += [_bar(at, 28, 14, colour), f'<text x="{at + 20}" y="40">{framework}</text>']
-    line = left + unit
+            width = value * unit
+            behind = left + max(width, unit) + 6  # of the line at 1
+            bar(left, y + 1 + 16 * j, width, colour, behind, f"{value:.2f}")
     title = "Our speed / the fastest other library's"
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 480 {bottom + 6}" role="img" \
 aria-label="{title}" font-family="system-ui, sans-serif" font-size="14" fill="{ink}">
@@ -178,22 +176,17 @@ aria-label="{title}" font-family="system-ui, sans-serif" font-size="14" fill="{i
 """
 
 
-def _bar(x: float, y: float, width: float, colour: str) -> str:
-    return f'<rect x="{x}" y="{y}" width="{width:.1f}" height="14" fill="{colour}"/>'
-
-
 def files() -> dict[Path, str]:
-    """Return the pictures and the page with its tables, by path."""
-    found = measured()
-    page = ROOT / "docs" / "benchmarks.md"
-    before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
+    """Return the pictures, and the page with its tables, by path."""
+    found, docs = measured(), ROOT / "docs"
+    before, rest = (docs / "benchmarks.md").read_text(encoding="utf-8").split(BEGIN)
     parts = [part for title, grid in tables(found) for part in (f"## {title}", to_markdown(grid))]
+    page = "\n\n".join([before + BEGIN, *parts, END + rest.split(END)[1]])
+    names = {"speed": False, "speed-dark": True}
     pictures = {
-        ROOT / "docs" / "images" / f"speed{'-dark' * dark}.svg": to_svg(bars(found), dark)
-        for dark in (False, True)
+        docs / "images" / f"{x}.svg": to_svg(bars(found), dark) for x, dark in names.items()
     }
-    return pictures | {page: "\n\n".join([before + BEGIN, *parts, END + after])}
+    return pictures | {docs / "benchmarks.md": page}
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -205,5 +198,4 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(arguments: argparse.Namespace) -> int:
     for path, text in files().items():
         path.write_text(text, encoding="utf-8")
-        print(f"wrote {path.relative_to(ROOT)}")
     return 0

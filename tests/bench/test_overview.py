@@ -44,15 +44,6 @@ def test_a_ratio_is_the_fastest_peers_time_over_the_defaults(found):
     assert shown.by_framework == tuple(best / times[label] for label in ours)
 
 
-def test_the_picture_has_a_bar_for_each_number():
-    numbers = {"forward": (1.25, 0.5), "a & b": (1.0, 2.0)}
-    drawn = overview.to_svg(numbers, dark=False)
-    assert drawn.count("<rect") == 2 * len(numbers) + 2  # and the legend
-    assert all(f">{value:.2f}<" in drawn for pair in numbers.values() for value in pair)
-    assert "a &amp; b" in drawn
-    assert drawn != overview.to_svg(numbers, dark=True)
-
-
 def test_the_sentence_about_sm80_code():
     groups = defaultdict(dict)
     for record in load(ROOT / "bench" / "results" / "h100-sm80.jsonl.gz"):
