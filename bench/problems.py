@@ -189,7 +189,7 @@ def absent(reason: str, *_: Any) -> NoReturn:
 
 @dataclass(frozen=True)
 class DecodeTensors:
-    """Arguments of a `paged_decode` or `paged_attention`, as `interop.parity.inputs` makes them.
+    """Arguments of a `paged_decode` or `paged_attention`, as `interop/parity/inputs.py` makes them.
 
     The shapes are those of `twin_attention.contract.operands`; what is not used is None.
     """

@@ -1,4 +1,4 @@
-"""Copy parameters and gradients between the frameworks' models, through `interop.exchange`.
+"""Copy parameters and gradients between the frameworks' models, through `interop/exchange`.
 
 Modules have the same names on both sides, but the frameworks' layers do not:
 `layers.0.mlp.up_proj.weight` [out, in] of torch is `layers.0.mlp.up_proj.kernel` [in, out] of Flax.

@@ -1,8 +1,8 @@
 """Compile Mosaic GPU kernels in threads, before XLA does, or hand them to another framework.
 
-JAX's CUDA plugin compiles the lowered module, for XLA or `interop.kernels.mosaic`. Checked with JAX
-0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in ``tests/pallas_attn_lowering``
-guard it.
+JAX's CUDA plugin compiles the lowered module, for XLA or ``interop/kernels/mosaic.py``. Checked
+with JAX 0.11.2; ``test_mosaic_in_torch.py`` and ``test_compile_beside.py`` in
+``tests/pallas_attn_lowering`` guard it.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "torch"):
         raise
-    message = f"interop.exchange needs JAX and PyTorch: pip install 'twin-attention[{error.name}]'"
+    message = f"{__name__} needs JAX and PyTorch: pip install 'twin-attention[{error.name}]'"
     raise ModuleNotFoundError(message, name=error.name) from None
 
 __all__ = ["to_jax", "to_torch"]

@@ -1,6 +1,6 @@
 """Kernels compiled for another framework are the kernels that torch launches.
 
-`interop.kernels.cubin` does what `JITFunction.run` of Triton does before it compiles. After an
+`interop/kernels/cubin.py` does what `JITFunction.run` of Triton does before it compiles. After an
 update of Triton compare that function in ``triton/runtime/jit.py``.
 """
 

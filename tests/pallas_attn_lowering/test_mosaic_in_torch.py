@@ -1,6 +1,6 @@
 """Mosaic GPU kernels planned and lowered for `torch_attn`, on any machine.
 
-`interop.kernels.mosaic` reads the lowered program. When a test fails after an update of JAX,
+`interop/kernels/mosaic.py` reads the lowered program. When a test fails after an update of JAX,
 compare ``jax/_src/pallas/mosaic_gpu/torch.py``, which does the same.
 """
 

@@ -1,4 +1,4 @@
-"""Random problems of `interop.parity --fuzz` that the explicit kernels take, interpreted.
+"""Random problems of parity's ``--fuzz`` that the explicit kernels take, interpreted.
 
 To run others, or more:
 

@@ -1,1 +1,1 @@
-"""Random problems of the whole contract: ``python -m interop.parity --fuzz SECONDS --seed N``."""
+"""Random problems of the whole contract: parity's ``--fuzz SECONDS --seed N``."""
