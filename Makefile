@@ -26,11 +26,11 @@ help: ## this list
 
 parity: ## compare both sides with the oracle and with each other; PARITY_ARGS="--suite full"
 	$(SETUP) parity
-	$(PY) -m interop.parity $(PARITY_ARGS)
+	$(PY) -m twin_attention.interop.parity $(PARITY_ARGS)
 
 fuzz: ## ten minutes of random problems; FUZZ_ARGS="--fuzz 60 --seed 7"
 	$(SETUP) parity
-	$(PY) -m interop.parity $(FUZZ_ARGS)
+	$(PY) -m twin_attention.interop.parity $(FUZZ_ARGS)
 
 test: ## run the test suite; PYTEST_ARGS="-k softcap"
 	$(SETUP) test

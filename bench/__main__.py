@@ -9,7 +9,7 @@ import os
 import sys
 
 from bench.journal import VARIABLE, supervise
-from interop.parity.arguments import HelpfulParser, require
+from twin_attention.interop.parity.arguments import HelpfulParser, require
 
 REPORTING = ("matplotlib", "numpy", "rich")
 RUNNING = ("jax", "torch", "triton")

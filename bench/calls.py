@@ -23,7 +23,7 @@ def torch_call(
     """
     import torch
 
-    from interop.parity.sides import leaves, prepare_torch
+    from twin_attention.interop.parity.sides import leaves, prepare_torch
 
     def views(arrays: Sequence[Tensor]) -> list[Tensor]:
         return [x.detach().transpose(1, 2) if heads_first else x.detach() for x in arrays]
@@ -37,8 +37,8 @@ def torch_call(
 
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
     """Return a jitted call in JAX, on the memory of torch's tensors."""
-    from interop.exchange import to_jax
-    from interop.parity.sides import leaves, prepare_jax
+    from twin_attention.interop.exchange import to_jax
+    from twin_attention.interop.parity.sides import leaves, prepare_jax
 
     *inputs, dout = map(to_jax, tensors)
     run = prepare_jax(attend, operation, inputs, dout)
@@ -57,7 +57,7 @@ def _planned(run: partial) -> int:
 def as_torch(x: Any) -> Tensor:
     import torch
 
-    from interop.exchange import to_torch
+    from twin_attention.interop.exchange import to_torch
 
     return x if isinstance(x, torch.Tensor) else to_torch(x)
 

@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from bench.records import Record, Times, load
-from interop.rendering.tables import Grid, console_of, to_terminal
+from twin_attention.interop.rendering.tables import Grid, console_of, to_terminal
 
 _LOG_WIDTH = 120  # of the table where nothing says how wide the output is
 

@@ -11,15 +11,15 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from bench.job import Check
-from interop.parity.cases import DilatedCase
 from twin_attention.contract.cost import backward_flops, forward_flops
 from twin_attention.contract.spec import AttentionSpec, Dilation, MergeSpec
+from twin_attention.interop.parity.cases import DilatedCase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from interop.parity.inputs import Tensors
-    from interop.parity.oracle import Expectation
+    from twin_attention.interop.parity.inputs import Tensors
+    from twin_attention.interop.parity.oracle import Expectation
 
 Attend = Callable[..., Any]
 
@@ -81,7 +81,7 @@ def dilated_check(case: DilatedCase, operation: str, tensors: list[Tensor]) -> C
     The oracle only runs on the tokens that each pair keeps. One of the case's rates is 1, and kv
     heads are not shared.
     """
-    from interop.parity.check import check_of
+    from twin_attention.interop.parity.check import check_of
 
     q, k, v, dout = tensors
     inputs, results = {"q": q, "k": k, "v": v}, ("out",)
@@ -94,7 +94,7 @@ def dilated_check(case: DilatedCase, operation: str, tensors: list[Tensor]) -> C
 def _expected(case: DilatedCase, inputs: Tensors, head: int) -> Expectation:
     import torch
 
-    from interop.parity.oracle import Expectation, Part
+    from twin_attention.interop.parity.oracle import Expectation, Part
 
     where = (slice(None), slice(None), slice(head, head + 1))
     part = Part(case.spec, dict.fromkeys((*inputs, "out", "dq", "dk", "dv"), where))
@@ -113,7 +113,7 @@ def _evaluate(
     """
     import torch
 
-    from interop.parity.oracle import evaluate
+    from twin_attention.interop.parity.oracle import evaluate
 
     exact = torch.promote_types(dtype, torch.float32)
     pairs, qkv = case.spec.dilations, {name: inputs[name] for name in ("q", "k", "v")}

@@ -16,7 +16,7 @@ from bench.job import Subject
 from bench.ours import kernels_of
 from bench.records import Record, Times, failed
 from bench.sampling import Sampler
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 STEPS = ("import", "forward", "backward")
 TURNS = 3

@@ -20,8 +20,8 @@ from bench.records import origin
 from bench.registry import load
 from bench.runner import NO_JOURNAL, AnyJob, Instruments, run_suite
 from bench.sampling import Sampler, card, nvml_reader
-from interop.parity.arguments import Refuse
-from interop.rendering.tables import console_of
+from twin_attention.interop.parity.arguments import Refuse
+from twin_attention.interop.rendering.tables import console_of
 
 GIB = 2**30
 PEER_PACKAGES = (
@@ -64,7 +64,7 @@ def prepare(refuse: Refuse, device: str = "cuda", memory_cap: float | None = Non
     if memory is not None:  # JAX runs implementations alone, so that its limit may stay
         os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # JAX refuses both
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(memory)
-    from interop.parity.environment import choose_device, choose_targets
+    from twin_attention.interop.parity.environment import choose_device, choose_targets
 
     if device == "cpu":
         import jax
@@ -163,7 +163,7 @@ def measure(
 def facts(device: str) -> dict[str, str]:
     import torch
 
-    from interop.parity import environment
+    from twin_attention.interop.parity import environment
 
     found = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     for package in PEER_PACKAGES:

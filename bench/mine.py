@@ -28,8 +28,8 @@ from bench.records import load as read
 from bench.registry import load
 from bench.report.cards import CAPTION, cards
 from bench.runner import INTERRUPTED, AnyJob
-from interop.parity.arguments import count, make_folder
-from interop.rendering.tables import NARROW, to_terminal
+from twin_attention.interop.parity.arguments import count, make_folder
+from twin_attention.interop.rendering.tables import NARROW, to_terminal
 
 PEERS = (
     "FA2", "FA3", "FA4", "cuDNN", "FA2 dense", "cuDNN dense", "FlashInfer", "FA2 varlen",
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Return 1 if a result is wrong."""
     setting = prepare(arguments.refuse)
     make_folder(arguments.refuse, "--output", arguments.output)
-    from interop.parity.environment import choose_targets
+    from twin_attention.interop.parity.environment import choose_targets
 
     target, *_ = choose_targets("cuda", None)
     code, start = 0, start_of_run()

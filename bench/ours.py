@@ -18,8 +18,8 @@ from bench.calls import PREPARE, as_torch, compiled, jax_call, torch_call
 from bench.job import Absent, Call, Subject
 from bench.problems import DecodeTensors, constants_of, offsets_of, varied_terms
 from bench.trees import TreeCase, joined, separate
-from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.contract.paged_spec import PagedSpec
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import use_target
 
@@ -139,7 +139,7 @@ def _scores(name: str, target: str, case: FlashCase, operation: str, tensors: An
     side, family = _CALLS[name]
     constants: dict[str, Any] = constants_of(case, tensors[0].device)
     if side == "pallas_attn":
-        from interop.exchange import to_jax
+        from twin_attention.interop.exchange import to_jax
 
         constants = {name: to_jax(x) for name, x in constants.items()}
     options = case.options | constants | {"implementation": family}
@@ -170,7 +170,7 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
 
     import jax
 
-    from interop.exchange import to_jax
+    from twin_attention.interop.exchange import to_jax
 
     offsets = to_jax(offsets)
     with use_target(target):
@@ -228,7 +228,7 @@ def _paged(function: str, name: str, target: str, case: DecodeCase, tensors: Dec
     if side == "pallas_attn":
         import jax
 
-        from interop.exchange import to_jax
+        from twin_attention.interop.exchange import to_jax
 
         attend = jax.jit(attend)
         arguments = {name: to_jax(x) for name, x in arguments.items()}

@@ -10,8 +10,8 @@ from bench.job import Subject
 from bench.ours import FAMILY_NAMES
 from bench.records import PARITY, Record, failed
 from bench.sampling import Sampler
-from interop.parity.cases import Case
-from interop.parity.records import CaseResult
+from twin_attention.interop.parity.cases import Case
+from twin_attention.interop.parity.records import CaseResult
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ParityJob:
         self, planned: Mapping[Subject, Record], sampler: Sampler, show: Callable[[str], object]
     ) -> list[Record]:
         """Nothing is timed, so nothing is sampled."""
-        from interop.parity import sides
-        from interop.parity.harness import run_case
+        from twin_attention.interop.parity import sides
+        from twin_attention.interop.parity.harness import run_case
 
         show("compiles and is checked")
         ours = {

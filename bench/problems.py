@@ -13,7 +13,10 @@ import numpy as np
 from bench.dilation import dilated_check, dilated_flops
 from bench.job import Absent, Call, Check, Job, Operation, Subject
 from bench.trees import TreeCase
-from interop.parity.cases import (
+from twin_attention.contract import cost
+from twin_attention.contract.block_mask import BlockMask, global_tiles, local_tiles, random_tiles
+from twin_attention.contract.operands import CONSTANTS
+from twin_attention.interop.parity.cases import (
     BlockSparseCase,
     DecodeCase,
     DilatedCase,
@@ -21,9 +24,6 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from twin_attention.contract import cost
-from twin_attention.contract.block_mask import BlockMask, global_tiles, local_tiles, random_tiles
-from twin_attention.contract.operands import CONSTANTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -119,7 +119,7 @@ def _flops(case: AttentionCase) -> tuple[int, int]:
 
 def attention_tensors(case: AttentionCase, device: str = "cuda") -> list[Tensor]:
     """Return q, k, v, terms with a gradient, and dout: [B, S, H, D] or packed [T, H, D]."""
-    from interop.parity.inputs import make_inputs
+    from twin_attention.interop.parity.inputs import make_inputs
 
     inputs = make_inputs(case if isinstance(case, VarlenCase) else dense_case(case), device)
     return [inputs[name] for name in ("q", "k", "v", *varied_terms(case), "dout")]
@@ -154,7 +154,7 @@ def attention_check(
         return dilated_check(case, operation, tensors)
     import torch
 
-    from interop.parity.check import sample_check
+    from twin_attention.interop.parity.check import sample_check
 
     q, k, v, *terms, dout = tensors
     inputs = {"q": q, "k": k, "v": v} | dict(zip(varied_terms(case), terms, strict=True))
@@ -230,7 +230,7 @@ def decode_tensors(case: DecodeCase, device: str = "cuda") -> DecodeTensors:
     """Return the tensors of `case`; the pool does not grow with the tables' capacity."""
     from torch.nn.functional import pad
 
-    from interop.parity.inputs import make_inputs
+    from twin_attention.interop.parity.inputs import make_inputs
 
     needed = fitted(case)
     inputs = make_inputs(needed, device)
@@ -265,6 +265,6 @@ def decode_job(case: DecodeCase, factories: DecodeFactories) -> Job:
 
 
 def _decode_check(case: DecodeCase, tensors: DecodeTensors) -> Check:
-    from interop.parity.check import sample_check
+    from twin_attention.interop.parity.check import sample_check
 
     return sample_check(tensors.arguments, case.spec, ("out",))

@@ -22,7 +22,7 @@ from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
 from bench.training.job import TrainingJob
-from interop.rendering.tables import NARROW, PROGRESS, progress_columns, to_terminal
+from twin_attention.interop.rendering.tables import NARROW, PROGRESS, progress_columns, to_terminal
 
 if TYPE_CHECKING:
     from bench.timing import Timing

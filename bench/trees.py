@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interop.parity.cases import FlashCase
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.tree import tree_of
+from twin_attention.interop.parity.cases import FlashCase
 
 if TYPE_CHECKING:
     from torch import Tensor

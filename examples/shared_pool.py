@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from examples.support import jax_decoding, torch_decoding, toy_model
-from interop.exchange import to_jax
+from twin_attention.interop.exchange import to_jax
 
 
 def decode_in_both(device: str, implementation: str | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -17,8 +17,8 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from examples.continuous_batching import FRAMEWORKS, answer_requests
-from interop.rendering.plots import COLOURS, quiet, to_svg
 from models.config import make_config
+from twin_attention.interop.rendering.plots import COLOURS, quiet, to_svg
 
 BATCH, LENGTH, RATE = 16, 64, 3e-3
 DOCS = Path(__file__).parents[1] / "docs"

@@ -12,9 +12,9 @@ from typing import Any
 from flax import nnx
 from torch import Tensor
 
-from interop.exchange import to_jax, to_torch
 from models import jax_model, torch_model
 from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.exchange import to_jax, to_torch
 
 
 def copy_to_jax(source: torch_model.Transformer, target: jax_model.Transformer) -> None:

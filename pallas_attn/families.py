@@ -8,7 +8,7 @@ from twin_attention.targets.family import Family, foreign_family
 from twin_attention.targets.kernels import Spec
 
 PACKAGE = "pallas_attn"
-_IN_JAX = "interop.kernels.in_jax"
+_IN_JAX = "twin_attention.interop.kernels.in_jax"
 
 
 def _triton_supports(operation: str, spec: Spec, target: str | None) -> str | None:

@@ -21,9 +21,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from interop.parity.environment import choose_device, compile_quickly
 from tests.sides import EXPLICIT, IMPLEMENTATIONS, SIDES, Side
 from tests.skipped import pytest_sessionfinish, pytest_terminal_summary
+from twin_attention.interop.parity.environment import choose_device, compile_quickly
 from twin_attention.targets.family import FAMILIES
 
 __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from interop.parity.cases import FlashCase, VarlenCase
-from interop.parity.inputs import Tensors, make_inputs
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.inputs import Tensors, make_inputs
 
 SIZES: dict[str, Any] = {
     "batch": 2, "seq_q": 9, "seq_kv": 11, "head_dim": 16, "head_dim_v": 24, "dtype": "float32",

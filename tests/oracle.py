@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from interop.parity.check import agreements, check_layout, compare_sides
-from interop.parity.inputs import Tensors
-from interop.parity.oracle import Spec, expectations, parts_of
+from twin_attention.interop.parity.check import agreements, check_layout, compare_sides
+from twin_attention.interop.parity.inputs import Tensors
+from twin_attention.interop.parity.oracle import Spec, expectations, parts_of
 
 RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from interop.exchange import to_jax
-from interop.parity import sides
-from interop.parity.cases import Case
-from interop.parity.environment import BITWISE
-from interop.parity.inputs import Tensors
 from tests.without_lowering import leaves_out, name_of
 from torch_attn.targets import target_of
+from twin_attention.interop.exchange import to_jax
+from twin_attention.interop.parity import sides
+from twin_attention.interop.parity.cases import Case
+from twin_attention.interop.parity.environment import BITWISE
+from twin_attention.interop.parity.inputs import Tensors
 
 
 class TorchSide(sides.TorchSide):

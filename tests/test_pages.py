@@ -17,11 +17,11 @@ from bench.report.plots import headline, of_run, of_suite
 from bench.report.plots.ratios import heat_map
 from bench.report.sections import sections
 from bench.report.tables import runs
-from interop.parity.plot import ratio_plot
-from interop.parity.records import CaseResult, Comparison, Report
-from interop.parity.report import to_page as parity_page
 from tests.browser import ask, serving
 from twin_attention.contract.tolerances import Agreement
+from twin_attention.interop.parity.plot import ratio_plot
+from twin_attention.interop.parity.records import CaseResult, Comparison, Report
+from twin_attention.interop.parity.report import to_page as parity_page
 
 RECORDS = Path(__file__).parents[1] / "bench/results/h100-flashinfer.jsonl.gz"
 # The page's width, what is wider outside of scrolling boxes, levels of headings, pictures without a

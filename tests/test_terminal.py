@@ -13,11 +13,6 @@ from bench.records import Times
 from bench.registry import SUITES
 from bench.report.cards import CAPTION, cards
 from bench.runner import _print
-from interop.parity import __main__ as parity
-from interop.parity.records import CaseResult, Comparison
-from interop.parity.suites.kinds import KINDS
-from interop.parity.table import CaseTable
-from interop.rendering.tables import NARROW, console_of, progress_columns, to_terminal
 from tests.bench.conftest import record  # noqa: F401
 from tuning import __main__ as tuning
 from tuning.static.bound import bound
@@ -25,6 +20,16 @@ from tuning.static.command import bound_table, resource_table
 from tuning.static.gate import Problem, Verdict
 from tuning.static.resources import Resources
 from twin_attention.contract.tolerances import Agreement
+from twin_attention.interop.parity import __main__ as parity
+from twin_attention.interop.parity.records import CaseResult, Comparison
+from twin_attention.interop.parity.suites.kinds import KINDS
+from twin_attention.interop.parity.table import CaseTable
+from twin_attention.interop.rendering.tables import (
+    NARROW,
+    console_of,
+    progress_columns,
+    to_terminal,
+)
 from twin_attention.targets.kernels import FlashConfig
 
 COMMANDS = [

@@ -117,6 +117,6 @@ def test_type_checkers_know_every_keyword(side):
         assert keywords - {"return_lse", "return_row_max"} == {*known.__annotations__}
 
 
-@pytest.mark.parametrize("package", ["twin_attention", "torch_attn", "pallas_attn", "interop"])
+@pytest.mark.parametrize("package", ["twin_attention", "torch_attn", "pallas_attn"])
 def test_a_package_says_that_it_has_types(package):
     assert (ROOT / package / "py.typed").exists()

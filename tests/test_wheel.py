@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"twin_attention", "torch_attn", "pallas_attn", "interop"}
+PACKAGES = {"twin_attention", "torch_attn", "pallas_attn"}
 
 # The other framework cannot be imported, and the user has a folder called interop.
 PRELUDE = """
@@ -25,6 +25,7 @@ class NotInstalled(MetaPathFinder):
 sys.meta_path.insert(0, NotInstalled())
 import interop
 assert interop.MINE
+from twin_attention.interop import kernels
 """
 TORCH = """
 import torch

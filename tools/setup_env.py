@@ -124,7 +124,7 @@ def satisfied(requirement: str) -> bool:
 
 
 def name_of(requirement: str) -> str:
-    return re.match(r"[\w-]+", requirement)[0]
+    return re.split(r"[^\w-]", requirement)[0]
 
 
 def release(version: str) -> list[int]:

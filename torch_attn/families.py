@@ -7,7 +7,7 @@ from twin_attention.targets.family import Family, foreign_family
 from twin_attention.targets.kernels import Spec
 
 PACKAGE = "torch_attn"
-_IN_TORCH = "interop.kernels.in_torch"
+_IN_TORCH = "twin_attention.interop.kernels.in_torch"
 
 
 def _gluon_sm80_supports(operation: str, spec: Spec, target: str | None) -> str | None:

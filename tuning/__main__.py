@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from interop.parity.arguments import HelpfulParser, require
+from twin_attention.interop.parity.arguments import HelpfulParser, require
 
 NEEDED = ("jax", "rich", "torch", "triton")
 

@@ -14,7 +14,7 @@ from typing import Any
 from bench.job import Absent, Call
 from bench.peers.limits import load
 from bench.problems import DecodeTensors, decode_tensors
-from interop.parity.cases import DecodeCase, PagedCase
+from twin_attention.interop.parity.cases import DecodeCase, PagedCase
 
 WORKSPACE_BYTES = 512 * 2**20
 # A case for each module that kvcache needs: tokens of a sequence (several share a module), head

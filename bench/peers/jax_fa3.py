@@ -18,7 +18,7 @@ from bench.calls import jax_call
 from bench.job import Absent, Call
 from bench.peers.limits import check_flash, check_head_dims, check_packed
 from bench.problems import document_lengths, offsets_of
-from interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 PACKAGE, LIBRARY = "dew_flash_attn", "libdew_flash_attn3.so"
 TARGETS = tuple(f"dew_flash3_{kind}_{x}" for kind in ("mha", "mha_varlen") for x in ("fwd", "bwd"))
@@ -36,7 +36,7 @@ def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
     check_packed(case)
     check_head_dims(case, same=True)
     register()
-    from interop.exchange import to_jax
+    from twin_attention.interop.exchange import to_jax
 
     offsets = to_jax(offsets_of(case, tensors[0].device))
     longest = np.int64(max(document_lengths(case)))

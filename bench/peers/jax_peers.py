@@ -16,7 +16,7 @@ from typing import Literal
 from bench.calls import jax_call
 from bench.job import Absent, Call
 from bench.peers.limits import HALF, check_flash, load
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 # Tokamax imports this profiler, which its attention does not use.
 _XPROF = "xprof.cli.tools.get_kernel_stats_tool"

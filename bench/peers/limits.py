@@ -6,7 +6,7 @@ from importlib import import_module
 from types import ModuleType
 
 from bench.job import Absent
-from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 
 HALF = ("float16", "bfloat16")
 

@@ -16,7 +16,7 @@ from bench.job import Absent, Call
 from bench.peers.limits import HALF, check_head_dims, check_packed, load
 from bench.peers.sparse_peers import flex_mask
 from bench.problems import document_lengths, offsets_of
-from interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ def jax_masked(case: VarlenCase, operation: str, tensors) -> Call:
         raise Absent(f"its scores would take {scores >> 30} GiB")
     import jax
 
-    from interop.exchange import to_jax
+    from twin_attention.interop.exchange import to_jax
 
     document = to_jax(_documents(case, tensors[0].device))
 

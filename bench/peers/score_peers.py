@@ -12,7 +12,7 @@ from bench.calls import compiled, jax_call, torch_call
 from bench.job import Absent, Call
 from bench.peers.limits import load
 from bench.problems import constants_of
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 
 def flex(case: FlashCase, operation: str, tensors) -> Call:

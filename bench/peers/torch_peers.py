@@ -10,7 +10,7 @@ from bench.calls import compiled, torch_call
 from bench.job import Absent, Call
 from bench.peers.limits import HALF, check_dense, check_flash, check_head_dims, load
 from bench.problems import DecodeTensors
-from interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 
 FLASH_ATTENTION = "FLASH_ATTENTION"  # FlashAttention-2; CUDNN_ATTENTION is cuDNN's
 # Memory-efficient attention always multiplies float32 by three TF32 products.

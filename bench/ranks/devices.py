@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bench.job import Absent, Call
 from bench.ours import for_target
-from interop.parity.sides import leaves
 from torch_attn.distributed import shard_sequence, unshard_sequence
+from twin_attention.interop.parity.sides import leaves
 from twin_attention.targets.target import use_target
 
 
@@ -28,9 +28,9 @@ def make_call(
     """Return the call of ranks on devices of JAX; raise `Absent` if there are too few."""
     import jax
 
-    from interop.exchange import to_jax
-    from interop.parity.sides import prepare_jax
     from pallas_attn.distributed import context_attention
+    from twin_attention.interop.exchange import to_jax
+    from twin_attention.interop.parity.sides import prepare_jax
 
     need_devices(case.ranks)
     devices = jax.devices()

@@ -13,7 +13,6 @@ from torch import Tensor
 from bench.job import Call
 from bench.ours import for_target
 from bench.timing import Run, Wait
-from interop.parity.sides import leaves, prepare_torch
 from torch_attn.distributed import (
     Peers,
     Transfer,
@@ -22,6 +21,7 @@ from torch_attn.distributed import (
     unshard_sequence,
 )
 from twin_attention.contract.transfers import Rows
+from twin_attention.interop.parity.sides import leaves, prepare_torch
 from twin_attention.targets.target import use_target
 
 _TRIES = 3  # calls of each rank, to find the slowest

@@ -22,7 +22,7 @@ from bench.problems import attention_tensors
 from bench.ranks.in_turn import Ranks, assembled, attend, shares
 from bench.records import Times
 from bench.timing import Run, Timing, Wait, summarize, time_calls, wait_for
-from interop.parity.sides import leaves, prepare_torch
+from twin_attention.interop.parity.sides import leaves, prepare_torch
 from twin_attention.targets.target import use_target
 
 _ROUNDS, _WARMUP, _TURNS, _CALLS = 3, 1, 4, 5  # of ranks that are timed together; calls of a turn

@@ -9,8 +9,8 @@ from bench.peaks import Peak, peaks
 from bench.records import PARITY, Record
 from bench.report.sections import facts
 from bench.report.tables import best_peer, by_case, by_operation, groups, number, ratio, runs
-from interop.parity.cases import DecodeCase
-from interop.rendering.tables import Grid
+from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.rendering.tables import Grid
 from twin_attention.targets import paged
 
 CAPTION = (

@@ -12,7 +12,7 @@ from rich.progress import track
 
 from bench.records import Record, load, stem
 from bench.sampling import Sample, log_path, read_log
-from interop.parity.arguments import make_folder
+from twin_attention.interop.parity.arguments import make_folder
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -13,8 +13,8 @@ from bench.report.cards import CAPTION, are_several, cards
 from bench.report.plots import Picture, headline
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
 from bench.report.tables import runs
-from interop.rendering.plots import to_svg
-from interop.rendering.tables import Grid, to_markdown
+from twin_attention.interop.rendering.plots import to_svg
+from twin_attention.interop.rendering.tables import Grid, to_markdown
 
 LETTERS_PER_INCH = 10  # of a picture's title
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from bench.records import Record, load
 from bench.report.tables import best_peer, by_case, groups, ratio, runs
-from interop.parity.cases import FlashCase, VarlenCase
-from interop.rendering.tables import Grid, to_markdown
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.rendering.tables import Grid, to_markdown
 from twin_attention.targets.foreign import gluon_is_faster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,22 +91,24 @@ def _ratios(row: Row, records: Sequence[Record]) -> tuple[str, list[Ratio]]:
         for case, timed in by_case(run).items():
             if (peer := best_peer(timed)) is not None:
                 ours = [_default(timed, row.operation, name) for name in FRAMEWORKS]
-                ratios.append(Ratio(case, peer, tuple(x and ratio(timed, x, peer) for x in ours)))
+                ratios.append(Ratio(case, peer, tuple(ratio(timed, x, peer) for x in ours)))
     return kept[0].device.split(" (")[0].removesuffix(" 80GB HBM3"), ratios
 
 
-def _default(timed: dict[str, Record], operation: str, framework: str) -> str | None:
-    """Return the label of what a framework runs by default on SM90, None if it has no time."""
+def _default(timed: dict[str, Record], operation: str, framework: str) -> str:
+    """Return the label of what a framework runs by default on SM90, "" if it has no time."""
     side = "torch" if framework == "PyTorch" else "jax"
     families = _FAMILIES[side]
     case = next(iter(timed.values())).case
     if framework == "JAX" and operation in _FUNCTIONS and "max_pages" not in case:
-        fields = {name: tuple(x) if isinstance(x, list) else x for name, x in case.items()}
+        fields: dict[str, Any] = {
+            name: tuple(x) if isinstance(x, list) else x for name, x in case.items()
+        }
         spec = (VarlenCase if "lengths" in case else FlashCase)(**fields).spec
         if gluon_is_faster(_FUNCTIONS[operation], spec, "sm90"):
             families = ("gluon", *families)
     labels = (f"{side} {family} sm90" for family in families)
-    return next((label for label in labels if label in timed), None)
+    return next((label for label in labels if label in timed), "")
 
 
 def tables(found: Found) -> Iterator[tuple[str, Grid]]:

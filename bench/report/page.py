@@ -10,8 +10,8 @@ from bench.report.plots import Picture, of_run, of_suite
 from bench.report.sections import Section, facts, notes, peaks_table, sections, statuses
 from bench.report.tables import runs
 from bench.sampling import Sample
-from interop.rendering import page
-from interop.rendering.tables import Cell, to_html
+from twin_attention.interop.rendering import page
+from twin_attention.interop.rendering.tables import Cell, to_html
 
 Follow = Callable[[Iterable[tuple[str, str]]], Iterable[tuple[str, str]]]
 

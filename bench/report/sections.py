@@ -23,7 +23,7 @@ from bench.report.tables import (
     speeds,
     unmeasured,
 )
-from interop.rendering.tables import Grid
+from twin_attention.interop.rendering.tables import Grid
 
 SPEEDS = "Speed-up over each peer: its time / ours (min to max over cases)"
 _NEAR = 0.03  # what a cross-check may be off by

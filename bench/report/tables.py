@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from bench.peaks import Peak, Peaks, peaks
 from bench.records import Record
 from bench.registry import Cells, Column, cells
-from interop.parity.records import problem_text
-from interop.rendering.tables import Grid
+from twin_attention.interop.parity.records import problem_text
+from twin_attention.interop.rendering.tables import Grid
 
 Item = TypeVar("Item")
 

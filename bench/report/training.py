@@ -9,7 +9,7 @@ from bench.registry import Cells
 from bench.report.tables import groups, number, percent, status, to_grid
 from bench.training.case import INFERENCE, PHASES
 from bench.training.steps import OPERATIONS, WARMUPS, mean_after
-from interop.rendering.tables import Grid
+from twin_attention.interop.rendering.tables import Grid
 
 GAINS = "A step with our attention: the others' time, of its framework and mode, over its own"
 PEAKS = "MB by category at the peak of a step"

@@ -6,7 +6,7 @@ from operator import attrgetter
 from bench.records import Record
 from bench.registry import Column, cells
 from bench.report.tables import by_case, by_operation, status, to_grid
-from interop.rendering.tables import Grid
+from twin_attention.interop.rendering.tables import Grid
 
 OPERATION, TFLOPS = attrgetter("operation"), attrgetter("tflops")
 

@@ -16,7 +16,7 @@ from bench.registry import ON_CPU, SUITES, load
 from bench.report import command as report
 from bench.runner import INTERRUPTED, AnyJob
 from bench.sampling import log_path
-from interop.parity.arguments import make_folder
+from twin_attention.interop.parity.arguments import make_folder
 from twin_attention.targets.target import TARGETS
 
 
@@ -90,7 +90,7 @@ def _run(names: Sequence[str], arguments: argparse.Namespace) -> int:
     chosen = _choose(names, arguments)
     setting = prepare(arguments.refuse, arguments.device, arguments.memory_cap)
     setting = setting._replace(path=arguments.json, resume=arguments.resume)
-    from interop.parity.environment import choose_targets
+    from twin_attention.interop.parity.environment import choose_targets
 
     targets = choose_targets(arguments.device, None)
     code = 0

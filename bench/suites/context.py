@@ -24,9 +24,9 @@ from bench.suites.columns import (
     tables_by_pass,
 )
 from bench.suites.packed import lognormal
-from interop.parity import cases
-from interop.parity.cases import FlashCase, VarlenCase
-from interop.rendering.tables import Grid
+from twin_attention.interop.parity import cases
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.rendering.tables import Grid
 from twin_attention.targets.target import use_target
 
 if TYPE_CHECKING:

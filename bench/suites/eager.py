@@ -11,7 +11,7 @@ from bench.job import Job, Subject
 from bench.peers import FLASH, torch_peers
 from bench.problems import Factories, attention_jobs
 from bench.suites.columns import MEMORY, SAVED
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 TITLE = "Flash attention against eager attention"
 NOTE = (

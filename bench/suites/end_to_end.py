@@ -13,7 +13,7 @@ from bench.suites.columns import MEMORY, MODEL, SAVED
 from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
 from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, WARMUPS, observe
-from interop.rendering.tables import Grid
+from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Training steps and inference"
 NOTE = (

@@ -11,7 +11,7 @@ from bench.job import Job, Subject
 from bench.peers import FLASH
 from bench.problems import Factories, attention_jobs
 from bench.suites.columns import TFLOPS, of_gpu, yes_no
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 TITLE = "FlashAttention-2's shapes"
 NOTE = (

@@ -9,7 +9,7 @@ from bench.first import FirstCallJob
 from bench.job import Subject
 from bench.ours import CHOSEN_NAMES
 from bench.suites.columns import OPERATION, of_median
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 TITLE = "First calls"
 NOTE = (

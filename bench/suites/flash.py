@@ -13,7 +13,7 @@ from bench.problems import Factories, absent, attention_jobs
 from bench.records import Record
 from bench.registry import Column
 from bench.suites.columns import HOST, OPERATION, TFLOPS, yes_no
-from interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 TITLE = "Flash attention"
 NOTE = (

@@ -11,8 +11,8 @@ from bench.job import Job, Subject
 from bench.peers import torch_peers
 from bench.problems import Factories, attention_jobs
 from bench.suites.columns import OPERATION, TFLOPS, yes_no
-from interop.parity.cases import FlashCase
 from twin_attention.contract.spec import PRECISIONS
+from twin_attention.interop.parity.cases import FlashCase
 
 TITLE = "Flash attention in float32"
 NOTE = (

@@ -22,7 +22,7 @@ from bench.problems import (
     decode_tensors,
 )
 from bench.suites.columns import of_median
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,7 +181,7 @@ def _our_decode(
         attend = wrap(partial(api.paged_decode, **options))
     operands = tensors.arguments.values()
     if side == "pallas_attn":
-        from interop.exchange import to_jax
+        from twin_attention.interop.exchange import to_jax
 
         operands = map(to_jax, operands)
     return Call(partial(attend, *operands), lambda out: (out,))

@@ -18,7 +18,7 @@ from bench.problems import DecodeFactories, DecodeTensors, decode_job
 from bench.records import Record
 from bench.registry import Column
 from bench.suites.columns import HOST, of_median, scaled
-from interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.cases import DecodeCase
 
 TITLE = "Paged decode"
 NOTE = (

@@ -16,7 +16,7 @@ from bench.training.case import TrainingCase
 from bench.training.job import Show, Training, TrainingJob, start
 from bench.training.steps import fields
 from bench.training.timeline import CATEGORIES, peak, shortened, totals
-from interop.rendering.tables import Grid
+from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Memory of a training step"
 NOTE = (

@@ -22,7 +22,7 @@ from bench.problems import (
 )
 from bench.records import YARDSTICKS
 from bench.suites.columns import HOST, OPERATION, TFLOPS
-from interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,9 +10,9 @@ from bench.ours import FAMILY_NAMES, has_kernels
 from bench.parity import ParityJob
 from bench.records import Record
 from bench.report.tables import to_grid
-from interop.parity.records import problem_text
-from interop.parity.suites.kinds import KINDS
-from interop.rendering.tables import Grid
+from twin_attention.interop.parity.records import problem_text
+from twin_attention.interop.parity.suites.kinds import KINDS
+from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Parity"
 NOTE = (

@@ -25,8 +25,8 @@ from bench.problems import (
 from bench.records import Record
 from bench.report.tables import by_case, by_operation, groups, ratio_text, status
 from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, tables_by_pass
-from interop.parity.cases import DilatedCase, FlashCase
-from interop.rendering.tables import Grid
+from twin_attention.interop.parity.cases import DilatedCase, FlashCase
+from twin_attention.interop.rendering.tables import Grid
 from twin_attention.targets.target import use_target
 
 if TYPE_CHECKING:

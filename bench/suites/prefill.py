@@ -11,7 +11,7 @@ from bench.job import Call, Job, Subject
 from bench.peers import PREFILL
 from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode_job
 from bench.suites.columns import TFLOPS, scaled
-from interop.parity.cases import DecodeCase, PagedCase
+from twin_attention.interop.parity.cases import DecodeCase, PagedCase
 
 TITLE = "Prefill over pages"
 NOTE = (

@@ -20,8 +20,8 @@ from bench.suites.columns import (
     of_median,
     own_times,
 )
-from interop.parity.cases import FlashCase
-from interop.rendering.tables import Grid
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Terms of scores, and dropout"
 NOTE = (

@@ -20,8 +20,8 @@ from bench.suites.columns import (
     own_times,
 )
 from bench.trees import TreeCase, separate_pairs
-from interop.rendering.tables import Grid
 from twin_attention.contract.cost import tree_pairs
+from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Trees of tokens"
 NOTE = (

@@ -3,9 +3,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from interop.parity.cases import FlashCase
 from models.config import ModelConfig, make_config
 from twin_attention.contract.cost import forward_flops
+from twin_attention.interop.parity.cases import FlashCase
 
 # Of parameters and of arithmetic.
 DTYPES = {

@@ -4,7 +4,7 @@
 """
 
 try:
-    from interop.exchange.dlpack import to_jax, to_torch
+    from twin_attention.interop.exchange.dlpack import to_jax, to_torch
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "torch"):
         raise

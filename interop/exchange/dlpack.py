@@ -12,8 +12,8 @@ import jax
 import torch
 from jax.core import Tracer
 
-from interop.exchange.lifetime import release_after_jax, release_after_torch
 from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.exchange.lifetime import release_after_jax, release_after_torch
 
 DTYPES = {
     "bool",
@@ -68,7 +68,7 @@ def to_jax(tensor: torch.Tensor, *, copy: bool | None = None) -> jax.Array:
 
     Example:
         >>> import torch
-        >>> from interop.exchange import to_jax
+        >>> from twin_attention.interop.exchange import to_jax
         >>> to_jax(torch.arange(3, dtype=torch.int32))
         Array([0, 1, 2], dtype=int32)
     """
@@ -108,7 +108,7 @@ def to_torch(array: jax.Array, *, copy: bool | None = None) -> torch.Tensor:
 
     Example:
         >>> import jax.numpy as jnp
-        >>> from interop.exchange import to_torch
+        >>> from twin_attention.interop.exchange import to_torch
         >>> to_torch(jnp.arange(3))
         tensor([0, 1, 2], dtype=torch.int32)
     """

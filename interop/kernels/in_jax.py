@@ -31,14 +31,14 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
         or family.import_error("torch_attn.families")
         or family.own_family("torch_attn", folder).supports(operation, spec, target)
         or private.missing("foreign")
-        or family.import_error("interop.kernels.torch_host")
-        or family.import_error("interop.kernels.cubin")
+        or family.import_error("twin_attention.interop.kernels.torch_host")
+        or family.import_error("twin_attention.interop.kernels.cubin")
         or sm90.jax_leaves(operation, spec, target)
     )
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function."""
-    from interop.kernels import run_in_jax
+    from twin_attention.interop.kernels import run_in_jax
 
     return run_in_jax.run(backend, operation, spec, *operands)

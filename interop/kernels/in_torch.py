@@ -31,20 +31,20 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
         versions.older_jax((0, 11, 2))
         or family.import_error("pallas_attn.families")
         or family.own_family("pallas_attn", folder).supports(operation, spec, target)
-        or family.import_error("interop.kernels.jax_host")
+        or family.import_error("twin_attention.interop.kernels.jax_host")
         or _no_plugin()
     )
 
 
 def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function."""
-    from interop.kernels import run_in_torch
+    from twin_attention.interop.kernels import run_in_torch
 
     return run_in_torch.run(backend, operation, spec, *operands)
 
 
 def _no_plugin() -> str | None:
     """Return what JAX lacks to compile kernels, or None."""
-    from interop.kernels.mosaic import plugin
+    from twin_attention.interop.kernels.mosaic import plugin
 
     return None if plugin() else "JAX's CUDA plugin, which compiles its kernels, is not installed"

@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from interop.kernels.plan import Kernel, Operation, Plan, Value
 from pallas_attn.fusions import Operand, whole_fusions
 from pallas_attn.targets import described
 from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.kernels.plan import Kernel, Operation, Plan, Value
 
 
 def plan_of(function: Callable[..., Any], operands: Sequence[Any], card: Any) -> Plan:

@@ -12,15 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from interop.kernels.plan import Kernel, Value
-from interop.kernels.torch_host import operand_of, plan_of
-from interop.kernels.triton_call import kernel_call
 from pallas_attn.targets import capability, num_sms, shared_memory
 from torch_attn.operands import dtype_name
 from torch_attn.targets import Card
 from twin_attention.contract.operands import TERMS
 from twin_attention.contract.spec import AttentionSpec, PartialSpec
 from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.kernels.plan import Kernel, Value
+from twin_attention.interop.kernels.torch_host import operand_of, plan_of
+from twin_attention.interop.kernels.triton_call import kernel_call
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 

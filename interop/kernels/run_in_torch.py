@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from interop.kernels import jax_host, mosaic
-from interop.kernels.plan import Kernel, Operation, Value
 from torch_attn.kernels.gradients import sinks_gradient
 from torch_attn.kernels.library.tiles import ROW_PADDING
 from torch_attn.launch import tensors_of
@@ -32,6 +30,8 @@ from torch_attn.targets import card_of
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.kernels import jax_host, mosaic
+from twin_attention.interop.kernels.plan import Kernel, Operation, Value
 from twin_attention.targets.config import repeat_configs, requested_configs
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec

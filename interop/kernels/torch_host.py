@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interop.kernels.plan import Kernel, Operation, Plan, Value
 from torch_attn import private
 from torch_attn.launch import Launch
 from torch_attn.layouts import Layout, leaves, replace_leaves
@@ -20,6 +19,7 @@ from torch_attn.operands import dtype_name
 from torch_attn.replay import Capture, CapturedLaunch, Step
 from torch_attn.targets import Card, described
 from torch_attn.tensor_maps import TensorMap
+from twin_attention.interop.kernels.plan import Kernel, Operation, Plan, Value
 
 if private.TorchDispatchMode is object:
     raise ImportError(

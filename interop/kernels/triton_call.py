@@ -22,7 +22,15 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.interpreters import mlir
 
-from interop.kernels.cubin import (
+from pallas_attn.own_memory import lower_with_own_memory
+from pallas_attn.private import gpu_triton
+from pallas_attn.targets import cuda_devices
+from torch_attn.launch import Launch
+from torch_attn.layouts import leaves
+from torch_attn.operands import dtype_name
+from torch_attn.targets import Card
+from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.kernels.cubin import (
     Compiled,
     Descriptor,
     Number,
@@ -33,15 +41,7 @@ from interop.kernels.cubin import (
     compile_launch,
     lock_of,
 )
-from interop.kernels.plan import Kernel
-from pallas_attn.own_memory import lower_with_own_memory
-from pallas_attn.private import gpu_triton
-from pallas_attn.targets import cuda_devices
-from torch_attn.launch import Launch
-from torch_attn.layouts import leaves
-from torch_attn.operands import dtype_name
-from torch_attn.targets import Card
-from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.kernels.plan import Kernel
 
 _TARGET = "triton_kernel_call_ffi"
 

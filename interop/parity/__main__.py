@@ -17,16 +17,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from interop.parity.arguments import count, make_folder, require
-from interop.parity.cases import Case
-from interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
-from interop.parity.suites.choose import SUITES
-from interop.parity.suites.kinds import KINDS
-from interop.parity.workers import run_cases
+from twin_attention.interop.parity.arguments import count, make_folder, require
+from twin_attention.interop.parity.cases import Case
+from twin_attention.interop.parity.records import ORACLE, CaseResult, Report, problem_text, title
+from twin_attention.interop.parity.suites.choose import SUITES
+from twin_attention.interop.parity.suites.kinds import KINDS
+from twin_attention.interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
 
 if TYPE_CHECKING:
-    from interop.parity.sides import Subject
+    from twin_attention.interop.parity.sides import Subject
 
 IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "torch_triton", "reference")
 DEFAULT = IMPLEMENTATIONS[:-1]  # every family that has kernels, foreign ones among them
@@ -50,7 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     require(parser.error, NEEDED)
     # JAX would otherwise reserve most of the card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from interop.parity.environment import choose_device, choose_targets, compile_quickly
+    from twin_attention.interop.parity.environment import (
+        choose_device,
+        choose_targets,
+        compile_quickly,
+    )
 
     compile_quickly()
     device = choose_device()
@@ -58,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         targets = choose_targets(device, options.target)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    from interop.parity.sides import plan
+    from twin_attention.interop.parity.sides import plan
 
     implementations = tuple(dict.fromkeys(options.implementations))
     groups = plan(implementations, targets)
@@ -66,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         got = " ".join(implementations)
         parser.error(f"--implementations: expected one with kernels for this device, got {got!r}")
     make_folder(parser.error, "--output", options.output)
-    from interop.parity.fuzz.command import fuzz, run_one
+    from twin_attention.interop.parity.fuzz.command import fuzz, run_one
 
     try:
         if options.problem is not None:
@@ -95,12 +99,12 @@ def _run(
     device: str,
     options: argparse.Namespace,
 ) -> int:
-    from interop.parity.environment import choose_jobs, facts
-    from interop.parity.harness import run_case, what_runs
-    from interop.parity.report import write
-    from interop.parity.sides import twins
-    from interop.parity.table import CaseTable, print_header, print_summary
-    from interop.rendering.tables import console_of
+    from twin_attention.interop.parity.environment import choose_jobs, facts
+    from twin_attention.interop.parity.harness import run_case, what_runs
+    from twin_attention.interop.parity.report import write
+    from twin_attention.interop.parity.sides import twins
+    from twin_attention.interop.parity.table import CaseTable, print_header, print_summary
+    from twin_attention.interop.rendering.tables import console_of
 
     console = console_of(LOG_WIDTH)
     cases = list(chain(*suites.values()))
@@ -157,7 +161,7 @@ def _first_that_launches(cases: list[Case]) -> Case:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m interop.parity",
+        "python -m twin_attention.interop.parity",
         description="Run both implementations on the same tensors, against one error budget.",
         epilog="exit codes: 0 passed, 1 a case failed, 2 bad arguments, 130 interrupted",
     )

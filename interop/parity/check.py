@@ -8,19 +8,6 @@ from typing import Any
 
 import torch
 
-from interop.exchange import to_torch
-from interop.parity.inputs import Tensors
-from interop.parity.oracle import (
-    OF_ROWS,
-    SAMPLES,
-    SUMS,
-    Expectation,
-    Spec,
-    expectations,
-    sample_of,
-)
-from interop.parity.records import ORACLE, Comparison
-from interop.parity.sides import Subject, twins
 from twin_attention.contract.paged_spec import AppendSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, MergeSpec, VarlenSpec
 from twin_attention.contract.tolerances import (
@@ -32,6 +19,19 @@ from twin_attention.contract.tolerances import (
     lse_unit,
 )
 from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.exchange import to_torch
+from twin_attention.interop.parity.inputs import Tensors
+from twin_attention.interop.parity.oracle import (
+    OF_ROWS,
+    SAMPLES,
+    SUMS,
+    Expectation,
+    Spec,
+    expectations,
+    sample_of,
+)
+from twin_attention.interop.parity.records import ORACLE, Comparison
+from twin_attention.interop.parity.sides import Subject, twins
 
 NAN = Agreement(math.inf, 0.0, math.inf, 0.0, finite=False)
 

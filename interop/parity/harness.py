@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 import torch
 
-from interop.parity.cases import Case
-from interop.parity.check import check_layout, compare
-from interop.parity.inputs import Tensors, make_inputs
-from interop.parity.oracle import Expectation, expectations, parts_of
-from interop.parity.records import CaseResult, Comparison, RunRecord
-from interop.parity.sides import Subject, explain, run, supports
+from twin_attention.interop.parity.cases import Case
+from twin_attention.interop.parity.check import check_layout, compare
+from twin_attention.interop.parity.inputs import Tensors, make_inputs
+from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
+from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
+from twin_attention.interop.parity.sides import Subject, explain, run, supports
 
 
 def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult:

@@ -9,7 +9,11 @@ from zlib import crc32
 
 import torch
 
-from interop.parity.cases import (
+from twin_attention.contract.operands import CONSTANTS
+from twin_attention.contract.reference.cache import quantize
+from twin_attention.contract.tree import tree_of
+from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     Case,
@@ -20,11 +24,7 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.trees import make_tree
-from twin_attention.contract.operands import CONSTANTS
-from twin_attention.contract.reference.cache import quantize
-from twin_attention.contract.tree import tree_of
-from twin_attention.contract.validate.errors import fail
+from twin_attention.interop.parity.trees import make_tree
 
 Tensors = dict[str, torch.Tensor]
 Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]

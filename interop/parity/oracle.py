@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from interop.parity.inputs import Tensors, has_gradient
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import BlockSparseOperands, DecodeOperands, FlashOperands
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
@@ -33,6 +32,7 @@ from twin_attention.contract.spec import (
     Window,
 )
 from twin_attention.contract.tolerances import cancelled_gradient, cancelled_sum, rounded_delta
+from twin_attention.interop.parity.inputs import Tensors, has_gradient
 
 SAMPLE_ABOVE = 1 << 30  # elements of q, 8 GiB in float64: a larger problem is only sampled
 STRETCH = 4096  # a sample of a longer sequence is a stretch of it

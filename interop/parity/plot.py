@@ -8,8 +8,9 @@ from collections import defaultdict
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from interop.parity.records import Report
-from interop.rendering.plots import (
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.interop.parity.records import Report
+from twin_attention.interop.rendering.plots import (
     BUDGET_COLOUR,
     COLOURS,
     MUTED_COLOUR,
@@ -18,7 +19,6 @@ from interop.rendering.plots import (
     legend,
     quiet,
 )
-from twin_attention.contract.operands import FlashOperands
 
 OUTPUTS = (
     "out", "lse", "row_max", *(f"d{name}" for name in FlashOperands._fields), "douts", "dlses",

@@ -18,9 +18,9 @@ from torch import Tensor
 
 import pallas_attn.distributed
 import torch_attn.distributed
-from interop.parity.cases import ContextCase
 from torch_attn.distributed.peers import Peers, Transfer, room_for
 from twin_attention.contract.context import shard_sequence, unshard_sequence
+from twin_attention.interop.parity.cases import ContextCase
 
 TIME_LIMIT = 240.0  # of a wait for another rank, which may compile kernels, in seconds
 AXIS = "context"

@@ -8,8 +8,8 @@ from importlib import import_module
 from itertools import product
 from pathlib import Path
 
-from interop.parity.plot import ratio_plot
-from interop.parity.records import (
+from twin_attention.interop.parity.plot import ratio_plot
+from twin_attention.interop.parity.records import (
     CaseResult,
     Comparison,
     Report,
@@ -19,9 +19,9 @@ from interop.parity.records import (
     worst,
     worst_of_all,
 )
-from interop.parity.table import failures, ratio_text
-from interop.rendering.page import facts, figure, page
-from interop.rendering.tables import Cell, to_html
+from twin_attention.interop.parity.table import failures, ratio_text
+from twin_attention.interop.rendering.page import facts, figure, page
+from twin_attention.interop.rendering.tables import Cell, to_html
 from twin_attention.targets.family import families_of
 
 _INTRODUCTION = (

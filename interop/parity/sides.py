@@ -15,8 +15,12 @@ import pallas_attn
 import pallas_attn.distributed
 import torch_attn
 import torch_attn.distributed
-from interop.exchange import to_jax, to_torch
-from interop.parity.cases import (
+from twin_attention.contract.context import shard_sequence
+from twin_attention.contract.explain import Explanation
+from twin_attention.contract.operands import CONSTANTS
+from twin_attention.contract.spec import Placement
+from twin_attention.interop.exchange import to_jax, to_torch
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     Case,
@@ -27,12 +31,14 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.inputs import Tensors, has_gradient
-from interop.parity.ranks import AXIS, Room, SimulatedPeers, attend_in_threads, attend_under_vmap
-from twin_attention.contract.context import shard_sequence
-from twin_attention.contract.explain import Explanation
-from twin_attention.contract.operands import CONSTANTS
-from twin_attention.contract.spec import Placement
+from twin_attention.interop.parity.inputs import Tensors, has_gradient
+from twin_attention.interop.parity.ranks import (
+    AXIS,
+    Room,
+    SimulatedPeers,
+    attend_in_threads,
+    attend_under_vmap,
+)
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 

@@ -9,8 +9,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
 
-from interop.parity.records import CaseResult, Comparison, Report, worst, worst_of_all
-from interop.rendering.tables import PROGRESS, progress_columns
+from twin_attention.interop.parity.records import (
+    CaseResult,
+    Comparison,
+    Report,
+    worst,
+    worst_of_all,
+)
+from twin_attention.interop.rendering.tables import PROGRESS, progress_columns
 
 # The widest cells, and a space.
 COLUMN = 13

@@ -16,7 +16,7 @@ from itertools import islice
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, Protocol
 
-from interop.parity.records import CaseResult
+from twin_attention.interop.parity.records import CaseResult
 
 # A forked process could not use its parent's GPU.
 SPAWN = multiprocessing.get_context("spawn")

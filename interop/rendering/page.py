@@ -8,12 +8,12 @@ from importlib.resources import files
 
 from matplotlib.figure import Figure
 
-from interop.rendering.plots import to_svg
+from twin_attention.interop.rendering.plots import to_svg
 
 
 def page(title: str, badges: Iterable[tuple[str, str]], body: Iterable[str]) -> str:
     """Return the page; a badge is a class of page.css and its text."""
-    folder = files("interop.rendering")
+    folder = files("twin_attention.interop.rendering")
     style, script = (folder.joinpath(f"page.{end}").read_text("utf-8") for end in ("css", "js"))
     marks = " ".join(f'<span class="badge {look}">{escape(text)}</span>' for look, text in badges)
     return "\n".join([

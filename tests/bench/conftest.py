@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from bench.records import Record, Times
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 ORIGIN = {
     "suite": "flash",

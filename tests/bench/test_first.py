@@ -9,7 +9,7 @@ from bench.job import Subject
 from bench.records import Times
 from bench.sampling import Sampler
 from bench.suites import first
-from interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase
 
 CASE = FlashCase("tiny", 1, 16, 24, 2, 1, 16, dtype="float32", causal=True)
 REFERENCE = {"torch": ("torch_attn", "reference"), "jax": ("pallas_attn", "reference")}

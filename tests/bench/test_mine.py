@@ -15,7 +15,7 @@ from bench.anonymous import clean
 from bench.job import Absent, Call, Job, Subject
 from bench.records import Times, load
 from bench.timing import Timing
-from interop.parity import environment
+from twin_attention.interop.parity import environment
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 CARD = {"multiprocessors": 108, "memory_gib": 79.2, "shared_memory": 166912, "watts": 400.0,

@@ -8,9 +8,9 @@ from bench.job import Subject
 from bench.parity import ParityJob
 from bench.registry import load
 from bench.report.sections import sections
-from interop.parity import harness
-from interop.parity.suites.flash import flash_cases
-from interop.parity.suites.merge import merge_cases
+from twin_attention.interop.parity import harness
+from twin_attention.interop.parity.suites.flash import flash_cases
+from twin_attention.interop.parity.suites.merge import merge_cases
 
 (MERGE,) = merge_cases("small", "merge-bf16")
 (FLASH,) = flash_cases("small", "one-token")

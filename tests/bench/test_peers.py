@@ -26,14 +26,14 @@ from bench.peers import (
 )
 from bench.problems import attention_check, attention_tensors, decode_tensors
 from bench.suites.tree import tree_case
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
-from interop.parity.check import sample_check
 from pallas_attn import flash_attention as jax_flash_attention
 from pallas_attn import flash_attention_varlen as jax_flash_attention_varlen
 from torch_attn import flash_attention, flash_attention_varlen
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
+from twin_attention.interop.parity.check import sample_check
 
 SQUARE = FlashCase("square", batch=2, seq_q=32, seq_kv=32, heads_q=4, heads_kv=4, head_dim=16)
 CASES = [

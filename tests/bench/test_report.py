@@ -22,7 +22,7 @@ from bench.runner import _print
 from bench.sampling import Sample, Sampler, log_path
 from bench.suites.flash import jobs as flash_jobs
 from bench.suites.kvcache import jobs as kvcache_jobs
-from interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.targets.target import TARGETS
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,14 @@ from bench.report.sections import SPEEDS, sections
 from bench.report.tables import names
 from bench.suites import context, eager, host, kvcache, packed, patterns, prefill, tree
 from bench.trees import separate, separate_pairs
-from interop.parity.cases import DecodeCase, DilatedCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.contract.cost import forward_flops
+from twin_attention.interop.parity.cases import (
+    DecodeCase,
+    DilatedCase,
+    FlashCase,
+    PagedCase,
+    VarlenCase,
+)
 
 TARGETS = ("sm90", "sm80")
 KERNELS = [name for name in SUITES if name not in (*ON_CPU, "parity", "first")]

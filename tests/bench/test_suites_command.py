@@ -11,8 +11,8 @@ from bench.job import Job, Subject
 from bench.records import append, load
 from bench.registry import SUITES
 from bench.suites import command as suites
-from interop.parity import arguments as checks
-from interop.parity import environment
+from twin_attention.interop.parity import arguments as checks
+from twin_attention.interop.parity import environment
 
 FACTS = {"device": "GPU", "commit": "abc", "date": "2026-11-21T06:59:31+00:00", "torch": "2.0"}
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interop.parity.cases import PagedCase
-from interop.parity.inputs import make_inputs
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.spec import MergeSpec
+from twin_attention.interop.parity.cases import PagedCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 # A chunk, no new token, a whole prompt, more new tokens than keys.
 CASE = PagedCase(

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interop.parity.cases import DecodeCase
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.reference.merge import merge, merge_backward
 from twin_attention.contract.reference.paged import paged_forward
+from twin_attention.interop.parity.cases import DecodeCase
 
 CASE = DecodeCase(
     "loops", lengths=(0, 1, 4, 5, 9, 12), tokens=3, page_size=4, max_pages=3, head_dim=16,

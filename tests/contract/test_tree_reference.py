@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase, VarlenCase
-from interop.parity.inputs import make_inputs
 from twin_attention.contract.cost import tree_pairs, visible_pairs
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
 from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = FlashCase(
     "tree", batch=2, seq_q=13, seq_kv=17, head_dim=16, dtype="float32", causal=True, sinks=True,

@@ -9,8 +9,8 @@ from examples.torch_context_training import (
     train_on_a_rank,
     train_on_one_device,
 )
-from interop.parity.ranks import run_ranks
 from twin_attention.contract.context import ContextPlan
+from twin_attention.interop.parity.ranks import run_ranks
 
 
 @pytest.fixture

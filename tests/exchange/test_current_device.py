@@ -7,7 +7,7 @@ import jax
 import pytest
 import torch
 
-from interop.exchange import dlpack, to_jax
+from twin_attention.interop.exchange import dlpack, to_jax
 
 
 class TwoGPUs:

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interop.exchange import to_jax, to_torch
-from interop.exchange.dlpack import ALIGNMENT, DTYPES
+from twin_attention.interop.exchange import to_jax, to_torch
+from twin_attention.interop.exchange.dlpack import ALIGNMENT, DTYPES
 
 WIDE_DTYPES = {"int64", "uint64", "float64", "complex128"}
 NARROW_DTYPES = sorted(DTYPES - WIDE_DTYPES)
@@ -274,7 +274,7 @@ def test_several_devices():
     """In a process of its own: JAX makes its CPU devices when it starts."""
     script = """
 import jax, jax.numpy as jnp, numpy as np
-from interop.exchange import to_torch
+from twin_attention.interop.exchange import to_torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 mesh = Mesh(np.array(jax.devices()), "x")
@@ -394,10 +394,10 @@ class TestLifetime:
 def test_a_missing_framework_is_named_with_what_installs_it(package):
     program = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "try:\n    import interop.exchange\n"
+        "try:\n    import twin_attention.interop.exchange\n"
         "except ModuleNotFoundError as error:\n    print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     install = f"pip install 'twin-attention[{package}]'"
-    expected = f"interop.exchange needs JAX and PyTorch: {install}\n"
+    expected = f"twin_attention.interop.exchange needs JAX and PyTorch: {install}\n"
     assert done.stdout == expected, done.stderr

@@ -3,7 +3,7 @@ import doctest
 import jax
 import pytest
 
-import interop.exchange.dlpack
+import twin_attention.interop.exchange.dlpack
 
 
 @pytest.fixture(autouse=True)
@@ -13,6 +13,6 @@ def on_cpu():
 
 
 def test_docstrings():
-    results = doctest.testmod(interop.exchange.dlpack)
+    results = doctest.testmod(twin_attention.interop.exchange.dlpack)
     assert results.attempted > 0
     assert results.failed == 0

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from interop.exchange import to_jax, to_torch
-from interop.exchange.lifetime import jax_stream
-from interop.parity.environment import choose_device
+from twin_attention.interop.exchange import to_jax, to_torch
+from twin_attention.interop.exchange.lifetime import jax_stream
+from twin_attention.interop.parity.environment import choose_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -256,7 +256,7 @@ def test_a_device_that_is_not_the_current_one(copy):
 def test_the_first_hand_over_starts_jax(gpu):
     script = f"""
 import torch
-from interop.exchange import to_jax
+from twin_attention.interop.exchange import to_jax
 tensor = torch.arange(64.0, device="cuda:{gpu}")
 assert to_jax(tensor).tolist() == tensor.tolist()
 assert torch.cuda.current_device() == 0

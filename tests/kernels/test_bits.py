@@ -17,13 +17,13 @@ import torch
 
 import pallas_attn
 import torch_attn
-from interop.exchange import to_jax, to_torch
-from interop.parity.cases import Case, DilatedCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import Subject, run, supports
-from interop.parity.suites.kinds import KINDS
 from torch_attn.targets import target_of
 from twin_attention.contract.spec import PartialSpec
+from twin_attention.interop.exchange import to_jax, to_torch
+from twin_attention.interop.parity.cases import Case, DilatedCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import Subject, run, supports
+from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.targets.target import use_target
 
 if not torch.cuda.is_available() or jax.default_backend() != "gpu":

@@ -15,14 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from interop.kernels import cubin
-from interop.kernels.cubin import Descriptor, Number, Pointer, compile_launch, without_ptx
-from interop.kernels.plan import Kernel, Operation
-from interop.kernels.torch_host import operand_of, plan_of
 from torch_attn.targets import Card
 from tuning.static import triton_aot
 from tuning.static.operands import flash_operands, run_kernels
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
+from twin_attention.interop.kernels import cubin
+from twin_attention.interop.kernels.cubin import (
+    Descriptor,
+    Number,
+    Pointer,
+    compile_launch,
+    without_ptx,
+)
+from twin_attention.interop.kernels.plan import Kernel, Operation
+from twin_attention.interop.kernels.torch_host import operand_of, plan_of
 from twin_attention.targets import family as families
 from twin_attention.targets.family import FAMILIES, Backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT
@@ -92,9 +98,13 @@ def test_the_code_is_what_torch_launches(family, target, spec, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "place", "name"),
     [
-        ("interop.kernels.cubin", "triton.runtime.jit", "create_function_from_signature"),
-        ("interop.kernels.cubin", "triton.runtime.jit", "JITFunction"),
-        ("interop.kernels.torch_host", "torch_attn.private", "TorchDispatchMode"),
+        (
+            "twin_attention.interop.kernels.cubin",
+            "triton.runtime.jit",
+            "create_function_from_signature",
+        ),
+        ("twin_attention.interop.kernels.cubin", "triton.runtime.jit", "JITFunction"),
+        ("twin_attention.interop.kernels.torch_host", "torch_attn.private", "TorchDispatchMode"),
     ],
 )
 def test_a_private_name_that_is_gone_is_a_reason(module, place, name, monkeypatch):

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from interop.kernels.jax_host import plan_of
-from interop.kernels.plan import Value
 from pallas_attn.fusions import fusion, whole_fusions
+from twin_attention.interop.kernels.jax_host import plan_of
+from twin_attention.interop.kernels.plan import Value
 
 
 class Card(NamedTuple):

@@ -16,12 +16,6 @@ import pytest
 import torch
 
 import pallas_attn
-from interop.kernels import run_in_jax, triton_call
-from interop.kernels.cubin import Compiled, Descriptor, Number, Pointer
-from interop.parity.cases import ContextCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import Subject, run, supports
-from interop.parity.suites.kinds import KINDS
 from pallas_attn import explain
 from pallas_attn.distributed import context_attention
 from pallas_attn.flash_ops import DENSE, PACKED
@@ -33,6 +27,12 @@ from tuning.static import gate
 from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands, PartialOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.kernels import run_in_jax, triton_call
+from twin_attention.interop.kernels.cubin import Compiled, Descriptor, Number, Pointer
+from twin_attention.interop.parity.cases import ContextCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import Subject, run, supports
+from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.targets import config, ptx
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.describe import describe

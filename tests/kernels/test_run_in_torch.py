@@ -8,17 +8,22 @@ import pytest
 import torch
 from torch._C._dynamo.guards import _empty_strided_cpu
 
-from interop.exchange import to_torch
-from interop.kernels import jax_host, mosaic, run_in_torch
-from interop.kernels.mosaic import CompiledModule, LaunchFunction, compile_module, launcher_of
-from interop.kernels.plan import Kernel, Operation, Plan, Value
-from interop.parity.cases import DecodeCase
 from pallas_attn.kernels.gradients import sinks_gradient
 from torch_attn import private
 from torch_attn.operands import COMPACT, compact, is_compact
 from torch_attn.replay import capture
 from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.exchange import to_torch
+from twin_attention.interop.kernels import jax_host, mosaic, run_in_torch
+from twin_attention.interop.kernels.mosaic import (
+    CompiledModule,
+    LaunchFunction,
+    compile_module,
+    launcher_of,
+)
+from twin_attention.interop.kernels.plan import Kernel, Operation, Plan, Value
+from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.targets.family import FOREIGN, Backend
 
 PAGED = Backend(FOREIGN["torch_attn"][2], "sm80")

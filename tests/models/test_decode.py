@@ -5,9 +5,9 @@ pytest.importorskip("flax")
 
 import jax.numpy as jnp
 
-from interop.exchange import to_jax, to_torch
 from models import jax_decode, torch_decode
 from tests.models.pairs import TINY, batch_of, make_pair
+from twin_attention.interop.exchange import to_jax, to_torch
 
 # The prompt is a chunk and one token. Pages hold 12 tokens, so that chunks cross them.
 PROMPT, NEW, PAGE_SIZE = 17, 12, 12

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from interop.exchange import to_jax, to_torch
 from models import jax_model, torch_model
 from models.weights import copy_to_jax
 from tests.models.pairs import TINY, batch_of, in_float64
 from twin_attention.contract.tolerances import compare_to_reference
+from twin_attention.interop.exchange import to_jax, to_torch
 
 CONFIG = TINY["modern"]
 

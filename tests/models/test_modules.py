@@ -7,12 +7,12 @@ import pytest
 import torch
 from flax import nnx
 
-from interop.exchange import to_jax, to_torch
 from models.weights import as_jax, as_torch
 from pallas_attn import modules as jax_modules
 from tests.test_docstrings import sections, without_framework
 from torch_attn import BlockMask, block_sparse_attention, dilated_attention
 from torch_attn import modules as torch_modules
+from twin_attention.interop.exchange import to_jax, to_torch
 
 NAMES = ["MultiHeadDilatedAttention", "MultiHeadBlockSparseAttention"]
 MASK = np.array([[[1, 0], [1, 1]], [[1, 1], [0, 1]]] * 2, bool)  # of 4 heads

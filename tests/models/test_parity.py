@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from interop.exchange import to_jax, to_torch
 from models import jax_model, torch_model
 from models.weights import as_torch, copy_to_torch
 from tests.models.pairs import TINY, batch_of, in_float64, make_pair
 from twin_attention.contract.tolerances import compare_to_reference, compare_twins
+from twin_attention.interop.exchange import to_jax, to_torch
 
 STEPS = 50
 LEARNING_RATE = 3e-3

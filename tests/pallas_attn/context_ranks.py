@@ -15,9 +15,6 @@ import jax
 import torch
 from jax import P
 
-from interop.exchange import to_jax
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from pallas_attn import append_kv, flash_attention, paged_decode
 from pallas_attn.distributed import (
     context_attention,
@@ -30,6 +27,9 @@ from tests.pallas_attn import test_decode as decoding
 from tests.pallas_attn import test_transformations as dense
 from twin_attention.contract import transfers
 from twin_attention.contract.transfers import equal_hops
+from twin_attention.interop.exchange import to_jax
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = FlashCase("", batch=2, seq_q=64, seq_kv=64, heads_q=4, heads_kv=4, head_dim=16, causal=True)
 OPTIONS = replace(CASE, heads_kv=2, softcap=4.0, sinks=True, window_size=(20, None), head_dim_v=24)

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import NamedSharding, P
 
-from interop.parity import sides
-from interop.parity.cases import (
+from pallas_attn import flash_attention
+from pallas_attn.targets import cuda_devices
+from twin_attention.interop.parity import sides
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     DecodeCase,
@@ -21,11 +23,9 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.check import agreements
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import expectations, parts_of
-from pallas_attn import flash_attention
-from pallas_attn.targets import cuda_devices
+from twin_attention.interop.parity.check import agreements
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import expectations, parts_of
 
 SIZES = {"seq_q": 24, "seq_kv": 40, "heads_q": 4, "head_dim": 16, "dtype": "float32"}
 PACKED = {"heads_q": 4, "head_dim": 16, "dtype": "float32", "lengths": ((9, 9), (20, 20))}

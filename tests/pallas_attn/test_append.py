@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from interop.parity.cases import AppendCase
-from interop.parity.inputs import make_inputs
 from pallas_attn import append_kv
 from pallas_attn.lowering import recording
 from tests.oracle import assert_within_budget
+from twin_attention.interop.parity.cases import AppendCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 POOLS = ("k_pages", "v_pages")
 CASE = AppendCase(

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from interop.parity.cases import ContextCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import call
 from pallas_attn import explain, flash_attention
 from pallas_attn.distributed import context_attention, context_plan
 from tests.oracle import assert_within_budget
 from tests.sides import PallasSide
+from twin_attention.interop.parity.cases import ContextCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import call
 
 MESH = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
 Q, K, V = jax.random.normal(jax.random.key(0), (3, 1, 24, 2, 16))

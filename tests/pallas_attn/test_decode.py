@@ -10,10 +10,6 @@ import pytest
 import torch
 
 import pallas_attn
-from interop.parity.cases import DecodeCase, MergeCase
-from interop.parity.check import agreements
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import expectations, parts_of
 from pallas_attn import append_kv, check_pages, merge_states, paged_decode
 from pallas_attn.lowering import recording
 from tests.sides import EXPLICIT
@@ -21,6 +17,10 @@ from twin_attention.contract.operands import DecodeOperands
 from twin_attention.contract.reference.merge import merge as merge_oracle
 from twin_attention.contract.reference.paged import paged_forward
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
+from twin_attention.interop.parity.cases import DecodeCase, MergeCase
+from twin_attention.interop.parity.check import agreements
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import expectations, parts_of
 
 CPU = jax.devices("cpu")[0]
 POOLS = ("k_pages", "v_pages")

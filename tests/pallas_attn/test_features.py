@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interop.parity.cases import FlashCase
 from pallas_attn import flash_attention
 from tests.features import CASES, MAPPED, SIZES, operands_of
+from twin_attention.interop.parity.cases import FlashCase
 
 by_both = pytest.mark.parametrize("implementation", ["reference", "triton"])
 ROW_MAX = FlashCase("row maxima", **SIZES, causal=True, row_max=True)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from interop.parity.cases import AppendCase, FlashCase, VarlenCase
-from interop.parity.inputs import make_inputs
 from pallas_attn import append_kv, flash_attention, flash_attention_varlen, paged_decode
 from tests.oracle import assert_within_budget
 from tests.pallas_attn import test_decode as decoding
 from tests.pallas_attn.test_decode import POOLS, assert_same, new_tokens, written
 from tests.sides import IMPLEMENTATIONS, PallasSide, takes
 from tests.without_lowering import name_of
+from twin_attention.interop.parity.cases import AppendCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 ON_GPU = torch.cuda.is_available()
 NAMES = (*IMPLEMENTATIONS, "gluon", "torch_triton") if ON_GPU else IMPLEMENTATIONS

@@ -18,11 +18,11 @@ import jax
 import pytest
 
 import pallas_attn
-from interop import kernels
 from pallas_attn import dispatch, explain, flash_attention, private
 from pallas_attn.dispatch import Backends, choose_backends
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop import kernels
 from twin_attention.targets import versions
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend
 
@@ -86,7 +86,7 @@ def test_a_family_that_lacks_a_name_says_so(group, place, name, without, monkeyp
 
 def test_without_the_compiler_the_reference_or_the_interpreter_runs(without, monkeypatch):
     # Nor PyTorch, whose kernels would run.
-    monkeypatch.setattr("interop.kernels.in_jax.find_spec", lambda name: None)
+    monkeypatch.setattr("twin_attention.interop.kernels.in_jax.find_spec", lambda name: None)
     spec = replace(SPEC, dtype="float32")
     reference, interpreted = Backend(REFERENCE), Backend(TRITON, interpreted=True)
     for name in ("triton._C.libtriton", "jax._src.pallas.triton.lowering"):

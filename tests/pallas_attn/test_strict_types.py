@@ -3,7 +3,9 @@
 import jax
 import pytest
 
-from interop.parity.cases import (
+from tests.oracle import assert_within_budget
+from tests.sides import PallasSide
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     ContextCase,
@@ -14,10 +16,8 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import call
-from tests.oracle import assert_within_budget
-from tests.sides import PallasSide
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import call
 
 SHAPE = {"seq_q": 40, "seq_kv": 40, "heads_q": 4, "head_dim": 16, "dtype": "float32"}
 PAGES = {"head_dim": 16, "page_size": 4, "heads_q": 4}

@@ -8,8 +8,6 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import Tensors, make_inputs
 from pallas_attn import (
     block_sparse_attention,
     dilated_attention,
@@ -20,6 +18,8 @@ from pallas_attn import (
 from pallas_attn.distributed import context_attention, context_plan
 from tests.oracle import assert_within_budget
 from twin_attention.contract.transfers import EXCHANGES
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import Tensors, make_inputs
 
 CASE = FlashCase(
     "transformations", batch=1, seq_q=24, seq_kv=40, heads_q=4, heads_kv=2, head_dim=16,

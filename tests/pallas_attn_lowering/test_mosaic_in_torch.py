@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from interop.parity.cases import DecodeCase, PagedCase
 from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
+from twin_attention.interop.parity.cases import DecodeCase, PagedCase
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend
 
 SPEC = AttentionSpec(2, 300, 300, 4, 2, 128, 128, "bfloat16", 0.1, Window(None, 0))
@@ -25,10 +25,10 @@ OWN = {family.folder: family for family in FAMILIES["pallas_attn"]}
 if (reason := OF_TORCH["sm80"].supports("flash_fwd", SPEC, "sm80")) is not None:
     pytest.skip(reason, allow_module_level=True)
 
-from interop.kernels import mosaic  # noqa: E402
-from interop.kernels.jax_host import plan_of  # noqa: E402
-from interop.kernels.plan import Kernel, Value  # noqa: E402
 from pallas_attn import ahead  # noqa: E402
+from twin_attention.interop.kernels import mosaic  # noqa: E402
+from twin_attention.interop.kernels.jax_host import plan_of  # noqa: E402
+from twin_attention.interop.kernels.plan import Kernel, Value  # noqa: E402
 
 
 class Card(NamedTuple):

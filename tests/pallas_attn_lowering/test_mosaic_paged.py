@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from interop.parity.cases import DecodeCase
 from pallas_attn import append_kv, merge_states, paged_decode
 from pallas_attn.dispatch import choose
 from tests.pallas_attn_lowering.lowered import kernels
 from twin_attention.contract.paged_spec import AppendSpec
 from twin_attention.contract.spec import MergeSpec
+from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.targets.family import FAMILIES
 from twin_attention.targets.target import TARGETS, use_target
 

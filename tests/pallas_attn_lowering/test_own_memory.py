@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from interop.parity.cases import AppendCase, FlashCase
-from interop.parity.sides import Subject, supports
 from pallas_attn import append_kv, flash_attention, private
 from pallas_attn.lowering import recording
+from twin_attention.interop.parity.cases import AppendCase, FlashCase
+from twin_attention.interop.parity.sides import Subject, supports
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
 

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from interop.kernels import cubin, triton_call
 from pallas_attn import flash_attention, flash_attention_varlen, private
 from pallas_attn.distributed import context_attention, context_plan
 from torch_attn.kernels.sm90 import flash_bwd
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.kernels import cubin, triton_call
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
 
@@ -323,7 +323,8 @@ def test_nothing_of_torch_is_imported_unless_a_name_asks_for_it():
 @pytest.mark.parametrize("package", ["torch", "triton"])
 def test_a_package_that_is_not_installed_is_a_reason(package, monkeypatch):
     monkeypatch.setattr(
-        "interop.kernels.in_jax.find_spec", lambda name: None if name == package else name
+        "twin_attention.interop.kernels.in_jax.find_spec",
+        lambda name: None if name == package else name,
     )
     with (
         use_target("sm80"),

@@ -3,12 +3,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from interop.parity import environment, harness
-from interop.parity.cases import Case
-from interop.parity.inputs import Tensors
-from interop.parity.oracle import evaluate
-from interop.parity.sides import Subject
 from twin_attention.contract.explain import Explanation
+from twin_attention.interop.parity import environment, harness
+from twin_attention.interop.parity.cases import Case
+from twin_attention.interop.parity.inputs import Tensors
+from twin_attention.interop.parity.oracle import evaluate
+from twin_attention.interop.parity.sides import Subject
 
 Spoil = Callable[[Subject, Case, Tensors], None]
 EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")

@@ -2,24 +2,6 @@ from collections import Counter
 
 import pytest
 
-from interop.parity.cases import (
-    AppendCase,
-    BlockSparseCase,
-    DecodeCase,
-    DilatedCase,
-    FlashCase,
-    MergeCase,
-    PagedCase,
-    VarlenCase,
-)
-from interop.parity.inputs import bias_shape
-from interop.parity.suites.append import append_cases
-from interop.parity.suites.block_sparse import block_sparse_cases
-from interop.parity.suites.choose import QUICK, SUITES
-from interop.parity.suites.decode import decode_cases
-from interop.parity.suites.flash import flash_cases
-from interop.parity.suites.kinds import KINDS
-from interop.parity.suites.paged import paged_cases
 from twin_attention.contract.operands import (
     AppendOperands,
     BlockSparseOperands,
@@ -57,6 +39,24 @@ from twin_attention.contract.validate.paged import (
     check_paged_attention,
     check_paged_decode,
 )
+from twin_attention.interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    DecodeCase,
+    DilatedCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
+from twin_attention.interop.parity.inputs import bias_shape
+from twin_attention.interop.parity.suites.append import append_cases
+from twin_attention.interop.parity.suites.block_sparse import block_sparse_cases
+from twin_attention.interop.parity.suites.choose import QUICK, SUITES
+from twin_attention.interop.parity.suites.decode import decode_cases
+from twin_attention.interop.parity.suites.flash import flash_cases
+from twin_attention.interop.parity.suites.kinds import KINDS
+from twin_attention.interop.parity.suites.paged import paged_cases
 from twin_attention.targets.config import PACKAGES, find_configs, load_table, table_path
 from twin_attention.targets.target import TARGETS
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.exchange import to_jax
-from interop.parity import harness, oracle
-from interop.parity.cases import DecodeCase, FlashCase, PagedCase
-from interop.parity.check import agreements, check_layout, compare, sample_check
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import evaluate, expectations, parts_of
-from interop.parity.sides import Subject
+from twin_attention.interop.exchange import to_jax
+from twin_attention.interop.parity import harness, oracle
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase
+from twin_attention.interop.parity.check import agreements, check_layout, compare, sample_check
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import evaluate, expectations, parts_of
+from twin_attention.interop.parity.sides import Subject
 
 CASE = FlashCase(
     "samples", batch=1, seq_q=128, seq_kv=128, head_dim=16, dtype="float32", window_size=(4, 0)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from interop.parity import __main__ as command
-from interop.parity import arguments as checks
-from interop.parity import harness
-from interop.parity.records import ORACLE
-from interop.parity.suites.flash import flash_cases
-from interop.parity.suites.kinds import KINDS
+from twin_attention.interop.parity import __main__ as command
+from twin_attention.interop.parity import arguments as checks
+from twin_attention.interop.parity import harness
+from twin_attention.interop.parity.records import ORACLE
+from twin_attention.interop.parity.suites.flash import flash_cases
+from twin_attention.interop.parity.suites.kinds import KINDS
 
 ROOT = Path(__file__).parents[2]
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
@@ -152,7 +152,7 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
 def test_list_ends_quietly_when_its_reader_does(text):
     reader, writer = os.pipe()
     os.close(reader)
-    arguments = [sys.executable, "-m", "interop.parity", "--list", "--filter", text]
+    arguments = [sys.executable, "-m", "twin_attention.interop.parity", "--list", "--filter", text]
     try:
         run = subprocess.run(arguments, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     finally:

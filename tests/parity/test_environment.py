@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from interop.parity import environment
+from twin_attention.interop.parity import environment
 
 
 @pytest.fixture

@@ -13,13 +13,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interop.parity import __main__ as command
-from interop.parity.cases import DecodeCase, FlashCase, VarlenCase
-from interop.parity.check import NAN
-from interop.parity.fuzz import command as fuzz_command
-from interop.parity.fuzz import trial
-from interop.parity.fuzz.memory import Guard, lay_out, saved_as, unchanged, with_odd_strides
-from interop.parity.fuzz.problems import (
+from twin_attention.interop.parity import __main__ as command
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.check import NAN
+from twin_attention.interop.parity.fuzz import command as fuzz_command
+from twin_attention.interop.parity.fuzz import trial
+from twin_attention.interop.parity.fuzz.memory import (
+    Guard,
+    lay_out,
+    saved_as,
+    unchanged,
+    with_odd_strides,
+)
+from twin_attention.interop.parity.fuzz.problems import (
     HIDING,
     HOOKS,
     KINDS,
@@ -30,11 +36,11 @@ from interop.parity.fuzz.problems import (
     hidden_values,
     tile_sizes,
 )
-from interop.parity.fuzz.shrink import failures_of, shrink
-from interop.parity.fuzz.trial import run_problem
-from interop.parity.records import ORACLE, CaseResult, Comparison, RunRecord
-from interop.parity.sides import Subject
-from interop.parity.workers import run_cases, tell
+from twin_attention.interop.parity.fuzz.shrink import failures_of, shrink
+from twin_attention.interop.parity.fuzz.trial import run_problem
+from twin_attention.interop.parity.records import ORACLE, CaseResult, Comparison, RunRecord
+from twin_attention.interop.parity.sides import Subject
+from twin_attention.interop.parity.workers import run_cases, tell
 
 LONGEST = 40
 TORCH = Subject("torch_attn", "triton")

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase, FlashCase, MergeCase
-from interop.parity.inputs import POISON_BYTE, make_inputs
-from interop.parity.suites.decode import decode_cases
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, MergeCase
+from twin_attention.interop.parity.inputs import POISON_BYTE, make_inputs
+from twin_attention.interop.parity.suites.decode import decode_cases
 
 CASE = FlashCase("inputs", seq_q=9, seq_kv=9, heads_q=4, heads_kv=2, head_dim=16)
 DECODE = DecodeCase("pages", lengths=(0, 1, 15, 16, 17, 128), head_dim=16)

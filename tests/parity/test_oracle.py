@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity import oracle
-from interop.parity.cases import DecodeCase, FlashCase
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import evaluate, expectations, parts_of, sample_of
-from interop.parity.suites.decode import decode_cases
-from interop.parity.suites.flash import flash_cases
 from twin_attention.contract.operands import DecodeOperands, FlashOperands
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
 from twin_attention.contract.reference.paged import paged_forward
+from twin_attention.interop.parity import oracle
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import evaluate, expectations, parts_of, sample_of
+from twin_attention.interop.parity.suites.decode import decode_cases
+from twin_attention.interop.parity.suites.flash import flash_cases
 
 CASE = FlashCase(
     "pieces", batch=2, seq_q=70, seq_kv=53, heads_q=4, heads_kv=2, head_dim=16, head_dim_v=24,

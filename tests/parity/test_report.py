@@ -5,8 +5,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from interop.parity.cases import AppendCase, DecodeCase, FlashCase, PagedCase
-from interop.parity.records import (
+from twin_attention.contract.operands import FlashOperands
+from twin_attention.contract.tolerances import Agreement
+from twin_attention.interop.parity.cases import AppendCase, DecodeCase, FlashCase, PagedCase
+from twin_attention.interop.parity.records import (
     ORACLE,
     CaseResult,
     Comparison,
@@ -16,10 +18,8 @@ from interop.parity.records import (
     problem_text,
     title,
 )
-from interop.parity.report import to_page
-from interop.parity.suites.kinds import KINDS
-from twin_attention.contract.operands import FlashOperands
-from twin_attention.contract.tolerances import Agreement
+from twin_attention.interop.parity.report import to_page
+from twin_attention.interop.parity.suites.kinds import KINDS
 
 GOOD = Agreement(0.25, 0.5, 0.125, 1.0)
 BAD = Agreement(0.75, 0.5, 0.125, 1.0)

@@ -4,14 +4,23 @@ import pytest
 import torch
 
 import torch_attn
-from interop.parity.__main__ import DEFAULT
-from interop.parity.cases import DecodeCase, FlashCase
-from interop.parity.check import worst
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import expectations, parts_of
-from interop.parity.sides import SIDES, PallasSide, Subject, explain, plan, run, supports, twins
-from interop.parity.suites.context import context_cases
-from interop.parity.suites.decode import decode_cases
+from twin_attention.interop.parity.__main__ import DEFAULT
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.interop.parity.check import worst
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import expectations, parts_of
+from twin_attention.interop.parity.sides import (
+    SIDES,
+    PallasSide,
+    Subject,
+    explain,
+    plan,
+    run,
+    supports,
+    twins,
+)
+from twin_attention.interop.parity.suites.context import context_cases
+from twin_attention.interop.parity.suites.decode import decode_cases
 from twin_attention.targets.family import families_of
 from twin_attention.targets.target import requested_target
 

@@ -7,10 +7,10 @@ from dataclasses import asdict
 
 import pytest
 
-from interop.parity import workers
-from interop.parity.cases import FlashCase
-from interop.parity.records import CaseResult
-from interop.parity.workers import run_cases
+from twin_attention.interop.parity import workers
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.records import CaseResult
+from twin_attention.interop.parity.workers import run_cases
 
 
 def run(case: FlashCase) -> CaseResult:

@@ -1,7 +1,7 @@
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from interop.rendering.plots import legend
+from twin_attention.interop.rendering.plots import legend
 
 
 def test_a_legend_is_no_wider_than_its_figure():

@@ -1,6 +1,6 @@
 from rich.console import Console
 
-from interop.rendering.tables import Cell, numeric, to_html, to_markdown, to_terminal
+from twin_attention.interop.rendering.tables import Cell, numeric, to_html, to_markdown, to_terminal
 
 GRID = [["case", "ms", "best", "heads"], ["4x8", "out of memory", "", "8/2"],
         ["1x2 | a", "1.10 (0.3%)", "0.79 (cuDNN)", "<8>"]]  # fmt: skip

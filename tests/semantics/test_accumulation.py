@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from tests.sides import attention
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 TERM, TERMS = 0.01, 1000
 PAGE = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text(encoding="utf-8")

@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from interop.parity.cases import AppendCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
 from twin_attention.contract.reference.rotary import rotate
 from twin_attention.contract.tolerances import compare_to_reference
+from twin_attention.interop.parity.cases import AppendCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = AppendCase(
     "law", lengths=(7, 4, 11), new_tokens=(3, 0, 3), padding=1, heads_q=4, head_dim=16,

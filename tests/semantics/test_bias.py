@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from tests.sides import TorchSide, attention
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 pytestmark = pytest.mark.one_reference
 

@@ -5,12 +5,12 @@ import re
 import pytest
 import torch
 
-from interop.exchange import to_torch
-from interop.parity.cases import BlockSparseCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
 from tests.sides import attention
 from twin_attention.contract.block_mask import BlockMask, document_tiles
+from twin_attention.interop.exchange import to_torch
+from twin_attention.interop.parity.cases import BlockSparseCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
 
 CASE = BlockSparseCase(

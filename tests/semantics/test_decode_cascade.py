@@ -6,10 +6,10 @@ from random import Random
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_twins, assert_within_budget
 from tests.sides import takes
+from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 pytestmark = pytest.mark.one_reference
 

@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
+from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = DecodeCase(
     "edge", lengths=(7, 12, 20), tokens=2, heads_q=4, heads_kv=2, head_dim=32, head_dim_v=16,

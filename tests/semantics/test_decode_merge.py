@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase, FlashCase, MergeCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
-from interop.parity.suites.merge import merge_cases
 from tests.oracle import assert_within_budget
 from tests.sides import attention
 from twin_attention.contract.reference.merge import merge
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase, MergeCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
+from twin_attention.interop.parity.suites.merge import merge_cases
 
 
 def states_of(num_states, device, dtype=torch.float16):

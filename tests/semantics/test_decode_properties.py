@@ -7,11 +7,11 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from interop.parity.cases import DecodeCase
-from interop.parity.inputs import make_inputs
 from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget, poison_before
 from tests.sides import takes
+from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 # Pages that fill no tile and straddle two, and a sequence that every split has a part of.
 CASE = DecodeCase(

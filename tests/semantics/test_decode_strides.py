@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import torch_attn
-from interop.parity.cases import DecodeCase, PagedCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
 from tests.semantics.strided import far_apart, heads_first, in_a_poisoned_box
 from tests.sides import TorchSide
+from twin_attention.interop.parity.cases import DecodeCase, PagedCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = DecodeCase(
     "strides", lengths=(7, 0, 63), tokens=2, head_dim=24, head_dim_v=24, page_size=5, max_pages=13,

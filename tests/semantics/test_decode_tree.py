@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_twins, assert_within_budget
 from twin_attention.contract.tree import tree_of
+from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 # Three drafts that share their first token, and another root.
 PARENTS = [-1, 0, 1, 1, 0, 4, -1]

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from interop.parity.cases import DilatedCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
 from tests.sides import attention
+from twin_attention.interop.parity.cases import DilatedCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
 
 CASE = DilatedCase(
     "dilated", batch=2, seq_q=48, seq_kv=48, heads_q=6, heads_kv=3, head_dim=16, head_dim_v=24,

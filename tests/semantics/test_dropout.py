@@ -4,10 +4,10 @@ import pytest
 import torch
 from array_api_compat import array_namespace
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from tests.sides import attention
 from twin_attention.contract.dropout import LEVELS, DropoutRule, dropout_weights
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 pytestmark = pytest.mark.one_reference
 

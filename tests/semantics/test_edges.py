@@ -3,10 +3,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_within_budget
 from tests.sides import attention
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = FlashCase("edge", 1, 70, 50, heads_q=2, heads_kv=1, head_dim=32, dtype="bfloat16")
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from interop.parity.cases import (
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     DecodeCase,
@@ -12,8 +12,8 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import SIDES, Subject, call, explain
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import SIDES, Subject, call, explain
 
 SIZES = {"batch": 1, "seq_q": 64, "seq_kv": 64, "dtype": "float16"}
 FLASH = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}

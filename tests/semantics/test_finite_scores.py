@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase, VarlenCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.sides import attention
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
 
 pytestmark = pytest.mark.one_reference
 

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget
 from tests.sides import attention
 from tuning.static.gate import FRAMEWORKS, Problem, compiler
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.targets.target import TARGETS
 
 

@@ -7,11 +7,11 @@ key, dout and q but at one query: a result there shows one pair.
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
 from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget
 from tests.sides import attention
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 pytestmark = pytest.mark.one_reference
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from interop.parity.cases import AppendCase, BlockSparseCase, ContextCase, PagedCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import GRADIENTS, call
-from interop.parity.suites.kinds import KINDS
 from tests.oracle import assert_within_budget
 from tests.sides import EXPLICIT, choose_runs
+from twin_attention.interop.parity.cases import AppendCase, BlockSparseCase, ContextCase, PagedCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import GRADIENTS, call
+from twin_attention.interop.parity.suites.kinds import KINDS
 
 
 def named_cases(suite):

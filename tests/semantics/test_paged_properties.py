@@ -4,9 +4,9 @@ from itertools import accumulate
 import pytest
 import torch
 
-from interop.parity.cases import PagedCase
-from interop.parity.inputs import make_inputs
 from tests.oracle import assert_twins, poison_before
+from twin_attention.interop.parity.cases import PagedCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 # A chunk of a prompt, nothing new, a whole prompt, a decode; pages straddle the tiles of keys.
 CASE = PagedCase(

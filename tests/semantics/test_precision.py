@@ -3,13 +3,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import BlockSparseCase, DilatedCase, FlashCase, VarlenCase
-from interop.parity.check import agreements
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import expectations, parts_of
-from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.sides import attention
+from twin_attention.interop.parity.cases import BlockSparseCase, DilatedCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.check import agreements
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import expectations, parts_of
+from twin_attention.interop.parity.sides import results
 
 CASE = FlashCase("precision", 1, 40, 50, 2, 1, 16, dtype="float32", causal=True, precision="tf32")
 ONE_KEY = replace(CASE, name="precision-one-key", seq_q=20, seq_kv=1, causal=False)

@@ -10,12 +10,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import torch_attn
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import Tensors, make_inputs
 from tests.conftest import ON_GPU
 from tests.oracle import assert_twins, assert_within_budget
 from tests.sides import attention, takes
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import Tensors, make_inputs
 from twin_attention.targets import family
 
 # No length fills a tile, so that every phase of a kernel has work. Laws share one problem, because

@@ -4,10 +4,10 @@ import jax
 import pytest
 import torch
 
-from interop.parity.cases import DecodeCase, FlashCase
-from interop.parity.environment import choose_device
-from interop.parity.inputs import make_inputs
 from tests.sides import SIDES, attention
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
+from twin_attention.interop.parity.environment import choose_device
+from twin_attention.interop.parity.inputs import make_inputs
 
 FLASH = FlashCase(
     "second-gpu", seq_q=200, seq_kv=300, heads_q=4, heads_kv=2, head_dim=64, dtype="float16",

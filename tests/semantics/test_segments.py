@@ -3,11 +3,11 @@ from itertools import accumulate
 
 import torch
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.sides import attention
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
 
 CASE = FlashCase(

@@ -3,12 +3,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase, VarlenCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import call
 from tests.oracle import assert_within_budget
 from tests.sides import attention
 from twin_attention.contract.operands import WIDENED
+from twin_attention.interop.parity.cases import (
+    BlockSparseCase,
+    DecodeCase,
+    FlashCase,
+    PagedCase,
+    VarlenCase,
+)
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import call
 
 CASE = FlashCase(
     "sinks", seq_q=70, seq_kv=50, heads_q=2, heads_kv=1, head_dim=32, dtype="float32", causal=True,

@@ -8,7 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import (
+from tests.oracle import assert_within_budget
+from tests.semantics.strided import far_apart, heads_first, in_a_poisoned_box
+from tests.sides import TorchSide, attention, poisoned_memory
+from torch_attn.layouts import layouts_of
+from torch_attn.operands import rows_aligned
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     ContextCase,
@@ -19,13 +24,8 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import call
-from tests.oracle import assert_within_budget
-from tests.semantics.strided import far_apart, heads_first, in_a_poisoned_box
-from tests.sides import TorchSide, attention, poisoned_memory
-from torch_attn.layouts import layouts_of
-from torch_attn.operands import rows_aligned
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import call
 
 CASE = FlashCase(
     "strides", batch=2, seq_q=70, seq_kv=70, heads_q=2, heads_kv=2, head_dim=40, causal=True

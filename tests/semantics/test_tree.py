@@ -6,12 +6,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
 from tests.oracle import assert_within_budget
 from tests.semantics.test_segments import SMALL_TILES
 from tests.sides import attention
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
 
 pytestmark = pytest.mark.one_reference

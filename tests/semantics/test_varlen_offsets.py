@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from interop.parity.cases import VarlenCase
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import results
+from twin_attention.interop.parity.cases import VarlenCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import results
 
 LENGTHS = {"some": ((40, 40), (0, 0), (1, 1), (70, 70)), "none": ()}
 

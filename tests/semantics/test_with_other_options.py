@@ -3,11 +3,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.inputs import make_inputs
 from tests.conftest import ON_GPU
 from tests.oracle import assert_within_budget
 from tests.semantics import test_bias, test_dropout, test_row_max, test_sinks, test_terms
 from tests.sides import attention
+from twin_attention.interop.parity.inputs import make_inputs
 
 pytestmark = pytest.mark.one_reference
 

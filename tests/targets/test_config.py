@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.config import (
     PACKAGES,

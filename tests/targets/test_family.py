@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 import torch_attn.families  # noqa: F401
-from interop.kernels import in_jax
-from interop.parity.cases import FlashCase, PagedCase
 from pallas_attn import private
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedCache
 from twin_attention.contract.spec import AttentionSpec, Placement, VarlenSpec, Window
+from twin_attention.interop.kernels import in_jax
+from twin_attention.interop.parity.cases import FlashCase, PagedCase
 from twin_attention.targets import family, foreign, sm90, versions
 from twin_attention.targets.describe import describe, describe_call
 from twin_attention.targets.family import FAMILIES, FOREIGN, Backend, Family, choose

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from interop.parity.cases import DecodeCase, PagedCase
+from twin_attention.interop.parity.cases import DecodeCase, PagedCase
 from twin_attention.targets.kernels import DecodeConfig
 from twin_attention.targets.splits import cascade_tile, choose_splits
 

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import torch_attn
-from interop.parity.inputs import make_inputs
-from interop.parity.suites.context import context_cases
 from tests.oracle import assert_within_budget
 from tests.torch_attn.test_context import attend
 from torch_attn.distributed import context_attention, context_plan, shard_sequence
 from torch_attn.distributed.copies import copies_of
 from torch_attn.distributed.peers import GroupPeers
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.suites.context import context_cases
 
 LIMIT = timedelta(seconds=60)
 

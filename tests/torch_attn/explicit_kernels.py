@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase, VarlenCase
-from interop.parity.check import agreements
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import Expectation, evaluate, expectations, parts_of
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode, interpreted
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.check import agreements
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import Expectation, evaluate, expectations, parts_of
 from twin_attention.targets import config
 from twin_attention.targets.conditions import CONDITIONS
 from twin_attention.targets.family import FAMILIES, Backend

@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from interop.parity.cases import AppendCase
-from interop.parity.inputs import make_inputs
 from torch_attn import append_kv
 from twin_attention.contract.operands import AppendOperands
+from twin_attention.interop.parity.cases import AppendCase
+from twin_attention.interop.parity.inputs import make_inputs
 
 DENSE = AppendCase(
     "ops", lengths=(7, 12), tokens=3, heads_q=4, head_dim=16, page_size=5, max_pages=3,

@@ -12,9 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torch_attn
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import make_inputs
-from interop.parity.ranks import Room, SimulatedPeers, run_ranks
 from tests.oracle import assert_within_budget, poison_padding
 from torch_attn.dispatch import choose
 from torch_attn.distributed import (
@@ -31,6 +28,9 @@ from torch_attn.kernels.sum import sum_rows, sum_rows_kernel
 from twin_attention.contract.context import LAYOUTS
 from twin_attention.contract.spec import Window
 from twin_attention.contract.transfers import EXCHANGES, Rows
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.ranks import Room, SimulatedPeers, run_ranks
 
 CASE = FlashCase("", batch=2, seq_q=96, seq_kv=96, heads_q=4, heads_kv=2, head_dim=16, causal=True)
 CASES = {

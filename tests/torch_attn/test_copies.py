@@ -17,13 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interop.parity.ranks import SimulatedPeers, run_ranks
 from tests.oracle import assert_within_budget
 from tests.torch_attn.test_context import CASES, attend, problem
 from torch_attn.distributed import Transfer, context_plan, copies
 from torch_attn.distributed.copies import Arena, arena_bytes
 from twin_attention.contract.spec import Window
 from twin_attention.contract.transfers import exchange_steps
+from twin_attention.interop.parity.ranks import SimulatedPeers, run_ranks
 
 SLOT_BYTES = 2**14
 

@@ -8,14 +8,14 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn.flops  # noqa: F401 - tells torch what the operators count
-from interop.parity.cases import FlashCase
-from interop.parity.inputs import has_gradient
 from tests.features import CASES, MAPPED, PACKED, SIZES, operands_of
 from torch_attn import explain, flash_attention, flash_attention_varlen
 from torch_attn.flash_ops import DENSE
 from torch_attn.flash_ops import PACKED as PACKED_OPS
 from torch_attn.kernels.library.terms import Bias, Terms, terms_argument
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.inputs import has_gradient
 
 by_both = pytest.mark.parametrize("implementation", ["reference", "triton"])
 ROW_MAX = FlashCase("row maxima", **SIZES, causal=True, row_max=True)

@@ -5,13 +5,13 @@ import torch
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from interop.kernels.plan import Operation
 from tests.kernels.test_cubin import kernels_of, planned
 from torch_attn import flash_attention
 from torch_attn.flash_ops import DENSE
 from torch_attn.kernels import reference
 from twin_attention.contract.operands import FREEZABLE
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.kernels.plan import Operation
 from twin_attention.targets import family
 
 TERMS = ("bias", "relative_bias")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from interop.parity.cases import (
+from torch_attn import interpreter
+from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
     DecodeCase,
@@ -11,9 +12,8 @@ from interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from interop.parity.inputs import make_inputs
-from interop.parity.sides import TorchSide, call
-from torch_attn import interpreter
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import TorchSide, call
 
 MANY = 66_000
 FEW = {"heads_q": 1, "heads_kv": 1, "head_dim": 16, "dtype": "float16"}

@@ -13,8 +13,6 @@ from triton.compiler import CompiledKernel
 from triton.runtime.errors import PTXASError
 from triton.runtime.jit import JITFunction
 
-from interop.kernels.torch_host import operand_of, plan_of
-from interop.parity.cases import FlashCase
 from tests.kernels.test_cubin import DENSE as SPEC_OF_PLANS
 from tests.kernels.test_cubin import kernels_of, planned
 from torch_attn import (
@@ -36,6 +34,8 @@ from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.contract.spec import Placement
+from twin_attention.interop.kernels.torch_host import operand_of, plan_of
+from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
 from twin_attention.targets.target import SHARED_MEMORY_LIMIT, use_target
 

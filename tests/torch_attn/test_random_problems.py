@@ -17,8 +17,6 @@ from unittest import mock
 
 import pytest
 
-from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
-from interop.parity.fuzz.problems import VARIANTS, draw
 from tests.torch_attn.explicit_kernels import (
     check_backward,
     check_forward,
@@ -27,6 +25,8 @@ from tests.torch_attn.explicit_kernels import (
 )
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, Mode
 from torch_attn.kernels.sm90 import flash_bwd, flash_fwd
+from twin_attention.interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.fuzz.problems import VARIANTS, draw
 from twin_attention.targets.family import Backend
 
 SEED = int(os.environ.get("RANDOM_SEED", "0"))

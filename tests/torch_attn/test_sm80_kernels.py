@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from interop.parity.cases import FlashCase, VarlenCase
 from tests.torch_attn.explicit_kernels import (
     EDGES,
     LISTED,
@@ -18,6 +17,7 @@ from tests.torch_attn.explicit_kernels import (
 from tests.torch_attn.gluon_interpreter import READS_FIRST, WRITES_FIRST, edited
 from torch_attn.kernels.sm80.flash_bwd import flash_bwd_dkdv_kernel, flash_bwd_dq_kernel
 from torch_attn.kernels.sm80.flash_fwd import flash_fwd_kernel
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 BACKEND = gluon_backend("sm80")
 SUMMED = ["flash_bwd_preprocess", "flash_bwd_fused", "flash_bwd_postprocess"]

@@ -6,10 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import evaluate, expectations, parts_of
-from interop.parity.suites.paged import paged_cases
 from tests.oracle import poison_before
 from tests.semantics.test_finite_scores import hide
 from tests.torch_attn.explicit_kernels import (
@@ -53,6 +49,10 @@ from twin_attention.contract.operands import (
     PagedOperands,
     VarlenOperands,
 )
+from twin_attention.interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import evaluate, expectations, parts_of
+from twin_attention.interop.parity.suites.paged import paged_cases
 from twin_attention.targets.config import use_configs
 
 BACKEND = gluon_backend("sm90")

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from interop.parity.cases import FlashCase
-from interop.parity.ranks import run_ranks
 from tests.oracle import assert_within_budget
 from tests.torch_attn.explicit_kernels import MODES, gluon_backend, summing
 from tests.torch_attn.gluon_interpreter import interpreted
 from tests.torch_attn.test_context import attend, problem
 from torch_attn.distributed import context, context_plan
 from torch_attn.kernels.explicit import items
+from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.ranks import run_ranks
 
 BACKEND = gluon_backend("sm90")
 CASE = FlashCase("", 1, 512, 512, 1, 1, 64, causal=True, deterministic=False)

@@ -2,10 +2,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from interop.parity.cases import BlockSparseCase
-from interop.parity.fuzz.problems import Problem
 from tuning.__main__ import main
 from tuning.static import command, fuzz, triton_aot
+from twin_attention.interop.parity.cases import BlockSparseCase
+from twin_attention.interop.parity.fuzz.problems import Problem
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_mistake_names_the_problem(found, result, reason, capsys):
     assert reason in mistake.reason
     heading, run = str(mistake).split("\n")
     assert heading.startswith(mistake.compilation.problem.name)
-    line = run.strip().removeprefix("python -m interop.parity --problem ").strip("'")
+    line = run.strip().removeprefix("python -m twin_attention.interop.parity --problem ").strip("'")
     assert Problem.of_line(line) == mistake.compilation.problem
     assert "PTX" not in capsys.readouterr().out
 

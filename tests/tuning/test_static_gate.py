@@ -12,7 +12,6 @@ from multiprocessing import get_context
 
 import pytest
 
-from interop.parity.cases import AppendCase
 from tuning.static import triton_aot
 from tuning.static.gate import (
     FLASH_FEATURES,
@@ -27,6 +26,7 @@ from tuning.static.gate import (
 from tuning.static.operands import run_kernels
 from tuning.static.resources import Resources, measure
 from tuning.static.shared_memory import only_shared_memory
+from twin_attention.interop.parity.cases import AppendCase
 from twin_attention.targets import sm90
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,

@@ -7,12 +7,12 @@ from multiprocessing import get_context
 
 import pytest
 
-from interop.parity.cases import FlashCase
 from tuning.static.gate import FRAMEWORKS, Problem, compiler, problems, shared_memory_limit
 from tuning.static.shared_memory import only_shared_memory
 from tuning.static.sweep import FEATURES, lengths_of, misfits_of
 from twin_attention.contract.paged_spec import QUANTIZED_DTYPES
 from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.target import SHARED_MEMORY_OF_SMALLER_CARDS, TARGETS
 

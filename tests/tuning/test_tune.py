@@ -9,8 +9,6 @@ import pytest
 from rich.console import Console
 
 from bench.records import Times
-from interop.parity import environment
-from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from tuning import __main__ as main
 from tuning import workers
 from tuning.search import command, survey
@@ -22,6 +20,8 @@ from tuning.search.table import ConfigTable
 from tuning.search.trial import Refused, Trials
 from tuning.static import gate
 from tuning.static.resources import Resources
+from twin_attention.interop.parity import environment
+from twin_attention.interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.targets.config import PACKAGES, current_configs, parse_table, table_path
 from twin_attention.targets.kernels import KERNELS, CombineConfig, DecodeConfig, FlashConfig
 from twin_attention.targets.target import TARGETS

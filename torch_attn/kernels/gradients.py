@@ -171,7 +171,7 @@ class Computation:
         """Launch a kernel with its own mask and counter.
 
         The sums, some of which are of given tensors, are behind other tensors: see
-        `interop.kernels.triton_call`.
+        `twin_attention.interop.kernels.triton_call`.
         """
         (q, *_), kernels = self.operands, self.kernels
         if kernels.mask_of is not None:

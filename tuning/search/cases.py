@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import MergeSpec
+from twin_attention.interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.targets.config import HEAD_DIMS
 from twin_attention.targets.kernels import KERNELS, Spec
 

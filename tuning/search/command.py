@@ -15,14 +15,14 @@ from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
-from interop.parity.arguments import count
-from interop.rendering.tables import console_of
 from tuning.search import survey
 from tuning.search.cases import TimedCase
 from tuning.search.search import Found, Run, Tools, show, tune
 from tuning.search.space import TUNED
 from tuning.search.table import ConfigTable, Row
 from tuning.workers import workers
+from twin_attention.interop.parity.arguments import count
+from twin_attention.interop.rendering.tables import console_of
 from twin_attention.targets.config import table_path
 from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import TARGETS
@@ -113,7 +113,7 @@ def select(table: ConfigTable, arguments: argparse.Namespace) -> Iterator[Row]:
 def _find_gpu(arguments: argparse.Namespace) -> None:
     """Let the frameworks share the card; exit with code 2 if it cannot run the target."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # read when JAX starts
-    from interop.parity.environment import choose_device, choose_targets
+    from twin_attention.interop.parity.environment import choose_device, choose_targets
 
     if choose_device() == "cpu":
         arguments.refuse("expected a CUDA GPU that torch and JAX both see, or --dry-run")
@@ -127,8 +127,8 @@ def _gpu_tools(pool: Executor, table: ConfigTable, side: str, target: str) -> To
     import torch
 
     from bench.timing import time_calls
-    from interop.parity.environment import facts
     from tuning.search.trial import Trials
+    from twin_attention.interop.parity.environment import facts
 
     known = facts("cuda")
     where = [known["device"].partition(" (")[0], *(f"{x} {known[x]}" for x in VERSIONS[side])]

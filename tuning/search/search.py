@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.records import Times
-from interop.rendering.tables import to_terminal
 from tuning.search.cases import TimedCase, cases, reader
 from tuning.search.space import candidates
 from tuning.search.survey import Survey
 from tuning.search.table import ConfigTable, Row
+from twin_attention.interop.rendering.tables import to_terminal
 from twin_attention.targets.kernels import KernelConfig
 
 if TYPE_CHECKING:

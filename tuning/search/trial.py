@@ -7,11 +7,6 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from interop.exchange import to_torch
-from interop.parity.check import worst
-from interop.parity.inputs import make_inputs
-from interop.parity.oracle import expectations, parts_of
-from interop.parity.sides import SIDES, prepare_jax, prepare_torch
 from tuning.search.cases import TimedCase
 from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.operands import (
@@ -20,6 +15,11 @@ from twin_attention.contract.operands import (
     FlashOperands,
     PagedOperands,
 )
+from twin_attention.interop.exchange import to_torch
+from twin_attention.interop.parity.check import worst
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import expectations, parts_of
+from twin_attention.interop.parity.sides import SIDES, prepare_jax, prepare_torch
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KERNELS, KernelConfig

@@ -16,8 +16,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from interop.parity.arguments import count, make_folder
-from interop.rendering.tables import NARROW, Grid, console_of, to_terminal
 from tuning.static.fuzz import Compilation, compilations, find_mistakes
 from tuning.static.gate import (
     DTYPES,
@@ -33,6 +31,8 @@ from tuning.static.gate import (
 from tuning.static.sweep import FEATURES as SWEPT
 from tuning.static.sweep import sweep
 from tuning.workers import workers
+from twin_attention.interop.parity.arguments import count, make_folder
+from twin_attention.interop.rendering.tables import NARROW, Grid, console_of, to_terminal
 from twin_attention.targets.target import TARGETS
 
 _WIDTH = 160  # of the tables, where a log has none

@@ -11,12 +11,12 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from itertools import count, islice
 
-from interop.parity.cases import ContextCase, FlashCase, VarlenCase
-from interop.parity.fuzz.command import reproduce
-from interop.parity.fuzz.problems import VARIANTS, Problem, draw
 from tuning.static.gate import FAMILIES, compiler
 from tuning.static.resources import measure
 from twin_attention.contract.spec import AttentionSpec
+from twin_attention.interop.parity.cases import ContextCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.fuzz.command import reproduce
+from twin_attention.interop.parity.fuzz.problems import VARIANTS, Problem, draw
 
 LONGEST = 2048
 

@@ -21,11 +21,11 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from tuning.static.bound import Bound, bound, uses_tensor_cores
 from tuning.static.resources import Resources, measure
 from twin_attention.contract.paged_spec import QUANTIZED_DTYPES, DecodeSpec, PagedSpec
 from twin_attention.contract.spec import HEAD_DIM_MIN, AttentionSpec, PartialSpec, VarlenSpec
+from twin_attention.interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.targets import sm80, sm90
 from twin_attention.targets.config import (
     HEAD_DIMS,

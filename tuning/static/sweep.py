@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from interop.parity.cases import FlashCase
 from tuning.static.gate import (
     FRAMEWORKS,
     Problem,
@@ -26,6 +25,7 @@ from tuning.static.gate import (
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec, Window
+from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.targets.config import find_configs, table_path
 
 WINDOWS = (Window(), Window(right=0), Window(left=70), Window(100, 30), Window(300, 200))

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from bench.records import Record
 from bench.sampling import THROTTLE_REASONS, Sample
-from interop.rendering.plots import COLOURS, MUTED_COLOUR, quiet
+from twin_attention.interop.rendering.plots import COLOURS, MUTED_COLOUR, quiet
 
 _CLOCK, _POWER = COLOURS[0], COLOURS[5]
 

@@ -12,7 +12,7 @@ from bench.peaks import Peaks
 from bench.records import Record
 from bench.report.plots.style import Style
 from bench.report.tables import labels
-from interop.rendering.plots import MUTED_COLOUR, legend, quiet
+from twin_attention.interop.rendering.plots import MUTED_COLOUR, legend, quiet
 
 _PEERS = {"color": MUTED_COLOUR, "marker": ".", "markersize": 3.5, "alpha": 0.45}
 

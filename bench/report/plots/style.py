@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from bench.records import Record
 from bench.report.tables import labels
-from interop.rendering.plots import COLOURS, MUTED_COLOUR, quiet
+from twin_attention.interop.rendering.plots import COLOURS, MUTED_COLOUR, quiet
 
 Style = dict[str, Any]
 

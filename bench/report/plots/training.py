@@ -14,7 +14,7 @@ from bench.report.tables import groups, number, status
 from bench.report.training import trainings
 from bench.training.case import PHASES
 from bench.training.timeline import CATEGORIES, peak
-from interop.rendering.plots import COLOURS, MUTED_COLOUR, legend, quiet
+from twin_attention.interop.rendering.plots import COLOURS, MUTED_COLOUR, legend, quiet
 
 _PHASES: dict[str, str] = dict(zip(PHASES, (COLOURS[0], COLOURS[5], COLOURS[7]), strict=True))
 _CATEGORIES = dict(zip(CATEGORIES, (COLOURS[0], COLOURS[4], COLOURS[2], COLOURS[5], COLOURS[7]),

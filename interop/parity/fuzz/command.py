@@ -17,15 +17,15 @@ from rich.console import Console
 from rich.progress import Progress, track
 from rich.text import Text
 
-from interop.parity.environment import choose_jobs, facts
-from interop.parity.fuzz.problems import Problem, draw
-from interop.parity.fuzz.shrink import Failure, failures_of, shrink
-from interop.parity.fuzz.trial import run_problem
-from interop.parity.records import CaseResult
-from interop.parity.sides import Subject
-from interop.parity.table import failures, print_header
-from interop.parity.workers import run_cases
-from interop.rendering.tables import PROGRESS, progress_columns
+from twin_attention.interop.parity.environment import choose_jobs, facts
+from twin_attention.interop.parity.fuzz.problems import Problem, draw
+from twin_attention.interop.parity.fuzz.shrink import Failure, failures_of, shrink
+from twin_attention.interop.parity.fuzz.trial import run_problem
+from twin_attention.interop.parity.records import CaseResult
+from twin_attention.interop.parity.sides import Subject
+from twin_attention.interop.parity.table import failures, print_header
+from twin_attention.interop.parity.workers import run_cases
+from twin_attention.interop.rendering.tables import PROGRESS, progress_columns
 
 # Tokens of a long sequence; an interpreter takes about a second for one.
 LONGEST = {"cpu": 40, "cuda": 700}
@@ -170,7 +170,7 @@ def _run_all(
 
 
 def reproduce(problem: Problem) -> str:
-    return f"python -m interop.parity --problem '{problem.to_line()}'"
+    return f"python -m twin_attention.interop.parity --problem '{problem.to_line()}'"
 
 
 def _shrink_all(

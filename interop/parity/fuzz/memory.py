@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from interop.parity.fuzz.problems import Rows
-from interop.parity.inputs import Tensors
+from twin_attention.interop.parity.fuzz.problems import Rows
+from twin_attention.interop.parity.inputs import Tensors
 
 # NaN in every float dtype but float8_e5m2, and a negative number in every integer dtype.
 POISON = 0xFF

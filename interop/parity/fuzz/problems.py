@@ -13,17 +13,6 @@ from zlib import crc32
 
 import torch
 
-from interop.parity.cases import (
-    AppendCase,
-    BlockSparseCase,
-    Case,
-    ContextCase,
-    DecodeCase,
-    FlashCase,
-    MergeCase,
-    PagedCase,
-    VarlenCase,
-)
 from twin_attention.contract.context import LAYOUTS
 from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
@@ -40,6 +29,17 @@ from twin_attention.contract.spec import (
     TILE_SIZES,
 )
 from twin_attention.contract.transfers import EXCHANGES
+from twin_attention.interop.parity.cases import (
+    AppendCase,
+    BlockSparseCase,
+    Case,
+    ContextCase,
+    DecodeCase,
+    FlashCase,
+    MergeCase,
+    PagedCase,
+    VarlenCase,
+)
 from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.sm80 import EXPLICIT_HEAD_DIM_MAX

@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
-from interop.parity.fuzz.problems import Problem
-from interop.parity.records import CaseResult
-from interop.parity.workers import run_cases
+from twin_attention.interop.parity.fuzz.problems import Problem
+from twin_attention.interop.parity.records import CaseResult
+from twin_attention.interop.parity.workers import run_cases
 
 # A failure's subject and kind: an exception, a hang, a death or wrong numbers.
 Failure = tuple[str, str]

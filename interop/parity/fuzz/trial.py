@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from interop.parity.cases import Case, MergeCase
-from interop.parity.check import check_layout, compare
-from interop.parity.fuzz.memory import (
+from twin_attention.contract.operands import TERMS
+from twin_attention.interop.parity.cases import Case, MergeCase
+from twin_attention.interop.parity.check import check_layout, compare
+from twin_attention.interop.parity.fuzz.memory import (
     Guard,
     lay_out,
     poison_free_memory,
@@ -21,14 +22,13 @@ from interop.parity.fuzz.memory import (
     unchanged,
     with_odd_strides,
 )
-from interop.parity.fuzz.problems import Problem, hidden_values
-from interop.parity.harness import describe
-from interop.parity.inputs import Tensors, make_inputs
-from interop.parity.oracle import Expectation, expectations, parts_of
-from interop.parity.records import CaseResult, Comparison, RunRecord
-from interop.parity.sides import POOLS, SIDES, Side, Subject, call, supports
-from interop.parity.workers import tell
-from twin_attention.contract.operands import TERMS
+from twin_attention.interop.parity.fuzz.problems import Problem, hidden_values
+from twin_attention.interop.parity.harness import describe
+from twin_attention.interop.parity.inputs import Tensors, make_inputs
+from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
+from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
+from twin_attention.interop.parity.sides import POOLS, SIDES, Side, Subject, call, supports
+from twin_attention.interop.parity.workers import tell
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from interop.parity.cases import Case
+from twin_attention.interop.parity.cases import Case
 
 # A case's name says what it covers; its suite says how large it is.
 SUITES = (

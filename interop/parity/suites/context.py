@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from interop.parity.cases import ContextCase
-from interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.cases import ContextCase
+from twin_attention.interop.parity.suites.choose import Change, choose
 
 
 def context_cases(suite: str = "small", pattern: str = "") -> list[ContextCase]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from interop.parity.cases import DecodeCase
-from interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.cases import DecodeCase
+from twin_attention.interop.parity.suites.choose import Change, choose
 
 
 def decode_cases(suite: str = "small", pattern: str = "") -> list[DecodeCase]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from interop.parity.cases import DilatedCase
-from interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.cases import DilatedCase
+from twin_attention.interop.parity.suites.choose import Change, choose
 
 
 def dilated_cases(suite: str = "small", pattern: str = "") -> list[DilatedCase]:

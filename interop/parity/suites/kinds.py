@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from interop.parity.suites.append import append_cases
-from interop.parity.suites.block_sparse import block_sparse_cases
-from interop.parity.suites.context import context_cases
-from interop.parity.suites.decode import decode_cases
-from interop.parity.suites.dilated import dilated_cases
-from interop.parity.suites.flash import flash_cases
-from interop.parity.suites.merge import merge_cases
-from interop.parity.suites.paged import paged_cases
-from interop.parity.suites.varlen import varlen_cases
+from twin_attention.interop.parity.suites.append import append_cases
+from twin_attention.interop.parity.suites.block_sparse import block_sparse_cases
+from twin_attention.interop.parity.suites.context import context_cases
+from twin_attention.interop.parity.suites.decode import decode_cases
+from twin_attention.interop.parity.suites.dilated import dilated_cases
+from twin_attention.interop.parity.suites.flash import flash_cases
+from twin_attention.interop.parity.suites.merge import merge_cases
+from twin_attention.interop.parity.suites.paged import paged_cases
+from twin_attention.interop.parity.suites.varlen import varlen_cases
 
 # The cases of each function.
 KINDS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from interop.parity.cases import MergeCase
-from interop.parity.suites.choose import choose
+from twin_attention.interop.parity.cases import MergeCase
+from twin_attention.interop.parity.suites.choose import choose
 
 
 def merge_cases(suite: str = "small", pattern: str = "") -> list[MergeCase]:

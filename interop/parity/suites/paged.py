@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from interop.parity.cases import PagedCase
-from interop.parity.suites.choose import Change, choose
+from twin_attention.interop.parity.cases import PagedCase
+from twin_attention.interop.parity.suites.choose import Change, choose
 
 
 def paged_cases(suite: str = "small", pattern: str = "") -> list[PagedCase]:
