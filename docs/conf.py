@@ -102,6 +102,7 @@ def skip(app: Any, what: str, name: str, member: Any, skipped: bool, options: An
 
 
 def setup(app: Any) -> None:
+    shutil.rmtree(ROOT / "docs/api/generated", ignore_errors=True)  # pages of names that are gone
     # Show a function's own signature, not its overloads.
     ModuleAnalyzer.overloads = property(lambda self: {}, lambda self, found: None)  # type: ignore
     app.connect("source-read", prepare)

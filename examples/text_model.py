@@ -1,24 +1,21 @@
 """Train a tiny model on this project's documentation, then serve it with continuous batching.
 
-``python -m examples.text_model`` draws the loss and prints how requests of several lengths are
-answered.
+``python -m examples.text_model`` prints the loss, and how requests of several lengths are answered.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 from rich.progress import track
 
 from examples.continuous_batching import FRAMEWORKS, answer_requests
 from models.config import make_config
-from twin_attention.interop.rendering.plots import COLOURS, quiet, to_svg
 
 BATCH, LENGTH, RATE = 16, 64, 3e-3
 DOCS = Path(__file__).parents[1] / "docs"
@@ -33,21 +30,10 @@ def batches(text: bytes, steps: int) -> Iterator[np.ndarray]:
         yield tokens[starts[:, None] + np.arange(LENGTH + 1)]
 
 
-def draw(losses: Sequence[float]) -> str:
-    figure = Figure(figsize=(7, 3), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(losses, color=COLOURS[0], linewidth=0.8)
-    axes.set_xlabel("step", fontsize=8)
-    axes.set_ylabel("loss, nats per byte", fontsize=8)
-    quiet(axes, "y")
-    return to_svg(figure, standalone=True)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("framework", choices=FRAMEWORKS, nargs="?", default="torch")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--output", type=Path, default=Path("reports"))
     arguments = parser.parse_args(argv)
     side = import_module(f"examples.support.{arguments.framework}_text")
     text = b"".join(page.read_bytes() for page in sorted(DOCS.glob("*.md")))
@@ -55,10 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     model = side.make_model(make_config("tiny"))
     training = side.train(model, batches(text, arguments.steps), RATE)
     losses = list(track(training, f"training in {arguments.framework}", arguments.steps))
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    picture = arguments.output / f"loss-{arguments.framework}.svg"
-    picture.write_text(draw(losses), encoding="utf-8")
-    print(f"loss {losses[0]:.2f} before, {losses[-1]:.2f} at the end: {picture}")
+    print(f"loss {losses[0]:.2f} nats per byte before, {losses[-1]:.2f} at the end")
     answer_requests(side, model)
     return 0
 

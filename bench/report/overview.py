@@ -192,9 +192,8 @@ def files() -> dict[Path, str]:
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    about = "write the picture of README and the tables of docs/benchmarks.md"
-    parser = commands.add_parser("overview", help=about, description=__doc__)
-    parser.set_defaults(run=run)
+    about = "write README's picture and the tables of docs/benchmarks.md"
+    commands.add_parser("overview", help=about, description=__doc__).set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -56,11 +56,6 @@ def labels(records: Iterable[Record], peers: bool | None = None) -> list[str]:
     return sorted(chosen, key=lambda label: (chosen[label][0].is_peer, -timed[label]))
 
 
-def is_batch(record: Record) -> bool:
-    """Return True for a batched decode outside the length sweep."""
-    return record.suite == "kvcache" and not record.case["name"].startswith("sweep")
-
-
 def ratio(row: dict[str, Record], label: str, peer: str) -> float | None:
     """Return a peer's time over ours, above 1 if ours is faster; None if one is missing."""
     pair = [row[name].times for name in (label, peer) if name in row]

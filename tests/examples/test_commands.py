@@ -97,5 +97,4 @@ def test_every_example_runs_by_itself_and_is_listed():
     files = {x.name for x in folder.glob("*.py")} - {"__init__.py"}
     listed = re.findall(r"^\| \[`\w+`\]\((\w+\.py)\)", (folder / "README.md").read_text(), re.M)
     assert sorted(listed) == sorted(files)
-    last = "sys.exit(main())\n"
-    assert not [x for x in files if not (folder / x).read_text().endswith(last)]
+    assert all((folder / x).read_text().endswith("sys.exit(main())\n") for x in files)

@@ -59,10 +59,9 @@ def test_training_and_serving(side):
     assert together[2].answer == alone.answer
 
 
-def test_the_command(monkeypatch, tmp_path, capsys):
+def test_the_command(monkeypatch, capsys):
     monkeypatch.setattr(text_model, "BATCH", 2)
-    assert text_model.main(["torch", "--steps", "3", "--output", str(tmp_path)]) == 0
-    assert (tmp_path / "loss-torch.svg").read_text().startswith("<?xml")
+    assert text_model.main(["torch", "--steps", "3"]) == 0
     printed = capsys.readouterr().out
     assert "4 requests in 87 steps, 163 one after the other" in printed
     assert "steps  0 to 20: 'The kernel' -> " in printed

@@ -98,19 +98,16 @@ def test_the_code_is_what_torch_launches(family, target, spec, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "place", "name"),
     [
-        (
-            "twin_attention.interop.kernels.cubin",
-            "triton.runtime.jit",
-            "create_function_from_signature",
-        ),
-        ("twin_attention.interop.kernels.cubin", "triton.runtime.jit", "JITFunction"),
-        ("twin_attention.interop.kernels.torch_host", "torch_attn.private", "TorchDispatchMode"),
+        ("cubin", "triton.runtime.jit", "create_function_from_signature"),
+        ("cubin", "triton.runtime.jit", "JITFunction"),
+        ("torch_host", "torch_attn.private", "TorchDispatchMode"),
     ],
 )
 def test_a_private_name_that_is_gone_is_a_reason(module, place, name, monkeypatch):
     monkeypatch.setattr(import_module(place), name, object)
     if name == "create_function_from_signature":
         monkeypatch.delattr(import_module(place), name)
+    module = f"twin_attention.interop.kernels.{module}"
     monkeypatch.delitem(sys.modules, module)
     reason = families.import_error.__wrapped__(module)
     assert reason is not None

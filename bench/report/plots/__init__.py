@@ -15,7 +15,7 @@ from bench.report.plots.ratios import ratios
 from bench.report.plots.roofline import roofline
 from bench.report.plots.style import styles
 from bench.report.plots.training import over_a_step, peaks_by_case, steps
-from bench.report.tables import SHOWN, groups, is_batch, labels, names
+from bench.report.tables import SHOWN, groups, labels, names
 from bench.sampling import Sample
 
 _LOOKS = "Bold lines are ours, dashed and hollow where they are SM80 code; thin lines are peers."
@@ -113,7 +113,10 @@ def headline(run: Sequence[Record]) -> Iterator[tuple[str, Picture]]:
     group = [
         record
         for record in shown
-        if is_batch(record) and plain.items() <= record.case.items() and peak.rate(record)
+        if record.suite == "kvcache"
+        and not record.case["name"].startswith("sweep")
+        and plain.items() <= record.case.items()
+        and peak.rate(record)
     ]
     if group:
         title = f"Paged decode of one token ({_setting(group)})"
