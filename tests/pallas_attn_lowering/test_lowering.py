@@ -231,7 +231,7 @@ def test_missing_triton_is_named(on_hopper, monkeypatch):
     monkeypatch.delitem(sys.modules, "pallas_attn.ttir", raising=False)
     monkeypatch.delattr("pallas_attn.ttir", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ModuleNotFoundError, match="pip install 'triton"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'twin-attention\[triton"):
         lower("sm80")
 
 
