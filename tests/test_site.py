@@ -45,9 +45,7 @@ def test_the_api_has_every_public_name(site: Path, package: str):
     missing += [name for name in ALSO if not (site / f"docs/api/generated/{name}.html").exists()]
     assert not missing
     page = (site / f"docs/api/generated/{package}.flash_attention.html").read_text()
-    assert "softcap" in page
     assert page.count('class="sig-name descname"') == 1  # no overloads
-    assert "[source]" in page
 
 
 def test_every_page_for_users_is_in_the_site(site: Path):
