@@ -80,6 +80,6 @@ def explain(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Expla
 
     said = describe_call(function.__name__, describe_operation)
     said = replace(said, exchange=exchange[0] if exchange else None)
-    compiles = said.implementation == "triton" and target is not None
+    compiles = said.implementation == "triton" and said.target is not None
     notes = [private.untested(), private.without_triton() if compiles else None]
     return replace(said, reason="; ".join(filter(None, (said.reason, *notes))))
