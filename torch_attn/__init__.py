@@ -1,7 +1,7 @@
 """Flash attention and paged decode for PyTorch, in Triton. Importing it loads no Triton, no JAX."""
 
-from torch_attn.adapters.pytorch import activate as activate
-from torch_attn.adapters.pytorch import restore as restore
+from torch_attn.aten import activate as activate
+from torch_attn.aten import restore as restore
 from torch_attn.block_sparse import block_sparse_attention, check_block_mask
 from torch_attn.decode import (
     append_kv,

@@ -161,7 +161,7 @@ def _first_that_launches(cases: list[Case]) -> Case:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "python -m twin_attention.interop.parity",
+        usage="python -m twin_attention.interop.parity [options]",
         description="Run both implementations on the same tensors, against one error budget.",
         epilog="exit codes: 0 passed, 1 a case failed, 2 bad arguments, 130 interrupted",
     )

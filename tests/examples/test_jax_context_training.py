@@ -16,7 +16,7 @@ def test_four_devices_have_the_losses_of_one():
         command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
-    alone, together = (np.array(line.split()[2:], float) for line in run.stdout.splitlines())
+    alone, together = (np.array(line.split()[2:], float) for line in run.stdout.splitlines()[1:])
     assert len(alone) == STEPS
     assert alone[0] > alone[1]
     np.testing.assert_allclose(together, alone, rtol=0, atol=TOLERANCE)

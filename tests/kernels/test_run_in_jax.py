@@ -121,7 +121,10 @@ def check(family, target, operands, dout, launches, **options):
         "return_row_max": False, "dropout_rate": 0.0,
     }  # fmt: skip
     options = {**defaults, **options, "return_lse": True}
-    of_numbers = {x: y for x, y in operands._asdict().items() if y is None or y.dtype.kind == "i"}
+    constants = {
+        x for x, y in operands._asdict().items()
+        if y is None or y.dtype.kind == "i" or x == "alibi_slopes"
+    }  # fmt: skip
 
     @jax.jit
     def run(operands, dout):
@@ -131,7 +134,7 @@ def check(family, target, operands, dout, launches, **options):
             arguments = {**given, **differentiable}
             return function(**arguments, **options, implementation=family.name)
 
-        differentiable = {x: y for x, y in given.items() if x not in of_numbers}
+        differentiable = {x: y for x, y in given.items() if x not in constants}
         (out, lse), pullback = jax.vjp(attention, differentiable)
         return out, lse, *pullback((dout, jnp.ones_like(lse)))
 

@@ -64,7 +64,8 @@ def test_slopes_are_constants(implementation):
         given = operands | {"alibi_slopes": slopes}
         return attend(case, given, implementation=implementation).sum()
 
-    assert (jax.grad(loss)(operands["alibi_slopes"]) == 0).all()
+    with pytest.raises(NotImplementedError, match="alibi_slopes: expected constants"):
+        jax.grad(loss)(operands["alibi_slopes"])
 
 
 def test_another_seed_compiles_nothing():

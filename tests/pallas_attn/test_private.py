@@ -116,7 +116,7 @@ def test_a_triton_that_is_not_installed_is_no_missing_name(monkeypatch):
     assert private.missing("triton") is None
     private.missing.cache_clear()
     on = jax.devices("cpu")[0]
-    module = sys.modules["pallas_attn.explain"]
+    module = sys.modules["pallas_attn.dispatch"]
     monkeypatch.setattr(module, "cuda_devices", lambda: (on,))
     monkeypatch.setattr(module, "target_of", lambda device: "sm80")
     q = jax.device_put(jax.numpy.zeros((1, 64, 1, 16)), on)

@@ -335,7 +335,7 @@ def test_derivatives_that_are_refused(ranks):
 def test_explain(monkeypatch, options, kernel_heads, exchange):
     seen = []
     monkeypatch.setattr(
-        sys.modules["torch_attn.explain"], "choose", lambda *a: seen.append(a[1::2]) or choose(*a)
+        sys.modules["torch_attn.dispatch"], "choose", lambda *a: seen.append(a[1::2]) or choose(*a)
     )
     plan, (q, k, v) = context_plan(96, 4), tensors(heads_kv=4)
     peers = SimulatedPeers(Room(4), 1)  # which would wait for the others

@@ -135,13 +135,12 @@ def test_vmap_of_slopes_of_each_sequence_joins_the_batch(torch_device):
 
 
 @by_both
-def test_a_table_has_a_gradient_in_its_dtype_and_slopes_have_none(torch_device, implementation):
+def test_a_table_has_a_gradient_in_its_dtype(torch_device, implementation):
     case, operands = CASES["terms"], operands_of(CASES["terms"], torch_device)
     for dtype in (torch.float32, torch.bfloat16):
         given = {x: y.to(dtype).clone().requires_grad_() for x, y in operands.items()}
-        given["alibi_slopes"] = operands["alibi_slopes"].clone().requires_grad_()
+        given["alibi_slopes"] = operands["alibi_slopes"]
         attend(case, given, implementation=implementation).sum().backward()
-        assert given["alibi_slopes"].grad is None
         table = given["relative_bias"]
         assert (table.grad.shape, table.grad.dtype) == (table.shape, dtype)
 

@@ -116,7 +116,7 @@ def test_the_sweep_has_every_row_and_lengths_of_every_kind():
     assert {(x.framework, x.target, x.head_dim, x.dtype, x.feature) for x in found} == {
         (*kind, head_dim, *row)
         for kind, head_dim, row in product(
-            product(FRAMEWORKS, TARGETS), (16, 32, 64, 128, 256), (*flash, *paged)
+            product(FRAMEWORKS, TARGETS), (16, 32, 64, 128, 256, 512), (*flash, *paged)
         )
     }
     assert [row.spec.softcap for row in found if "all" in row.feature] == [30.0] * (len(found) // 2)

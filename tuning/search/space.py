@@ -67,7 +67,8 @@ def may_fit(
 
     Registers hold the accumulators and one tile of scores, in float32; shared memory the tiles that
     are loaded ahead: the stages less one, or `tiles_ahead`. Each warp needs at least an
-    instruction's share of the scores, 16×8 on tensor cores.
+    instruction's share of the scores, 16×8 on tensor cores, or with head dimensions above 256 of
+    the accumulators.
     """
     if not isinstance(config, FlashConfig | DecodeConfig):
         return True
@@ -80,11 +81,12 @@ def may_fit(
         stationary, loaded = loaded, stationary
     accumulators = stationary * sum(sizes[name] for name in KERNELS[kernel].accumulators)
     least = 32 if spec.dtype_bits == 32 else 16 * 8
+    shared_by_warps = accumulators if max(sizes.values()) > 256 else scores
     ahead = tiles * loaded * sum(sizes.values()) * spec.dtype_bits // 8
     return (
         accumulators + scores <= _REGISTERS * 32 * config.num_warps
         and ahead <= SHARED_MEMORY_LIMIT[target]
-        and scores >= least * config.num_warps
+        and shared_by_warps >= least * config.num_warps
     )
 
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_attn
 from torch_attn import flash_attention, flash_attention_varlen
-from torch_attn.adapters import pytorch as adapter
-from torch_attn.adapters.pytorch import NAME, activate, override, restore
+from torch_attn import aten as adapter
+from torch_attn.aten import NAME, activate, override, restore
 from twin_attention.contract.tolerances import compare_to_reference
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ needs_gpu = pytest.mark.skipif(
 
 def registered(device: str = "CUDA") -> list[bool]:
     tables = [torch._C._dispatch_dump_table(f"aten::{name}") for name in adapter.OVERRIDES]
-    line = re.compile(rf"^{device}: .*pytorch\.py", re.MULTILINE)
+    line = re.compile(rf"^{device}: .*aten\.py", re.MULTILINE)
     return [line.search(table) is not None for table in tables]
 
 
