@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_attn
-from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn import aten as adapter
+from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.aten import NAME, activate, override, restore
 from twin_attention.contract.tolerances import compare_to_reference
 
