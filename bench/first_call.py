@@ -3,9 +3,7 @@
 It runs in a process of its own: ``python -m bench.first_call SIDE FAMILY CASE``, the case as JSON.
 Until the clock starts it imports nothing that a side imports. It prints, as JSON, the seconds of
 importing the framework and the side ("import"), of the first call until its result is there
-("forward"), and of the first backward behind it ("backward"), which in JAX contains a forward. The
-inputs are made before, and torch makes another backward, so that the device is ready and autograd
-has what it imports.
+("forward"), and of the first backward behind it ("backward"), which in JAX contains a forward.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Measure this card in five minutes, and write one file that anyone may send.
 
-Both frameworks are compared with the reference, then timed beside FlashAttention-2 and cuDNN, and
-whatever other peers are installed: a few problems of the suites parity, flash, kvcache and packed.
-What does not fit into the time is skipped. The file has the card, its clocks, limits and driver,
-versions and commit. It has no name of a user or a host, no path, and no number of the card.
+It runs a few problems of the suites parity, flash, kvcache and packed; what does not fit into the
+time is skipped. The file has no name of a user or a host, no path, and no number of the card.
 """
 
 from __future__ import annotations

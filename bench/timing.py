@@ -1,12 +1,8 @@
 """Measure calls of either framework: device times with one collector, and host times.
 
-`torch.profiler` (CUPTI) records every kernel of the process, JAX's as well. Before each call a
-fill flushes the L2 cache and separates the calls in the trace. Calls of torch queue behind the
-fill, which hides launch latency. JAX's own stream would overtake the fill, so its calls wait, and
-their span includes the host's gaps.
-
-A card at its power cap slows down within milliseconds, so a turn first makes as many uncounted
-calls as `triton.testing.do_bench`, which also cross-checks the first round.
+The method is in docs/benchmarks.md. A fill before each call also separates the calls in the trace.
+Calls of torch queue behind the fill, which hides launch latency. JAX's own stream would overtake
+the fill, so its calls wait, and their span includes the host's gaps.
 """
 
 from __future__ import annotations

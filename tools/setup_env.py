@@ -2,8 +2,7 @@
 
 If this Python has jax, torch and triton (as on a GPU machine), the environment shows those and
 adds only the missing packages, without a network if none is missing. Otherwise it installs the
-versions of `tools/constraints-*.txt`. A stamp makes later calls free until the interpreter, the
-requirements or the constraints change.
+versions of `tools/constraints-*.txt`. A stamp makes later calls free until these change.
 
 Standard library only: it runs before anything is installed.
 """

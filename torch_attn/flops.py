@@ -12,11 +12,9 @@ Triton::
         torch_attn.flash_attention(q, k, v, causal=True)
     print(counter.get_total_flops())
 
-Only pairs of query and key that the window keeps are counted. The backward counts its five
-products, without what gradients of a bias compute again. Segment ids and a window of depths change
-nothing, and `flash_attention_varlen` counts nothing. With `kv_ends` pairs before the keys' ends are
-counted, and for `block_sparse_attention` the tiles of its mask: this waits for the device. Fake
-tensors hold no data: then no key has an end, and all tiles count.
+docs/semantics.md says which pairs of query and key are counted. The backward counts its five
+products, without what gradients of a bias compute again. With `kv_ends` and block masks a count
+waits for the device.
 """
 
 from __future__ import annotations

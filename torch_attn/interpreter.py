@@ -1,14 +1,13 @@
 """Run a Triton kernel on CPU tensors, in the process that compiles it for CUDA tensors.
 
-Triton's own switch, ``TRITON_INTERPRET=1``, turns off compiling for the whole process. Here
-`triton.language` works on NumPy arrays during a launch only.
+Unlike with ``TRITON_INTERPRET=1``, `triton.language` works on NumPy arrays during a launch only.
 
 It uses the private ``triton.runtime.interpreter``. If a name is missing, this import fails, which
 is the family "triton"'s reason not to run on a CPU. Checked with Triton 3.6 and 3.9
 (``tests/torch_attn/test_interpreter.py``):
 
-- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it, once a
-  launch; Triton calls it at every call of a helper, which takes milliseconds.
+- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it. Here
+  it is called once a launch, since it takes milliseconds.
 - `FunctionRewriter` turns a kernel's source into a Python function, `_implicit_cvt` arguments into
   the interpreter's tensors.
 - `InterpreterBuilder` and `_get_np_dtype` compute on bfloat16's bits as uint16, silently wrong.
@@ -18,8 +17,7 @@ is the family "triton"'s reason not to run on a CPU. Checked with Triton 3.6 and
   then, no Gluon kernel compiles later.
 - `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
 - `_Builder` turns off the slow integer overflow check, which does nothing without `debug`.
-- ``tensor.__index__`` calls ``int`` on an array of one element, which NumPy 2.4 refuses, so Triton
-  3.6 cannot run a loop whose bounds are known only at run time.
+- ``tensor.__index__`` calls ``int`` on an array of one element in Triton 3.6; NumPy 2.4 refuses it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Do in parallel what first calls wait for.
 
-Triton works in sequence: it hashes its own files, for its cache's keys; a C compiler builds what
-talks to the driver; the kernel is traced and compiled; the C compiler builds the function that
-launches kernels of this signature. Here the first two run side by side while the kernels are
-imported, and so do the last two. Threads compile a backward's kernels as soon as its forward's
-is traced.
+While the kernels are imported, Triton hashes its own files, for its cache's keys, and a C compiler
+builds what talks to the driver. While a kernel is compiled, the C compiler builds the function that
+launches it. Threads compile a backward's kernels as soon as its forward's is traced.
 
 All names are private to Triton 3.6. If one is missing, as in Triton 3.9, which has one function to
 launch all kernels, Triton does the same work later.

@@ -2,8 +2,7 @@
 
 A C function of JAX's CUDA plugin compiles a module for the current CUDA context, and returns the
 kernel and a C function. The latter takes the kernel, a stream and the addresses of operands, then
-of results; it encodes the TMA descriptors and launches. JAX's own `as_torch_gpu_kernel` calls the
-same functions, on torch's default stream. Checked with jaxlib 0.11.2;
+of results; it encodes the TMA descriptors and launches. Checked with jaxlib 0.11.2;
 ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards the lowering.
 
 If a launch fails, C ends the process. So addresses are checked here, and a thread gets its CUDA

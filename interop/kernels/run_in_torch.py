@@ -1,8 +1,7 @@
 """Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
 The host function is planned once for given shapes (`jax_host`), and its kernels are compiled
-(`mosaic`). A call then allocates and launches what the plan says, so torch's allocator, streams and
-CUDA graphs, and `torch_attn.replay`, work as with any other family. Torch computes what XLA would
+(`mosaic`). A call then allocates and launches what the plan says. Torch computes what XLA would
 compute between the kernels.
 """
 

@@ -4,9 +4,8 @@ Each test queues slow work on one side, hands over at once, and checks that the 
 that the slow work was still running when all was queued. Memory holds NaN beforehand, so that
 reading early, or after the memory was given away, cannot pass.
 
-What a process does for the first time makes the host wait: JAX compiles, CUDA loads a kernel, an
-allocator asks for memory. So `seed` does all of it beforehand, on the same streams, shapes and
-dtypes; extend it with the tests.
+What a process does for the first time makes the host wait. So `seed` does all of it beforehand, on
+the same streams, shapes and dtypes; extend it with the tests.
 """
 
 import functools

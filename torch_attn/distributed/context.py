@@ -1,11 +1,8 @@
 """Context parallel attention: the ranks of a group share a sequence's tokens.
 
-"ring": keys travel to every rank that needs them, one distance after the other, while the kernels
-read what arrived before. A partial result goes from hop to hop in float32 and is rounded once (Liu
-et al. 2023, Ring Attention). Keys come from the rank that holds them, and their gradients go back
-to it directly. "gather": each rank gathers the keys that its queries see and attends once;
-gradients are summed where the keys are held. "heads": each rank gets all tokens of some heads
-(Jacobs et al. 2023, DeepSpeed Ulysses).
+docs/context-parallel.md describes "ring" (Liu et al. 2023, Ring Attention), "gather" and "heads"
+(Jacobs et al. 2023, DeepSpeed Ulysses). In a ring keys come from the rank that holds them, and
+their gradients go back to it directly; in a gather gradients are summed where the keys are held.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Bound a kernel's inner loop by multiplying, special functions or loading.
 
 For one tile of the loop, count the cycles that an SM needs for each resource; the largest is the
-bound. The loop is slower as far as they do not overlap. Not counted are shared memory, and on the
-FMA units the softmax's scaling, maxima, sums and masks and the conversion of a quantised cache.
+bound. Not counted are shared memory, and on the FMA units the softmax's scaling, maxima, sums and
+masks and the conversion of a quantised cache.
 
 Programs that run together share tiles of k and v (q and dout for dk and dv), which come from L2:
 ``cp.async.cg`` bypasses L1. A decode reads its cache once, from device memory.

@@ -1,14 +1,8 @@
-"""Judge every shipped configuration by its compiled code.
+"""Judge every shipped configuration by its compiled code (docs/targets.md).
 
-A kernel fails if it takes more shared memory than the target has, lost its tensor-core instructions
-(on 16-bit inputs or in TF32), reads a uniform register that nothing wrote, or lost loop bounds. On
-SM80 it also fails if it spills registers or lost a pipeline's asynchronous copies; forward and
-decode must fit smaller cards that run SM80 code, unless these have their own row. SM90's
-configurations are chosen by times, which include the cost of spills.
-
-Explicit kernels take nearly all registers on purpose, and fail if a step of the main loop spills as
-much as a tile has. Those of SM80 and of paged caches also fail if they lost ldmatrix or cp.async,
-those of SM90 if they lost TMA or the compiler waits for each product.
+A kernel also fails if it reads a uniform register that nothing wrote, or lost loop bounds. SM90's
+configurations are chosen by times, which include the cost of spills. Explicit kernels take nearly
+all registers on purpose.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Pallas has static lengths, so a compiler may turn a loop of one known step into plain code, which
 may take more shared memory. So each flash kernel is compiled for every combination of few steps,
-over full, causal and windowed masks. Run-time lengths need only a few problems. A kernel that does
-not fit gets fewer stages (`compile_to_fit`), and is refused only if that does not help.
+over full, causal and windowed masks. Run-time lengths need only a few problems.
 """
 
 from __future__ import annotations

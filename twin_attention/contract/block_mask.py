@@ -1,9 +1,8 @@
 """Block masks: which tiles of the scores block-sparse attention computes.
 
 A mask is an array of booleans, True for a tile that is kept: ``[tiles_q, tiles_kv]``, with leading
-axes if heads or sequences have masks of their own. A tile is 64 or 128 queries by 64 or 128 keys;
-lengths and the number of tiles give its size: 1000 queries are 16 tiles of 64, or 8 of 128. The
-last tile may be cut off.
+axes if heads or sequences have masks of their own. A tile is 64 or 128 queries by 64 or 128 keys,
+by lengths and the number of tiles. The last tile may be cut off.
 
 Kernels take the mask as lists, a `BlockMask`, so only kept tiles cost anything. Causal masks and
 windows apply within them; only tiles at their edges are masked.

@@ -7,7 +7,6 @@ A file holds for each kernel its columns and its rows::
     rows = [
       [16,  64, "softcap",  64, 64, 4, 3],
       [16,  64,        "", 128, 64, 4, 3],
-      [16, 128,        "", 128, 64, 8, 3],
     ]
 
 A problem takes the first row that serves it. The columns `KEYS` say which problems a row serves; a
@@ -19,7 +18,6 @@ missing column serves all values:
   after "not "; "" always holds.
 
 The other columns are fields of the kernel's configuration (`twin_attention.targets.kernels`).
-Nothing is tuned at run time.
 """
 
 from __future__ import annotations

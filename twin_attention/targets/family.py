@@ -1,10 +1,9 @@
 """Kernel families: the languages in which each side has kernels, and which one runs a problem.
 
 A side lists its families in order of speed, the reference last. ``implementation=None`` takes the
-first one that supports the problem on the device, unless a later one is known to be faster. It
-takes a family of the other side if that is known to be faster, or if none of its own kernels runs.
-A name is a request: no family of another name replaces it. One language may have several families,
-for other targets or operations.
+first one that supports the problem on the device, unless a later one, or one of the other side, is
+known to be faster. A name is a request: no family of another name replaces it. One language may
+have several families, for other targets or operations.
 """
 
 from __future__ import annotations

@@ -25,18 +25,13 @@ def heads_together(
 ) -> int:
     """Return how many of the last heads are interleaved, their longest tiles first.
 
-    Under a causal mask a head's last tile of queries, or its first tile of keys, takes longest.
-    With one head after the other, most SMs idle while the last head's long tiles end. So the tiles
-    of the last heads are sorted as one list: twice as many tiles as programs run at a time. The
-    other heads follow each other, so that few heads' keys and values are read at once.
-
-    Packed sequences follow each other with tiles of any length, and all heads are interleaved: the
-    grid ends with some sequence's shortest tiles in all heads, and few sequences are read at a
-    time.
+    Under a causal mask most SMs would idle while the last head's long tiles end. So the tiles of
+    the last heads are sorted as one list: twice as many tiles as programs run at a time. The other
+    heads follow each other, so that few heads' keys and values are read at once. In packed
+    sequences all heads are interleaved.
 
     If programs add to sums of dq, all heads are interleaved if the last heads would be half of them
-    or more and their sums exceed the L2 cache. Their tiles start at different times and need all
-    these sums; tiles that start together add to the same rows at about the same time.
+    or more and their sums exceed the L2 cache (docs/history/sm80.md).
 
     Args:
         num_tiles: tiles of queries of a head, or of keys of a kv head.

@@ -75,9 +75,7 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
     Triton copies some tiles to wgmma through registers: tiles with unaligned rows, and TF32 tiles,
     which are rounded there. They share one buffer of shared memory. For two tiles of different
     widths, ptxas of CUDA 12.8, which Triton 3.6 ships, then computes the second tile's wgmma
-    descriptor from a
-    wrong address: outputs are wrong, or an access is illegal. mma.sync takes operands from
-    registers. A TF32 forward is faster with it.
+    descriptor from a wrong address. A TF32 forward is faster with mma.sync.
     """
     if not isinstance(spec, AttentionSpec | PagedSpec):
         return True

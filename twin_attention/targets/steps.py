@@ -66,10 +66,8 @@ def splits_group(
 ) -> bool:
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 
-    If so, they add up dk and dv. One program for all query heads writes dk and dv to memory once,
-    but with few kv heads most SMs would wait for the longest tiles. Programs with all heads of a
-    large group are at different heads at a time, and read queries from memory again and again. The
-    sums have no rows for packed sequences.
+    If so, they add up dk and dv. With one program for all query heads and few kv heads, most SMs
+    would wait for the longest tiles. The sums have no rows for packed sequences.
 
     most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
     """

@@ -8,8 +8,7 @@ So SM80 (Ampere) kernels can be tested without an Ampere card. Set the environme
     with use_target("sm80"):
         out = torch_attn.flash_attention(q, k, v)
 
-Such a result is that of SM80 code on that card, never an A100's. The switch is process-wide, so
-that autograd's worker threads see it; a jitted function keeps the target under which JAX traced it.
+The switch is process-wide; a jitted function keeps the target under which JAX traced it.
 """
 
 from __future__ import annotations

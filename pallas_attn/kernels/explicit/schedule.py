@@ -32,8 +32,7 @@ def make_schedule(
 
     The tiles of one section of heads are dealt out at a time, the longest first, each to the
     program that is free first. The keys and values of a section fit in the L2 cache. Sections are
-    no larger than needed: with long tiles of many heads, all programs would wait for memory at the
-    same time.
+    no larger than needed, so that not all programs wait for memory at the same time.
 
     most: the most programs. members: how many heads a tile visits, one after the other.
 

@@ -82,9 +82,9 @@ def flash_bwd_fused_kernel(
     rounded up to ROW_PADDING, columns], while dk and dv are None. Otherwise these sums are None.
 
     Products overlap all arithmetic: dq and dk of the previous tile, and dp, the exponentials; dv,
-    ds; s of the next tile, the stores of ds. Small heads hold k and v in registers. With a softcap
-    there is no room for these: dq leaves its registers before the exponentials, and s of the next
-    tile is issued with dv. Packed sequences: rows of k and v are cleared as well.
+    ds; s of the next tile, the stores of ds. With a softcap dq leaves its registers before the
+    exponentials, and s of the next tile is issued with dv (`Plan`). Packed
+    sequences: rows of k and v are cleared as well.
     """
     heads_q, warpgroups = inputs.q.shape[2], memory.kv_full.shape[0]
     hides_missing = problem.packed or problem.seq_kv % problem.block_kv > 0

@@ -4,11 +4,10 @@ Gluon has no interpreter. Here a kernel's functions run over globals in which th
 functions are those of `language`, on torch tensors. Layouts are carried as far as the source reads
 them; swizzles and registers do not exist.
 
-The order of things is kept. Partitions run in turn and give way at each instruction that another
-one could notice. What the hardware does by itself happens at a time that a `Mode` chooses: TMA
-loads and cp.async write shared memory, wgmma and TMA stores read it. A kernel is right if it is
-right in all modes. The warps of a partition run in lockstep: a missing barrier between them is not
-found. Errors are raised for:
+Partitions run in turn and give way at each instruction that another one could notice. What the
+hardware does by itself happens at a time that a `Mode` chooses: TMA loads and cp.async write shared
+memory, wgmma and TMA stores read it. A kernel is right if it is right in all modes. The warps of a
+partition run in lockstep: a missing barrier between them is not found. Errors are raised for:
 
 - a product that is used before a wait has retired it, so a pending count that is too high;
 - shared memory written by a partition and read by a product or by TMA without a fence between;

@@ -222,10 +222,9 @@ def flash_bwd_dkdv_kernel(
 
     With 32 keys a warp, p and ds are left operands in the registers where they were computed.
     With fewer, two warps share the rows of a product, each with half of the columns, and p and ds
-    go through shared memory. This reads less shared memory than warps of whole rows. BLOCK_Q and
-    BLOCK_KV are at least 8 * num_warps, and BLOCK_Q divides ROW_PADDING. NUM_STAGES 1: the next q
-    and dout are fetched when dk is done, and arrive during dq and the work of the SM's other
-    programs; 2: they arrive during the whole step.
+    go through shared memory. BLOCK_Q and BLOCK_KV are at least 8 * num_warps, and BLOCK_Q divides
+    ROW_PADDING. NUM_STAGES 1: the next q and dout are fetched when dk is done; 2: they arrive
+    during the whole step.
     """
     # Locate the tile of keys.
     dtype: gl.constexpr = q_ptr.dtype.element_ty

@@ -81,17 +81,16 @@ def flash_fwd_kernel(
     portable `flash_fwd_kernel`. Grid: (query tiles · heads · batch), in the order of
     `longest_first`.
 
-    With 32 rows a warp, each fragment of k or v that a warp reads from shared memory feeds two
-    products. A warp has all keys of its rows, so the running softmax needs no other warp, and p is
-    the left operand of p·v in the registers where it was computed.
+    A warp has all keys of its rows, so the running softmax needs no other warp, and p is the left
+    operand of p·v in the registers where it was computed.
 
     NUM_STAGES 1: one tile of k and one of v. v arrives during q·kᵀ, the next k during the softmax
-    and p·v. NUM_STAGES 2: two of each. The next k and v arrive during the whole step, which then
-    has one barrier instead of two. ASYNC: rows are aligned to 16 bytes, see `fetch_tile`.
+    and p·v. NUM_STAGES 2: two of each, which arrive during the whole step. ASYNC: rows are
+    aligned to 16 bytes, see `fetch_tile`.
 
     Tiles at the edges come first, so that the tile after a full one is full and fetched without a
-    mask. Where acc takes most registers they come last. Otherwise the compiler copies acc in each
-    step of the full tiles; at head size 256 these are 130 of 1018 instructions and 6 % more time.
+    mask. Where acc takes most registers they come last: otherwise the compiler copies acc in each
+    step of the full tiles.
     """
     # Locate the tile of queries.
     dtype: gl.constexpr = q_ptr.dtype.element_ty

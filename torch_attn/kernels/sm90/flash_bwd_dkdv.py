@@ -90,8 +90,7 @@ def flash_bwd_dkdv_kernel(
     portable `flash_bwd_dkdv_kernel`.
 
     sums.dq: None, or dq's float32 sums in the order of `write_dq`, with passes only of heads that
-    have a place (`Sections`). Consumers write dsᵀ to shared memory, and each multiplies some
-    columns of ds·k over the tile's keys. A fourth partition of one warp adds them.
+    have a place (`Sections`). A fourth partition of one warp adds the consumers' ds·k.
 
     sums.passes: what a fifth partition of one warp reads and writes (`run_passes`). Without its dq
     there is none, and the sums are 0 at first. With its rows, lse2 and delta are results.

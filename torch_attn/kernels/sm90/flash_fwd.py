@@ -85,12 +85,9 @@ def flash_fwd_kernel(
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
-    A producer warp loads with TMA; BLOCK_Q / 64 consumer warpgroups have 64 rows each, and take the
-    registers that the producer does not need. A consumer issues q·kᵀ of the next tile of keys with
-    p·v of the present one, and computes the softmax of the next while p·v runs; p is the left
-    operand in the registers where it was computed. PING_PONG: the consumers issue in turn, so that
-    the softmax of one overlaps the products of another; at 2, only the first waits for tiles of
-    keys and values in the main loop.
+    BLOCK_Q / 64 consumer warpgroups have 64 rows each (docs/reading-the-twins.md).
+    PING_PONG: the consumers issue in turn; at 2, only the first waits for tiles of keys and values
+    in the main loop.
 
     q, k, v and out are TMA descriptors of [B, H, S, D], one for each column piece. Mask, loop
     invariant, accumulation and the row that sees no key: as in the portable `flash_fwd_kernel`. A
