@@ -195,7 +195,7 @@ def _full_changes() -> Iterator[Change]:
         yield f"tree-any-d{d}", {**tree, "tree": "any", "seq_q": 333, "head_dim": d, "softcap": 5.0}
     yield "tree-any-depths", {**tree, "tree": "any", "window_size": (70, None), "depths": True}
     yield "tree-segments", {**tree, "segments": "documents"}
-    for d in (16, 32, 64, 128, 256):
+    for d in (16, 32, 64, 128, 256, 512):
         yield f"relative-d{d}", {"relative": 50, "head_dim": d, "causal": True}
     for radius in (0, 1, 64, 700):
         yield f"relative-{radius}", {"relative": radius, "seq_kv": 450, "alibi": "heads"}
@@ -206,7 +206,7 @@ def _full_changes() -> Iterator[Change]:
     yield "relative-tree", {"relative": 20, "tree": "any", "causal": True, "sinks": True}
     for d in (64, 128):
         yield f"alibi-d{d}", {"alibi": "all", "head_dim": d, "causal": True, "row_max": True}
-    for d in (16, 32, 64, 128, 256):
+    for d in (16, 32, 64, 128, 256, 512):
         yield f"bias-d{d}", {"bias": "hqk", "head_dim": d}
     for axes in ("", "h", "q", "k", "bq", "hk", "qk", "hqk", "bhqk"):
         yield f"bias-{axes}", {"bias": axes, "seq_kv": 450, "terms_in_q_dtype": True}
@@ -226,7 +226,7 @@ def _full_changes() -> Iterator[Change]:
         lists = {"segments": "documents", "tree": "any", "causal": True, "seq_q": 320}
         yield f"bias-tree-segments-d{d}", {**pair, **lists, "bias": "qk", "scale": -0.07}
         yield f"relative-tree-segments-d{d}", {**pair, **lists, "relative": 31}
-    for d in (16, 32, 64, 128, 256):
+    for d in (16, 32, 64, 128, 256, 512):
         yield f"dropout-d{d}", {"dropout_rate": 0.1, "head_dim": d, "causal": True}
     dropout = {"dropout_rate": 0.3}
     yield "dropout-641x127", {**dropout, "seq_q": 641, "seq_kv": 127, "sinks": True}
