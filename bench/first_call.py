@@ -3,7 +3,9 @@
 It runs in a process of its own: ``python -m bench.first_call SIDE FAMILY CASE``, the case as JSON.
 Until the clock starts it imports nothing that a side imports. It prints, as JSON, the seconds of
 importing the framework and the side ("import"), of the first call until its result is there
-("forward"), and of the first backward behind it ("backward"), which in JAX contains a forward.
+("forward"), and of the first backward behind it ("backward"), which in JAX contains a forward; then
+of all that gives gradients with another length ("new shape") and with the other mask, causal or
+none ("new class").
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any
 
+_LONGER = 128  # rows, of the same kernels
 FRAMEWORKS = {"torch_attn": "torch", "pallas_attn": "jax"}
 
 
@@ -23,14 +26,19 @@ def main(side: str, family: str, case: dict[str, Any]) -> dict[str, float]:
     names = FRAMEWORKS[side], side
     found = {"import": _seconds(lambda: [*map(import_module, names)])}
     framework, api = map(import_module, names)
-    attend = partial(api.flash_attention, causal=case["causal"], implementation=family)
-    rows = case["batch"], case["seq_q"], case["heads_q"], case["head_dim"]
-    others = case["batch"], case["seq_kv"], case["heads_kv"], case["head_dim"]
     make = _steps_of_torch if side == "torch_attn" else _steps_of_jax
-    steps = make(framework, attend, [rows, others, others, rows], case["dtype"])
-    return found | {
-        name: _seconds(step) for name, step in zip(("forward", "backward"), steps, strict=True)
-    }
+
+    def steps(longer: int, causal: bool) -> list[Callable[[], Any]]:
+        attend = partial(api.flash_attention, causal=causal, implementation=family)
+        rows = case["batch"], case["seq_q"] + longer, case["heads_q"], case["head_dim"]
+        others = case["batch"], case["seq_kv"] + longer, case["heads_kv"], case["head_dim"]
+        return make(framework, attend, [rows, others, others, rows], case["dtype"])
+
+    forward, backward, _ = steps(0, case["causal"])
+    found |= {"forward": _seconds(forward), "backward": _seconds(backward)}
+    *_, shape = steps(_LONGER, case["causal"])
+    *_, kind = steps(0, not case["causal"])
+    return found | {"new shape": _seconds(shape), "new class": _seconds(kind)}
 
 
 def _seconds(step: Callable[[], Any]) -> float:
@@ -58,8 +66,12 @@ def _steps_of_torch(torch: Any, attend: Any, shapes: Any, dtype: str) -> list[Ca
         torch.autograd.backward(results, [dout])
         wait()
 
+    def both() -> None:
+        forward()
+        backward()
+
     wait()
-    return [forward, backward]
+    return [forward, backward, both]
 
 
 def _steps_of_jax(jax: Any, attend: Any, shapes: Any, dtype: str) -> list[Callable[[], Any]]:
@@ -72,10 +84,11 @@ def _steps_of_jax(jax: Any, attend: Any, shapes: Any, dtype: str) -> list[Callab
 
     jax.block_until_ready(arrays)
     forward, both = jax.jit(attend), jax.jit(gradients)
-    return [
-        lambda: jax.block_until_ready(forward(*arrays[:3])),
-        lambda: jax.block_until_ready(both(*arrays)),
-    ]
+
+    def backward() -> None:
+        jax.block_until_ready(both(*arrays))
+
+    return [lambda: jax.block_until_ready(forward(*arrays[:3])), backward, backward]
 
 
 if __name__ == "__main__":
