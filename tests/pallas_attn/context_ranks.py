@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
+os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 )

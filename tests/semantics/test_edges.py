@@ -99,6 +99,4 @@ def test_scales_that_vanish_in_float32(side, implementation, torch_device, scale
 def test_the_largest_softcap_changes_nothing(side, implementation, torch_device):
     inputs = make_inputs(CASE, torch_device)
     got = attention(side, inputs, implementation=implementation, softcap=2.0**100)
-    without = attention(side, inputs, implementation=implementation)
-    for name in ("out", "lse", "dq", "dk", "dv"):
-        torch.testing.assert_close(got[name], without[name], rtol=1e-2, atol=1e-3, msg=name)
+    assert_within_budget(got, inputs, CASE.spec)

@@ -101,10 +101,10 @@ def test_explicit_kernels_are_fit_for_sm80():
 def test_explicit_kernels_are_fit_for_sm90():
     verdicts = [
         verdict
-        for feature in ("causal", "chunks-in-one-part")
+        for feature in ("causal", "chunks-in-one-part", "part")
         for verdict in check(Problem("torch", "sm90", "bfloat16", 80, feature, "gluon"))
     ]
-    assert_fit(verdicts, {*FAMILY_KERNELS["sm90"]} - LISTS - {"flash_bwd_preprocess"})
+    assert_fit(verdicts, {*FAMILY_KERNELS["sm90"]} - LISTS)
 
 
 @pytest.mark.parametrize(("framework", "family"), [("torch", "gluon"), ("jax", "mosaic")])

@@ -61,13 +61,13 @@ def start_rows(kernel, queries, softmax, BLOCK_KV: gl.constexpr):
 @gluon.jit
 def _load_part(kernel, queries, m_i, l_i):
     """Return what `start_rows` does with a carry."""
-    work, heads, results = queries.work, kernel.problem.heads_q, kernel.results
+    work, heads = queries.work, kernel.problem.heads_q
     end, rows = work.rows.end, queries.rows
-    carried = results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows
+    carried = kernel.results.lse + (work.batch * heads + work.head).to(gl.int64) * end + rows
     m_carry = gl.load(carried, mask=rows < end, other=float("-inf"))
     has_carry = m_carry != float("-inf")
     carried = head_rows(
-        results.carry, work.batch, end, queries.first, work.head, heads, kernel.head_dim_v
+        kernel.results.carry, work.batch, end, queries.first, work.head, heads, kernel.head_dim_v
     )
     # Read all rows, so that the loads do not wait for lse.
     acc = load_carry(carried, rows < end, heads, kernel.head_dim_v)
