@@ -22,6 +22,7 @@ from twin_attention.contract.validate.errors import not_differentiable
 
 
 class _Differentiable(Operator):
+    @private.uncompiled
     def autograd(self, *args: Any) -> Any:
         if private.transforms_active():
             # torch.func calls this below its own dispatch key; a Function has to start above.

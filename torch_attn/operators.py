@@ -70,6 +70,7 @@ class Operator:
         rule = partial(of_any_size, partial(rule, self.op, self.num_tensors))
         torch.library.register_vmap(self.name, rule, lib=_library)
 
+    @private.uncompiled
     def run(self, *args: Any) -> Any:
         tensors, options = args[: self.num_tensors], args[self.num_tensors :]
         tensors = self.prepare(tensors)
@@ -90,6 +91,7 @@ class Operator:
         """Return a call's results as the schema has them."""
         return results
 
+    @private.uncompiled
     def autograd(self, *args: Any) -> Any:
         """Run the kernel of the Autograd key.
 

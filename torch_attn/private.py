@@ -8,6 +8,7 @@ the files that use them: `driver`, `overlap`, `interpreter`, and `tma` and `redu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from operator import attrgetter
@@ -45,6 +46,10 @@ TorchDispatchMode: Any = find("torch.utils._python_dispatch", "TorchDispatchMode
 _current_mode = find("torch.utils._python_dispatch", "_get_current_dispatch_mode")
 _has_level = find("torch.autograd.forward_ad", "_current_level") is not None
 below_autograd = find("torch._C", "_AutoDispatchBelowAutograd")
+_Strategy, _Action, _set_strategy = (
+    find("torch._C._dynamo.eval_frame", name)
+    for name in ("_FrameExecStrategy", "_FrameAction", "set_code_exec_strategy")
+)
 _included = find("torch._C", "_dispatch_tls_local_include_set")
 _excluded = find("torch._C", "_dispatch_tls_local_exclude_set")
 _force_keys = find("torch._C", "_ForceDispatchKeyGuard")
@@ -78,10 +83,18 @@ def timeout_of(group: Any, device: torch.device) -> float | None:
         return None
 
 
-class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper, which imports Dynamo to keep it out of the mode's
-    calls. Dynamo compiles nothing inside a mode anyway.
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep Dynamo out of a function and what it calls, which it compiles behind a graph break.
+
+    `torch.compiler.disable` does so too, but imports Dynamo, and costs time at each call.
     """
+    if None not in (_Strategy, _Action, _set_strategy):
+        _set_strategy(function.__code__, _Strategy(_Action.SKIP, _Action.SKIP))
+    return function
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode without torch's wrapper, which imports Dynamo to do what `uncompiled` does."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

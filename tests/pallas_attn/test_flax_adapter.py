@@ -31,6 +31,13 @@ def nnx_module(x, mask, **options):
     return of_nnx(num_kv_heads=2, **options)(x, mask=mask)
 
 
+@pytest.fixture(autouse=True)
+def _exact_products():
+    """A GPU's products of float32 are TF32 by default."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 MODULES = pytest.mark.parametrize("module", [linen_module, nnx_module])
 
 

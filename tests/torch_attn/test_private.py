@@ -8,9 +8,11 @@ import sys
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 import torch_attn
 from torch_attn import interpreter, private
+from torch_attn.calls import Call
 from twin_attention.targets import family
 
 NAMES = [
@@ -103,3 +105,23 @@ def test_nothing_is_missing_in_tested_versions():
 def test_newer_versions_are_named(monkeypatch):
     monkeypatch.setattr(private, "TESTED", {"torch": (1, 0)})
     assert "is newer than 1.0, the newest that was tested" in (private.untested() or "")
+
+
+def test_dynamo_compiles_nothing_below_an_operator(monkeypatch):
+    """A call that raises leaves Dynamo's callback to the frames of the next one."""
+    x, callbacks, call = torch.ones(1, 4, 2, 16), [], Call.__call__
+
+    def spy(self, *operands):
+        callbacks.append(get_eval_frame_callback())
+        return call(self, *operands)
+
+    monkeypatch.setattr(Call, "__call__", spy)
+    attend = torch.compile(
+        lambda slopes: torch_attn.flash_attention(x, x, x, alibi_slopes=slopes), backend="eager"
+    )
+    slopes = torch.ones(2, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="alibi_slopes"):
+        attend(slopes)
+    with torch.no_grad():
+        attend(slopes)
+    assert callbacks == [None]
