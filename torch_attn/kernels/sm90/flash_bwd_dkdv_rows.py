@@ -80,7 +80,7 @@ def locate_piece(batch, head, index, pieces, problem):
 
 @gluon.jit
 def prepare_rows(staging, passes, piece, step, problem, SIZE: gl.constexpr):
-    """Store lse2, delta and rest2 of a piece; return how many boxes of out and dout it loads.
+    """Store lse2 and delta of a piece; return how many boxes of out and dout it loads.
 
     One stage of staging's sums holds a box of each. step: over all boxes.
     """
@@ -142,15 +142,9 @@ def _multiply_rows(staging, delta, step, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_lse2(statistics, piece, problem):
-    rows, exists, lse = _load_lse(statistics, piece, problem)
-    lse2 = gl.where(lse == float("-inf"), float("inf"), lse)
-    place = piece.index.to(gl.int64) * PIECE + rows
-    if statistics.rest is None:
-        lse2 *= LOG2E
-    else:
-        rest = gl.load(statistics.rest + _first_row(piece, problem) + rows, exists, other=0.0)
-        gl.store(statistics.rest2 + place, rest * LOG2E)
-    gl.store(statistics.lse2 + place, lse2)
+    rows, _exists, lse = _load_lse(statistics, piece, problem)
+    lse2 = gl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+    gl.store(statistics.lse2 + piece.index.to(gl.int64) * PIECE + rows, lse2)
 
 
 @gluon.jit
