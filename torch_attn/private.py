@@ -94,7 +94,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode without torch's wrapper, which imports Dynamo to do what `uncompiled` does."""
+    """A dispatch mode without torch's wrapper, which imports Dynamo to keep it out."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
