@@ -9,16 +9,24 @@ from pallas_attn.paged import paged_attention
 from pallas_attn.varlen import check_offsets, flash_attention_varlen
 from twin_attention import __version__ as __version__
 from twin_attention.contract.block_mask import BlockMask
+from twin_attention.contract.ranges import (
+    block_diffusion_ranges,
+    check_ranges,
+    prefix_ranges,
+    span_ranges,
+)
 from twin_attention.contract.tree import Tree, check_tree, tree_of
 
 __all__ = [
     "BlockMask",
     "Tree",
     "append_kv",
+    "block_diffusion_ranges",
     "block_sparse_attention",
     "check_block_mask",
     "check_offsets",
     "check_pages",
+    "check_ranges",
     "check_tree",
     "dilated_attention",
     "explain",
@@ -27,6 +35,8 @@ __all__ = [
     "merge_states",
     "paged_attention",
     "paged_decode",
+    "prefix_ranges",
+    "span_ranges",
     "tree_of",
 ]
 

@@ -28,10 +28,10 @@ from twin_attention.targets.kernels import Spec
 # Of each operand; one with fewer axes has the last ones.
 _OPERANDS = {
     FlashOperands: FlashOperands(
-        "b.h.", "b.g.", "b.g.", "h", "b.", "b.", "b.", "b.", "b.", "bh..", "h.", "bh", "."
+        "b.h.", "b.g.", "b.g.", "h", "b.", "b.", "b.", "b.", "b.", "b...", "bh..", "h.", "bh", "."
     ),
     VarlenOperands: VarlenOperands(
-        ".h.", ".g.", ".g.", ".", ".", "h", ".", ".", ".", "h.", ".h", "."
+        ".h.", ".g.", ".g.", ".", ".", "h", ".", ".", ".", "...", "h.", ".h", "."
     ),
     BlockSparseOperands: BlockSparseOperands(
         "b.h.", "b.g.", "b.g.", "bh.", "bh..", "bh.", "bh..", "h"

@@ -19,6 +19,7 @@ class VarlenKeywords(TypedDict, total=False):
     kv_ends: jax.Array | None
     q_depths: jax.Array | None
     kv_depths: jax.Array | None
+    q_ranges: jax.Array | None
     relative_bias: jax.Array | None
     alibi_slopes: jax.Array | None
     dropout_rate: float

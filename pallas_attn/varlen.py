@@ -68,6 +68,7 @@ def flash_attention_varlen(
     kv_ends: jax.Array | None = None,
     q_depths: jax.Array | None = None,
     kv_depths: jax.Array | None = None,
+    q_ranges: jax.Array | None = None,
     relative_bias: jax.Array | None = None,
     alibi_slopes: jax.Array | None = None,
     dropout_rate: float = 0,
@@ -99,6 +100,7 @@ def flash_attention_varlen(
         deterministic, precision, return_lse, return_row_max: as in `flash_attention`.
         kv_ends: [Tkv] int32, as in `flash_attention`, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32, as in `flash_attention`.
+        q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.
         relative_bias: [Hq, 2R + 1], as in `flash_attention`.
         alibi_slopes: [Hq] or [N, Hq], as in `flash_attention`.
         dropout_seed: as in `flash_attention`; sequence n drops what batch element n would.
@@ -126,8 +128,8 @@ def flash_attention_varlen(
     if more or others:
         refuse_names(flash_attention_varlen, more, others)
     operands = (
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, relative_bias,
-        alibi_slopes, dropout_seed,
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, sinks, kv_ends, q_depths, kv_depths, q_ranges,
+        relative_bias, alibi_slopes, dropout_seed,
     )  # fmt: skip
     deterministic = or_as_xla_says(deterministic)
     options = (

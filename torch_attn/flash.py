@@ -65,6 +65,7 @@ def flash_attention(
     kv_ends: Tensor | None = None,
     q_depths: Tensor | None = None,
     kv_depths: Tensor | None = None,
+    q_ranges: Tensor | None = None,
     bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -106,6 +107,9 @@ def flash_attention(
         q_depths: [B, Sq] int32, depths in the tree, 0 to 2^30 - 1, which window_size's left side
             counts instead of positions. Needs kv_depths.
         kv_depths: [B, Skv] int32.
+        q_ranges: [B, Sq, R, 2] int32, R 1 or 2: a query also sees the keys ``begin <= j < end`` of
+            its R ranges, whatever causal, window_size and kv_ends hide. `prefix_ranges`,
+            `span_ranges` and `block_diffusion_ranges` make them.
         bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype: added to the scaled
             scores before the softcap.
         relative_bias: [Hq, 2R + 1], float32 or q's dtype:
@@ -155,8 +159,8 @@ def flash_attention(
     if more or others:
         refuse_names(flash_attention, more, others)
     operands = (
-        q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, bias,
-        relative_bias, alibi_slopes, dropout_seed,
+        q, k, v, sinks, q_segment_ids, kv_segment_ids, kv_ends, q_depths, kv_depths, q_ranges,
+        bias, relative_bias, alibi_slopes, dropout_seed,
     )  # fmt: skip
     deterministic = or_as_torch_says(deterministic)
     options = (

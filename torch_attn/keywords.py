@@ -19,6 +19,7 @@ class VarlenKeywords(TypedDict, total=False):
     kv_ends: Tensor | None
     q_depths: Tensor | None
     kv_depths: Tensor | None
+    q_ranges: Tensor | None
     relative_bias: Tensor | None
     alibi_slopes: Tensor | None
     dropout_rate: float

@@ -53,6 +53,7 @@ _OPERATIONS = {
     "constant_pad_nd": _pad,
     "exp2": jnp.exp2,
     "flip": jnp.flip,
+    "ge": jnp.greater_equal,
     "lt": jnp.less,
     "masked_fill": lambda x, mask, value: jnp.where(mask, value, x),
     "mul": jnp.multiply,

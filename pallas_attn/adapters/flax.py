@@ -19,7 +19,9 @@ from pallas_attn.switches import promoting
 from twin_attention.contract.validate.errors import fail
 
 # Options that count positions, which a cache longer than its tokens does not tell.
-_BY_POSITION = ("window_size", "kv_ends", "q_depths", "kv_depths", "relative_bias", "alibi_slopes")
+_BY_POSITION = (
+    "window_size", "kv_ends", "q_depths", "kv_depths", "q_ranges", "relative_bias", "alibi_slopes",
+)  # fmt: skip
 
 
 def attention_fn(*, is_causal: bool = False, **options: Any) -> Callable[..., Array]:

@@ -75,13 +75,16 @@ def flash_bwd_bias_kernel(
     if sums.of_rows and sums.of_keys:
         start_q, start_kv = tile // tiles_kv * BLOCK_Q, tile % tiles_kv * BLOCK_KV
     # Find the tiles that a row or a column of tiles sees.
+    left, right = window_left, window_right
+    if mask.q_ranges is not None:
+        left, right = None, None
     if sums.of_rows:
         first, before, full, after = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window_left, window_right, BLOCK_Q, BLOCK_KV
+            start_q, seq_q, seq_kv, diagonal, left, right, BLOCK_Q, BLOCK_KV
         )
     else:
         first, before, full, after = visible_tiles(
-            start_kv, seq_kv, seq_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
+            start_kv, seq_kv, seq_q, -diagonal, right, left, BLOCK_KV, BLOCK_Q
         )
     count = before + full + after
     if sums.of_rows and sums.of_keys:

@@ -127,9 +127,9 @@ def flash_bwd_relative_kernel(
     offset = (bands.first + band) * BLOCK_KV
     acc = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     is_visible = band >= 0
-    if window_left is not None:
+    if window_left is not None and mask.q_ranges is None:
         is_visible &= offset + BLOCK_KV > -window_left
-    if window_right is not None:
+    if window_right is not None and mask.q_ranges is None:
         is_visible &= offset - BLOCK_Q < window_right
     for element in tl.range(0, elements):
         batch = tl.cast(element, tl.int64)

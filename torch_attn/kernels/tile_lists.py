@@ -247,7 +247,7 @@ def listed_mask(
         kept, intervals = lists_of_keys(operands), intervals_of_keys(operands)
     else:
         kept, intervals = lists_of_queries(operands), intervals_of_queries(operands)
-    return Mask(kept, offsets, segments, tree, depths, intervals)
+    return Mask(kept, offsets, segments, tree, depths, None, None, intervals)
 
 
 def allocate_lists(

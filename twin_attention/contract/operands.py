@@ -32,6 +32,8 @@ class FlashOperands(NamedTuple, Generic[X]):
             negative for padding.
         kv_ends: [B, Skv] int32, the first key position whose query no longer sees the key.
         q_depths, kv_depths: [B, Sq] and [B, Skv] int32, what a window counts in place of positions.
+        q_ranges: [B, Sq, R, 2] int32, begins and ends of keys that a query sees whatever the window
+            and the ends hide; R is 1 or 2.
         bias: [B, Hq, Sq, Skv], or 1 in place of any, float32 or q's dtype, added to each score.
         relative_bias: [Hq, 2R + 1] float32 or q's dtype, added to a score by the key's distance
             from the query, clipped to -R .. R.
@@ -49,6 +51,7 @@ class FlashOperands(NamedTuple, Generic[X]):
     kv_ends: X | None = None
     q_depths: X | None = None
     kv_depths: X | None = None
+    q_ranges: X | None = None
     bias: X | None = None
     relative_bias: X | None = None
     alibi_slopes: X | None = None
@@ -64,6 +67,7 @@ class VarlenOperands(NamedTuple, Generic[X]):
             the end of the last sequence; tokens from there on are padding.
         kv_ends: [Tkv] int32, counted from the sequence's first key.
         q_depths, kv_depths: [Tq] and [Tkv] int32.
+        q_ranges: [Tq, R, 2] int32, counted from the sequence's first key.
         alibi_slopes: [Hq] or [N, Hq] float32.
     """
 
@@ -76,6 +80,7 @@ class VarlenOperands(NamedTuple, Generic[X]):
     kv_ends: X | None = None
     q_depths: X | None = None
     kv_depths: X | None = None
+    q_ranges: X | None = None
     relative_bias: X | None = None
     alibi_slopes: X | None = None
     dropout_seed: X | None = None

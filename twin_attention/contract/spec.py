@@ -26,6 +26,7 @@ PRECISIONS = get_args(Precision)
 HEAD_DIM_MIN, HEAD_DIM_MAX, HEAD_DIM_STEP = 16, 512, 8
 TILE_SIZES = (64, 128)  # of a block mask, queries and keys
 WINDOW_UNLIMITED = 2**31 - 1  # no length is greater: positions have 32 bits
+RANGES_MAX = 2  # of a query
 DEPTH_MAX = 2**30 - 1  # of queries and keys; a window of depths is no wider
 # Bits of an element, including a pool's.
 BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8_e4m3fn": 8}
@@ -175,6 +176,7 @@ class AttentionSpec(Traits):
         tree: keys have ends, which are data on the device.
         depths: the window's left side counts depths, which are data on the device, in place of
             positions.
+        ranges: ranges of keys, data on the device, that each query has of its own.
         terms: names, from `TERMS`, of the operands that are added to the scores.
         wide_bias: there is a float32 bias with rows and keys.
         row_max: the forward returns each row's largest score as well.
@@ -201,6 +203,7 @@ class AttentionSpec(Traits):
     segmented: bool = False
     tree: bool = False
     depths: bool = False
+    ranges: int = 0
     terms: tuple[str, ...] = ()
     wide_bias: bool = False
     row_max: bool = False
@@ -298,6 +301,7 @@ def _fields_of(
         "precision": options.precision if dtype == "float32" else "ieee",
         "tree": operands.kv_ends is not None,
         "depths": _counts_depths(operands, options),
+        "ranges": 0 if operands.q_ranges is None else operands.q_ranges.shape[-2],
         "terms": _terms_of(operands),
         "row_max": options.row_max,
         "dropout_rate": options.dropout_rate,

@@ -135,16 +135,16 @@ def check_tree(ends: Any, depths: Any = None, cu_seqlens: Any = None) -> None:
         except ValueError as error:
             assert str(error) == "ends[1]: expected at most its ancestor's ends[0] = 2, got 3"
     """
-    ends = _integers("ends", ends)
+    ends = integers_of("ends", ends)
     if ends.ndim not in (1, 2):
         fail(ValueError, "ends", "1 or 2 dimensions [T] or [B, T]", f"shape {ends.shape}")
     if depths is not None:
-        depths = _integers("depths", depths)
+        depths = integers_of("depths", depths)
         if depths.shape != ends.shape:
             fail(ValueError, "depths", f"ends' shape {ends.shape}", depths.shape)
     bounds = np.array([0, ends.shape[-1]])
     if cu_seqlens is not None:
-        bounds = _integers("cu_seqlens", cu_seqlens)
+        bounds = integers_of("cu_seqlens", cu_seqlens)
         if ends.ndim != 1 or bounds.ndim != 1 or len(bounds) == 0:
             expected = "shape (N + 1,) beside ends [T]"
             fail(ValueError, "cu_seqlens", expected, f"{bounds.shape} beside ends {ends.shape}")
@@ -163,8 +163,8 @@ def _is_batch(x: Any) -> bool:
 
 def _tokens_of(parents: Any, lengths: Any, where: str) -> Tree:
     """`where` is the index of a tree in its batch, for messages."""
-    parents = _integers("parents", parents)
-    counts = np.ones_like(parents) if lengths is None else _integers("lengths", lengths)
+    parents = integers_of("parents", parents)
+    counts = np.ones_like(parents) if lengths is None else integers_of("lengths", lengths)
     if parents.ndim != 1:
         fail(ValueError, "parents", "a sequence of integers, or of trees", f"shape {parents.shape}")
     if counts.shape != parents.shape:
@@ -246,7 +246,7 @@ def _check_values(ends: np.ndarray, depths: np.ndarray | None, where: tuple[int,
         path.append(i)
 
 
-def _integers(name: str, x: Any) -> np.ndarray:
+def integers_of(name: str, x: Any) -> np.ndarray:
     found = x.numpy(force=True) if is_torch_array(x) else np.asarray(x)
     if found.size == 0 and not hasattr(x, "dtype"):
         return found.astype(np.int64)

@@ -41,8 +41,8 @@ def _has_segments(spec: Spec) -> bool:
 
 
 def _has_tree(spec: Spec) -> bool:
-    """Keys' ends need more registers."""
-    return isinstance(spec, AttentionSpec) and spec.tree
+    """Keys' ends and ranges need more registers."""
+    return isinstance(spec, AttentionSpec) and (spec.tree or spec.ranges > 0)
 
 
 def _has_terms(spec: Spec) -> bool:

@@ -54,7 +54,9 @@ def lacks_terms(operation: str, spec: AttentionSpec) -> str | None:
 
 
 def unlisted(spec: AttentionSpec) -> str | None:
-    """Return why the tiles that segment ids, ends and depths show cannot be listed, or None."""
+    """Return why the tiles that segment ids, ends and ranges show cannot be listed, or None."""
+    if spec.ranges:
+        return "its kernels take no q_ranges"
     if (spec.segmented or spec.tree) and spec.batch * spec.seq_q * spec.seq_kv > MOST_LISTED:
         return f"with segment ids or kv_ends it takes at most {MOST_LISTED} pairs of tokens"
     return None

@@ -15,6 +15,12 @@ from torch_attn.kernels.library.intervals import (
     intervals_of_keys,
     intervals_of_queries,
 )
+from torch_attn.kernels.library.query_ranges import (
+    QueryRanges,
+    blocks_of_queries,
+    ranges_of,
+    with_number,
+)
 from torch_attn.kernels.library.segments import (
     Segments,
     segments_of,
@@ -31,8 +37,8 @@ from twin_attention.contract.spec import AttentionSpec
 class Mask(NamedTuple):
     """Say which keys a query sees; None for a mask that is absent.
 
-    `lists` come first: in loops, Triton 3.6 loses a nested tuple's constants unless a constant of
-    the outer tuple, such as None, follows.
+    `q_blocks` are of kernels that visit queries. `lists` come first: in loops, Triton 3.6 loses a
+    nested tuple's constants unless a constant of the outer tuple, such as None, follows.
     """
 
     lists: Lists | None
@@ -40,6 +46,8 @@ class Mask(NamedTuple):
     segments: Segments | None
     tree: Tree | None
     depths: Depths | None
+    q_ranges: QueryRanges | None
+    q_blocks: Tensor | None
     intervals: RowIntervals | None
 
 
@@ -47,17 +55,21 @@ def mask_of_keys(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Ma
     """Return a mask for a kernel that visits keys."""
     segments, intervals = visiting_keys(segments_of(operands)), intervals_of_keys(operands)
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
-    return Mask(lists, offsets_of(operands), segments, *tree, intervals)
+    ranges = ranges_of(operands)
+    return Mask(lists, offsets_of(operands), segments, *tree, ranges, None, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Tensor], spec: AttentionSpec) -> Mask:
     """Return a mask for a kernel that visits queries."""
     segments, intervals = visiting_queries(segments_of(operands)), intervals_of_queries(operands)
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
-    return Mask(lists, offsets_of(operands), segments, *tree, intervals)
+    ranges = ranges_of(operands)
+    blocks = blocks_of_queries(ranges)
+    return Mask(lists, offsets_of(operands), segments, *tree, ranges, blocks, intervals)
 
 
 def mask_argument(call: KernelCall, of_keys: bool) -> dict[str, Any]:
     """Return the mask, the last operand, with its lists' numbers."""
     mask = call.layouts[-1]
-    return {"mask": mask._replace(lists=with_numbers(mask.lists, call.spec, of_keys))}
+    lists = with_numbers(mask.lists, call.spec, of_keys)
+    return {"mask": mask._replace(lists=lists, q_ranges=with_number(mask.q_ranges, call.spec))}

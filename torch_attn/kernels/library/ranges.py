@@ -13,8 +13,9 @@ LARGEST = tl.constexpr(2**31 - 1)
 
 
 def in_blocks(x: Tensor, padding: int) -> Tensor:
-    """Return [B, S] int32 as [B, blocks, BLOCK_TOKENS], padded."""
-    batch, size = x.shape
+    """Return [B, S, ...] int32 as [B, blocks, BLOCK_TOKENS, ...], padded."""
+    batch, size, *more = x.shape
     blocks = triton.cdiv(size, BLOCK_TOKENS.value)
-    x = torch.constant_pad_nd(x, [0, blocks * BLOCK_TOKENS.value - size], padding)
-    return x.view(batch, blocks, BLOCK_TOKENS.value)
+    widths = [*(0, 0) * len(more), 0, blocks * BLOCK_TOKENS.value - size]
+    x = torch.constant_pad_nd(x, widths, padding)
+    return x.view(batch, blocks, BLOCK_TOKENS.value, *more)

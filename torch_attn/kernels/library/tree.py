@@ -2,8 +2,7 @@
 
 Key j is seen by the queries before ``ends[j]`` that `causal` allows. The host computes the greatest
 and the least end of every BLOCK_TOKENS keys. A tile of keys is skipped if no end is after the first
-query, and needs no mask if all are after the last. The others form runs; the queries of a tile of
-keys are one run.
+query, and needs no mask if all are after the last. The queries of a tile of keys are contiguous.
 
 A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
 Ends and depths are unchecked data: a program visits only tiles that the window shows.
@@ -16,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks
-from torch_attn.kernels.library.tiles import count_tiles
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
 
@@ -80,52 +78,18 @@ def find_path(mask, rows):
 
 
 @triton.jit
-def count_runs(mask, rows, tiles, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return the number of runs of tiles with a mask, or without; 1 without a tree."""
-    count = 1
-    if mask.tree is not None:
-        begun = tl.zeros([SCAN_WIDTH], tl.int32)
-        for start in tl.range(0, tiles.before + tiles.full + tiles.after, SCAN_WIDTH, num_stages=1):
-            tile = start + tl.arange(0, SCAN_WIDTH)
-            is_first = _is_kind(mask, rows, tiles, tile, BLOCK, MASKED)
-            is_first &= ~_is_kind(mask, rows, tiles, tile - 1, BLOCK, MASKED)
-            begun += is_first.to(tl.int32)
-        count = tl.sum(begun, 0)
-    return count
-
-
-@triton.jit
-def next_run(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Return begin and end of the next run from `tile` on, 0 or the end of a run."""
-    if mask.tree is None:
-        begin, stop = 0, count_tiles(tiles.before, tiles.full, tiles.after, MASKED)
-    else:
-        count = tiles.before + tiles.full + tiles.after
-        first = tl.full([SCAN_WIDTH], 0, tl.int32) + count
-        end = first
-        for start in tl.range(tile, count, SCAN_WIDTH, num_stages=1):
-            i = start + tl.arange(0, SCAN_WIDTH)
-            # None is before `tile`, but Triton 3.6 drops a number that only loop bounds depend on.
-            is_kind = _is_kind(mask, rows, tiles, i, BLOCK, MASKED) & (i >= tile)
-            is_last = is_kind & ~_is_kind(mask, rows, tiles, i + 1, BLOCK, MASKED)
-            first = tl.minimum(first, tl.where(is_kind, i, count))
-            end = tl.minimum(end, tl.where(is_last, i + 1, count))
-        begin, stop = tl.min(first, 0), tl.min(end, 0)
-    return begin, stop
-
-
-@triton.jit
-def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    exists = (tile >= 0) & (tile < tiles.before + tiles.full + tiles.after)
+def tiles_in_branches(mask, rows, tiles, row, exists, whole, BLOCK: tl.constexpr):
+    """Return which tiles at `row` of the keys that queries see end behind some query, and which of
+    the `whole` ones behind all.
+    """
     # Ranges begin with the batch element, or the first packed sequence.
-    row = rows.first_other + tiles.begin + tile * BLOCK
+    row = rows.first_other + row
     last_row = rows.first_other + rows.size_other - 1
     block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, last_row)
     last_block = last_block // BLOCK_TOKENS
     first = rows.start + rows.diagonal
     last = tl.minimum(rows.start + rows.rows.shape[0], rows.end) - 1 + rows.diagonal
     visited = tl.zeros([SCAN_WIDTH], tl.int1)
-    whole = exists & (tile >= tiles.before) & (tile < tiles.before + tiles.full)
     num_ranges: tl.constexpr = 2 if mask.depths is None else 4
     for n in tl.static_range((BLOCK + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1):
         range_ptr = tiles.ranges + tl.minimum(block + n, last_block) * num_ranges
@@ -135,7 +99,7 @@ def _is_kind(mask, rows, tiles, tile, BLOCK: tl.constexpr, MASKED: tl.constexpr)
             seen &= tl.load(range_ptr + 2, mask=exists, other=0) >= tiles.least
             whole &= tl.load(range_ptr + 3, mask=exists, other=0) >= tiles.greatest
         visited |= exists & seen
-    return visited & ~whole if MASKED else whole
+    return visited, whole
 
 
 @triton.jit

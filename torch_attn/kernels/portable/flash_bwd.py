@@ -29,13 +29,13 @@ from torch_attn.kernels.library.pairs.visits import (
     tiles_of_keys,
     tiles_of_queries,
 )
+from torch_attn.kernels.library.runs import count_runs, next_run
 from torch_attn.kernels.library.schedule import order_argument
 from torch_attn.kernels.library.scores import add_product, round_operand
 from torch_attn.kernels.library.sequences import num_sequence_tiles, padded_row
 from torch_attn.kernels.library.softmax import load_lse, probabilities
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import (
-    count_tiles,
     head_base,
     load_stored,
     padded_head_dim,
@@ -43,7 +43,6 @@ from torch_attn.kernels.library.tiles import (
     store_tile,
     strides_of,
 )
-from torch_attn.kernels.library.tree import count_runs, next_run
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, flash_arguments, has_carry
 from twin_attention.targets.schedule import programs_of_sm
 
@@ -190,40 +189,55 @@ def flash_bwd_dkdv_kernel(
         first_head = rows.head * GROUP_SIZE + walk
         tiles = tiles_of_queries(mask, rows, first_head, window_left, window_right, BLOCK_Q)
         for masked in tl.static_range(2):
-            count = count_tiles(tiles.before, tiles.full, tiles.after, masked)
-            for step in tl.range(0, count * (GROUP_SIZE // WALKS)):
-                member, index = split_step(step, count, GROUP_SIZE // WALKS)
-                head = first_head + member
-                start_q = first_row(mask, rows, tiles, index, BLOCK_Q, masked)
-                q_base = head_base(q_ptr, strides.q, rows.batch, head)
-                do_base = head_base(dout_ptr, strides.dout, rows.batch, head)
-                row = rows.batch * heads_q + head
-                row = padded_row(row, seq_q, num_sequences, rows.first_other, rows.element)
-                # sᵀ = scale · k qᵀ
-                q, queries = load_queries(
-                    q_base, strides.q.row, mask, rows, head, start_q, rule, BLOCK_Q, HEAD_DIM,
-                    masked,
-                )  # fmt: skip
-                s, dcap = pair_scores(
-                    k, q, mask, terms, rule, rows, queries, window_left, window_right, masked, True
-                )
-                # pᵀ = exp(sᵀ - lse)
-                lse2, rest2 = load_lse(lse2_ptr, terms, row, queries.rows)
-                p = probabilities(s, lse2, rest2, terms, rule.exp2_scale, True)
-                # dpᵀ = v doutᵀ
-                do = load_values(do_base, strides.dout.row, mask, queries, rule, HEAD_DIM_V, masked)
-                dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
-                kept = kept_pairs(terms, rows, queries, True)
-                kept_p, dp = p * kept, dp * kept
-                # dv += pᵀ dout
-                kept_p = round_operand(kept_p.to(do.dtype), rule.precision)
-                dv = add_product(dv, kept_p, do, rule.precision)
-                # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
-                delta = tl.load(delta_ptr + row + queries.rows)
-                ds = p * (dp - delta[None, :]) * dcap
-                # dk += dsᵀ q
-                ds = round_operand(ds.to(q.dtype), rule.precision)
-                dk = add_product(dk, ds, q, rule.precision)
+            end = 0
+            for _run in tl.range(0, count_runs(mask, rows, tiles, BLOCK_Q, masked, True)):
+                first, end = next_run(mask, rows, tiles, end, BLOCK_Q, masked, True)
+                count = end - first
+                for step in tl.range(0, count * (GROUP_SIZE // WALKS)):
+                    member, index = split_step(step, count, GROUP_SIZE // WALKS)
+                    head = first_head + member
+                    start_q = first_row(mask, rows, tiles, first + index, BLOCK_Q, masked)
+                    q_base = head_base(q_ptr, strides.q, rows.batch, head)
+                    do_base = head_base(dout_ptr, strides.dout, rows.batch, head)
+                    row = rows.batch * heads_q + head
+                    row = padded_row(row, seq_q, num_sequences, rows.first_other, rows.element)
+                    # sᵀ = scale · k qᵀ
+                    q, queries = load_queries(
+                        q_base, strides.q.row, mask, rows, head, start_q, rule, BLOCK_Q, HEAD_DIM,
+                        masked,
+                    )  # fmt: skip
+                    s, dcap = pair_scores(
+                        k,
+                        q,
+                        mask,
+                        terms,
+                        rule,
+                        rows,
+                        queries,
+                        window_left,
+                        window_right,
+                        masked,
+                        True,
+                    )
+                    # pᵀ = exp(sᵀ - lse)
+                    lse2, rest2 = load_lse(lse2_ptr, terms, row, queries.rows)
+                    p = probabilities(s, lse2, rest2, terms, rule.exp2_scale, True)
+                    # dpᵀ = v doutᵀ
+                    do = load_values(
+                        do_base, strides.dout.row, mask, queries, rule, HEAD_DIM_V, masked
+                    )
+                    dp = tl.dot(v, tl.trans(do), input_precision=rule.precision)
+                    kept = kept_pairs(terms, rows, queries, True)
+                    kept_p, dp = p * kept, dp * kept
+                    # dv += pᵀ dout
+                    kept_p = round_operand(kept_p.to(do.dtype), rule.precision)
+                    dv = add_product(dv, kept_p, do, rule.precision)
+                    # dsᵀ = pᵀ ∘ (dpᵀ - delta) ∘ dcapᵀ
+                    delta = tl.load(delta_ptr + row + queries.rows)
+                    ds = p * (dp - delta[None, :]) * dcap
+                    # dk += dsᵀ q
+                    ds = round_operand(ds.to(q.dtype), rule.precision)
+                    dk = add_product(dk, ds, q, rule.precision)
 
     # Scale and store.
     dk_row = heads_kv * HEAD_DIM

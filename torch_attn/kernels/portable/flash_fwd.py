@@ -18,6 +18,7 @@ from torch_attn.kernels.library.pairs.visits import (
     load_values,
     tiles_of_keys,
 )
+from torch_attn.kernels.library.runs import count_runs, next_run
 from torch_attn.kernels.library.schedule import order_argument
 from torch_attn.kernels.library.scores import round_operand
 from torch_attn.kernels.library.sequences import num_sequence_tiles
@@ -37,7 +38,6 @@ from torch_attn.kernels.library.tiles import (
     store_tile,
     strides_of,
 )
-from torch_attn.kernels.library.tree import count_runs, next_run
 from torch_attn.launch import (
     UNSPECIALIZED,
     KernelCall,
@@ -242,7 +242,7 @@ def _register_limit(spec: AttentionSpec, target: str | None) -> int | None:
     """
     size = max(spec.head_dim, spec.head_dim_v)
     is_near = target == "sm90" and spec.dtype_bits == 16 and spec.softcap is None
-    hides = spec.segmented or spec.tree or isinstance(spec, BlockSparseSpec)
+    hides = spec.segmented or spec.tree or spec.ranges or isinstance(spec, BlockSparseSpec)
     is_near = is_near and not hides and not spec.terms and spec.dropout is None
     return 128 if is_near and 32 < size <= 64 else None
 

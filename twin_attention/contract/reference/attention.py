@@ -9,6 +9,7 @@ from array_api_compat import array_namespace, device
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.reference.formulas import backward, forward, weights_at
 from twin_attention.contract.reference.visibility import (
+    apply_ranges,
     apply_segments,
     apply_tree,
     clear_padding,
@@ -31,7 +32,7 @@ def attention_forward(
     xp = array_namespace(operands.q)
     position = positions(xp, operands, spec)
     seen = visibility(xp, spec, device(operands.q))
-    seen = apply_tree(xp, operands, spec, seen)
+    seen = apply_ranges(xp, operands, apply_tree(xp, operands, spec, seen))
     operands, seen, _ = apply_segments(xp, operands, seen)
     added = added_scores(xp, operands, position, None, dtype)
     kept = _kept(xp, operands, spec, dtype, first)
@@ -59,7 +60,7 @@ def attention_backward(
     """
     xp = array_namespace(operands.q)
     seen = visibility(xp, spec, device(operands.q))
-    seen = apply_tree(xp, operands, spec, seen)
+    seen = apply_ranges(xp, operands, apply_tree(xp, operands, spec, seen))
     operands, seen, is_query = apply_segments(xp, operands, seen)
     if is_query is not None:
         dout = clear_padding(xp, dout, is_query)

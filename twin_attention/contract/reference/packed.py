@@ -11,6 +11,7 @@ from twin_attention.contract.reference.formulas import backward, forward, weight
 from twin_attention.contract.reference.visibility import (
     clear_padding,
     in_branch,
+    in_ranges,
     in_window,
     sequence_of_tokens,
 )
@@ -88,17 +89,20 @@ def _as_one_sequence(
         sequence_of_tokens(xp, offsets, x.shape[0]) for offsets, x in ((cu_q, q), (cu_kv, k))
     )
     is_query, is_key = (x < spec.num_sequences for x in (sequence_q, sequence_kv))
-    seen = is_query[:, None] & (sequence_q[:, None] == sequence_kv[None, :])
+    is_own = is_query[:, None] & (sequence_q[:, None] == sequence_kv[None, :])
     # The last query of a sequence stands at its last key.
     following = xp.where(is_query, sequence_q + 1, sequence_q)
     diagonal = xp.take(cu_kv - cu_q, following, axis=0)
     position = xp.arange(spec.seq_q, device=device(q)) + diagonal
-    seen = seen & in_window(xp, position, spec)
+    seen = in_window(xp, position, spec)
     sequence = xp.where(is_query, sequence_q, 0 * sequence_q)
+    first = xp.take(cu_kv, sequence, axis=0)  # from which ends and ranges are counted
     if operands.kv_ends is not None:
-        # Ends are counted from the sequence's first key.
-        first = xp.take(cu_kv, sequence, axis=0)
         seen = seen & in_branch(xp, operands, spec, (position - first)[:, None])
+    if operands.q_ranges is not None:
+        key = xp.arange(spec.seq_kv, device=device(q)) - first[:, None]
+        seen = seen | in_ranges(xp, operands.q_ranges, key)
+    seen = is_own & seen
     cleared = (
         clear_padding(xp, x, x_kept) for x, x_kept in ((q, is_query), (k, is_key), (v, is_key))
     )

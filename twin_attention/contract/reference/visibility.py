@@ -70,6 +70,20 @@ def in_branch(
     return seen
 
 
+def apply_ranges(xp: Any, operands: FlashOperands, seen: Array | None) -> Array | None:
+    """Show keys in ranges: return the mask [B, Sq, Skv] of these and of those in `seen`."""
+    if operands.q_ranges is None or seen is None:
+        return seen
+    key = xp.arange(operands.k.shape[1], device=device(operands.q))
+    return seen | in_ranges(xp, operands.q_ranges, key)
+
+
+def in_ranges(xp: Any, ranges: Array, key: Array) -> Array:
+    """Return which keys [Skv] or [..., Sq, Skv] are in ranges [..., Sq, R, 2], [..., Sq, Skv]."""
+    seen = (key[..., None, :] >= ranges[..., :1]) & (key[..., None, :] < ranges[..., 1:])
+    return xp.any(seen, axis=-2)
+
+
 def apply_segments(
     xp: Any, operands: FlashOperands, seen: Array | None
 ) -> tuple[FlashOperands, Array | None, Array | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from twin_attention.contract.operands import FlashOperands, VarlenOperands
-from twin_attention.contract.spec import AttentionSpec, FlashOptions, VarlenSpec
+from twin_attention.contract.spec import RANGES_MAX, AttentionSpec, FlashOptions, VarlenSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.offsets import check_offset_operands
 from twin_attention.contract.validate.operands import (
@@ -21,6 +21,7 @@ def check_flash_attention(operands: FlashOperands[Operand], options: FlashOption
     check_sinks(operands)
     _check_segment_ids(operands)
     _check_tree(operands, options)
+    check_ranges_of(operands)
     _check_terms(operands, operands.q.shape[0])
     _check_bias(operands)
     _check_dropout(operands, options)
@@ -36,6 +37,7 @@ def check_flash_attention_varlen(
         check_device(x, operands.q)
     check_sinks(operands)
     _check_tree(operands, options)
+    check_ranges_of(operands)
     _check_terms(operands, operands.cu_seqlens_q.shape[0] - 1)
     _check_dropout(operands, options)
     return VarlenSpec.of(operands, operands.q.dtype, options)
@@ -46,6 +48,19 @@ def check_broadcast(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -
     sizes = zip(shape, whole, strict=False)
     if len(shape) != 4 or any(n not in (1, size) for n, size in sizes):
         fail(ValueError, name, f"shape {whole}, or 1 in place of any of these", shape)
+
+
+def check_ranges_of(operands: FlashOperands[Operand] | VarlenOperands[Operand]) -> None:
+    q, x = operands.q, operands.q_ranges
+    if x is None:
+        return
+    check_dtype(x, "int32")
+    rows = q.shape[:-2]
+    if x.shape not in [(*rows, number, 2) for number in range(1, RANGES_MAX + 1)]:
+        expected = f"shape {(*rows, 1, 2)} or {(*rows, RANGES_MAX, 2)}, ranges of each query"
+        fail(ValueError, x.name, expected, x.shape)
+    check_device(x, q)
+    check_rows(x)
 
 
 def check_saved(dout: Operand, q: Operand, out: Operand, lse: Operand) -> None:

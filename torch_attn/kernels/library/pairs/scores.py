@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from torch_attn.kernels.library.intervals import in_interval
+from torch_attn.kernels.library.query_ranges import in_ranges
 from torch_attn.kernels.library.scores import (
     attention_mask,
     attention_scores,
@@ -48,6 +49,7 @@ def pair_scores(
         # What is added to a hidden pair may be NaN.
         dcap = tl.maximum(softcap_derivative(s, rule.softcap), 0.0)
     if MASKED or mask.segments is not None:
+        shown = s
         # Rows of keys past the end are not stored.
         own, other = (rows.rows + rows.diagonal)[:, None], others.rows[None, :]
         if OF_KEYS:
@@ -56,6 +58,11 @@ def pair_scores(
             s = attention_mask(s, own, other, None, left, right)
         else:
             s = attention_mask(s, own, other, rows.size_other, left, right)
+        if mask.q_ranges is not None:
+            in_range = in_ranges(mask, rows, others, OF_KEYS, ANY_START)
+            s = tl.where(in_range, shown, s)
+            if seen is not None:
+                seen |= in_range
     if mask.segments is not None:
         s = tl.where(rows.ids[:, None] == others.ids[None, :], s, float("-inf"))
     if seen is not None:

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from torch_attn.kernels.library.block_mask import kept_row, kept_tiles
 from torch_attn.kernels.library.intervals import tiles_of_intervals
+from torch_attn.kernels.library.query_ranges import bounds_of_queries
 from torch_attn.kernels.library.scores import round_operand
 from torch_attn.kernels.library.segments import VISITED, load_segments, meeting_tiles
 from torch_attn.kernels.library.tiles import load_tile, tile_start, visible_tiles
@@ -17,6 +18,8 @@ class Tiles(NamedTuple):
     """The tiles of the other axis that some rows see, as `visible_tiles` returns them.
 
     `list_ptr` is a block mask's list; ranges, least and greatest are of `tree.find_path`; or 0.
+    With `q_ranges` they are all tiles. window_begin to whole_end are rows of the tiles of the
+    window, and of its full ones; range_begin to all_end are of `bounds_of_queries`.
     """
 
     begin: Any
@@ -27,6 +30,14 @@ class Tiles(NamedTuple):
     ranges: Any
     least: Any
     greatest: Any
+    window_begin: Any
+    window_end: Any
+    whole_begin: Any
+    whole_end: Any
+    range_begin: Any
+    range_end: Any
+    all_begin: Any
+    all_end: Any
 
 
 class Visited(NamedTuple):
@@ -48,30 +59,43 @@ class Visited(NamedTuple):
 @triton.jit
 def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
     """Return the keys that queries see, which `count_runs` divides."""
-    begin, before, full, after = _seen_tiles(mask, queries, left, right, BLOCK_KV)
+    begin, before, full, after, window_begin, window_end, whole_begin, whole_end = _seen_tiles(
+        mask, queries, left, right, BLOCK_KV, False
+    )
     list_ptr, begin, before, full, after = kept_tiles(
         mask.lists, queries, queries.head, begin, before, full, after, BLOCK_KV
     )
     ranges, least, greatest = 0, 0, 0
     if mask.tree is not None:
         ranges, least, greatest = find_path(mask, queries)
-    return Tiles(begin, before, full, after, list_ptr, ranges, least, greatest)
+    range_begin, range_end, all_begin, all_end = 0, 0, 0, 0
+    if mask.q_ranges is not None:
+        range_begin, range_end, all_begin, all_end = bounds_of_queries(mask, queries)
+    return Tiles(
+        begin, before, full, after, list_ptr, ranges, least, greatest, window_begin, window_end,
+        whole_begin, whole_end, range_begin, range_end, all_begin, all_end,
+    )  # fmt: skip
 
 
 @triton.jit
 def tiles_of_queries(mask, keys, head_q, left, right, BLOCK_Q: tl.constexpr):
-    """Return a head's queries that see keys."""
-    begin, before, full, after = _seen_tiles(mask, keys, right, left, BLOCK_Q)
-    if mask.tree is not None:
+    """Return a head's queries that see keys, which `count_runs` divides."""
+    begin, before, full, after, window_begin, window_end, whole_begin, whole_end = _seen_tiles(
+        mask, keys, right, left, BLOCK_Q, True
+    )
+    if mask.tree is not None and mask.q_ranges is None:
         begin, before, full, after = ending_tiles(mask, keys, begin, before, full, after, BLOCK_Q)
     list_ptr, begin, before, full, after = kept_tiles(
         mask.lists, keys, head_q, begin, before, full, after, BLOCK_Q
     )
-    return Tiles(begin, before, full, after, list_ptr, 0, 0, 0)
+    return Tiles(
+        begin, before, full, after, list_ptr, 0, 0, 0, window_begin, window_end, whole_begin,
+        whole_end, 0, 0, 0, 0,
+    )  # fmt: skip
 
 
 @triton.jit
-def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr):
+def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr, OF_KEYS: tl.constexpr):
     if mask.intervals is not None:
         begin, before, full, after = tiles_of_intervals(rows, BLOCK_OTHER)
     else:
@@ -79,15 +103,25 @@ def _seen_tiles(mask, rows, left, right, BLOCK_OTHER: tl.constexpr):
             rows.start, rows.end, rows.size_other, rows.diagonal, left, right, rows.rows.shape[0],
             BLOCK_OTHER,
         )  # fmt: skip
+    window_begin, window_end, whole_begin, whole_end = 0, 0, 0, 0
+    if mask.q_ranges is not None:
+        if OF_KEYS and mask.tree is not None:
+            begin, before, full, after = ending_tiles(
+                mask, rows, begin, before, full, after, BLOCK_OTHER
+            )
+        window_begin, whole_begin = begin, begin + before * BLOCK_OTHER
+        whole_end = whole_begin + full * BLOCK_OTHER
+        window_end = whole_end + after * BLOCK_OTHER
+        begin, before, full, after = 0, 0, tl.cdiv(rows.size_other, BLOCK_OTHER), 0
     if mask.segments is not None:
         begin, before, full, after = meeting_tiles(rows, begin, before, full, after, BLOCK_OTHER)
-    return begin, before, full, after
+    return begin, before, full, after, window_begin, window_end, whole_begin, whole_end
 
 
 @triton.jit
 def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr):
     """Return the first key of tile `index` of `next_run`."""
-    if mask.tree is None:
+    if mask.tree is None and mask.q_ranges is None:
         row = first_row(mask, queries, tiles, index, BLOCK_KV, MASKED)
     else:
         row = tiles.begin + index * BLOCK_KV
@@ -97,7 +131,9 @@ def first_key(mask, queries, tiles, index, BLOCK_KV: tl.constexpr, MASKED: tl.co
 @triton.jit
 def first_row(mask, rows, tiles, index, BLOCK_OTHER: tl.constexpr, MASKED: tl.constexpr):
     """Return the first row of tile `index`, of those with a mask, or without."""
-    row = tile_start(index, tiles.begin, tiles.before, tiles.full, BLOCK_OTHER, MASKED)
+    row = tiles.begin + index * BLOCK_OTHER
+    if mask.q_ranges is None:
+        row = tile_start(index, tiles.begin, tiles.before, tiles.full, BLOCK_OTHER, MASKED)
     if mask.lists is not None:
         row = kept_row(tiles.list_ptr, row, rows.size_other, mask.lists.tile_other, MASKED)
     return row
