@@ -12,6 +12,7 @@ from pallas_attn.kernels.library.intervals import (
     intervals_of_keys,
     intervals_of_queries,
 )
+from pallas_attn.kernels.library.query_ranges import QueryRanges, ranges_of, with_blocks
 from pallas_attn.kernels.library.segments import Segments, segment_ranges
 from pallas_attn.kernels.library.sequences import Offsets, offsets_of
 from pallas_attn.kernels.library.tree import Depths, Tree, tree_of
@@ -23,8 +24,9 @@ from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 class Mask(NamedTuple):
     """Operands that say which keys a query sees, or None.
 
-    A program reads all offsets and intervals; segment ids, ranges, ends and depths of its batch
-    element; and lists of its head, or of each head of its group if these have their own.
+    A program reads all offsets and intervals; segment ids, ranges, ends, depths and queries' ranges
+    of its batch element; and lists of its head, or of each head of its group if these have their
+    own.
     """
 
     offsets: Offsets
@@ -32,21 +34,22 @@ class Mask(NamedTuple):
     lists: Lists
     tree: Tree
     depths: Depths
+    q_ranges: QueryRanges
     intervals: RowIntervals
 
 
 def mask_of_keys(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel that visits keys."""
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
-    intervals = intervals_of_keys(operands)
-    return Mask(offsets_of(operands), _segments(operands, 1), lists, *tree, intervals)
+    intervals, ranges = intervals_of_keys(operands), ranges_of(operands)
+    return Mask(offsets_of(operands), _segments(operands, 1), lists, *tree, ranges, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
     """Return the mask of a kernel that visits queries."""
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
-    intervals = intervals_of_queries(operands)
-    return Mask(offsets_of(operands), _segments(operands, 0), lists, *tree, intervals)
+    intervals, ranges = intervals_of_queries(operands), with_blocks(ranges_of(operands))
+    return Mask(offsets_of(operands), _segments(operands, 0), lists, *tree, ranges, intervals)
 
 
 def _segments(operands: AttentionOperands[Any], visited: int) -> Segments:

@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental.pallas import triton as plt
 
-from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, SCAN_WIDTH, in_blocks, scan
+from pallas_attn.kernels.library.ranges import BLOCK_TOKENS, LARGEST, in_blocks
 from pallas_attn.kernels.library.tiles import Visible, cdiv, minimum
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import DEPTH_MAX, AttentionSpec
@@ -29,13 +29,12 @@ class Depths(NamedTuple):
     reach: Any = None
 
 
-class Runs(NamedTuple):
+class Branches(NamedTuple):
     """Numbers that tell which tiles of keys some queries see.
 
     Attributes:
         ranges: ranges of the batch element's keys.
-        row, last_row: first row of the first tile, and last row of the sequence, as `ranges` count.
-        visible: tiles that the window shows; the full ones need no mask for it.
+        row, last_row: the sequence's first and last row, as `ranges` count.
         first, last: positions of the first and of the last query.
         least, greatest: least and greatest depth of the queries, None without depths.
     """
@@ -43,17 +42,10 @@ class Runs(NamedTuple):
     ranges: Any
     row: Any
     last_row: Any
-    visible: Visible
     first: Any
     last: Any
     least: Any
     greatest: Any
-    block: int
-
-    @property
-    def count(self):
-        """Return how many tiles the window shows."""
-        return self.visible.before + self.visible.full + self.visible.after
 
 
 def in_branch(mask, rows, others, of_keys):
@@ -72,8 +64,8 @@ def in_branch(mask, rows, others, of_keys):
     return seen
 
 
-def find_runs(mask, rows, visible, block):
-    """Return the `Runs` of a program's queries in `visible` tiles; None without a tree."""
+def find_branches(mask, rows):
+    """Return the `Branches` of a program's queries; None without a tree."""
     if mask.tree.ends is None:
         return None
     least = greatest = None
@@ -82,78 +74,33 @@ def find_runs(mask, rows, visible, block):
         least = jnp.min(plt.load(depth, mask=is_query, other=LARGEST))
         greatest = jnp.max(plt.load(depth, mask=is_query, other=-LARGEST))
     last = minimum(rows.start + rows.rows.shape[0], rows.end) - 1
-    return Runs(
-        mask.tree.ranges, rows.first_other + visible.begin, rows.first_other + rows.size_other - 1,
-        visible, rows.start + rows.diagonal, last + rows.diagonal, least, greatest, block,
+    return Branches(
+        mask.tree.ranges, rows.first_other, rows.first_other + rows.size_other - 1,
+        rows.start + rows.diagonal, last + rows.diagonal, least, greatest,
     )  # fmt: skip
 
 
-def count_runs(runs, masked):
-
-    def visit(tile, begun):
-        is_first = _is_kind(runs, tile, masked) & ~_is_kind(runs, tile - 1, masked)
-        return begun + is_first.astype(jnp.int32)
-
-    begun = scan(0, runs.count, visit, jnp.zeros((SCAN_WIDTH,), jnp.int32))
-    return jnp.sum(begun, dtype=jnp.int32)
-
-
-def next_run(runs, tile, masked):
-    """Return the first tile, and the end, of the next run of one kind from `tile` on."""
-    count = runs.count
-
-    def visit(i, carry):
-        first, end = carry
-        # None is before `tile`, but Triton 3.6 drops a number that only loop bounds depend on.
-        is_kind = _is_kind(runs, i, masked) & (i >= tile)
-        is_last = is_kind & ~_is_kind(runs, i + 1, masked)
-        first = jnp.minimum(first, jnp.where(is_kind, i, count))
-        return first, jnp.minimum(end, jnp.where(is_last, i + 1, count))
-
-    nothing = jnp.full((SCAN_WIDTH,), 0, jnp.int32) + count
-    first, end = scan(tile, count, visit, (nothing, nothing))
-    return jnp.min(first), jnp.min(end)
-
-
-def walk_runs(runs, masked, visit, carry):
-    """Return the last ``carry = visit(tile, carry)``, called for all tiles of one kind."""
-
-    def walk(_run, state):
-        end, carry = state
-        first, end = next_run(runs, end, masked)
-        # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
-        steps = end - first
-        carry = lax.fori_loop(
-            jnp.int32(0), steps, lambda step, carry: visit(first + step, carry), carry
-        )
-        return end, carry
-
-    _end, carry = lax.fori_loop(jnp.int32(0), count_runs(runs, masked), walk, (jnp.int32(0), carry))
-    return carry
-
-
-def _is_kind(runs, tile, masked):
-    """Return which tiles are visited with a mask, or which without one."""
-    before, full, block = runs.visible.before, runs.visible.full, runs.block
-    exists = (tile >= 0) & (tile < runs.count)
-    row = runs.row + tile * block
+def tiles_in_branches(branches, row, exists, whole, block):
+    """Return which tiles at `row` of the keys end behind some query, and which of the `whole` ones
+    behind all.
+    """
+    row = branches.row + row
     first_block = row // BLOCK_TOKENS
-    last_block = jnp.minimum(row + block - 1, runs.last_row) // BLOCK_TOKENS
-    visited = tile != tile
-    whole = exists & (tile >= before) & (tile < before + full)
+    last_block = jnp.minimum(row + block - 1, branches.last_row) // BLOCK_TOKENS
+    visited = row != row
     for n in range((block + BLOCK_TOKENS - 2) // BLOCK_TOKENS + 1):
         i = jnp.minimum(first_block + n, last_block)
         greatest_end, least_end, *of_reach = (
-            plt.load(runs.ranges.at[i, x], mask=exists, other=0)
-            for x in range(runs.ranges.shape[1])
+            plt.load(branches.ranges.at[i, x], mask=exists, other=0)
+            for x in range(branches.ranges.shape[1])
         )
-        seen = greatest_end > runs.first
-        whole = whole & (least_end > runs.last)
+        seen = greatest_end > branches.first
+        whole = whole & (least_end > branches.last)
         if of_reach:
-            seen = seen & (of_reach[0] >= runs.least)
-            whole = whole & (of_reach[1] >= runs.greatest)
+            seen = seen & (of_reach[0] >= branches.least)
+            whole = whole & (of_reach[1] >= branches.greatest)
         visited = visited | (exists & seen)
-    return visited & ~whole if masked else whole
+    return visited, whole
 
 
 def ending_tiles(mask, keys, visible, block):

@@ -70,13 +70,16 @@ def flash_bwd_bias_kernel(
         tiles_kv = cdiv(seq_kv, block_kv)
         start_q, start_kv = tile // tiles_kv * block_q, tile % tiles_kv * block_kv
     # Find the tiles that a row or a column of tiles sees.
+    left, right = window.left, window.right
+    if mask.q_ranges.bounds is not None:
+        left, right = None, None
     if kind == "keys":
         first, *counts = visible_tiles(
-            start_kv, seq_kv, seq_q, -diagonal, window.right, window.left, block_kv, block_q
+            start_kv, seq_kv, seq_q, -diagonal, right, left, block_kv, block_q
         )
     else:
         first, *counts = visible_tiles(
-            start_q, seq_q, seq_kv, diagonal, window.left, window.right, block_q, block_kv
+            start_q, seq_q, seq_kv, diagonal, left, right, block_q, block_kv
         )
     count = jnp.int32(sum(counts))
     if kind == "pairs":

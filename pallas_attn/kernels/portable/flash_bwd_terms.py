@@ -16,6 +16,7 @@ from pallas_attn.kernels.library.mask import Mask
 from pallas_attn.kernels.library.pairs.rows import load_own, load_prepared, rows_at
 from pallas_attn.kernels.library.pairs.scores import pair_scores
 from pallas_attn.kernels.library.pairs.visits import keys_from_anywhere, load_from_anywhere
+from pallas_attn.kernels.library.query_ranges import QueryRanges
 from pallas_attn.kernels.library.scores import dot
 from pallas_attn.kernels.library.sequences import (
     TileRows,
@@ -116,9 +117,10 @@ def flash_bwd_relative_kernel(
     # How far after its queries' positions a band's keys start.
     offset = (bands.first + band) * block_kv
     is_visible = band >= 0
-    if window.left is not None:
+    shows_more = mask.q_ranges.bounds is not None
+    if window.left is not None and not shows_more:
         is_visible = is_visible & (offset + block_kv > -window.left)
-    if window.right is not None:
+    if window.right is not None and not shows_more:
         is_visible = is_visible & (offset - block_q < window.right)
     refs = q_ref, k_ref, v_ref, dout_ref, lse2_ref, delta_ref
 
@@ -227,12 +229,14 @@ def relative_gradient(
 
 
 def flat_mask(mask: Mask) -> Mask:
-    """Return a mask whose segment ids and trees have all elements one after the other."""
+    """Return a mask whose segment ids, trees and ranges have all elements one after the other."""
     segments, tree, depths = (
         type(x)(*(None if ids is None else ids.reshape(-1) for ids in x[:2]))
         for x in (mask.segments, mask.tree, mask.depths)
     )
-    return Mask(mask.offsets, segments, Lists(), tree, depths, RowIntervals())
+    bounds = mask.q_ranges.bounds
+    ranges = QueryRanges(None if bounds is None else bounds.reshape(-1, *bounds.shape[2:]))
+    return Mask(mask.offsets, segments, Lists(), tree, depths, ranges, RowIntervals())
 
 
 def compiler_numbers(spec: AttentionSpec) -> dict[str, int]:

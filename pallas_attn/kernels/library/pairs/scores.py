@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_attn.kernels.library.intervals import in_interval
+from pallas_attn.kernels.library.query_ranges import in_ranges
 from pallas_attn.kernels.library.scores import (
     attention_mask,
     attention_scores,
@@ -33,7 +34,11 @@ def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=F
     position, key = (other, own) if of_keys else (own, other)
     # Rows of keys past the end are not stored; `ids` and `exists` hide visited ones.
     end = None if of_keys or others.exists is not None else rows.size_other
+    shown, in_range = s, None
     s = attention_mask(s, position, key, end, window.left, window.right)
+    if mask.q_ranges.bounds is not None:
+        in_range = in_ranges(mask, rows, others, of_keys)
+        s = jnp.where(in_range, shown, s)
     if rows.ids is not None:
         s = jnp.where(rows.ids[:, None] == others.ids[None, :], s, float("-inf"))
     elif others.exists is not None:
@@ -41,5 +46,6 @@ def pair_scores(a, b, mask, terms, rule, rows, others, window, masked, of_keys=F
     if masked and rows.begins is not None:
         s = jnp.where(in_interval(rows, others), s, float("-inf"))
     if masked and mask.tree.ends is not None:
-        s = jnp.where(in_branch(mask, rows, others, of_keys), s, float("-inf"))
+        seen = in_branch(mask, rows, others, of_keys)
+        s = jnp.where(seen if in_range is None else seen | in_range, s, float("-inf"))
     return s, dcap

@@ -8,11 +8,14 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.block_mask import List, Lists, find_list, kept_row, kept_tiles
 from pallas_attn.kernels.library.intervals import tiles_of_intervals
+from pallas_attn.kernels.library.query_ranges import bounds_of_queries, own_keys_of
+from pallas_attn.kernels.library.runs import Runs, walk_runs
 from pallas_attn.kernels.library.scores import round_operand
 from pallas_attn.kernels.library.segments import VISITED, load_segments, meeting_tiles
 from pallas_attn.kernels.library.tiles import (
     Visible,
     arange,
+    cdiv,
     count_tiles,
     load_tile,
     rows_from,
@@ -20,7 +23,7 @@ from pallas_attn.kernels.library.tiles import (
     tile_start,
     visible_tiles,
 )
-from pallas_attn.kernels.library.tree import Runs, ending_tiles, find_runs, walk_runs
+from pallas_attn.kernels.library.tree import ending_tiles, find_branches
 from twin_attention.targets.config import padded_head_dim
 
 
@@ -42,7 +45,7 @@ class Visited(NamedTuple):
 class Visits(NamedTuple):
     """The tiles of the other axis that a program visits; only tiles at the edges are masked.
 
-    kept: the list that the tiles are taken from. runs: of a tree; they replace `visible`.
+    kept: the list that the tiles are taken from. runs: where the tiles are not contiguous.
     """
 
     visible: Visible
@@ -55,6 +58,13 @@ class Visits(NamedTuple):
         kept = find_list(lists, member, tile, rows)
         return self._replace(visible=kept_tiles(kept, self.visible, self.block), kept=kept)
 
+    def divide(self, window, branches, ranges):
+        """Return visits in runs, if branches or ranges make them necessary."""
+        if branches is None and ranges is None:
+            return self
+        window = None if ranges is None else window
+        return self._replace(runs=Runs(self.visible, window, branches, ranges, self.block))
+
     def start(self, index, masked):
         if self.runs is not None:
             return self.visible.begin + index * self.block
@@ -63,27 +73,24 @@ class Visits(NamedTuple):
 
     def walk(self, visit, carry):
         """Return the last ``carry = visit(start, carry, masked)``, called for each tile."""
-        for masked in (False, True):
-
-            def step(index, carry, masked=masked):
-                return visit(self.start(index, masked), carry, masked)
-
-            if self.runs is not None:
-                carry = walk_runs(self.runs, masked, step, carry)
-            else:
-                carry = lax.fori_loop(0, count_tiles(self.visible, masked), step, carry)
-        return carry
+        return self.walk_members(0, 1, lambda _, *args: visit(*args), carry)
 
     def walk_members(self, first, members, visit, carry):
         """Call ``visit(member, start, carry, masked)`` for `members` heads from `first` on."""
         for masked in (False, True):
-            count = count_tiles(self.visible, masked)
 
-            def step(step, carry, masked=masked, count=count):
-                member, index = split_step(step, count, members)
-                return visit(first + member, self.start(index, masked), carry, masked)
+            def walk(begin, count, carry, masked=masked):
+                def step(step, carry):
+                    member, index = split_step(step, count, members)
+                    return visit(first + member, self.start(begin + index, masked), carry, masked)
 
-            carry = lax.fori_loop(0, count * members, step, carry)
+                # Start at 0: from another number, Triton 3.9 does not always pipeline the loads.
+                return lax.fori_loop(0, count * members, step, carry)
+
+            if self.runs is not None:
+                carry = walk_runs(self.runs, masked, walk, carry)
+            else:
+                carry = walk(0, count_tiles(self.visible, masked), carry)
         return carry
 
 
@@ -117,27 +124,39 @@ class GroupVisits(NamedTuple):
 
 
 def tiles_of_keys(mask, queries, window, block, list_tile):
-    visits = _seen_tiles(mask, queries, window.left, window.right, block)
+    window = _window_tiles(queries, window.left, window.right, block)
+    visits = _seen_tiles(mask, queries, window, block)
     if list_tile is not None:
         tile_q, tile_kv = list_tile
         visits = visits.keep(mask.lists, 0, queries.start // tile_q, tile_kv)
-    return visits._replace(runs=find_runs(mask, queries, visits.visible, block))
+    branches, ranges = find_branches(mask, queries), bounds_of_queries(mask, queries)
+    return visits.divide(window, branches, ranges)
 
 
 def tiles_of_queries(mask, keys, window, block, list_tile, group_size):
-    visits = _seen_tiles(mask, keys, window.right, window.left, block)
-    visits = visits._replace(visible=ending_tiles(mask, keys, visits.visible, block))
+    window = _window_tiles(keys, window.right, window.left, block)
+    ranges = own_keys_of(mask, keys)
+    if ranges is None:
+        visits = _seen_tiles(mask, keys, window, block)
+        visits = visits._replace(visible=ending_tiles(mask, keys, visits.visible, block))
+    else:
+        window = ending_tiles(mask, keys, window, block)
+        visits = _seen_tiles(mask, keys, window, block).divide(window, None, ranges)
     return GroupVisits(visits, mask.lists, list_tile, keys.start, group_size)
 
 
-def _seen_tiles(mask, rows, left, right, block):
-    """Return which tiles the window, intervals and segments show."""
-    size = rows.size_other
+def _window_tiles(rows, left, right, block):
     if rows.begins is not None:
-        visible = tiles_of_intervals(rows.begins, rows.ends, block)
-    else:
-        own = rows.rows.shape[0]
-        visible = visible_tiles(rows.start, rows.end, size, rows.diagonal, left, right, own, block)
+        return tiles_of_intervals(rows.begins, rows.ends, block)
+    own, size = rows.rows.shape[0], rows.size_other
+    return visible_tiles(rows.start, rows.end, size, rows.diagonal, left, right, own, block)
+
+
+def _seen_tiles(mask, rows, visible, block):
+    """Return which tiles the window and segments show; with ranges, all that segments show."""
+    size = rows.size_other
+    if mask.q_ranges.bounds is not None:
+        visible = Visible(0, 0, cdiv(size, block), 0)
     if mask.segments.ranges is not None:
         visible = meeting_tiles(rows.ids, mask.segments.ranges, size, visible, block)
     return Visits(visible, block, size)
