@@ -25,6 +25,7 @@ from twin_attention.contract.spec import (
     scale_or_default,
 )
 from twin_attention.contract.transfers import choose_exchange, problem_of_rank
+from twin_attention.interop.parity.ranges import KINDS as RANGES
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class FlashCase:
         batch ... dtype: of q [B, Sq, Hq, D], k [B, Skv, Hkv, D] and v [B, Skv, Hkv, Dv].
         segments: "documents" for ids in order with padding behind them; "shuffled" for any order.
         tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
+        ranges: a kind of `ranges.make_ranges`.
         relative: R of a table of 2R + 1 distances.
         terms_in_q_dtype: the table and the bias have q's dtype, not float32.
         alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
@@ -62,6 +64,7 @@ class FlashCase:
     segments: str = ""
     tree: str = ""
     depths: bool = False
+    ranges: str = ""
     relative: int | None = None
     terms_in_q_dtype: bool = False
     alibi: str = ""
@@ -118,6 +121,7 @@ class VarlenCase:
     sinks: bool = False
     tree: str = ""
     depths: bool = False
+    ranges: str = ""
     relative: int | None = None
     terms_in_q_dtype: bool = False
     alibi: str = ""
@@ -177,6 +181,7 @@ def _fields_of(case: FlashCase | VarlenCase) -> dict[str, Any]:
         "window": Window.of(case.causal, case.window_size),
         "tree": bool(case.tree),
         "depths": case.depths and not unlimited,
+        "ranges": RANGES[case.ranges],
         "terms": _terms(case),
     }
 

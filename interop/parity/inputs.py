@@ -24,6 +24,7 @@ from twin_attention.interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
+from twin_attention.interop.parity.ranges import KINDS, make_ranges
 from twin_attention.interop.parity.trees import make_tree
 
 Tensors = dict[str, torch.Tensor]
@@ -101,6 +102,10 @@ def _flash_inputs(case: FlashCase, normal: Normal) -> Tensors:
         inputs |= {
             name: x.view(spec.batch, sizes.get(name, spec.seq_kv)) for name, x in packed.items()
         }
+    if case.ranges:
+        lengths = [(spec.seq_q, spec.seq_kv)] * spec.batch
+        ranges = _ranges(case, lengths).to(q.device)
+        inputs["q_ranges"] = ranges.view(spec.batch, spec.seq_q, *ranges.shape[1:])
     if case.gradients:
         inputs["dout"] = normal((spec.batch, spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
         inputs["dlse"] = normal((spec.batch, spec.heads_q, spec.seq_q), torch.float32)
@@ -149,6 +154,12 @@ def _trees(
     return {name: torch.cat([nothing, *(x[name] for x in trees)]).to(device) for name in names}
 
 
+def _ranges(case: FlashCase | VarlenCase, lengths: Sequence[tuple[int, int]]) -> torch.Tensor:
+    random = Random(case.name)
+    nothing = torch.empty((0, KINDS[case.ranges], 2), dtype=torch.int32)
+    return torch.cat([nothing, *(make_ranges(case.ranges, *pair, random) for pair in lengths)])
+
+
 def _block_mask(case: BlockSparseCase, device: torch.device) -> torch.Tensor:
     """Make the mask of a block-sparse case, the same on every device."""
     generator = torch.Generator().manual_seed(crc32(case.name.encode()))
@@ -173,6 +184,8 @@ def _varlen_inputs(case: VarlenCase, normal: Normal, device: str) -> Tensors:
     inputs |= _terms(case, normal, spec.num_sequences)
     if case.tree:
         inputs |= _trees(case, (*case.lengths, case.padding), device)
+    if case.ranges:
+        inputs["q_ranges"] = _ranges(case, (*case.lengths, case.padding)).to(device)
     inputs["dout"] = normal((spec.seq_q, spec.heads_q, spec.head_dim_v), dtype)
     inputs["dlse"] = normal((spec.heads_q, spec.seq_q), torch.float32)
     for name, offsets in (("q", queries), ("k", keys), ("v", keys), ("dout", queries)):

@@ -332,7 +332,9 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
         zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False)
     ):
         queries, keys = slice(begin_q, end_q), slice(begin_kv, end_kv)
-        where: dict[str, Any] = dict.fromkeys(("q", "out", "dout", "dq", "q_depths"), queries)
+        where: dict[str, Any] = dict.fromkeys(
+            ("q", "out", "dout", "dq", "q_depths", "q_ranges"), queries
+        )
         where |= dict.fromkeys(("k", "v", "dk", "dv", "kv_ends", "kv_depths"), keys)
         where |= dict.fromkeys((*OF_ROWS, "dlse"), (slice(None), queries))
         one = Part(spec.sequence(end_q - begin_q, end_kv - begin_kv), where)
@@ -479,8 +481,8 @@ def _chunks(spec: AttentionSpec) -> Iterator[Part]:
 def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: slice) -> Part:
     """Return these queries and keys of one kv head; both slices have explicit ends.
 
-    The window moves if the block's last query does not stand at its last key. Ends of keys count
-    from the first key of the whole, so such a block has all keys.
+    The window moves if the block's last query does not stand at its last key. Ends and
+    ranges count from the first key of the whole, so a block with them has all keys.
     """
     group, one, heads_kv = spec.group_size, slice(batch, batch + 1), slice(head, head + 1)
     heads_q = slice(head * group, head * group + group)
@@ -490,7 +492,7 @@ def _block(spec: AttentionSpec, batch: int, head: int, queries: slice, keys: sli
     where |= dict.fromkeys(("sinks", "relative_bias", *SUMS), heads_q)
     where["alibi_slopes"] = one, heads_q
     where |= dict.fromkeys(("bias", "dbias"), (one, heads_q, queries, keys))
-    where |= dict.fromkeys(("q_segment_ids", "q_depths"), (one, queries))
+    where |= dict.fromkeys(("q_segment_ids", "q_depths", "q_ranges"), (one, queries))
     where |= dict.fromkeys(("kv_segment_ids", "kv_depths", "kv_ends"), (one, keys))
     ahead = (spec.seq_q - queries.stop) - (spec.seq_kv - keys.stop)
     left, right = spec.window.left, spec.window.right
@@ -518,7 +520,7 @@ def _around(spec: AttentionSpec, element: int) -> Part:
     row, head = divmod(element // spec.head_dim, spec.heads_q)
     (batch, token), head = divmod(row, spec.seq_q), head // spec.group_size
     left, right = spec.window.left, spec.window.right
-    is_whole = spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or spec.tree
+    is_whole = spec.seq_q <= STRETCH or spec.seq_q != spec.seq_kv or spec.tree or spec.ranges
     is_whole = is_whole or bool(spec.terms) or spec.dropout is not None
     if is_whole or left is None or right is None:
         return _block(spec, batch, head, slice(0, spec.seq_q), slice(0, spec.seq_kv))

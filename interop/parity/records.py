@@ -192,6 +192,8 @@ def problem_text(problem: dict[str, Any]) -> str:
         words.append(f"up to {problem['common_pages']} pages in common")
     if problem.get("tree"):
         words.append(f"tree={problem['tree']}")
+    if problem.get("ranges"):
+        words.append(f"ranges={problem['ranges']}")
     if problem.get("parents"):
         words.append(f"tree of {len(problem['parents'])} segments")
     if problem.get("pattern"):
@@ -236,7 +238,7 @@ def options_of(problem: dict[str, Any]) -> list[str]:
     ['softcap', 'bias']
     """
     given = ("window_size", "softcap", "bias", "relative", "kv_dtype")  # None for none
-    asked = ("sinks", "segments", "tree", "alibi", "dropout_rate", "row_max", "cascade",
+    asked = ("sinks", "segments", "tree", "ranges", "alibi", "dropout_rate", "row_max", "cascade",
              "rotary_dim")  # fmt: skip
     found = [x for x in given if problem.get(x) is not None]
     return found + [x for x in asked if problem.get(x)]

@@ -50,6 +50,7 @@ from twin_attention.interop.parity.cases import (
     VarlenCase,
 )
 from twin_attention.interop.parity.inputs import bias_shape
+from twin_attention.interop.parity.ranges import KINDS as RANGES
 from twin_attention.interop.parity.suites.append import append_cases
 from twin_attention.interop.parity.suites.block_sparse import block_sparse_cases
 from twin_attention.interop.parity.suites.choose import QUICK, SUITES
@@ -105,6 +106,8 @@ def tree_of(case, of_queries: tuple[int, ...], of_keys: tuple[int, ...]) -> dict
     shapes = {"kv_ends": of_keys} if case.tree else {}
     if case.depths:
         shapes |= {"q_depths": of_queries, "kv_depths": of_keys}
+    if case.ranges:
+        shapes["q_ranges"] = (*of_queries, RANGES[case.ranges], 2)
     return {name: Operand(name, shape, "int32") for name, shape in shapes.items()}
 
 
@@ -327,6 +330,7 @@ def test_suites_cover_every_option_of_a_decode(suite):
     assert any(case.head_dim != case.spec.head_dim_v for case in cases)
     assert any(case.sinks and case.softcap and case.window_size and case.scale for case in cases)
     assert any(case.tree for case in cases)
+    assert any(case.ranges for case in cases)
     assert any(case.spec.is_empty for case in cases)
 
 

@@ -76,6 +76,8 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
         "causal": True, "window_size": (256, None), "softcap": 30.0, "sinks": True,
         "tree": "nested", "depths": True,
     },
+    "ranges": {"causal": True, "ranges": "both"},
+    "ranges-packed": {"causal": True, "seq_q": 16384, "seq_kv": 16384, "ranges": "spans"},
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},
 }  # fmt: skip
@@ -128,7 +130,8 @@ _PORTABLE_FEATURES = {
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
     "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
     "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
-    "tree-all-options": (64, 128), "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
+    "tree-all-options": (64, 128), "ranges": HEAD_DIMS, "ranges-packed": (64, 128),
+    "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
     "softcap": (), "few-kv-heads": (), "few-kv-heads-window": (),
     "few-kv-heads-odd-length": (), "short": (), "long": (), "full": (128,),
     "tf32": HEAD_DIMS, "tf32-all-options": HEAD_DIMS,

@@ -95,6 +95,7 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
             kv_ends=empty("int32", spec.seq_kv) if spec.tree else None,
             q_depths=empty("int32", spec.seq_q) if spec.depths else None,
             kv_depths=empty("int32", spec.seq_kv) if spec.depths else None,
+            q_ranges=empty("int32", spec.seq_q, spec.ranges, 2) if spec.ranges else None,
             **_terms(spec, empty),
         )
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
@@ -119,6 +120,7 @@ def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> Attenti
         q_segment_ids=empty("int32", spec.batch, spec.seq_q) if spec.segmented else None,
         kv_segment_ids=empty("int32", spec.batch, spec.seq_kv) if spec.segmented else None,
         kv_ends=empty("int32", spec.batch, spec.seq_kv) if spec.tree else None,
+        q_ranges=(empty("int32", spec.batch, spec.seq_q, spec.ranges, 2) if spec.ranges else None),
         q_depths=empty("int32", spec.batch, spec.seq_q) if spec.depths else None,
         kv_depths=empty("int32", spec.batch, spec.seq_kv) if spec.depths else None,
         **_terms(spec, empty),

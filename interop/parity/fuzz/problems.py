@@ -40,6 +40,7 @@ from twin_attention.interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
+from twin_attention.interop.parity.ranges import KINDS as RANGES
 from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.sm80 import EXPLICIT_HEAD_DIM_MAX
@@ -312,7 +313,7 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_kv = own.other_length(seq_q)
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
     terms = _terms(shared)
-    options = _options(shared, own, seq_kv) | _tree(shared) | terms
+    options = _options(shared, own, seq_kv) | _tree(shared) | _ranges(shared) | terms
     if shared.chance(0.5 if terms else 0.15):
         options["bias"] = "".join(axis for axis in "bhqk" if shared.chance(0.6))
     return FlashCase(
@@ -326,6 +327,11 @@ def _tree(shared: _Draw) -> dict[str, Any]:
     if not shared.chance(0.25):
         return {}
     return {"causal": True, "tree": shared.pick("nested", "any"), "depths": shared.chance(0.5)}
+
+
+def _ranges(shared: _Draw) -> dict[str, Any]:
+    kinds = [kind for kind in RANGES if kind]
+    return {"ranges": shared.pick(*kinds)} if shared.chance(0.2) else {}
 
 
 def _terms(shared: _Draw) -> dict[str, Any]:
@@ -355,7 +361,7 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
         lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
     padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
     options = _options(shared, own, max((n for _, n in lengths), default=0))
-    options |= _tree(shared) | _terms(shared)
+    options |= _tree(shared) | _ranges(shared) | _terms(shared)
     if is_long:
         options |= {"heads_q": shared.integer(1, 3), "heads_kv": 1}
     return VarlenCase(name, lengths, padding, **options, row_max=shared.chance(0.15))

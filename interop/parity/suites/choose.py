@@ -17,13 +17,13 @@ SUITES = (
 # The cases of "quick", a newcomer's first run: a minute on two cores.
 QUICK = (
     "fp32-causal", "tf32-causal", "mqa-d128", "all-options", "row-max", "segments-shuffled",
-    "tree-any", "bias", "bias-all-options", "deterministic", "strided", "no-keys",
-    "varlen-all-options", "varlen-terms", "varlen-tree-any", "block-sparse-all-options",
-    "dilated-fp32-one-pair", "context-all-options", "context-gather", "context-fp32-heads",
-    "decode-fp16-one-split", "decode-mha-d128", "decode-d80-dv72", "decode-page-7", "decode-int8",
-    "decode-fp8", "decode-all-options", "decode-tree", "decode-cascade", "decode-no-sequence",
-    "paged-all-options", "paged-tree", "append-packed", "append-rotary-interleaved", "merge-bf16",
-    "merge-no-state",
+    "tree-any", "ranges-any", "bias", "bias-all-options", "deterministic", "strided", "no-keys",
+    "varlen-all-options", "varlen-terms", "varlen-tree-any", "varlen-ranges",
+    "block-sparse-all-options", "dilated-fp32-one-pair", "context-all-options", "context-gather",
+    "context-fp32-heads", "decode-fp16-one-split", "decode-mha-d128", "decode-d80-dv72",
+    "decode-page-7", "decode-int8", "decode-fp8", "decode-all-options", "decode-tree",
+    "decode-cascade", "decode-no-sequence", "paged-all-options", "paged-tree", "append-packed",
+    "append-rotary-interleaved", "merge-bf16", "merge-no-state",
 )  # fmt: skip
 
 Change = tuple[str, dict[str, Any]]  # part of a case's name, and the fields that differ

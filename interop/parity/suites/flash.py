@@ -68,6 +68,18 @@ def _small() -> Iterator[FlashCase]:
         heads_q=4, head_dim=72, head_dim_v=48, causal=True, window_size=(40, None), softcap=30.0,
         sinks=True, scale=0.2, deterministic=True,
     )  # fmt: skip
+    yield replace(base, name="ranges", ranges="both", causal=True)
+    # Ranges outside the keys, backwards and empty.
+    yield replace(
+        base, name="ranges-any", ranges="any", batch=2, seq_q=70, seq_kv=90, heads_kv=1,
+        window_size=(9, 3), dtype="float16",
+    )  # fmt: skip
+    yield replace(
+        base, name="ranges-all-options", ranges="both", bias="qk", relative=20, alibi="heads",
+        batch=2, segments="documents", tree="nested", depths=True, seq_q=97, heads_q=4, head_dim=72,
+        head_dim_v=48, causal=True, window_size=(20, None), softcap=30.0, sinks=True, scale=0.2,
+        dropout_rate=0.2,
+    )  # fmt: skip
     yield replace(base, name="relative", relative=20, causal=True)
     # Distances on both sides, none of them clipped, with rows that have no key.
     yield replace(
@@ -194,6 +206,12 @@ def _full_changes() -> Iterator[Change]:
         )
         yield f"tree-any-d{d}", {**tree, "tree": "any", "seq_q": 333, "head_dim": d, "softcap": 5.0}
     yield "tree-any-depths", {**tree, "tree": "any", "window_size": (70, None), "depths": True}
+    ranges = {"causal": True, "window_size": (70, None), "seq_q": 641, "seq_kv": 641}
+    for kind, d in product(("prefix", "spans", "both", "any"), (64, 128)):
+        yield f"ranges-{kind}-d{d}", {**ranges, "ranges": kind, "head_dim": d}
+    yield "ranges-segments", {**ranges, "ranges": "spans", "segments": "documents"}
+    yield "ranges-tree", {**tree, "ranges": "both"}
+    yield "ranges-bias", {"ranges": "any", "bias": "hqk", "causal": True, "relative": 9}
     yield "tree-segments", {**tree, "segments": "documents"}
     for d in (16, 32, 64, 128, 256, 512):
         yield f"relative-d{d}", {"relative": 50, "head_dim": d, "causal": True}

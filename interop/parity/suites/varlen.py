@@ -36,6 +36,11 @@ def _small_varlen() -> Iterator[VarlenCase]:
         base, name="varlen-tree-any", lengths=lengths, tree="any", depths=True, head_dim=32,
         window_size=(12, None), dtype="float16",
     )  # fmt: skip
+    yield replace(
+        base, name="varlen-ranges", lengths=((17, 50), (0, 5), (33, 20), (70, 70)), ranges="both",
+        window_size=(12, None), relative=9,
+    )  # fmt: skip
+    yield replace(base, name="varlen-ranges-any", ranges="any", tree="any", sinks=True)
     yield replace(base, name="varlen-deterministic", padding=(0, 0), heads_q=4, deterministic=True)
     yield replace(base, name="varlen-all-padding", lengths=())
 
@@ -68,6 +73,8 @@ def _full_varlen_changes() -> Iterator[Change]:
         yield f"tree-d{d}", {"tree": "nested", "head_dim": d}
     yield "tree-depths", {"tree": "nested", "depths": True, "window_size": (70, None)}
     yield "tree-any", {"tree": "any", "sinks": True}
+    for kind, d in (("prefix", 64), ("both", 128), ("any", 96)):
+        yield f"ranges-{kind}", {"ranges": kind, "head_dim": d, "window_size": (70, None)}
     yield "heads8-1", {"heads_q": 8, "heads_kv": 1}
     # So long that the explicit kernels add up dq.
     long = {"lengths": ((2100, 2500), (0, 64), (30, 0), (2600, 2700)), "heads_kv": 1}

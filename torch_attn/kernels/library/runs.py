@@ -65,7 +65,7 @@ def _is_kind(
         visited &= (row >= tiles.window_begin) & (row < tiles.window_end)
         whole &= (row >= tiles.whole_begin) & (row < tiles.whole_end)
     if mask.tree is not None and not OF_KEYS:
-        visited, whole = tiles_in_branches(mask, rows, tiles, row, visited, whole, BLOCK)
+        visited, whole = tiles_in_branches(mask, rows, tiles, tile, visited, whole, BLOCK)
     if mask.q_ranges is not None:
         shown, shown_whole = tiles_in_ranges(mask, rows, tiles, row, exists, BLOCK, OF_KEYS)
         visited |= exists & shown

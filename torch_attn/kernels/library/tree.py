@@ -78,12 +78,10 @@ def find_path(mask, rows):
 
 
 @triton.jit
-def tiles_in_branches(mask, rows, tiles, row, exists, whole, BLOCK: tl.constexpr):
-    """Return which tiles at `row` of the keys that queries see end behind some query, and which of
-    the `whole` ones behind all.
-    """
+def tiles_in_branches(mask, rows, tiles, tile, exists, whole, BLOCK: tl.constexpr):
+    """Return which tiles have keys that end behind a query, and which of the whole ones no other."""
     # Ranges begin with the batch element, or the first packed sequence.
-    row = rows.first_other + row
+    row = rows.first_other + tiles.begin + tile * BLOCK
     last_row = rows.first_other + rows.size_other - 1
     block, last_block = row // BLOCK_TOKENS, tl.minimum(row + BLOCK - 1, last_row)
     last_block = last_block // BLOCK_TOKENS
