@@ -13,8 +13,8 @@ Triton::
     print(counter.get_total_flops())
 
 docs/semantics.md says which pairs of query and key are counted. The backward counts its five
-products, without what gradients of a bias compute again. With `kv_ends` and block masks a count
-waits for the device.
+products, without what gradients of a bias compute again. With `q_ranges`, `kv_ends` and block masks
+a count waits for the device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 
 @register_flop_formula([x.op.overloadpacket for x in DENSE.forwards.values()], get_raw=True)
 def _forward(*args, **_) -> int:
-    return _of_ends(args, cost.forward_flops, cost.tree_forward_flops)
+    return _of_dense(args, cost.forward_flops, cost.tree_forward_flops, cost.range_forward_flops)
 
 
 @register_flop_formula(torch.ops.twin_attention.flash_bwd, get_raw=True)
 def _backward(dout, dlse, *args, **_) -> int:
-    return _of_ends(args, cost.backward_flops, cost.tree_backward_flops)
+    return _of_dense(args, cost.backward_flops, cost.tree_backward_flops, cost.range_backward_flops)
 
 
 @register_flop_formula(torch.ops.twin_attention.block_sparse_fwd, get_raw=True)
@@ -58,17 +58,18 @@ def _problem(function: FlashAttention, args: tuple[Any, ...]) -> tuple[Any, Any]
     return operands, function.check(operands, function.options_of(args))
 
 
-def _of_ends(
+def _of_dense(
     args: tuple[Any, ...],
     of_all: Callable[[AttentionSpec], int],
-    of_kept: Callable[[AttentionSpec, np.ndarray], int],
+    of_ends: Callable[[AttentionSpec, np.ndarray], int],
+    of_ranges: Callable[[AttentionSpec, np.ndarray], int],
 ) -> int:
-    """Count an operator's call by the keys' ends, without ends if they hold no data."""
+    """Count an operator's call by queries' ranges or the keys' ends, if they hold data."""
     operands, spec = _problem(DENSE, args)
-    ends = operands.kv_ends
-    if ends is None or _holds_no_data(ends):
-        return of_all(spec)
-    return of_kept(spec, ends.numpy(force=True))
+    for x, count in ((operands.q_ranges, of_ranges), (operands.kv_ends, of_ends)):
+        if x is not None and not _holds_no_data(x):
+            return count(spec, x.numpy(force=True))
+    return of_all(spec)
 
 
 def _of_mask(

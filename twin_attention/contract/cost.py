@@ -49,6 +49,23 @@ def tree_pairs(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
     return spec.heads_q * int(np.maximum(end - np.maximum(key, spec.diagonal), 0).sum())
 
 
+def range_pairs(spec: AttentionSpec, q_ranges: np.ndarray) -> int:
+    """Count the pairs in the window or in ranges [B, Sq, R, 2], in all heads of all sequences."""
+    position = np.arange(spec.seq_q, dtype=np.int64) + spec.diagonal
+    left, right = spec.position_window.left, spec.position_window.right
+    begin = np.zeros_like(position) if left is None else position - left
+    end = position + 1 + (spec.seq_kv if right is None else right)
+    window = np.broadcast_to(np.stack([begin, end], -1), (len(q_ranges), spec.seq_q, 2))
+    seen = np.concatenate([window[:, :, None], q_ranges.astype(np.int64)], 2)
+    begins, ends = np.clip(seen, 0, spec.seq_kv).transpose(3, 2, 0, 1)
+    order = np.argsort(begins, axis=0)
+    pairs, done = 0, np.zeros_like(begins[0])
+    for start, stop in zip(*(np.take_along_axis(x, order, 0) for x in (begins, ends)), strict=True):
+        pairs += int(np.maximum(stop - np.maximum(start, done), 0).sum())
+        done = np.maximum(done, stop)
+    return spec.heads_q * pairs
+
+
 def forward_flops(spec: AttentionSpec) -> int:
     """Count the operations of the products q·kᵀ and p·v."""
     return _forward_flops(spec, spec.batch * spec.heads_q * visible_pairs(spec))
@@ -77,6 +94,16 @@ def tree_forward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
 def tree_backward_flops(spec: AttentionSpec, kv_ends: np.ndarray) -> int:
     """Count over the pairs that these ends keep."""
     return _backward_flops(spec, tree_pairs(spec, kv_ends))
+
+
+def range_forward_flops(spec: AttentionSpec, q_ranges: np.ndarray) -> int:
+    """Count over the pairs in the window or in these ranges."""
+    return _forward_flops(spec, range_pairs(spec, q_ranges))
+
+
+def range_backward_flops(spec: AttentionSpec, q_ranges: np.ndarray) -> int:
+    """Count over the pairs in the window or in these ranges."""
+    return _backward_flops(spec, range_pairs(spec, q_ranges))
 
 
 def varlen_forward_flops(spec: VarlenSpec, lengths: Sequence[tuple[int, int]]) -> int:

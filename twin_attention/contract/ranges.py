@@ -109,10 +109,10 @@ def block_diffusion_ranges(block: int, length: int | Sequence[int]) -> np.ndarra
         ranges = torch.from_numpy(block_diffusion_ranges(4, 12))[None]
         out = flash_attention(q, k, v, causal=True, window_size=(0, 0), q_ranges=ranges)
     """
-    lengths = [length] if isinstance(length, int) else length
-    check_tiles(block=block, **{f"length[{i}]": x for i, x in enumerate(lengths)})
-    if block < 1:
-        fail(ValueError, "block", "at least 1 token", block)
+    lengths = length if isinstance(length, Sequence) else [length]
+    check_tiles(least=1, block=block)
+    for size in lengths:
+        check_tiles(length=size)
     found = [np.empty((0, 2, 2), np.int64)]
     for size in lengths:
         token = np.arange(size)

@@ -86,7 +86,7 @@ def _is_kind(runs, tile, masked):
         visited = visited & (row >= begin) & (row < whole_end + after * runs.block)
         whole = whole & (row >= whole_begin) & (row < whole_end)
     if runs.branches is not None:
-        visited, whole = tiles_in_branches(runs.branches, row, visited, whole, runs.block)
+        visited, whole = tiles_in_branches(runs.branches, tile, visited, whole, runs.block)
     if runs.ranges is not None:
         shown, shown_whole = tiles_in_ranges(runs.ranges, row, exists, runs.block)
         visited, whole = visited | (exists & shown), whole | (loaded & shown_whole)

@@ -34,7 +34,7 @@ class Branches(NamedTuple):
 
     Attributes:
         ranges: ranges of the batch element's keys.
-        row, last_row: the sequence's first and last row, as `ranges` count.
+        row, last_row: first row of tile 0, and last row of the sequence, as `ranges` count.
         first, last: positions of the first and of the last query.
         least, greatest: least and greatest depth of the queries, None without depths.
     """
@@ -64,8 +64,8 @@ def in_branch(mask, rows, others, of_keys):
     return seen
 
 
-def find_branches(mask, rows):
-    """Return the `Branches` of a program's queries; None without a tree."""
+def find_branches(mask, rows, begin):
+    """Return the `Branches` of a program's queries and the keys from `begin` on, or None."""
     if mask.tree.ends is None:
         return None
     least = greatest = None
@@ -75,16 +75,14 @@ def find_branches(mask, rows):
         greatest = jnp.max(plt.load(depth, mask=is_query, other=-LARGEST))
     last = minimum(rows.start + rows.rows.shape[0], rows.end) - 1
     return Branches(
-        mask.tree.ranges, rows.first_other, rows.first_other + rows.size_other - 1,
+        mask.tree.ranges, rows.first_other + begin, rows.first_other + rows.size_other - 1,
         rows.start + rows.diagonal, last + rows.diagonal, least, greatest,
     )  # fmt: skip
 
 
-def tiles_in_branches(branches, row, exists, whole, block):
-    """Return which tiles at `row` of the keys end behind some query, and which of the `whole` ones
-    behind all.
-    """
-    row = branches.row + row
+def tiles_in_branches(branches, tile, exists, whole, block):
+    """Return which tiles have a key that ends behind a query, and which whole ones no other."""
+    row = branches.row + tile * block
     first_block = row // BLOCK_TOKENS
     last_block = jnp.minimum(row + block - 1, branches.last_row) // BLOCK_TOKENS
     visited = row != row

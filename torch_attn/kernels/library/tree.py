@@ -79,7 +79,7 @@ def find_path(mask, rows):
 
 @triton.jit
 def tiles_in_branches(mask, rows, tiles, tile, exists, whole, BLOCK: tl.constexpr):
-    """Return which tiles have keys that end behind a query, and which of the whole ones no other."""
+    """Return which tiles have a key that ends behind a query, and which whole ones no other."""
     # Ranges begin with the batch element, or the first packed sequence.
     row = rows.first_other + tiles.begin + tile * BLOCK
     last_row = rows.first_other + rows.size_other - 1

@@ -129,8 +129,8 @@ def tiles_of_keys(mask, queries, window, block, list_tile):
     if list_tile is not None:
         tile_q, tile_kv = list_tile
         visits = visits.keep(mask.lists, 0, queries.start // tile_q, tile_kv)
-    branches, ranges = find_branches(mask, queries), bounds_of_queries(mask, queries)
-    return visits.divide(window, branches, ranges)
+    branches = find_branches(mask, queries, visits.visible.begin)
+    return visits.divide(window, branches, bounds_of_queries(mask, queries))
 
 
 def tiles_of_queries(mask, keys, window, block, list_tile, group_size):
