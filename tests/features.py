@@ -14,6 +14,7 @@ IN_A_TREE: dict[str, Any] = {"tree": "nested", "depths": True, "window_size": (3
 CASES = {
     "segments": FlashCase("segments", **SIZES, segments="shuffled"),
     "tree": FlashCase("tree", **SIZES, causal=True, **IN_A_TREE),
+    "ranges": FlashCase("ranges", **SIZES, window_size=(1, 0), ranges="any"),
     "terms": FlashCase("terms", **SIZES, causal=True, relative=3, alibi="heads"),
     "own slopes": FlashCase("own slopes", **SIZES, causal=True, relative=3, alibi="all"),
     "dropout": FlashCase("dropout", **SIZES, causal=True, bias="hqk", dropout_rate=0.3),
@@ -23,12 +24,13 @@ OF_SEQUENCES: dict[str, Any] = {
 }  # fmt: skip
 PACKED = {
     "tree": VarlenCase("packed tree", **OF_SEQUENCES, **IN_A_TREE),
+    "ranges": VarlenCase("packed ranges", **OF_SEQUENCES, window_size=(1, 0), ranges="any"),
     "terms": VarlenCase("packed terms", **OF_SEQUENCES, relative=3, alibi="all"),
     "row_max": VarlenCase("packed row maxima", **OF_SEQUENCES, row_max=True),
 }
 MAPPED = {
-    "segments": "kv_segment_ids", "tree": "kv_ends", "terms": "relative_bias",
-    "own slopes": "relative_bias", "dropout": "bias",
+    "segments": "kv_segment_ids", "tree": "kv_ends", "ranges": "q_ranges",
+    "terms": "relative_bias", "own slopes": "relative_bias", "dropout": "bias",
 }  # fmt: skip
 
 

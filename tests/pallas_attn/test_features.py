@@ -20,12 +20,12 @@ def attend(case, operands, **options):
 
 
 @by_both
-@pytest.mark.parametrize("name", ["segments", "tree", "terms", "dropout"])
+@pytest.mark.parametrize("name", ["segments", "tree", "ranges", "terms", "dropout"])
 def test_vmap_of_the_gradients(name, implementation):
     """Map over q and one more operand; a bias, depths and sinks are shared."""
     case, operands = CASES[name], arrays_of(CASES[name])
     x, axis = operands[MAPPED[name]], None if name == "dropout" else 0
-    if name in ("segments", "tree"):
+    if name in ("segments", "tree", "ranges"):
         operands["sinks"] = jnp.array([0.5, -0.5])
     qs = jnp.stack([operands["q"], 2 * operands["q"]])
     several = x if axis is None else jnp.stack([x, x[..., ::-1]])
@@ -44,7 +44,7 @@ def test_vmap_of_the_gradients(name, implementation):
         np.testing.assert_allclose(a, jnp.stack(b), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["segments", "tree", "dropout"])
+@pytest.mark.parametrize("name", ["segments", "tree", "ranges", "dropout"])
 def test_integers_have_no_tangents(name):
     case, operands = CASES[name], arrays_of(CASES[name])
     out, pull = jax.vjp(jax.jit(lambda operands: attend(case, operands)), operands)

@@ -288,6 +288,7 @@ def test_suites_cover_every_option(suite):
     assert any(case.softcap and case.window_size and case.causal for case in flash_cases("quick"))
     assert any(case.layout == "strided" for case in cases)
     assert {case.segments for case in cases} == {"", "documents", "shuffled"}
+    assert {"", "any"} <= {case.ranges for case in cases}
     assert any(case.scale is not None for case in cases)
     assert any(case.spec.is_empty for case in cases)
 
@@ -330,7 +331,6 @@ def test_suites_cover_every_option_of_a_decode(suite):
     assert any(case.head_dim != case.spec.head_dim_v for case in cases)
     assert any(case.sinks and case.softcap and case.window_size and case.scale for case in cases)
     assert any(case.tree for case in cases)
-    assert any(case.ranges for case in cases)
     assert any(case.spec.is_empty for case in cases)
 
 

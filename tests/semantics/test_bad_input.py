@@ -173,6 +173,9 @@ OF_FLASH = [
             "None", kv_ends=ENDS, q_depths=Q_DEPTHS, causal=True),
     mistake(ValueError, f"q_depths: expected shape (2, 5), {ONE_EACH}(2, 7)",
             kv_ends=ENDS, q_depths=i32(2, 7), kv_depths=KV_DEPTHS, causal=True),
+    mistake(TypeError, "q_ranges: expected dtype int32, got int64", q_ranges=i64(2, 5, 1, 2)),
+    mistake(ValueError, "q_ranges: expected shape (2, 5, 1, 2) or (2, 5, 2, 2), ranges of each "
+            "query, got (2, 5, 3, 2)", q_ranges=i32(2, 5, 3, 2)),
 ]
 OF_MASK = [
     mistake(TypeError, "block_mask: expected dtype bool, got int32", block_mask=i32(1, 2, 3, 4)),

@@ -235,6 +235,17 @@ def test_what_a_compiler_crashes_on_runs_in_the_portable_kernels():
         assert sm90.supports("flash_fwd", replace(spec, **left_out), "sm90") is None
 
 
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+@pytest.mark.parametrize("operation", ["flash_fwd", "flash_bwd"])
+def test_ranges_run_in_the_portable_kernels(target, operation):
+    for package, explicit in (("torch_attn", "gluon"), ("pallas_attn", "mosaic")):
+        spec = replace(SPEC, ranges=2)
+        backend, _ = choose(package, None, operation, spec, target, True)
+        assert (backend.family.name, backend.family.folder) == ("triton", "portable")
+        with pytest.raises(NotImplementedError, match="its kernels take no q_ranges"):
+            choose(package, explicit, operation, spec, target, True)
+
+
 @pytest.mark.parametrize("package", ["torch_attn", "pallas_attn"])
 def test_paged_attention_runs_in_the_portable_kernels(package):
     case = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_tokens=(512,) * 4)

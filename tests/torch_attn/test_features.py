@@ -92,7 +92,7 @@ def test_vmap(torch_device, name, implementation):
         torch.testing.assert_close(vmap(gradients, dims)(*given), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["segments", "tree", "terms", "dropout"])
+@pytest.mark.parametrize("name", ["segments", "tree", "ranges", "terms", "dropout"])
 def test_compile_with_other_numbers_is_one_graph(torch_device, name):
     torch.compiler.reset()
     case, operands = CASES[name], operands_of(CASES[name], torch_device)
