@@ -37,7 +37,7 @@ _OPERANDS = {
         "b.h.", "b.g.", "b.g.", "bh.", "bh..", "bh.", "bh..", "h"
     ),
     DecodeOperands: DecodeOperands("b.h.", "..g.", "..g.", "b.", "b", "h", "g", "g", "b."),
-    PagedOperands: PagedOperands(".h.", "..g.", "..g.", "..", ".", ".", "h", "g", "g", "."),
+    PagedOperands: PagedOperands(".h.", "..g.", "..g.", "..", ".", ".", "h", "g", "g", ".", "..."),
     AppendOperands: AppendOperands(
         "..g.", "..g.", "..g.", "..g.", "..", ".", "g", "g", ".", "..h.", "..", ".."
     ),

@@ -35,7 +35,7 @@ class FlashKeywords(VarlenKeywords, total=False):
     bias: jax.Array | None
 
 
-class PagedKeywords(TypedDict, total=False):
+class CacheKeywords(TypedDict, total=False):
     causal: bool
     scale: float | None
     window_size: tuple[int | None, int | None] | None
@@ -48,5 +48,9 @@ class PagedKeywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
-class DecodeKeywords(PagedKeywords, total=False):
+class PagedKeywords(CacheKeywords, total=False):
+    q_ranges: jax.Array | None
+
+
+class DecodeKeywords(CacheKeywords, total=False):
     cascade: bool

@@ -47,6 +47,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tree_ends: Tensor | None = None,
+    q_ranges: Tensor | None = None,
     num_splits: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -72,6 +73,7 @@ def paged_attention(
         causal, scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in
             `paged_decode`.
         tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
+        q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.
         num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
             the same Tq and B.
         implementation: "gluon" (explicit kernels for SM90 and long chunks), "mosaic"
@@ -104,7 +106,7 @@ def paged_attention(
         refuse_names(paged_attention, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
-        tree_ends,
+        tree_ends, q_ranges,
     )  # fmt: skip
     options = causal, scale, window_size, softcap, num_splits, return_lse
     return PAGED_ATTENTION(operands, options, implementation)

@@ -358,10 +358,12 @@ class PagedCase(DecodeCase):
 
     Attributes:
         new_tokens: how many of the keys are new, packed in q [Tq, Hq, D].
+        ranges: as in `FlashCase`.
         padding: tokens after the last sequence's.
     """
 
     new_tokens: tuple[int, ...] = ()
+    ranges: str = ""
     padding: int = 0
 
     @property
@@ -372,6 +374,7 @@ class PagedCase(DecodeCase):
     def spec(self) -> PagedSpec:
         same: dict[str, Any] = dict(vars(super().spec))
         same["tokens"] = sum(self.new_tokens) + self.padding
+        same["ranges"] = RANGES[self.ranges]
         return PagedSpec(**same)
 
 

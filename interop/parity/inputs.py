@@ -154,7 +154,9 @@ def _trees(
     return {name: torch.cat([nothing, *(x[name] for x in trees)]).to(device) for name in names}
 
 
-def _ranges(case: FlashCase | VarlenCase, lengths: Sequence[tuple[int, int]]) -> torch.Tensor:
+def _ranges(
+    case: FlashCase | VarlenCase | PagedCase, lengths: Sequence[tuple[int, int]]
+) -> torch.Tensor:
     random = Random(case.name)
     nothing = torch.empty((0, KINDS[case.ranges], 2), dtype=torch.int32)
     return torch.cat([nothing, *(make_ranges(case.ranges, *pair, random) for pair in lengths)])
@@ -229,6 +231,9 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
         offsets = torch.tensor([0, *accumulate(case.new_tokens)], dtype=torch.int32)
         inputs["cu_seqlens_q"] = offsets.to(device)
         inputs["q"][int(offsets[-1]) :] = torch.nan
+        if case.ranges:
+            lengths = [*zip(case.new_tokens, case.lengths, strict=True), (case.padding, 0)]
+            inputs["q_ranges"] = _ranges(case, lengths).to(device)
     if case.sinks:
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
     if case.tree:

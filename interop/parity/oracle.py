@@ -16,12 +16,17 @@ from typing import Any
 import torch
 
 from twin_attention.contract.block_mask import BlockMask
-from twin_attention.contract.operands import BlockSparseOperands, DecodeOperands, FlashOperands
+from twin_attention.contract.operands import (
+    BlockSparseOperands,
+    DecodeOperands,
+    FlashOperands,
+    PagedOperands,
+)
 from twin_attention.contract.paged_spec import AppendSpec, DecodeSpec, PagedSpec
 from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.reference.kinds import backward_of, forward_of
 from twin_attention.contract.reference.merge import merge, merge_backward
-from twin_attention.contract.reference.paged import paged_forward
+from twin_attention.contract.reference.paged import paged_forward, ragged_forward
 from twin_attention.contract.reference.rotary import rotate
 from twin_attention.contract.spec import (
     AttentionSpec,
@@ -39,6 +44,7 @@ STRETCH = 4096  # a sample of a longer sequence is a stretch of it
 SCORES = 1 << 25  # at a time: 256 MiB for each copy in float64
 SAMPLES = 4  # heads or sequences
 WIDER = 128  # distances on each side of a table, by which its ends' errors are found
+OF_TOKENS = ("q", "tree_ends", "q_ranges")
 SUMS = ("dsinks", "drelative_bias", "dbias")  # over all sequences
 OF_ROWS = ("lse", "row_max")  # results of the forward, beside out
 
@@ -378,7 +384,14 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
         one, tokens = slice(b, b + 1), slice(begin, end)
         own = {name: x for name, x in inputs.items() if name != "cu_seqlens_q"}
         own |= {name: inputs[name][one] for name in ("block_tables", "seq_lens")}
-        own |= {name: inputs[name][None, tokens] for name in ("q", "tree_ends") if name in inputs}
+        if spec.ranges:
+            own |= {name: inputs[name][tokens] for name in OF_TOKENS if name in inputs}
+            own["cu_seqlens_q"] = inputs["cu_seqlens_q"].new_tensor([0, end - begin])
+            alone = replace(spec, batch=1, tokens=end - begin)
+            found = ragged_forward(PagedOperands(**own), alone, dtype)
+            results["out"][tokens], results["lse"][:, tokens] = found
+            continue
+        own |= {name: inputs[name][None, tokens] for name in OF_TOKENS if name in inputs}
         found = _evaluate_decode(own, spec.sequence(end - begin), dtype)
         results["out"][tokens], results["lse"][:, tokens] = found["out"][0], found["lse"][0]
     return results

@@ -312,6 +312,8 @@ OF_PAGED = [
             tree_ends=i32(2, 3)),
     mistake(NotImplementedError, "window_size: expected no window to the left with tree_ends, got "
             "0", tree_ends=i32(7), window_size=(0, None)),
+    mistake(ValueError, "q_ranges: expected shape (7, 1, 2) or (7, 2, 2), ranges of each query, "
+            "got (8, 1, 2)", q_ranges=i32(8, 1, 2)),
     mistake(ValueError, "q: expected 3 dimensions [Tq, Hq, D], got shape (1, 7, 4, 32)",
             q=bf16(1, 7, 4, 32)),
     *(mistake(ValueError, f"{CU_SHAPE}{x}", cu_seqlens_q=i32(*x)) for x in ((1, 3), (0,))),

@@ -58,9 +58,28 @@ def test_keys_before_the_window_may_hold_anything(side, implementation, torch_de
     assert equal(attend(side, implementation, inputs, case), want)
 
 
-def test_gathered_keys_give_flash_attention_varlen(side, implementation, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    packed = {name: inputs[name] for name in ("q", "cu_seqlens_q")}
+def test_keys_that_neither_a_window_nor_a_range_shows(side, implementation, torch_device):
+    case = replace(CASE, lengths=(150, 20, 9, 99), max_pages=30, window_size=(40, 0))
+    inputs = make_inputs(case, torch_device)
+    without = attend(side, implementation, inputs, case)
+    ranges = torch.tensor([[[30, 33]]], dtype=torch.int32, device=torch_device)
+    inputs["q_ranges"] = ranges.repeat(case.spec.tokens, 1, 1)
+    want = attend(side, implementation, inputs, case)
+    assert not equal(want, without)
+    for b, (n, new) in enumerate(zip(case.lengths, case.new_tokens, strict=True)):
+        for key in (*range(30), *range(33, n - new - 40)):
+            page = inputs["block_tables"][b, key // 5]
+            if key < n - new - 40:
+                inputs["k_pages"][page, key % 5] = inputs["v_pages"][page, key % 5] = torch.nan
+    assert equal(attend(side, implementation, inputs, case), want)
+
+
+@pytest.mark.parametrize(
+    "case", [CASE, replace(CASE, ranges="any", window_size=(9, None))], ids=["plain", "ranges"]
+)
+def test_gathered_keys_give_flash_attention_varlen(side, implementation, torch_device, case):
+    inputs = make_inputs(case, torch_device)
+    packed = {name: inputs[name] for name in ("q", "cu_seqlens_q", "q_ranges") if name in inputs}
     packed["cu_seqlens_kv"] = offsets(CASE.lengths, torch_device)
     for name in "kv":
         keys = [
@@ -69,8 +88,9 @@ def test_gathered_keys_give_flash_attention_varlen(side, implementation, torch_d
         ]
         packed[name] = torch.cat(keys)
     options = {"causal": True, "return_lse": True, "implementation": implementation}
+    options["window_size"] = case.window_size
     other = side.call("flash_attention_varlen", packed, **options)
-    assert_twins(attend(side, implementation, inputs), other, inputs, CASE.spec)
+    assert_twins(attend(side, implementation, inputs, case), other, inputs, case.spec)
 
 
 def test_sequences_do_not_meet(side, implementation, torch_device):

@@ -97,6 +97,7 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
 CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks": {"num_splits": 2},
     "chunks-tree": {"num_splits": 2, "tree": "drafts"},
+    "chunks-ranges": {"num_splits": 2, "ranges": "both"},
     "chunks-narrow-values": {"num_splits": 1, "head_dim_v": 32},
     "chunks-all-options": {
         "page_size": 256, "max_pages": 4, "window_size": (600, None), "softcap": 30.0,

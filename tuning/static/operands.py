@@ -185,6 +185,7 @@ def paged_operands(spec: PagedSpec, empty: Empty[X]) -> PagedOperands[X]:
             "q": empty(spec.dtype, spec.tokens, spec.heads_q, spec.head_dim),
             "cu_seqlens_q": empty("int32", spec.batch + 1),
             "tree_ends": empty("int32", spec.tokens) if spec.has_tree else None,
+            "q_ranges": empty("int32", spec.tokens, spec.ranges, 2) if spec.ranges else None,
         }
     )
 

@@ -170,6 +170,7 @@ class PagedOperands(NamedTuple, Generic[X]):
         q: [Tq, Hq, D], the new tokens of all sequences one after the other.
         cu_seqlens_q: [B + 1] int32, offsets of the new tokens, as in `VarlenOperands`.
         tree_ends: [Tq] int32, counted from the sequence's first new token.
+        q_ranges: [Tq, R, 2] int32, as in `VarlenOperands`.
     """
 
     q: X
@@ -182,6 +183,7 @@ class PagedOperands(NamedTuple, Generic[X]):
     k_scale: X | None = None
     v_scale: X | None = None
     tree_ends: X | None = None
+    q_ranges: X | None = None
 
 
 class AppendOperands(NamedTuple, Generic[X]):

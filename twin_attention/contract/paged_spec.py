@@ -165,6 +165,7 @@ class DecodeSpec(Traits):
         window_left: keys seen to the left of the position; None is unlimited.
         num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
         has_tree: the new tokens are a tree; its ends are data on the device.
+        ranges: ranges of keys, data on the device, that each new token has of its own.
         cascade: pages that several sequences begin with are read once. Which these are is data on
             the device.
     """
@@ -179,6 +180,7 @@ class DecodeSpec(Traits):
     softcap: float | None = None
     num_splits: int | None = None
     has_tree: bool = False
+    ranges: int = 0
     cascade: bool = False
     placement: Placement = field(default_factory=Placement)
 
@@ -236,7 +238,7 @@ class DecodeSpec(Traits):
     @property
     def reach(self) -> int:
         """The most keys that the tokens of a sequence see, by the shapes."""
-        if self.window_left is None:
+        if self.window_left is None or self.ranges:
             return self.cache.capacity
         return min(self.cache.capacity, self.window_left + self.tokens)
 
@@ -286,7 +288,8 @@ class PagedSpec(DecodeSpec):
         """Describe matching operands; `kv_dtype` is the pool's."""
         spec = super().of(operands, dtype, kv_dtype, options)  # of a token per sequence
         batch, tokens = operands.cu_seqlens_q.shape[0] - 1, operands.q.shape[0]
-        return replace(spec, batch=batch, tokens=tokens)
+        ranges = 0 if operands.q_ranges is None else operands.q_ranges.shape[1]
+        return replace(spec, batch=batch, tokens=tokens, ranges=ranges)
 
     @property
     def rows(self) -> int:

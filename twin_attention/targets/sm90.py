@@ -139,6 +139,8 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
         return "its kernels are for SM90"
     if spec.has_tree:
         return "its paged attention takes no trees"
+    if spec.ranges:
+        return "its kernels take no q_ranges"
     if spec.dtype_bits != 16:
         return f"its products take float16 and bfloat16, not {spec.cache.dtype}"
     if page_size not in (16, 32, 64, 128, 256):

@@ -445,7 +445,7 @@ def _paged(name: str, shared: _Draw, own: _Draw) -> PagedCase:
     new = tuple(min(n + own.integer(0, 2), own.integer(0, most)) for n in lengths)
     return PagedCase(
         name, lengths, **cache, **_decode_options(shared, own, max(lengths, default=0)),
-        new_tokens=new, padding=own.pick(0, own.integer(0, 70)),
+        **_ranges(shared), new_tokens=new, padding=own.pick(0, own.integer(0, 70)),
     )  # fmt: skip
 
 

@@ -32,6 +32,10 @@ def _small_paged() -> Iterator[PagedCase]:
         "paged-tree", (150, 41, 33, 5, 0), new_tokens=(64, 1, 33, 7, 2), padding=3, tree="drafts",
         heads_q=6, max_pages=11,
     )  # fmt: skip
+    yield PagedCase(
+        "paged-ranges", (150, 41, 33, 5, 0), new_tokens=(64, 1, 33, 7, 2), padding=3, ranges="both",
+        heads_q=6, max_pages=11, window_size=(20, 0), sinks=True,
+    )  # fmt: skip
     # Keys that are not split, so that explicit kernels have them.
     yield PagedCase(
         "paged-chunks", (200, 70), new_tokens=(70, 5), padding=3, heads_q=8, page_size=32,
@@ -85,6 +89,8 @@ def _full_paged_changes() -> Iterator[Change]:
     options = {"sinks": True, "softcap": 5.0, "num_splits": 1}
     for kv_dtype in ("int8", "float8_e4m3fn"):
         yield f"tree-{kv_dtype}", {"tree": "drafts", "kv_dtype": kv_dtype, **options}
+    for kind, window in (("spans", None), ("any", (100, None))):
+        yield f"ranges-{kind}", {"ranges": kind, "window_size": window}
     one_each = {"new_tokens": (1,) * 6, "padding": 0, "tree": "any"}
     yield "tree-one-each", one_each
     # One token each, and more sequences than a step of the search reads offsets of.

@@ -53,26 +53,32 @@ class OwnKeys(NamedTuple):
 def in_ranges(mask, rows, others, of_keys):
     """Return which keys are in a range of each query."""
     own, other = rows.rows[:, None], others.rows[None, :]
-    query, is_query, key, is_key = own, own < rows.end, other, other < rows.size_other
+    in_own, in_other = own < rows.end, other < rows.size_other
+    bounds = mask.q_ranges.bounds
     if of_keys:
-        key, is_key, is_query = own - rows.first, is_query, is_key
-        query = rows.first_other + other
-    bounds, seen = mask.q_ranges.bounds, []
+        query, key = rows.first_other + other, own - rows.first
+        return keys_in_ranges(bounds, query, in_other, key, in_own)
+    return keys_in_ranges(bounds, own, in_own, other, in_other)
+
+
+def keys_in_ranges(bounds, query, is_query, key, is_key):
+    """Return which pairs are in a range; query: its row in the bounds."""
+    seen = []
     for i in range(bounds.shape[1]):
         begin, end = (plt.load(bounds.at[query, i, x], mask=is_query, other=0) for x in (0, 1))
         seen.append((key >= begin) & (key < end))
     return reduce(or_, seen) & is_key
 
 
-def bounds_of_queries(mask, rows):
-    """Return the `Bounds` of each range of a program's queries; None without ranges."""
-    if mask.q_ranges.bounds is None:
+def bounds_of_queries(bounds, query, exists, size):
+    """Return the `Bounds` of each range of some queries, of `size` keys; None without ranges."""
+    if bounds is None:
         return None
-    bounds, exists, found = mask.q_ranges.bounds, rows.rows < rows.end, []
+    found = []
     for i in range(bounds.shape[1]):
-        begin = plt.load(bounds.at[rows.rows, i, 0], mask=exists, other=LARGEST)
-        end = plt.load(bounds.at[rows.rows, i, 1], mask=exists, other=0)
-        begin, end = jnp.maximum(begin, 0), jnp.minimum(end, rows.size_other)
+        begin = plt.load(bounds.at[query, i, 0], mask=exists, other=LARGEST)
+        end = plt.load(bounds.at[query, i, 1], mask=exists, other=0)
+        begin, end = jnp.maximum(begin, 0), jnp.minimum(end, size)
         is_some = begin < end
         begin, end = jnp.where(is_some, begin, LARGEST), jnp.where(is_some, end, 0)
         of_all = jnp.where(exists, begin, 0), jnp.where(exists, end, LARGEST)

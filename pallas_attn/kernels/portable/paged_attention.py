@@ -23,6 +23,7 @@ from pallas_attn.kernels.library.quantized import (
     store_out,
     unpack,
 )
+from pallas_attn.kernels.library.query_ranges import bounds_of_queries, keys_in_ranges
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
@@ -53,6 +54,7 @@ def paged_attention_kernel(
     k_scale_ref,
     v_scale_ref,
     tree_ref,
+    ranges_ref,
     out_ref,
     lse_ref,
     *,
@@ -74,8 +76,9 @@ def paged_attention_kernel(
 
     Operands, of this program's kv head: q [Tq, group, D], pools k [P, page_size, D] and v [P,
     page_size, Dv]; tables [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group]
-    and scales [], float32, or None; tree [Tq], int32, or None, the ends of `tree_mask`; out [Tq,
-    group, Dv] and lse [group, Tq] (float32, natural log) of its split. Grid: (kv heads, row tiles
+    and scales [], float32, or None; tree [Tq], int32, or None, the ends of `tree_mask`; ranges [Tq,
+    R, 2], int32, or None; out [Tq, group, Dv] and lse [group, Tq] (float32, natural log) of its
+    split. Grid: (kv heads, row tiles
     of `locate_tokens`) in one axis, kv heads fastest, and splits.
     """
     # Locate the rows and the split's share of the keys that they see.
@@ -93,6 +96,11 @@ def paged_attention_kernel(
     first = start_row // group_size
     last = jnp.minimum((start_row + block_rows - 1) // group_size, tokens - 1)
     begin, end = keys_of_tokens(length, tokens, first, last, window_left)
+    window_begin = begin
+    if ranges_ref is not None:
+        own = first_token + first + arange(block_rows)
+        for bounds in bounds_of_queries(ranges_ref, own, own <= first_token + last, length):
+            begin, end = jnp.minimum(begin, bounds.begin), jnp.maximum(end, bounds.end)
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, block_kv)
     if k_scale_ref is not None:
         scale = scale * k_scale_ref[...]
@@ -122,18 +130,28 @@ def paged_attention_kernel(
             start = first_tile * block_kv + tile_start(index, visible, block_kv, masked)
             key = start + arange(block_kv)
             exists = key < end
+            if masked and ranges_ref is not None:
+                shown = keys_in_ranges(
+                    ranges_ref, q_row[:, None], is_row[:, None], key[None, :], exists[None, :]
+                )
             if masked and window_left is not None:
-                exists &= key >= begin
+                in_window = key >= window_begin
+                if ranges_ref is not None:
+                    in_window |= jnp.max(shown.astype(jnp.int32), 0) > 0
+                exists &= in_window
             page, slot = locate_keys(
                 tables_ref, start, end, num_pages, page_size, block_kv, sequence
             )
             # s = scale · q kᵀ
             k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
             s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
+            unmasked = s
             if masked and tree_ref is None:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
             elif masked:
                 s = tree_mask(s, tree_ref, first_token, token, key - diagonal, exists)
+            if masked and ranges_ref is not None:
+                s = jnp.where(shown, unmasked, s)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
@@ -172,7 +190,7 @@ def paged_attention(
             k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
         )
     q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
-    sinks, k_scale, v_scale, tree_ends = optional
+    sinks, k_scale, v_scale, tree_ends, q_ranges = optional
     if splits > 1:
         sinks = None  # they count once, in the merge
     shape = (splits, spec.tokens, spec.heads_q, spec.head_dim_v)
@@ -202,6 +220,7 @@ def paged_attention(
             k_scale,
             v_scale,
             tree_ends,
+            q_ranges,
         ),
         (
             of(q, ALL, heads, COLUMNS),
@@ -214,6 +233,7 @@ def paged_attention(
             of(k_scale, "head"),
             of(v_scale, "head"),
             of(tree_ends, ALL),
+            of(q_ranges, ALL, ALL, ALL),
         ),
         (outs, lses),
         (of(outs, "split", ALL, heads, COLUMNS), of(lses, "split", heads, ALL)),

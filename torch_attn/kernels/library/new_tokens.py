@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twin_attention.contract.operands import DecodeOperands, PagedOperands
+from twin_attention.contract.paged_spec import PagedSpec
 
 
 class TreeEnds(NamedTuple):
@@ -18,6 +19,18 @@ class TreeEnds(NamedTuple):
 
     ends: Any
     stride: Any = None
+
+
+class TokenMask(NamedTuple):
+    """What hides keys from packed new tokens, or shows them, besides a window; None if absent.
+
+    `ends` and `stride` are of `TreeEnds`; `bounds` and `number` of `QueryRanges`.
+    """
+
+    ends: Any
+    bounds: Any
+    stride: Any = None
+    number: Any = None
 
 
 @triton.jit
@@ -60,9 +73,21 @@ def tree_mask_of_words(s, words, new, TOKENS: tl.constexpr):
     return tl.where((new < 0)[None, :] | is_seen, s, float("-inf"))
 
 
-def ends_of(operands: DecodeOperands[Tensor] | PagedOperands[Tensor]) -> TreeEnds | None:
+def ends_of(operands: DecodeOperands[Tensor]) -> TreeEnds | None:
     """Return the tree, without its stride."""
     return None if operands.tree_ends is None else TreeEnds(operands.tree_ends)
+
+
+def mask_of(operands: PagedOperands[Tensor]) -> TokenMask:
+    """Return the mask, without numbers."""
+    ranges = operands.q_ranges
+    return TokenMask(operands.tree_ends, None if ranges is None else ranges.contiguous())
+
+
+def mask_argument(mask: TokenMask, spec: PagedSpec) -> TokenMask:
+    """Return the mask with its numbers."""
+    stride = None if mask.ends is None else mask.ends.strides[0]
+    return mask._replace(stride=stride, number=tl.constexpr(spec.ranges))
 
 
 def tree_argument(tree: TreeEnds | None) -> TreeEnds | None:

@@ -17,7 +17,7 @@ from twin_attention.contract.spec import AttentionSpec
 
 
 class QueryRanges(NamedTuple):
-    """Ranges of queries, [B, Sq, R, 2] or [Tq, R, 2], int32; `number` is R."""
+    """Ranges of queries, [B, Sq, R, 2] or [Tq, R, 2], int32, contiguous; `number` is R."""
 
     bounds: Any
     number: Any = None
@@ -27,18 +27,24 @@ class QueryRanges(NamedTuple):
 def in_ranges(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr = False):
     """Return which keys are in a range of each query."""
     own, other = rows.rows[:, None], others.rows[None, :]
-    in_other = other < rows.size_other
+    in_own, in_other = own < rows.end, other < rows.size_other
     if ANY_START:
         in_other &= other >= 0
-    row = rows.batch * rows.end + own
     if OF_KEYS:
         row = rows.batch * rows.size_other + rows.first_other + other
-        key, is_query, is_key = own - rows.first, in_other, own < rows.end
+        seen = keys_in_ranges(mask.q_ranges, row, in_other, own - rows.first, in_own)
     else:
-        key, is_query, is_key = other, own < rows.end, in_other
+        row = rows.batch * rows.end + own
+        seen = keys_in_ranges(mask.q_ranges, row, in_own, other, in_other)
+    return seen
+
+
+@triton.jit
+def keys_in_ranges(ranges, query, is_query, key, is_key):
+    """Return which pairs are in a range; `query` is its row in the ranges."""
     seen = is_query & is_key & False
-    for i in tl.static_range(mask.q_ranges.number):
-        range_ptr = mask.q_ranges.bounds + (row * mask.q_ranges.number + i) * 2
+    for i in tl.static_range(ranges.number):
+        range_ptr = ranges.bounds + (query * ranges.number + i) * 2
         begin = tl.load(range_ptr, mask=is_query, other=0)
         end = tl.load(range_ptr + 1, mask=is_query, other=0)
         seen |= (key >= begin) & (key < end)
@@ -46,14 +52,16 @@ def in_ranges(mask, rows, others, OF_KEYS: tl.constexpr, ANY_START: tl.constexpr
 
 
 @triton.jit
-def bounds_of_queries(mask, rows):
-    """Return bounds of some queries' ranges, [number] each: any query's, then all queries'."""
-    number: tl.constexpr = mask.q_ranges.number
-    row = rows.batch * rows.end + rows.rows
-    range_ptr = mask.q_ranges.bounds + (row[:, None] * number + tl.arange(0, number)[None, :]) * 2
-    exists = (rows.rows < rows.end)[:, None]
+def bounds_of_queries(ranges, query, exists, size):
+    """Return bounds of some queries' ranges of `size` keys, [number] each: any query's, then all's.
+
+    `query` is as in `keys_in_ranges`, [queries].
+    """
+    number: tl.constexpr = ranges.number
+    range_ptr = ranges.bounds + (query[:, None] * number + tl.arange(0, number)[None, :]) * 2
+    exists = exists[:, None]
     begin = tl.maximum(tl.load(range_ptr, mask=exists, other=LARGEST), 0)
-    end = tl.minimum(tl.load(range_ptr + 1, mask=exists, other=0), rows.size_other)
+    end = tl.minimum(tl.load(range_ptr + 1, mask=exists, other=0), size)
     is_some = begin < end
     least, greatest = tl.where(is_some, begin, LARGEST), tl.where(is_some, end, 0)
     begin, end = tl.where(exists, least, 0), tl.where(exists, greatest, LARGEST)

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
-from torch_attn.kernels.library.new_tokens import ends_of, tree_argument, tree_mask
+from torch_attn.kernels.library.new_tokens import mask_argument, mask_of, tree_mask
 from torch_attn.kernels.library.pages import (
     keys_of_tokens,
     load_rows_at,
@@ -28,6 +28,7 @@ from torch_attn.kernels.library.quantized import (
     swizzled_alike,
     unpack,
 )
+from torch_attn.kernels.library.query_ranges import bounds_of_queries, keys_in_ranges
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
@@ -55,7 +56,7 @@ def paged_attention_kernel(
     cache,
     cu_seqlens_q_ptr,
     sinks_ptr,
-    tree,
+    mask,
     out_ptr,
     lse_ptr,
     q_strides,
@@ -105,6 +106,13 @@ def paged_attention_kernel(
     first = start_row // GROUP_SIZE
     last = tl.minimum((start_row + BLOCK_ROWS - 1) // GROUP_SIZE, tokens - 1)
     begin, end = keys_of_tokens(length, tokens, first, last, window_left)
+    window_begin = begin
+    if mask.bounds is not None:
+        rows = first_token + first + tl.arange(0, BLOCK_ROWS)
+        exists = rows <= first_token + last
+        of_any, until_any, _, _ = bounds_of_queries(mask, rows.to(tl.int64), exists, length)
+        begin = tl.minimum(begin, tl.min(of_any, 0))
+        end = tl.maximum(end, tl.max(until_any, 0))
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
     table_ptr = cache.tables + sequence.to(tl.int64) * cache.table_stride
     k_base = cache.k + head_kv * cache.k_strides.head
@@ -122,8 +130,8 @@ def paged_attention_kernel(
     q, scale = load_q(q_ptr, (q_row, head), q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
     diagonal = length - tokens
     position = diagonal + token
-    if tree is not None:
-        ends_ptr = tree.ends + first_token * tree.stride
+    if mask.ends is not None:
+        ends_ptr = mask.ends + first_token * mask.stride
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
@@ -132,7 +140,7 @@ def paged_attention_kernel(
     before, full, after = count, 0, 0
     if SKIPS_MASKS:
         # A tree hides some new tokens' keys from later tokens.
-        least = diagonal + first if tree is None else diagonal - 1
+        least = diagonal + first if mask.ends is None else diagonal - 1
         before, full, after = tiles_at_edges(
             least, diagonal + last, first_tile, count, window_left, BLOCK_KV
         )
@@ -141,18 +149,28 @@ def paged_attention_kernel(
             start = tile_start(index, first_tile * BLOCK_KV, before, full, BLOCK_KV, masked)
             key = start + tl.arange(0, BLOCK_KV)
             exists = key < end
+            if masked and mask.bounds is not None:
+                shown = keys_in_ranges(
+                    mask, q_row[:, None], is_row[:, None], key[None, :], exists[None, :]
+                )
             if masked and window_left is not None:
-                exists = exists & (key >= begin)
+                in_window = key >= window_begin
+                if mask.bounds is not None:
+                    in_window |= tl.max(shown.to(tl.int32), 0) > 0
+                exists = exists & in_window
             page, slot = locate_keys(
                 table_ptr, start, end, num_pages, cache.page_size, BLOCK_KV, PAST_2G
             )
             # s = scale · q kᵀ
             k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
             s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
-            if masked and tree is None:
+            unmasked = s
+            if masked and mask.ends is None:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
             elif masked:
                 s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
+            if masked and mask.bounds is not None:
+                s = tl.where(shown, unmasked, s)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
@@ -207,7 +225,7 @@ def paged_attention(
         kernel,
         paged_attention_kernel,
         _prepare,
-        (q, cache_of(operands), operands.cu_seqlens_q, sinks, ends_of(operands), outs, lses),
+        (q, cache_of(operands), operands.cu_seqlens_q, sinks, mask_of(operands), outs, lses),
         spec,
         backend,
         splits,
@@ -219,13 +237,13 @@ def paged_attention(
 
 def _prepare(call: KernelCall) -> Prepared:
     spec, (splits,) = call.spec, call.constants
-    q, cache, _, _, tree, *_ = call.layouts
+    q, cache, _, _, mask, *_ = call.layouts
     rows = block_rows(spec, call.config)
     arguments = decode_arguments(spec, call.target, q, cache)
     if spec.cache.is_quantized and call.target == "sm90":
         arguments["BLOCK_DV"] = swizzled_alike(arguments["BLOCK_DV"], arguments["BLOCK_D"])
     return (num_row_tiles(spec, rows) * spec.heads_kv, splits), arguments | {
-        "tree": tree_argument(tree),
+        "mask": mask_argument(mask, spec),
         "num_tokens": spec.tokens,
         "num_sequences": spec.batch,
         "num_splits": splits,

@@ -12,7 +12,11 @@ from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.reference.arithmetic import normalize
 from twin_attention.contract.reference.cache import gather
 from twin_attention.contract.reference.formulas import forward, sinks_of_rows
-from twin_attention.contract.reference.visibility import clear_padding, sequence_of_tokens
+from twin_attention.contract.reference.visibility import (
+    clear_padding,
+    in_ranges,
+    sequence_of_tokens,
+)
 from twin_attention.contract.spec import WINDOW_UNLIMITED, AttentionSpec
 
 Array = Any
@@ -63,7 +67,7 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     with the keys of all sequences: memory is O(Tq · B · capacity).
     """
     q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
-    sinks, k_scale, v_scale, tree_ends = optional
+    sinks, k_scale, v_scale, tree_ends, ranges = optional
     xp = array_namespace(q, k_pages, v_pages)
     cache, on = spec.cache, device(q)
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)
@@ -79,15 +83,20 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     begins_later = xp.arange(spec.batch, device=on) > 0  # the first offset counts as 0
     first = xp.where(begins_later, offsets[:-1], xp.zeros_like(offsets[:-1]))
     new = key - (length - (offsets[1:] - first))[:, None]  # [B, capacity], negative for older keys
+    of_sequence = sequence[:, None] == xp.arange(spec.batch, dtype=sequence.dtype, device=on)
+    shown = xp.zeros_like(seen)
+    if ranges is not None:
+        shown = in_ranges(xp, ranges, key[0, :]) & (key < xp.take(length, own, axis=0)[:, None])
     if spec.window_left is not None:
         left = min(spec.window_left, cache.capacity)
         seen = seen & (key >= position[:, None] - left)
-        exists = exists & (new >= -left)  # keys before all tokens' windows may hold anything
+        # Keys before all tokens' windows, and outside their ranges, may hold anything.
+        is_shown = xp.any(of_sequence[:, :, None] & shown[:, None, :], axis=0)
+        exists = exists & ((new >= -left) | is_shown)
     if tree_ends is not None:
         end = _ends_of_keys(xp, tree_ends, first[:, None] + new, exists & (new >= 0))
         seen = seen & ((token - xp.take(first, own, axis=0))[:, None] < xp.take(end, own, axis=0))
-    of_sequence = sequence[:, None] == xp.arange(spec.batch, dtype=sequence.dtype, device=on)
-    seen = of_sequence[:, :, None] & seen[:, None, :]  # [Tq, B, capacity]
+    seen = of_sequence[:, :, None] & (seen | shown)[:, None, :]  # [Tq, B, capacity]
 
     one = AttentionSpec(
         batch=1,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import FlashOperands, PagedOperands, VarlenOperands
 from twin_attention.contract.spec import RANGES_MAX, AttentionSpec, FlashOptions, VarlenSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.offsets import check_offset_operands
@@ -50,7 +50,9 @@ def check_broadcast(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -
         fail(ValueError, name, f"shape {whole}, or 1 in place of any of these", shape)
 
 
-def check_ranges_of(operands: FlashOperands[Operand] | VarlenOperands[Operand]) -> None:
+def check_ranges_of(
+    operands: FlashOperands[Operand] | VarlenOperands[Operand] | PagedOperands[Operand],
+) -> None:
     q, x = operands.q, operands.q_ranges
     if x is None:
         return

@@ -13,6 +13,7 @@ from twin_attention.contract.paged_spec import (
     PagedCache,
     PagedSpec,
 )
+from twin_attention.contract.validate.attention import check_ranges_of
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.offsets import check_offset_operands
 from twin_attention.contract.validate.operands import (
@@ -48,6 +49,7 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
     check_device(offsets, q)
     _check_queries(operands, cache)
     _check_tree_ends(operands, q.shape[:1], options)
+    check_ranges_of(operands)
     return PagedSpec.of(operands, q.dtype, cache.dtype, options)
 
 

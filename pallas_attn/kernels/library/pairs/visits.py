@@ -130,7 +130,9 @@ def tiles_of_keys(mask, queries, window, block, list_tile):
         tile_q, tile_kv = list_tile
         visits = visits.keep(mask.lists, 0, queries.start // tile_q, tile_kv)
     branches = find_branches(mask, queries, visits.visible.begin)
-    return visits.divide(window, branches, bounds_of_queries(mask, queries))
+    exists, size = queries.rows < queries.end, queries.size_other
+    ranges = bounds_of_queries(mask.q_ranges.bounds, queries.rows, exists, size)
+    return visits.divide(window, branches, ranges)
 
 
 def tiles_of_queries(mask, keys, window, block, list_tile, group_size):

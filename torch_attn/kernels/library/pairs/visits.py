@@ -70,7 +70,10 @@ def tiles_of_keys(mask, queries, left, right, BLOCK_KV: tl.constexpr):
         ranges, least, greatest = find_path(mask, queries)
     range_begin, range_end, all_begin, all_end = 0, 0, 0, 0
     if mask.q_ranges is not None:
-        range_begin, range_end, all_begin, all_end = bounds_of_queries(mask, queries)
+        range_begin, range_end, all_begin, all_end = bounds_of_queries(
+            mask.q_ranges, queries.batch * queries.end + queries.rows, queries.rows < queries.end,
+            queries.size_other,
+        )  # fmt: skip
     return Tiles(
         begin, before, full, after, list_ptr, ranges, least, greatest, window_begin, window_end,
         whole_begin, whole_end, range_begin, range_end, all_begin, all_end,
