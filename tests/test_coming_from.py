@@ -23,7 +23,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 CELL = re.compile(r"`([^`]+)`")
 SQ, SKV, W = 4, 7, 3
 S, LONG = 24, 128
-MATH = {x: getattr(torch, x) for x in ("cat", "where", "inf", "zeros_like")}
+MATH = {x: getattr(torch, x) for x in ("where", "inf")}
 SINKS = torch.tensor([-0.5, 0.0, 0.75, 1.5])
 
 
@@ -216,8 +216,9 @@ def flexattention(dtype: torch.dtype) -> dict[str, Any]:
         "tanh": torch.tanh,
         **heads,
         **{f"{x}t": heads[x].transpose(1, 2) for x in "qkv"},
-        "S": S,
-        "n": 3,
+        "image": torch.tensor(
+            [[-1] * 2 + [0] * 6 + [-1] * 7 + [1] * 9, [-1] * 9 + [0] * 5 + [-1] * 10]
+        ),
         "ids": (positions // torch.tensor([[7], [10]])).int(),
         "ends": torch.where((positions >= 10) & (positions < 16), 16, S).int().repeat(2, 1),
         "image_of_text": (positions // 9).repeat(2, 1),
