@@ -17,6 +17,7 @@ from typing import Any
 from bench.calls import PREPARE, as_torch, compiled, jax_call, torch_call
 from bench.job import Absent, Call, Subject
 from bench.problems import DecodeTensors, constants_of, offsets_of, varied_terms
+from bench.ranges import RangeCase, visible
 from bench.trees import TreeCase, joined, separate
 from twin_attention.contract.paged_spec import PagedSpec
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
@@ -66,6 +67,15 @@ def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Fact
     return {
         Subject(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
         for kind, (name, target) in product(kinds, keys)
+    }
+
+
+def range_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+    """Names that end in "bias" hide the same pairs by a bias, of the portable kernels of torch."""
+    keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
+    found = _factories(partial(_or_absent, _ranges), keys)
+    return found | {
+        Subject("torch triton bias", x): partial(_or_absent, _masked, x) for x in targets
     }
 
 
@@ -208,6 +218,33 @@ def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, ten
         return attention(q, k, v, **dict.fromkeys(names, x))
 
     return _with_integers(side, target, attend, operation, tensors, integers)
+
+
+def _ranges(name: str, target: str, case: RangeCase, operation: str, tensors: Any) -> Call:
+    import torch
+
+    side, family = _CALLS[name]
+    attention = partial(import_module(side).flash_attention, **case.options, implementation=family)
+    ranges = torch.tensor(case.bounds, device=tensors[0].device)
+
+    def attend(q, k, v, x):
+        return attention(q, k, v, q_ranges=x)
+
+    return _with_integers(side, target, attend, operation, tensors, ranges)
+
+
+def _masked(target: str, case: RangeCase, operation: str, tensors: Any) -> Call:
+    import torch
+
+    from torch_attn import flash_attention
+
+    key = torch.arange(case.seq_kv, device=tensors[0].device)
+    seen = visible(case, key.device)(None, None, key[:, None], key)
+    bias = torch.zeros((), dtype=tensors[0].dtype, device=key.device).where(seen, -torch.inf)
+    attend = partial(flash_attention, bias=bias[None, None], implementation="triton")
+    with use_target(target):
+        call = torch_call(attend, operation, tensors)
+    return for_target(call, target)
 
 
 def _with_integers(

@@ -12,6 +12,7 @@ import numpy as np
 
 from bench.dilation import dilated_check, dilated_flops
 from bench.job import Absent, Call, Check, Job, Operation, Subject
+from bench.ranges import RangeCase
 from bench.trees import TreeCase
 from twin_attention.contract import cost
 from twin_attention.contract.block_mask import BlockMask, global_tiles, local_tiles, random_tiles
@@ -114,6 +115,9 @@ def _flops(case: AttentionCase) -> tuple[int, int]:
     if isinstance(case, TreeCase):
         forward = cost.tree_forward_flops(case.spec, case.ends)
         return forward, cost.tree_backward_flops(case.spec, case.ends)
+    if isinstance(case, RangeCase):
+        forward = cost.range_forward_flops(case.spec, case.bounds)
+        return forward, cost.range_backward_flops(case.spec, case.bounds)
     return cost.forward_flops(case.spec), cost.backward_flops(case.spec)
 
 
@@ -165,6 +169,8 @@ def attention_check(
         inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=q.device)
     if isinstance(case, TreeCase):
         inputs["kv_ends"] = torch.from_numpy(case.ends).to(q.device)
+    if isinstance(case, RangeCase):
+        inputs["q_ranges"] = torch.from_numpy(case.bounds).to(q.device)
     of_terms = tuple(f"d{name}" for name in varied_terms(case))
     names = {"forward": ("out",), "backward": ("dq", "dk", "dv", *of_terms)}
     names["both"] = names["forward"] + names["backward"]

@@ -34,6 +34,7 @@ SUITES = {
     "patterns": "block-sparse and dilated attention, beside dense attention and every peer",
     "scores": "biases, tables of distances, slopes, dropout, row maxima, beside plain attention",
     "tree": "trees of tokens: a prompt with continuations, beside separate sequences and masks",
+    "ranges": "a prefix, spans and block diffusion, beside masks, a bias and plain causality",
     "prefill": "chunks of prompts and single tokens over a paged cache, beside FlashInfer",
     "context": "context parallel attention, a rank's time beside its share of the whole sequence's",
     "host": "the host's share of calls on small problems",

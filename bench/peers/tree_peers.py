@@ -1,7 +1,7 @@
-"""Attention over a tree of tokens by other libraries.
+"""Attention over a tree of tokens, or with ranges of keys, by other libraries.
 
-A factory takes (case, operation, tensors): a `bench.trees.TreeCase`, and torch's q, k, v and dout
-[1, S, H, D].
+A factory takes (case, operation, tensors): a `bench.trees.TreeCase` or `bench.ranges.RangeCase`,
+and torch's q, k, v and dout [1, S, H, D].
 """
 
 from __future__ import annotations
@@ -10,37 +10,43 @@ from typing import Any
 
 from bench.calls import compiled, torch_call
 from bench.job import Call
+from bench.ranges import RangeCase, visible
 from bench.trees import TreeCase
 
 FLEX_TILE = 128  # queries, and keys, of FlexAttention's tiles
 
 
 def flex(
-    case: TreeCase,
+    case: TreeCase | RangeCase,
     operation: str,
     tensors,
     *,
     makes_mask: bool = False,
     compiles_mask: bool = True,
 ) -> Call:
-    """Compiled FlexAttention with a block mask of the tree.
+    """Compiled FlexAttention with a block mask.
 
-    makes_mask: in each call, as each new tree needs it; else it is premade.
+    makes_mask: in each call, as each new problem needs it; else it is premade.
     compiles_mask: compile the function that makes it, unlike torch's default.
     """
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    ends = torch.from_numpy(case.ends[0]).to(tensors[0].device)
+    device = tensors[0].device
     make = compiled(create_block_mask) if compiles_mask else create_block_mask
     attention = compiled(flex_attention)
 
-    def visible(batch, head, query, key):
-        return (query >= key) & (query < ends[key])
+    if isinstance(case, RangeCase):
+        seen = visible(case, device)
+    else:
+        ends = torch.from_numpy(case.ends[0]).to(device)
+
+        def seen(batch, head, query, key):
+            return (query >= key) & (query < ends[key])
 
     def mask() -> Any:
         sizes = case.seq_q, case.seq_kv
-        return make(visible, None, None, *sizes, device=str(ends.device), BLOCK_SIZE=FLEX_TILE)
+        return make(seen, None, None, *sizes, device=str(device), BLOCK_SIZE=FLEX_TILE)
 
     kept = None if makes_mask else mask()
 

@@ -25,6 +25,7 @@ from bench.peers import (
     tree_peers,
 )
 from bench.problems import attention_check, attention_tensors, decode_tensors
+from bench.suites.ranges import range_case
 from bench.suites.tree import tree_case
 from pallas_attn import flash_attention as jax_flash_attention
 from pallas_attn import flash_attention_varlen as jax_flash_attention_varlen
@@ -179,8 +180,16 @@ def test_a_peer_of_packed_sequences_is_right(peer):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("peer", TREE)
-def test_a_peer_of_trees_is_right(peer):
-    case = tree_case("tree", (-1, 0, 0, 2, -1), (200, 33, 50, 7, 9), 16, heads_q=2, heads_kv=2)
+@pytest.mark.parametrize(
+    "case",
+    [
+        tree_case("tree", (-1, 0, 0, 2, -1), (200, 33, 50, 7, 9), 16, heads_q=2, heads_kv=2),
+        range_case("spans", "spans", 30, 200, 2, 16),
+        range_case("diffusion", "diffusion", 30, 200, 2, 16),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_peer_of_trees_and_ranges_is_right(peer, case):
     tensors = attention_tensors(case, "cpu")
     call = TREE[peer](case, "forward", tensors)  # FlexAttention has no backward on a CPU
     assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1

@@ -18,7 +18,7 @@ from bench.registry import ON_CPU, SUITES, cells, load
 from bench.report.plots import of_suite
 from bench.report.sections import SPEEDS, sections
 from bench.report.tables import names
-from bench.suites import context, eager, host, kvcache, packed, patterns, prefill, tree
+from bench.suites import context, eager, host, kvcache, packed, patterns, prefill, ranges, tree
 from bench.trees import separate, separate_pairs
 from twin_attention.contract.cost import forward_flops
 from twin_attention.interop.parity.cases import (
@@ -91,6 +91,8 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
         ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(
             *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT, "jax gluon")
               for y in ("tree", "separate", "segments")))),
+        ("ranges", "spans-256-d128", set(TREE) | on_hopper(
+            *PORTABLE, *EXPLICIT, "jax gluon", "torch triton bias")),
         ("scores", "bias-1x4096", set(SCORES)
          | on_hopper(*PORTABLE, *EXPLICIT, "jax gluon")),
         ("prefill", "chunks-8x4096-page16", both(*PORTABLE) | on_hopper(*CHUNKS) | {"FlashInfer"}),
@@ -218,6 +220,10 @@ DECODE_BYTES += 4 * (64 * 64 + 64) + 64 * 4 * 32 * 4
         ("tree", "tree-8192-16x1024-d128", "forward", 4 * 128 * 16 * (
             8192 * 8193 // 2 + 16 * (8192 * 1024 + 1024 * 1025 // 2)), None),
         ("tree", "documents-16x1024-d128", "both", 14 * 2048 * 16 * 1024 * 1025 // 2, None),
+        ("ranges", "prefix-2048-d128", "forward",
+         4 * 2048 * (8192 * 8193 // 2 + 2048 * 2047 // 2), None),
+        ("ranges", "diffusion-32-d128", "forward",
+         4 * 2048 * 32 * 32 * (128 + 128 * 127 // 2 + 128 * 129 // 2), None),
         ("prefill", "chunks-8x4096-page16", "forward", 4 * 128 * CHUNK_PAIRS, CHUNK_BYTES),
         ("kvcache", "64x1024-heads-32-8-4-tokens", "decode", None, DECODE_BYTES),
         ("context", "causal-d128-4x8192-zigzag", "forward",
@@ -280,6 +286,9 @@ SMALL_JOBS = {
     "dilated both": lambda: patterns.job(DILATED_CASE, "both", "sm90"),
     "tree both": lambda: tree.job(TREE_CASE, "both", ["sm90"]),
     "roots both": lambda: tree.job(ROOTS_CASE, "both", ["sm90"]),
+    "ranges both": lambda: ranges.job(
+        ranges.range_case("small", "diffusion", 7, 60, 2, 16), "both", ["sm90"]
+    ),
     "drafts": lambda: decode_job(DRAFTS, ours.decode_factories(["sm80"])),
     "context both": lambda: context.job(CONTEXT_CASE, "both", "sm90"),
     "shared": lambda: kvcache._shared_job(
@@ -495,7 +504,7 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
     assert section.title == load(suite).TITLE
     titles, failed, *_ = section.every
     assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
-    if suite in ("patterns", "tree", "context", "scores"):
+    if suite in ("patterns", "tree", "ranges", "context", "scores"):
         first = getattr(load(suite), "SHARES" if suite in ("context", "scores") else "GAINS")
         assert next(iter(section.tables)) == first
     else:
