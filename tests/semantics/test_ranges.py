@@ -9,7 +9,7 @@ from tests.oracle import assert_within_budget
 from tests.semantics.test_segments import SMALL_TILES
 from tests.sides import attention
 from twin_attention.contract.ranges import block_diffusion_ranges, prefix_ranges, span_ranges
-from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
@@ -127,3 +127,17 @@ def test_tiles_of_no_range_are_not_visited(side, torch_device):
         assert finite[:64].all()
         assert finite[192:].all()
         assert not finite[128:160].any()
+
+
+def test_ranges_of_all_keys_are_no_mask(side, implementation, torch_device):
+    """Sequences end within tiles, whose other rows have ranges as well."""
+    lengths = ((70, 70), (90, 40), (33, 65))
+    case = VarlenCase("all keys", lengths, (0, 0), head_dim=16, dtype="float32")
+    inputs = make_inputs(case, torch_device)
+    options = case.options | {"implementation": implementation}
+    ranges = torch.tensor([[[0, 2**31 - 1]]], dtype=torch.int32, device=torch_device)
+    shown = inputs | {"q_ranges": ranges.repeat(case.spec.seq_q, 1, 1)}
+    got = results(side, "flash_attention_varlen", shown, **options)
+    options |= {"causal": False} | BY_REFERENCE
+    for name, x in results(side, "flash_attention_varlen", inputs, **options).items():
+        torch.testing.assert_close(got[name], x, rtol=1e-5, atol=1e-5)

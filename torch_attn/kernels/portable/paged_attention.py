@@ -108,9 +108,10 @@ def paged_attention_kernel(
     begin, end = keys_of_tokens(length, tokens, first, last, window_left)
     window_begin = begin
     if mask.bounds is not None:
-        rows = first_token + first + tl.arange(0, BLOCK_ROWS)
-        exists = rows <= first_token + last
-        of_any, until_any, _, _ = bounds_of_queries(mask, rows.to(tl.int64), exists, length)
+        own = first_token + first + tl.arange(0, BLOCK_ROWS)
+        of_any, until_any, _, _ = bounds_of_queries(
+            mask, own.to(tl.int64), own <= first_token + last, length
+        )
         begin = tl.minimum(begin, tl.min(of_any, 0))
         end = tl.maximum(end, tl.max(until_any, 0))
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
