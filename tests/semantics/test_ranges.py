@@ -130,9 +130,9 @@ def test_tiles_of_no_range_are_not_visited(side, torch_device):
 
 
 def test_ranges_of_all_keys_are_no_mask(side, implementation, torch_device):
-    """Sequences end within tiles, whose other rows have ranges as well."""
+    """Sequences end within tiles, whose other rows, NaN behind the last, have ranges as well."""
     lengths = ((70, 70), (90, 40), (33, 65))
-    case = VarlenCase("all keys", lengths, (0, 0), head_dim=16, dtype="float32")
+    case = VarlenCase("all keys", lengths, (63, 9), head_dim=16, dtype="float32")
     inputs = make_inputs(case, torch_device)
     options = case.options | {"implementation": implementation}
     ranges = torch.tensor([[[0, 2**31 - 1]]], dtype=torch.int32, device=torch_device)
