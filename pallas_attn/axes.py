@@ -36,8 +36,10 @@ _OPERANDS = {
     BlockSparseOperands: BlockSparseOperands(
         "b.h.", "b.g.", "b.g.", "bh.", "bh..", "bh.", "bh..", "h"
     ),
-    DecodeOperands: DecodeOperands("b.h.", "..g.", "..g.", "b.", "b", "h", "g", "g", "b."),
-    PagedOperands: PagedOperands(".h.", "..g.", "..g.", "..", ".", ".", "h", "g", "g", ".", "..."),
+    DecodeOperands: DecodeOperands("b.h.", "..g.", "..g.", "b.", "b", "h", "g", "g", "b.", "bh"),
+    PagedOperands: PagedOperands(
+        ".h.", "..g.", "..g.", "..", ".", ".", "h", "g", "g", ".", ".h", "..."
+    ),
     AppendOperands: AppendOperands(
         "..g.", "..g.", "..g.", "..g.", "..", ".", "g", "g", ".", "..h.", "..", ".."
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
@@ -22,30 +22,32 @@ from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.paged import check_append_kv
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 
+V = TypeVar("V", jax.Array, None)  # values of a cache, or none
+
 
 @overload
 def paged_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
-    seq_lens: jax.Array,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None,
+    block_tables: jax.Array, seq_lens: jax.Array,
     *, return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
-    seq_lens: jax.Array,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None,
+    block_tables: jax.Array, seq_lens: jax.Array,
     *, return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
-    seq_lens: jax.Array,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None,
+    block_tables: jax.Array, seq_lens: jax.Array,
     *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @without_catch_all
 def paged_decode(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *more: Any,
@@ -57,7 +59,9 @@ def paged_decode(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     tree_ends: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     num_splits: int | None = None,
+    value_dim: int | None = None,
     cascade: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -82,7 +86,8 @@ def paged_decode(
             steps of 8.
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
             sequences. page_size is 1 to 256; Hkv divides Hq.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits. None for a latent
+            cache (MLA), with `value_dim`.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
         causal: only True: new tokens are causal among themselves.
@@ -93,11 +98,15 @@ def paged_decode(
         tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before them, and
             new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it; `check_tree` checks it.
             Not with a window to the left. None is causal.
+        alibi_slopes: [Hq] or [B, Hq], as in `flash_attention`. Not with tree_ends.
         num_splits: parts, 1 to 256, that each sequence's keys are divided into; then the rest of
             the batch does not change a sequence's bits. None chooses by the shapes.
+        value_dim: without v_pages, values are the first `value_dim` columns of the keys, which are
+            read once; D then is up to 576, and `k_scale` is the values' too.
         cascade: read pages that several sequences begin with, such as a shared prompt's, once for
-            these. No effect with a window to the left, more than 32 query rows (tokens times query
-            heads) per kv head, or more than 1024 sequences. Not with num_splits.
+            these. No effect with alibi_slopes, a window to the left, more than 32 query rows
+            (tokens times query heads) per kv head, or more than 1024 sequences. Not with
+            num_splits.
         implementation: "mosaic" (kernels in Pallas's Mosaic GPU; from jax 0.11 on), "triton",
             "torch_triton" (torch_attn's), "reference" (copies the keys out of their pages) or None,
             as in `flash_attention`.
@@ -131,45 +140,49 @@ def paged_decode(
     if more or others:
         refuse_names(paged_decode, more, others)
     operands = (
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends,
+        alibi_slopes,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, cascade, return_lse
+    options = causal, scale, window_size, softcap, num_splits, value_dim, cascade, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
 
 @overload
 def append_kv(
-    k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    k_new: jax.Array, v_new: V, k_pages: jax.Array,
+    v_pages: V,
     block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
     q: None = ..., rotary_cos: jax.Array | None = ...,
     rotary_sin: jax.Array | None = ..., rotary_interleaved: bool = ...,
     k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
-) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
+) -> tuple[jax.Array, V]: ...  # fmt: skip
 @overload
 def append_kv(
-    k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    k_new: jax.Array, v_new: V, k_pages: jax.Array,
+    v_pages: V,
     block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
     q: jax.Array, rotary_cos: jax.Array,
     rotary_sin: jax.Array, rotary_interleaved: bool = ...,
     k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...  # fmt: skip
+) -> tuple[jax.Array, jax.Array, V]: ...  # fmt: skip
 @overload
 def append_kv(
-    k_new: jax.Array, v_new: jax.Array, k_pages: jax.Array, v_pages: jax.Array,
+    k_new: jax.Array, v_new: V, k_pages: jax.Array,
+    v_pages: V,
     block_tables: jax.Array, seq_lens: jax.Array, *, cu_seqlens_q: jax.Array | None = ...,
     q: jax.Array | None, rotary_cos: jax.Array | None,
     rotary_sin: jax.Array | None, rotary_interleaved: bool = ...,
     k_scale: jax.Array | None = ..., v_scale: jax.Array | None = ...,
     implementation: Implementation | None = ...,
-) -> tuple[jax.Array, ...]: ...  # fmt: skip
+) -> tuple[jax.Array | V, ...]: ...  # fmt: skip
 @without_catch_all
 def append_kv(
     k_new: jax.Array,
-    v_new: jax.Array,
+    v_new: jax.Array | None,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     *more: Any,
@@ -182,7 +195,7 @@ def append_kv(
     v_scale: jax.Array | None = None,
     implementation: Implementation | None = None,
     **others: Any,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array | None, ...]:
     """Write new tokens' keys and values into their pages, and return the cache.
 
     Token t of T goes to position ``p = seq_lens[b] - T + t``, if that and its page exist. An 8-bit
@@ -205,7 +218,7 @@ def append_kv(
     Args:
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
             float16 or bfloat16.
-        v_new: k_new's shape with Dv last, k_new's dtype.
+        v_new: k_new's shape with Dv last, k_new's dtype. None without v_pages.
         k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `paged_decode`; k_new's
             dtype, int8 or float8_e4m3fn.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens.

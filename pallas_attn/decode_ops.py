@@ -74,8 +74,8 @@ def append(
     """
     k_new, v_new, q = operands.k_new, operands.v_new, operands.q
     if k_new.ndim == 3 and not spec.packed:
-        k_new, v_new = k_new[:, None], v_new[:, None]
-        operands = operands._replace(k_new=k_new, v_new=v_new, q=None if q is None else q[:, None])
+        new = {"k_new": k_new, "v_new": v_new, "q": q}
+        operands = operands._replace(**jax.tree.map(lambda x: x[:, None], new))
     if spec.is_empty:
         found = reference.append_kv(operands, spec, backends.elsewhere)
     else:

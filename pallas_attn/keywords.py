@@ -44,7 +44,9 @@ class CacheKeywords(TypedDict, total=False):
     k_scale: jax.Array | None
     v_scale: jax.Array | None
     tree_ends: jax.Array | None
+    alibi_slopes: jax.Array | None
     num_splits: int | None
+    value_dim: int | None
     implementation: Implementation | None
 
 

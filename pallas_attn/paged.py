@@ -14,27 +14,27 @@ from twin_attention.contract.validate.names import refuse_names, without_catch_a
 
 @overload
 def paged_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
-    seq_lens: jax.Array, cu_seqlens_q: jax.Array,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None,
+    block_tables: jax.Array, seq_lens: jax.Array, cu_seqlens_q: jax.Array,
     *, return_lse: Literal[False] = ..., **keywords: Unpack[PagedKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
-    seq_lens: jax.Array, cu_seqlens_q: jax.Array,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None,
+    block_tables: jax.Array, seq_lens: jax.Array, cu_seqlens_q: jax.Array,
     *, return_lse: Literal[True], **keywords: Unpack[PagedKeywords],
 ) -> tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, block_tables: jax.Array,
-    seq_lens: jax.Array, cu_seqlens_q: jax.Array,
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None,
+    block_tables: jax.Array, seq_lens: jax.Array, cu_seqlens_q: jax.Array,
     *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...  # fmt: skip
 @without_catch_all
 def paged_attention(
     q: jax.Array,
     k_pages: jax.Array,
-    v_pages: jax.Array,
+    v_pages: jax.Array | None,
     block_tables: jax.Array,
     seq_lens: jax.Array,
     cu_seqlens_q: jax.Array,
@@ -47,8 +47,10 @@ def paged_attention(
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
     tree_ends: jax.Array | None = None,
+    alibi_slopes: jax.Array | None = None,
     q_ranges: jax.Array | None = None,
     num_splits: int | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
@@ -68,9 +70,10 @@ def paged_attention(
         k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
-        causal, scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in
+        causal, scale, window_size, softcap, sinks, k_scale, v_scale, value_dim, return_lse: as in
             `paged_decode`.
         tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
+        alibi_slopes: [Hq] or [B, Hq], as in `paged_decode`.
         q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.
         num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
             the same Tq and B.
@@ -106,7 +109,7 @@ def paged_attention(
         refuse_names(paged_attention, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
-        tree_ends, q_ranges,
+        tree_ends, alibi_slopes, q_ranges,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, return_lse
+    options = causal, scale, window_size, softcap, num_splits, value_dim, return_lse
     return PAGED_ATTENTION(operands, options, implementation)

@@ -105,8 +105,8 @@ class Attention(ABC):
     def check(self, operands: Any, options: Any, *read: Tensor) -> Any:
         """Return the problem of checked options; `read` is also read."""
         spec = self._check(describe_operands(operands, operand), options)
-        aligned = rows_aligned(*operands[:3], *read)
-        return replace(spec, placement=Placement(aligned, is_compact(*operands[:3])))
+        first = [x for x in operands[:3] if x is not None]
+        return replace(spec, placement=Placement(rows_aligned(*first, *read), is_compact(*first)))
 
     def problem(self, **arguments: Any) -> tuple[Any, Any]:
         """Check a public call; return operands and problem."""
@@ -129,13 +129,13 @@ class Attention(ABC):
 
     def fake(self, *args: Any) -> tuple[Tensor, ...]:
         operands = self.operands._make(args[: self.num_operands])
-        self._check(describe_operands(operands, operand), self.options_of(args))
-        return self.new_outputs(operands)
+        spec = self._check(describe_operands(operands, operand), self.options_of(args))
+        return self.new_outputs(operands, spec.head_dim_v)
 
-    def new_outputs(self, operands: Any) -> tuple[Tensor, Tensor]:
+    def new_outputs(self, operands: Any, head_dim_v: int) -> tuple[Tensor, Tensor]:
         """Allocate out and lse: [B, H, S], or packed [H, T]."""
         first, *rows, heads, _ = operands.q.shape
-        out = operands.q.new_empty((first, *rows, heads, operands[2].shape[-1]))
+        out = operands.q.new_empty((first, *rows, heads, head_dim_v))
         is_packed = hasattr(operands, "cu_seqlens_q")
         shape = (heads, first) if is_packed else (first, heads, *rows)
         return out, out.new_empty(shape, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -27,27 +27,29 @@ from twin_attention.contract.validate.names import refuse_names, without_catch_a
 from twin_attention.contract.validate.options import check_append_options
 from twin_attention.contract.validate.pool import check_page_ids, check_pages_arguments
 
+V = TypeVar("V", Tensor, None)  # values of a cache, or none
+
 
 @overload
 def paged_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    *, return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, *, return_lse: Literal[False] = ..., **keywords: Unpack[DecodeKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    *, return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, *, return_lse: Literal[True], **keywords: Unpack[DecodeKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_decode(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, *, return_lse: bool, **keywords: Unpack[DecodeKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @without_catch_all
 def paged_decode(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     *more: Any,
@@ -59,7 +61,9 @@ def paged_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tree_ends: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     num_splits: int | None = None,
+    value_dim: int | None = None,
     cascade: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
@@ -84,7 +88,8 @@ def paged_decode(
         k_pages: [P, page_size, Hkv, D], q's dtype, int8 or float8_e4m3fn: one pool for all
             sequences. page_size is 1 to 256; Hkv divides Hq. The rows of an 8-bit pool begin at
             even offsets.
-        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits.
+        v_pages: [P, page_size, Hkv, Dv], k_pages' dtype. Dv has D's limits. None for a latent
+            cache (MLA), with `value_dim`.
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
         causal: only True: new tokens are causal among themselves.
@@ -95,11 +100,15 @@ def paged_decode(
         tree_ends: [B, T] int32: the new tokens form a tree. Token t sees all keys before them, and
             new token u if ``u <= t < tree_ends[b, u]``. `tree_of` makes it; `check_tree` checks it.
             Not with a window to the left. None is causal.
+        alibi_slopes: [Hq] or [B, Hq], as in `flash_attention`. Not with tree_ends.
         num_splits: parts, 1 to 256, that each sequence's keys are divided into; then the rest of
             the batch does not change a sequence's bits. None chooses by the shapes.
+        value_dim: without v_pages, values are the first `value_dim` columns of the keys, which are
+            read once; D then is up to 576, and `k_scale` is the values' too.
         cascade: read pages that several sequences begin with, such as a shared prompt's, once for
-            these. No effect with a window to the left, more than 32 query rows (tokens times query
-            heads) per kv head, or more than 1024 sequences. Not with num_splits.
+            these. No effect with alibi_slopes, a window to the left, more than 32 query rows
+            (tokens times query heads) per kv head, or more than 1024 sequences. Not with
+            num_splits.
         implementation: "mosaic" (pallas_attn's Mosaic GPU kernels), "triton", "reference" (copies
             the keys out of their pages) or None, as in `flash_attention`.
 
@@ -131,41 +140,43 @@ def paged_decode(
     if more or others:
         refuse_names(paged_decode, more, others)
     operands = (
-        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends
+        q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends,
+        alibi_slopes,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, cascade, return_lse
+    options = causal, scale, window_size, softcap, num_splits, value_dim, cascade, return_lse
     return PAGED_DECODE(operands, options, implementation)
 
 
 @overload
 def append_kv(
-    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
-    seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: None = ...,
+    k_new: Tensor, v_new: V, k_pages: Tensor, v_pages: V,
+    block_tables: Tensor, seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: None = ...,
     rotary_cos: Tensor | None = ..., rotary_sin: Tensor | None = ...,
     rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
     implementation: Implementation | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+) -> tuple[Tensor, V]: ...  # fmt: skip
 @overload
 def append_kv(
-    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
-    seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor, rotary_cos: Tensor,
-    rotary_sin: Tensor, rotary_interleaved: bool = ..., k_scale: Tensor | None = ...,
-    v_scale: Tensor | None = ..., implementation: Implementation | None = ...,
-) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+    k_new: Tensor, v_new: V, k_pages: Tensor, v_pages: V,
+    block_tables: Tensor, seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor,
+    rotary_cos: Tensor, rotary_sin: Tensor, rotary_interleaved: bool = ...,
+    k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
+    implementation: Implementation | None = ...,
+) -> tuple[Tensor, Tensor, V]: ...  # fmt: skip
 @overload
 def append_kv(
-    k_new: Tensor, v_new: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor,
-    seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor | None,
+    k_new: Tensor, v_new: V, k_pages: Tensor, v_pages: V,
+    block_tables: Tensor, seq_lens: Tensor, *, cu_seqlens_q: Tensor | None = ..., q: Tensor | None,
     rotary_cos: Tensor | None, rotary_sin: Tensor | None,
     rotary_interleaved: bool = ..., k_scale: Tensor | None = ..., v_scale: Tensor | None = ...,
     implementation: Implementation | None = ...,
-) -> tuple[Tensor, ...]: ...  # fmt: skip
+) -> tuple[Tensor | V, ...]: ...  # fmt: skip
 @without_catch_all
 def append_kv(
     k_new: Tensor,
-    v_new: Tensor,
+    v_new: Tensor | None,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     *more: Any,
@@ -178,7 +189,7 @@ def append_kv(
     v_scale: Tensor | None = None,
     implementation: Implementation | None = None,
     **others: Any,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Write new tokens' keys and values into their pages, in place.
 
     Token t of T goes to position ``p = seq_lens[b] - T + t``, if that and its page exist. An 8-bit
@@ -198,7 +209,7 @@ def append_kv(
     Args:
         k_new: [B, Hkv, D], or [B, T, Hkv, D] with T up to 64, or with `cu_seqlens_q` [Tq, Hkv, D];
             float16 or bfloat16. Any strides with a contiguous last dimension, as for all operands.
-        v_new: k_new's shape with Dv last, k_new's dtype.
+        v_new: k_new's shape with Dv last, k_new's dtype. None without v_pages.
         k_pages, v_pages, block_tables, seq_lens, k_scale, v_scale: as in `paged_decode`; k_new's
             dtype, int8 or float8_e4m3fn.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens.
@@ -263,9 +274,8 @@ def _check_and_append(
 
 
 def _cast_new(operands: AppendOperands[Tensor]) -> AppendOperands[Tensor]:
-    k_new, v_new = cast_float32("k_new", operands.k_new), cast_float32("v_new", operands.v_new)
-    q = None if operands.q is None else cast_float32("q", operands.q)
-    return operands._replace(k_new=k_new, v_new=v_new, q=q)
+    names = [x for x in ("k_new", "v_new", "q") if x == "k_new" or getattr(operands, x) is not None]
+    return operands._replace(**{x: cast_float32(x, getattr(operands, x)) for x in names})
 
 
 def merge_states(

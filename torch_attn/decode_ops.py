@@ -61,7 +61,7 @@ class CacheAttention(Attention):
             out, lse = self.run(function, spec, backend, given.q.unsqueeze(1), *operands[1:])
             return out.squeeze(1), lse.squeeze(2)
         if spec.is_empty:
-            out, lse = self.new_outputs(given)
+            out, lse = self.new_outputs(given, spec.head_dim_v)
             sinks = given.sinks
             lse = lse.fill_(-torch.inf) if sinks is None else lse.copy_(sinks[:, None])
             return out.zero_(), lse
@@ -103,7 +103,8 @@ def _append(function, spec, backend, *operands: Tensor | None) -> tuple[Tensor |
     if k_new.ndim == 4 or spec.packed:
         return (function(given, spec, backend),)
     q = None if q is None else q.unsqueeze(1)
-    given = given._replace(k_new=k_new.unsqueeze(1), v_new=v_new.unsqueeze(1), q=q)
+    v_new = None if v_new is None else v_new.unsqueeze(1)
+    given = given._replace(k_new=k_new.unsqueeze(1), v_new=v_new, q=q)
     q = function(given, spec, backend)
     return (None if q is None else q.squeeze(1),)
 
@@ -127,14 +128,14 @@ def _or_nothing(q: Tensor | None, operands: AppendOperands[Tensor]) -> Tensor:
     return operands.k_new.new_empty(0) if q is None else q
 
 
-def check_pools(k_pages: Tensor, v_pages: Tensor) -> None:
+def check_pools(k_pages: Tensor, v_pages: Tensor | None) -> None:
     """Refuse pools that begin at one address: values would overwrite keys.
 
     Views that share a storage but no element begin at different addresses.
     """
     if k_pages is v_pages:
         one_pool()
-    if torch.compiler.is_compiling() or type(k_pages) is not Tensor:
+    if v_pages is None or torch.compiler.is_compiling() or type(k_pages) is not Tensor:
         return  # the operator checks when it runs; asking a fake tensor gives a warning
     try:
         address = k_pages.data_ptr()
@@ -146,7 +147,8 @@ def check_pools(k_pages: Tensor, v_pages: Tensor) -> None:
 
 def count_write(operands: AppendOperands[Tensor]) -> None:
     """Tell autograd of an append, which it cannot see."""
-    torch.autograd.graph.increment_version((operands.k_pages, operands.v_pages))
+    pools = operands.k_pages, operands.v_pages
+    torch.autograd.graph.increment_version([x for x in pools if x is not None])
 
 
 APPEND = _Append(

@@ -151,7 +151,7 @@ class FlashAttention(Attention):
             else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
             for x in operands
         )
-        out, lse = self.new_outputs(tensors)
+        out, lse = self.new_outputs(tensors, tensors[2].shape[-1])
         rest = torch.empty_like(lse) if has_terms(tensors) else None
         function = backend.family.function("flash_bwd")
         with torch.no_grad(), Capture() as found:

@@ -44,7 +44,9 @@ class CacheKeywords(TypedDict, total=False):
     k_scale: Tensor | None
     v_scale: Tensor | None
     tree_ends: Tensor | None
+    alibi_slopes: Tensor | None
     num_splits: int | None
+    value_dim: int | None
     implementation: Implementation | None
 
 

@@ -35,7 +35,8 @@ def schema(fields: type[Any], written: tuple[str, ...] = ()) -> str:
     into.
     """
     kinds = {name: _KINDS[hint] for name, hint in get_type_hints(fields).items()}
-    kinds |= {name: f"Tensor({alias}!)" for name, alias in zip(written, "ab", strict=False)}
+    for name, alias in zip(written, "ab", strict=False):
+        kinds[name] = kinds[name].replace("Tensor", f"Tensor({alias}!)")
     return ", ".join(f"{kind} {name}" for name, kind in kinds.items())
 
 

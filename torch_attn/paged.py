@@ -14,27 +14,27 @@ from twin_attention.contract.validate.names import refuse_names, without_catch_a
 
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, cu_seqlens_q: Tensor,
     *, return_lse: Literal[False] = ..., **keywords: Unpack[PagedKeywords],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, cu_seqlens_q: Tensor,
     *, return_lse: Literal[True], **keywords: Unpack[PagedKeywords],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, block_tables: Tensor, seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor | None, block_tables: Tensor,
+    seq_lens: Tensor, cu_seqlens_q: Tensor,
     *, return_lse: bool, **keywords: Unpack[PagedKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @without_catch_all
 def paged_attention(
     q: Tensor,
     k_pages: Tensor,
-    v_pages: Tensor,
+    v_pages: Tensor | None,
     block_tables: Tensor,
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
@@ -47,8 +47,10 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     tree_ends: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     q_ranges: Tensor | None = None,
     num_splits: int | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
@@ -70,9 +72,10 @@ def paged_attention(
         k_pages, v_pages, block_tables, seq_lens: as in `paged_decode`.
         cu_seqlens_q: [B + 1] int32, offsets of the sequences' new tokens: 0 first, never
             decreasing, at most Tq.
-        causal, scale, window_size, softcap, sinks, k_scale, v_scale, return_lse: as in
+        causal, scale, window_size, softcap, sinks, k_scale, v_scale, value_dim, return_lse: as in
             `paged_decode`.
         tree_ends: [Tq] int32, as in `paged_decode`, counted from the sequence's first new token.
+        alibi_slopes: [Hq] or [B, Hq], as in `paged_decode`.
         q_ranges: [Tq, R, 2] int32, as in `flash_attention`, counted from the sequence's first key.
         num_splits: as in `paged_decode`, for the keys of some tokens; the bits stay the same for
             the same Tq and B.
@@ -106,7 +109,7 @@ def paged_attention(
         refuse_names(paged_attention, more, others)
     operands = (
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
-        tree_ends, q_ranges,
+        tree_ends, alibi_slopes, q_ranges,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, return_lse
+    options = causal, scale, window_size, softcap, num_splits, value_dim, return_lse
     return PAGED_ATTENTION(operands, options, implementation)

@@ -124,9 +124,10 @@ def append_kv(
     pools = operands.k_pages, operands.v_pages
     if not spec.is_empty:
         slots = _slots(operands, spec)
-        pools = (
-            _write(operands.k_pages, k_new, slots, operands.k_scale, spec.cache),
-            _write(operands.v_pages, operands.v_new, slots, operands.v_scale, spec.cache),
+        new = (k_new, operands.k_scale), (operands.v_new, operands.v_scale)
+        pools = tuple(
+            None if pool is None else _write(pool, x, slots, scale, spec.cache)
+            for pool, (x, scale) in zip(pools, new, strict=True)
         )
     return pools if q is None else (*pools, q.astype(operands.k_new.dtype))
 

@@ -259,7 +259,7 @@ def flash_attn_with_kvcache(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
-    alibi_slopes: None = None,
+    alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -284,7 +284,7 @@ def flash_attn_with_kvcache(
         cache_batch_idx: [B] int32, the sequence of a dense cache that each of q's has.
         cache_leftpad: [B] int32, the slot of a dense cache where each sequence begins. Lengths and
             rotated positions count from slot 0.
-        alibi_slopes: None.
+        alibi_slopes: [Hq] or [B, Hq] float32, as in `flash_attn_func`.
         block_table: [B, max_pages] int32, ids of pages.
         causal: with T above 1 it is True, or `window_size` ends in 0, which means the same.
         window_size: (left, right), a token sees keys from p - left on; -1 is unlimited.
@@ -298,8 +298,9 @@ def flash_attn_with_kvcache(
         T] in float32, natural logarithm.
 
     Raises:
-        NotImplementedError: ALiBi, `cache_batch_idx` or `cache_leftpad` with `block_table`, several
-            tokens without a causal mask, or rotation with T_new other than T.
+        NotImplementedError: ALiBi with a softcap, `cache_batch_idx` or `cache_leftpad` with
+            `block_table`, several tokens without a causal mask, or rotation with T_new other than
+            T.
         ValueError: only one of k and v; rotation without k; k without `cache_seqlens`; a dense
         cache of another batch size than q's without `cache_batch_idx`; dense caches whose sequences
         do not begin whole numbers of tokens apart, the same for both. What
@@ -316,7 +317,7 @@ def flash_attn_with_kvcache(
         lengths = torch.tensor([0, 7, 100, 511], dtype=torch.int32)
         out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths)
     """
-    _absent(alibi_slopes=alibi_slopes)
+    _no_softcap(alibi_slopes, softcap)
     for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if x is not None and block_table is not None:
             fail(NotImplementedError, name, "None with block_table", type(x).__name__)
@@ -364,6 +365,7 @@ def flash_attn_with_kvcache(
         scale=softmax_scale,
         window_size=_window(window_size),
         softcap=_softcap(softcap),
+        alibi_slopes=alibi_slopes,
         num_splits=None if num_splits == 0 else num_splits,
         return_lse=return_softmax_lse,
     )

@@ -134,7 +134,8 @@ def append_kv(
     if not spec.is_empty:
         slots = _slots(operands, spec)
         _write(operands.k_pages, k_new, slots, operands.k_scale, spec.cache)
-        _write(operands.v_pages, operands.v_new, slots, operands.v_scale, spec.cache)
+        if operands.v_pages is not None:
+            _write(operands.v_pages, operands.v_new, slots, operands.v_scale, spec.cache)
     return None if q is None else q.to(operands.k_new.dtype).contiguous()
 
 

@@ -140,7 +140,7 @@ def decode_flops(spec: DecodeSpec, lengths: Sequence[int]) -> int:
 def cache_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:
     """Count the bytes of keys and values that a decode sees for these lengths."""
     keys = sum(len(_keys_seen(spec, length)) for length in lengths)
-    return keys * spec.heads_kv * (spec.head_dim + spec.head_dim_v) * spec.dtype_bits // 8
+    return keys * spec.heads_kv * spec.cache.columns * spec.dtype_bits // 8
 
 
 def decode_bytes(spec: DecodeSpec, lengths: Sequence[int]) -> int:

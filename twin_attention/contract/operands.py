@@ -16,6 +16,8 @@ TERMS = ("bias", "relative_bias", "alibi_slopes")
 CONSTANTS = ("alibi_slopes",)
 # Operands that a model may have in its own dtype; kernels read float32.
 WIDENED = ("sinks", "alibi_slopes")
+# Operands before required ones that are None where a cache's keys hold its values.
+OF_VALUES = ("v_new", "v_pages")
 # Operands whose gradient a backward may leave out.
 FREEZABLE = ("sinks", "bias", "relative_bias")
 
@@ -144,23 +146,26 @@ class DecodeOperands(NamedTuple, Generic[X]):
 
     Attributes:
         q: [B, T, Hq, D], or [B, Hq, D] where the public function takes it.
-        k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv].
+        k_pages, v_pages: [P, page_size, Hkv, D] and [P, page_size, Hkv, Dv]; v_pages is None for a
+            latent cache, whose values are the first columns of its keys.
         block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
         seq_lens: [B] int32, including the new tokens.
         sinks: [Hq] float32, one logit per head in the denominator.
         k_scale, v_scale: [] or [Hkv] float32, factors of the pool's numbers.
         tree_ends: [B, T] int32, the end of the range of new tokens that see each one.
+        alibi_slopes: [Hq] or [B, Hq] float32, as in `FlashOperands`.
     """
 
     q: X
     k_pages: X
-    v_pages: X
+    v_pages: X | None
     block_tables: X
     seq_lens: X
     sinks: X | None = None
     k_scale: X | None = None
     v_scale: X | None = None
     tree_ends: X | None = None
+    alibi_slopes: X | None = None
 
 
 class PagedOperands(NamedTuple, Generic[X]):
@@ -175,7 +180,7 @@ class PagedOperands(NamedTuple, Generic[X]):
 
     q: X
     k_pages: X
-    v_pages: X
+    v_pages: X | None
     block_tables: X
     seq_lens: X
     cu_seqlens_q: X
@@ -183,6 +188,7 @@ class PagedOperands(NamedTuple, Generic[X]):
     k_scale: X | None = None
     v_scale: X | None = None
     tree_ends: X | None = None
+    alibi_slopes: X | None = None
     q_ranges: X | None = None
 
 
@@ -191,15 +197,16 @@ class AppendOperands(NamedTuple, Generic[X]):
 
     Attributes:
         k_new, v_new: [B, T, Hkv, D] and [B, T, Hkv, Dv], or without T where the public function
-            takes them; with `cu_seqlens_q` packed, [Tq, Hkv, D] and [Tq, Hkv, Dv].
+            takes them; with `cu_seqlens_q` packed, [Tq, Hkv, D] and [Tq, Hkv, Dv]. v_new is None
+            without v_pages.
         q: [B, T, Hq, D] or [Tq, Hq, D], rotated as the keys are, or None.
         rotary_cos, rotary_sin: [positions, R / 2], the rotation of each position, or None.
     """
 
     k_new: X
-    v_new: X
+    v_new: X | None
     k_pages: X
-    v_pages: X
+    v_pages: X | None
     block_tables: X
     seq_lens: X
     k_scale: X | None = None
@@ -223,7 +230,7 @@ def frozen_operands(
 
 def describe_operands(operands: Any, operand: Callable[[str, Any], Any]) -> Any:
     """Describe each operand by name; an omitted one stays None."""
-    optional = operands._field_defaults
+    optional = *operands._field_defaults, *OF_VALUES
     return operands._make(
         None if x is None and name in optional else operand(name, x)
         for name, x in zip(operands._fields, operands, strict=True)

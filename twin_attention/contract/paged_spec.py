@@ -19,6 +19,7 @@ from twin_attention.contract.spec import (
 DECODE_DTYPES = ("float16", "bfloat16")
 QUANTIZED_DTYPES = ("int8", "float8_e4m3fn")
 PAGE_SIZE_MAX, TOKENS_MAX, SPLITS_MAX = 256, 64, 256
+LATENT_DIM_MAX = 576  # of keys that hold their values
 
 
 class DecodeOptions(NamedTuple):
@@ -29,6 +30,7 @@ class DecodeOptions(NamedTuple):
     softcap: float | None
     num_splits: int | None
     cascade: bool = False
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class PagedCache:
         page_size: keys in a page.
         max_pages: width of the tables.
         dtype: of the pool, one of `DECODE_DTYPES` or `QUANTIZED_DTYPES`.
+        latent: values are the first `head_dim_v` columns of keys (0 for an append, which reads
+            none).
     """
 
     num_pages: int
@@ -52,12 +56,17 @@ class PagedCache:
     head_dim: int
     head_dim_v: int
     dtype: str
+    latent: bool = False
 
     @classmethod
     def of(
-        cls, operands: DecodeOperands | PagedOperands | AppendOperands, dtype: str
+        cls,
+        operands: DecodeOperands | PagedOperands | AppendOperands,
+        dtype: str,
+        value_dim: int | None = None,
     ) -> PagedCache:
         """Describe the cache of matching operands; `dtype` is the pool's."""
+        v_pages = operands.v_pages
         num_pages, page_size, heads, head_dim = operands.k_pages.shape
         return cls(
             num_pages=num_pages,
@@ -65,14 +74,20 @@ class PagedCache:
             max_pages=operands.block_tables.shape[1],
             heads=heads,
             head_dim=head_dim,
-            head_dim_v=operands.v_pages.shape[3],
+            head_dim_v=(value_dim or 0) if v_pages is None else v_pages.shape[3],
             dtype=dtype,
+            latent=v_pages is None,
         )
 
     @property
     def capacity(self) -> int:
         """The most keys that a sequence can have."""
         return self.max_pages * self.page_size
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a key and its value in the pool."""
+        return self.head_dim + (0 if self.latent else self.head_dim_v)
 
     @property
     def is_empty(self) -> bool:
@@ -168,6 +183,7 @@ class DecodeSpec(Traits):
         ranges: ranges of keys, data on the device, that each new token has of its own.
         cascade: pages that several sequences begin with are read once. Which these are is data on
             the device.
+        alibi: slopes times distances are subtracted from the scores.
     """
 
     batch: int
@@ -182,6 +198,7 @@ class DecodeSpec(Traits):
     has_tree: bool = False
     ranges: int = 0
     cascade: bool = False
+    alibi: bool = False
     placement: Placement = field(default_factory=Placement)
 
     @classmethod
@@ -198,7 +215,7 @@ class DecodeSpec(Traits):
             batch=batch,
             tokens=tokens[0] if tokens else 1,
             heads_q=heads_q,
-            cache=PagedCache.of(operands, kv_dtype),
+            cache=PagedCache.of(operands, kv_dtype, options.value_dim),
             dtype=dtype,
             scale=scale_or_default(options.scale, head_dim),
             window_left=options.window_left,
@@ -206,6 +223,7 @@ class DecodeSpec(Traits):
             num_splits=options.num_splits,
             has_tree=operands.tree_ends is not None,
             cascade=options.cascade,
+            alibi=operands.alibi_slopes is not None,
         )
 
     @property
@@ -250,7 +268,8 @@ class DecodeSpec(Traits):
     @property
     def scores(self) -> ScoreRule:
         """The way from q·k to the exponent; a quantised cache's scale varies by head."""
-        return ScoreRule.of(self.scale, self.softcap, scale_first=self.cache.is_quantized)
+        scale_first = self.cache.is_quantized or self.alibi
+        return ScoreRule.of(self.scale, self.softcap, scale_first)
 
     @property
     def bounded_window(self) -> Window:

@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, MergeSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.options import check_choice
@@ -54,6 +55,16 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512)  # padded head dimensions
 def padded_head_dim(head_dim: int) -> int:
     """Return the power of two that a tile's head dimension is padded to, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def padded_keys(
+    spec: AttentionSpec | DecodeSpec, padded: Callable[[int], int] = padded_head_dim
+) -> int:
+    """Return the columns of a tile of keys; in a latent cache, of the value and of the rest."""
+    if not isinstance(spec, DecodeSpec) or not spec.cache.latent:
+        return padded(spec.head_dim)
+    rest = spec.head_dim - spec.head_dim_v
+    return padded(spec.head_dim_v) + (padded(rest) if rest else 0)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ def supports(spec: Spec) -> str | None:
         return "its kernels take no packed sequences"
     if isinstance(spec, AppendSpec) and spec.rotary_dim:
         return "its kernels rotate nothing"
+    if isinstance(spec, DecodeSpec | AppendSpec) and spec.cache.latent:
+        return "its kernels read and write a pool of values"
+    if isinstance(spec, DecodeSpec) and spec.alibi:
+        return "its kernels take no alibi_slopes"
     if isinstance(spec, DecodeSpec) and spec.has_tree:
         return "its kernels take no trees"
     if isinstance(spec, DecodeSpec) and spec.cascade:

@@ -5,7 +5,7 @@ A producer warp loads tiles with TMA; consumer warpgroups multiply them with wgm
 
 from __future__ import annotations
 
-from twin_attention.contract.paged_spec import PagedSpec
+from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec, VarlenSpec
 from twin_attention.targets import sm80
 from twin_attention.targets.config import padded_head_dim
@@ -77,7 +77,9 @@ def portable_uses_wgmma(kernel: str, spec: Spec) -> bool:
     widths, ptxas of CUDA 12.8, which Triton 3.6 ships, then computes the second tile's wgmma
     descriptor from a wrong address. A TF32 forward is faster with mma.sync.
     """
-    if not isinstance(spec, AttentionSpec | PagedSpec):
+    if not isinstance(spec, AttentionSpec | DecodeSpec):
+        return True
+    if type(spec) is DecodeSpec and not spec.cache.latent:
         return True
     if isinstance(spec, AttentionSpec) and spec.dtype_bits == 32 and spec.precision == "tf32":
         widths = {padded_head_dim(size) for size in (spec.head_dim, spec.head_dim_v)}
@@ -137,6 +139,10 @@ def _supports_paged(spec: PagedSpec, target: str | None) -> str | None:
     page_size, group_size = spec.cache.page_size, spec.group_size
     if target != "sm90":
         return "its kernels are for SM90"
+    if spec.alibi:
+        return "its paged attention takes no alibi_slopes"
+    if spec.cache.latent:
+        return "its paged attention reads a pool of values"
     if spec.has_tree:
         return "its paged attention takes no trees"
     if spec.ranges:

@@ -36,8 +36,8 @@ def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
 
     Each of its sequences has the tokens of a full tile, a power of two of sequences.
     """
-    bounded = spec.window_left is not None
-    if not spec.cascade or bounded or not 2 <= spec.batch <= CASCADE_BATCH:
+    by_position = spec.window_left is not None or spec.alibi
+    if not spec.cascade or by_position or not 2 <= spec.batch <= CASCADE_BATCH:
         return None
     most = min(CASCADE_MEMBERS, CASCADE_ROWS // spec.rows, 1 << (spec.batch - 1).bit_length())
     if most < 2:

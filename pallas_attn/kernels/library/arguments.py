@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
 from twin_attention.targets import ptx
 from twin_attention.targets.config import padded_head_dim
 
 
-def decode_arguments(
-    spec: DecodeSpec, k_pages: Any, v_pages: Any, target: str | None
-) -> dict[str, Any]:
+def decode_arguments(spec: DecodeSpec, k_pages: Any, target: str | None) -> dict[str, Any]:
     """Return the arguments of a paged decode, except its tokens and its splits."""
-    return cache_arguments(k_pages, v_pages) | {
+    return cache_arguments(spec.cache, k_pages) | {
         "rule": spec.scores,
         "window_left": spec.bounded_window.left,
         "group_size": spec.group_size,
@@ -21,10 +19,16 @@ def decode_arguments(
     }
 
 
-def cache_arguments(k_pages: Any, v_pages: Any) -> dict[str, Any]:
+def cache_arguments(cache: PagedCache, k_pages: Any) -> dict[str, Any]:
+    """Return a paged cache's arguments.
+
+    block_d covers a latent cache's columns after the values'.
+    """
+    packed = cache.head_dim // k_pages.shape[3]
+    head_dim, head_dim_v = cache.head_dim // packed, cache.head_dim_v // packed
     return {
-        "head_dim": k_pages.shape[3],
-        "head_dim_v": v_pages.shape[3],
-        "block_d": padded_head_dim(k_pages.shape[3]),
-        "block_dv": padded_head_dim(v_pages.shape[3]),
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "block_d": padded_head_dim(head_dim - head_dim_v if cache.latent else head_dim),
+        "block_dv": padded_head_dim(head_dim_v),
     }

@@ -1,7 +1,10 @@
 """8-bit caches: int8, and float8_e4m3fn.
 
-The decode's helpers here take and return lists of tiles, where the twin has tuples.
+The decode's helpers here take and return lists of tiles, where the twin has tuples. A latent cache
+has no v_ref: keys and q have further tiles, of the columns after the values'.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +29,54 @@ def as_packed(pages):
     return lax.bitcast_convert_type(pages.reshape(*rows, size // 2, 2), jnp.int16)
 
 
-def load_q(ref, index, is_row, scale, size, block_size, upcast):
-    """Load the tiles of q, of `size` columns each, and the scale of each row's scores."""
-    if upcast is None:
-        q = [load_rows_at(ref, index, is_row, size, block_size)]
-    else:
-        even = load_rows_at(ref, index, is_row, size, block_size, 0, 2)
-        odd = load_rows_at(ref, index, is_row, size, block_size, 1, 2)
-        even, odd, factor = to_float16(even, odd)
-        q = [even, odd]
+def with_packed_pools(operands, cache):
+    """Return a decode's operands with pools as it reads them."""
+    if not cache.is_quantized:
+        return operands
+    v_pages = None if operands.v_pages is None else as_packed(operands.v_pages)
+    return operands._replace(k_pages=as_packed(operands.k_pages), v_pages=v_pages)
+
+
+def load_q(ref, index, is_row, scale, v_ref, size, size_v, block_size, block_v, upcast):
+    """Load q's tiles, of the keys' columns, and the scale of each row's scores."""
+    q, step = [], 1 if upcast is None else 2
+    for first, *columns in _columns(v_ref, size, size_v, block_size, block_v):
+        q += [
+            load_rows_at(ref, index, is_row, *columns, step * first + half, step)
+            for half in range(step)
+        ]
+    if upcast is not None:
+        q, factor = to_float16(q)
         scale = scale * factor[:, None]
     return q, scale
+
+
+def load_keys(ref, index, v_ref, exists, size, size_v, block_size, block_v, upcast):
+    """Load keys' tiles, without the cache's scale."""
+    k = []
+    for first, *columns in _columns(v_ref, size, size_v, block_size, block_v):
+        k += unpack(load_rows_at(ref, index, exists, *columns, first), upcast)
+    return k
+
+
+def _columns(v_ref, size, size_v, block_size, block_v):
+    """Return the first column, the number and the padded number of columns of keys' tiles."""
+    if v_ref is not None:
+        return [(0, size, block_size)]
+    rest = [(size_v, size - size_v, block_size)] if size > size_v else []
+    return [(0, size_v, block_v), *rest]
+
+
+def load_values(ref, index, exists, k, size, block_size, upcast):
+    """Load values' tiles, without the cache's scale, or return the keys' first ones."""
+    if ref is None:
+        return k[: 1 if upcast is None else 2]
+    return unpack(load_rows_at(ref, index, exists, size, block_size), upcast)
+
+
+def zero_sums(rows, size, upcast):
+    """Return the tiles of an empty sum of values."""
+    return [jnp.zeros((rows, size), jnp.float32) for _ in range(1 if upcast is None else 2)]
 
 
 def unpack(x, upcast):
@@ -54,12 +94,15 @@ def unpack(x, upcast):
     return tiles
 
 
-def scores(q, k, rule):
+def scores(q, k, rule, added=()):
     """Return `attention_scores` of all columns."""
     more = None
-    if len(q) == 2:
-        more = dot(q[1], k[1].T)
-    return attention_scores(q[0], k[0], rule.scale, rule.softcap, rule.scale_first, more)
+    for x, y in zip(q[1:], k[1:], strict=True):
+        product = dot(x, y.T)
+        more = product if more is None else more + product
+    return attention_scores(
+        q[0], k[0], rule.scale, rule.softcap, rule.scale_first, more, added=added
+    )
 
 
 def add_pv(acc, p, v):
@@ -90,18 +133,18 @@ def upcast_bytes(x, float8):
     return x.astype(jnp.float16)
 
 
-def to_float16(x, y):
-    """Return two tiles of the same rows as float16, and the power of two that divided each row."""
-    factor = jnp.ones(x.shape[0], jnp.float32)
-    if x.dtype == jnp.bfloat16:
-        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
-        largest = jnp.maximum(jnp.max(jnp.abs(x), 1), jnp.max(jnp.abs(y), 1))
+def to_float16(tiles):
+    """Return tiles of the same rows as float16, and the power of two that divided each row."""
+    factor = jnp.ones(tiles[0].shape[0], jnp.float32)
+    if tiles[0].dtype == jnp.bfloat16:
+        tiles = [x.astype(jnp.float32) for x in tiles]
+        largest = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x), 1) for x in tiles))
         exponent = lax.bitcast_convert_type(largest, jnp.int32) >> 23
         exponent = jnp.minimum(jnp.maximum(exponent, 14), 253)
         factor = lax.bitcast_convert_type((exponent - 13) << 23, jnp.float32)
         inverse = lax.bitcast_convert_type((267 - exponent) << 23, jnp.float32)[:, None]
-        x, y = x * inverse, y * inverse
-    return x.astype(jnp.float16), y.astype(jnp.float16), factor
+        tiles = [x * inverse for x in tiles]
+    return [x.astype(jnp.float16) for x in tiles], factor
 
 
 def round_to_integer(x):

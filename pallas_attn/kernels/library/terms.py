@@ -35,6 +35,39 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 
 
+class DecodeTerms(NamedTuple):
+    """Numbers of the query heads of a decode, each None if a problem lacks it.
+
+    Attributes:
+        sinks: [Hq] float32.
+        slopes: [Hq] or [B, Hq] float32.
+    """
+
+    sinks: Any = None
+    slopes: Any = None
+
+
+def load_slopes(terms, head, sequence=None):
+    """Return the slope of each row of a decode; None without slopes.
+
+    `head` counts within the group; `sequence` is given if slopes are not a sequence's own.
+    """
+    slopes = terms.slopes
+    if slopes is None:
+        return None
+    if len(slopes.shape) == 2:
+        head = (jnp.full_like(head, jnp.minimum(sequence, slopes.shape[0] - 1)), head)
+    return round_steep(plt.load(slopes.at[head]))
+
+
+def penalties(slope, position, key):
+    """Return what is added to a decode's scores, as `added_scores` does."""
+    if slope is None:
+        return []
+    distance = jnp.abs(key[None, :] - position[:, None]).astype(jnp.float32)
+    return [-slope[:, None] * distance]
+
+
 def adds_terms(terms: Terms) -> bool:
     return not (terms.relative is None and terms.slopes is None and terms.bias is None)
 

@@ -257,7 +257,7 @@ def paged_decode(
     if spec.cache.is_quantized:
         pools = tuple(map(as_packed, pools))
     k_pages, v_pages = pools
-    q, _, _, block_tables, seq_lens, sinks, *scales, _ = operands
+    q, _, _, block_tables, seq_lens, sinks, *scales, _, _ = operands
 
     def tile(config, pool):
         size = pool.shape[3]

@@ -49,7 +49,7 @@ def append_kv_kernel(
 ):
     """One program writes block_heads heads of one token of one sequence.
 
-    Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; the pools k [P,
+    Operands, of this program's sequence and token: k_new [Hkv, D], v_new [Hkv, Dv]; pools k [P,
     page_size, Hkv, D] and v [P, page_size, Hkv, Dv], inputs whose memory the outputs reuse; table
     [max_pages] and len [], int32; scales [] or [Hkv], float32, or None; cos and sin [positions,
     pairs] or None. Grid: (head tiles, tokens, batch).
@@ -98,13 +98,14 @@ def append_kv_kernel(
         k_new_ref, place, writes, k_ref, (page, slot, head), writes, k_scale, cos, sin, head_dim,
         block_d, pairs, block_pairs, interleaved, compiled,
     )  # fmt: skip
-    v_scale = None
-    if v_scale_ref is not None:
-        v_scale = load_scale(v_scale_ref, head, writes)
-    copy_rows(
-        v_new_ref, place, writes, v_ref, (page, slot, head), writes, v_scale, None, None,
-        head_dim_v, block_dv, pairs, block_pairs, interleaved, compiled,
-    )  # fmt: skip
+    if v_ref is not None:
+        v_scale = None
+        if v_scale_ref is not None:
+            v_scale = load_scale(v_scale_ref, head, writes)
+        copy_rows(
+            v_new_ref, place, writes, v_ref, (page, slot, head), writes, v_scale, None, None,
+            head_dim_v, block_dv, pairs, block_pairs, interleaved, compiled,
+        )  # fmt: skip
 
     # Rotate the queries.
     if q_ref is not None:
@@ -182,7 +183,7 @@ def append_kv(
         return block_spec(x, place, *axes)
 
     outputs = operands.k_pages, operands.v_pages, *(() if q is None else (q,))
-    outputs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs)
+    outputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), outputs)
     out_specs = *(of(x, *of_pool) for x in outputs[:2]), *(of(x, *of_tokens) for x in outputs[2:])
     heads = max(cache.heads, spec.heads_q)
 
@@ -213,7 +214,7 @@ def append_kv(
         ),
         outputs,
         out_specs,
-        cache_arguments(operands.k_pages, operands.v_pages)
+        cache_arguments(cache, operands.k_pages)
         | {
             "num_tokens": spec.tokens,
             "pairs": pairs,
@@ -223,5 +224,5 @@ def append_kv(
         },
         spec,
         backend,
-        aliases={2: 0, 3: 1},
+        aliases={1: 0} if cache.latent else {2: 0, 3: 1},
     )

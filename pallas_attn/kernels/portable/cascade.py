@@ -10,7 +10,6 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.pages import (
-    load_rows_at,
     locate_keys,
     share_of_tiles,
     splits_with_keys,
@@ -19,10 +18,12 @@ from pallas_attn.kernels.library.prefixes import find_leaders, find_members
 from pallas_attn.kernels.library.quantized import (
     add_pv,
     add_stored,
+    load_keys,
     load_q,
+    load_values,
     scores,
     store_out,
-    unpack,
+    zero_sums,
 )
 from pallas_attn.kernels.library.softmax import online_softmax_update
 from pallas_attn.kernels.library.tiles import arange
@@ -113,10 +114,12 @@ def shared_pages_kernel(
         is_row = (member >= 0) & (count > 0)
         member = jnp.where(is_row, member, batch_size)
         place = member, token, head
-        q, row_scale = load_q(q_ref, place, is_row, scale, head_dim, block_d, upcast)
+        q, row_scale = load_q(
+            q_ref, place, is_row, scale, v_ref, head_dim, head_dim_v, block_d, block_dv, upcast
+        )
         m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
         l_i = jnp.zeros((block_rows,), jnp.float32)
-        acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
+        acc = zero_sums(block_rows, block_dv, upcast)
 
         # Visit the split's tiles of keys.
         def visit(index, carry):
@@ -127,15 +130,17 @@ def shared_pages_kernel(
                 table_ref, start, length, num_pages, page_size, block_kv, leader
             )
             # s = scale · q kᵀ
-            k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-            s = scores(q, unpack(k, upcast), rule._replace(scale=row_scale))
+            k = load_keys(
+                k_ref, (page, slot), v_ref, exists, head_dim, head_dim_v, block_d, block_dv, upcast
+            )
+            s = scores(q, k, rule._replace(scale=row_scale))
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
             p = p.astype(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
-            acc = add_pv(acc, p, unpack(v, upcast))
+            v = load_values(v_ref, (page, slot), exists, k, head_dim_v, block_dv, upcast)
+            acc = add_pv(acc, p, v)
             return m_i, l_i, acc
 
         m_i, l_i, acc = lax.fori_loop(0, count, visit, (m_i, l_i, acc))
@@ -202,7 +207,7 @@ def attend_to_shared_pages(
         *(jax.ShapeDtypeStruct(x, jnp.float32) for x in (accs, statistics, statistics)),
     )
     of_statistics = of(results[2], "split", ALL, heads, ALL)
-    arguments = decode_arguments(tile, k_pages, v_pages, backend.target)
+    arguments = decode_arguments(tile, k_pages, backend.target)
     del arguments["window_left"]
     cascade = Cascade(
         *launch(

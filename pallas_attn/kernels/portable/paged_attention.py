@@ -10,23 +10,25 @@ from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.new_tokens import tree_mask
 from pallas_attn.kernels.library.pages import (
     keys_of_tokens,
-    load_rows_at,
     locate_keys,
     share_of_tiles,
     tiles_at_edges,
 )
 from pallas_attn.kernels.library.quantized import (
     add_pv,
-    as_packed,
+    load_keys,
     load_q,
+    load_values,
     scores,
     store_out,
-    unpack,
+    with_packed_pools,
+    zero_sums,
 )
 from pallas_attn.kernels.library.query_ranges import bounds_of_queries, keys_in_ranges
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.sequences import locate_tokens
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from pallas_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties
 from pallas_attn.kernels.library.tiles import Visible, arange, count_tiles, tile_start
 from pallas_attn.kernels.portable.combine import merge_splits
 from pallas_attn.launch import ALL, COLUMNS, block_spec, config_of, launch
@@ -50,7 +52,7 @@ def paged_attention_kernel(
     tables_ref,
     lens_ref,
     cu_seqlens_q_ref,
-    sinks_ref,
+    terms,
     k_scale_ref,
     v_scale_ref,
     tree_ref,
@@ -75,11 +77,11 @@ def paged_attention_kernel(
     """One program computes block_rows rows of one kv head of a sequence over one split of the keys.
 
     Operands, of this program's kv head: q [Tq, group, D], pools k [P, page_size, D] and v [P,
-    page_size, Dv]; tables [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; sinks [group]
-    and scales [], float32, or None; tree [Tq], int32, or None, the ends of `tree_mask`; ranges [Tq,
-    R, 2], int32, or None; out [Tq, group, Dv] and lse [group, Tq] (float32, natural log) of its
-    split. Grid: (kv heads, row tiles
-    of `locate_tokens`) in one axis, kv heads fastest, and splits.
+    page_size, Dv]; tables [B, max_pages], lens [B] and cu_seqlens_q [B + 1], int32; `DecodeTerms`
+    of [group], slopes also [B, group]; scales [], float32, or None; tree [Tq], int32, or None, the
+    ends of `tree_mask`; ranges [Tq, R, 2], int32, or None; out [Tq, group, Dv] and lse [group, Tq]
+    (float32, natural log) of its split. Grid: (kv heads, row tiles of `locate_tokens`) in one axis,
+    kv heads fastest, and splits.
     """
     # Locate the rows and the split's share of the keys that they see.
     (num_pages, page_size, _), scale, split = k_ref.shape, rule.scale, pl.program_id(1)
@@ -110,12 +112,15 @@ def paged_attention_kernel(
     token, head = row // group_size, row % group_size
     is_row = token < tokens
     q_row = first_token + token
-    q, scale = load_q(q_ref, (q_row, head), is_row, scale, head_dim, block_d, upcast)
+    q, scale = load_q(
+        q_ref, (q_row, head), is_row, scale, v_ref, head_dim, head_dim_v, block_d, block_dv, upcast
+    )
     diagonal = length - tokens
     position = diagonal + token
+    slope = load_slopes(terms, head, sequence)
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
+    acc = zero_sums(block_rows, block_dv, upcast)
 
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     visible = Visible(0, count, 0, 0)
@@ -143,8 +148,11 @@ def paged_attention_kernel(
                 tables_ref, start, end, num_pages, page_size, block_kv, sequence
             )
             # s = scale · q kᵀ
-            k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-            s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
+            k = load_keys(
+                k_ref, (page, slot), v_ref, exists, head_dim, head_dim_v, block_d, block_dv, upcast
+            )
+            added = penalties(slope, position, key)
+            s = scores(q, k, rule._replace(scale=scale), added)
             unmasked = s
             if masked and tree_ref is None:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
@@ -153,22 +161,24 @@ def paged_attention_kernel(
             if masked and ranges_ref is not None:
                 s = jnp.where(shown, unmasked, s)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(
+                s, m_i, l_i, rule.exp2_scale, slope is not None
+            )
             acc = [x * alpha[:, None] for x in acc]
             p = p.astype(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
-            acc = add_pv(acc, p, unpack(v, upcast))
+            v = load_values(v_ref, (page, slot), exists, k, head_dim_v, block_dv, upcast)
+            acc = add_pv(acc, p, v)
             return m_i, l_i, acc
 
         tiles = count_tiles(visible, masked)
         m_i, l_i, acc = lax.fori_loop(0, tiles, visit, (m_i, l_i, acc))
 
     # Normalise and store.
-    if sinks_ref is not None:
-        alpha, m_i, l_i = add_sink(sinks_ref[head], m_i, l_i)
+    if terms.sinks is not None:
+        alpha, m_i, l_i = add_sink(terms.sinks[head], m_i, l_i, slope is None)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, slope is None)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]
@@ -185,19 +195,18 @@ def paged_attention(
     config = config_of(kernel, spec, backend)
     rows, group, heads_kv = block_rows(spec, config), spec.group_size, spec.heads_kv
     splits = choose_splits(spec, config, num_sms(backend.target))
-    if spec.cache.is_quantized:
-        operands = operands._replace(
-            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
-        )
+    operands = with_packed_pools(operands, spec.cache)
     q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
-    sinks, k_scale, v_scale, tree_ends, q_ranges = optional
+    sinks, k_scale, v_scale, tree_ends, slopes, q_ranges = optional
+    if spec.cache.latent:
+        v_scale = k_scale
     if splits > 1:
         sinks = None  # they count once, in the merge
     shape = (splits, spec.tokens, spec.heads_q, spec.head_dim_v)
     outs = jax.ShapeDtypeStruct(shape, q.dtype if splits == 1 else jnp.float32)
     lses = jax.ShapeDtypeStruct((splits, spec.heads_q, spec.tokens), jnp.float32)
 
-    heads = "head", group
+    heads, of_pool = ("head", group), (ALL, ALL, "head", COLUMNS)
 
     def place(program, split):
         return {"head": program % heads_kv, "split": split}
@@ -205,39 +214,22 @@ def paged_attention(
     def of(x, *axes):
         return block_spec(x, place, *axes)
 
+    of_slopes = None if slopes is None else of(slopes, *(ALL, heads)[-slopes.ndim :])
+    of_terms = DecodeTerms(of(sinks, heads), of_slopes)
     outs, lses = launch(
         kernel,
         paged_attention_kernel,
         lambda config: (num_row_tiles(spec, rows) * heads_kv, splits),
+        (*operands[:6], DecodeTerms(sinks, slopes), k_scale, v_scale, tree_ends, q_ranges),
         (
-            q,
-            k_pages,
-            v_pages,
-            block_tables,
-            seq_lens,
-            offsets,
-            sinks,
-            k_scale,
-            v_scale,
-            tree_ends,
-            q_ranges,
-        ),
-        (
-            of(q, ALL, heads, COLUMNS),
-            of(k_pages, ALL, ALL, "head", COLUMNS),
-            of(v_pages, ALL, ALL, "head", COLUMNS),
-            of(block_tables, ALL, ALL),
-            of(seq_lens, ALL),
-            of(offsets, ALL),
-            of(sinks, heads),
-            of(k_scale, "head"),
-            of(v_scale, "head"),
-            of(tree_ends, ALL),
+            of(q, ALL, heads, COLUMNS), of(k_pages, *of_pool), of(v_pages, *of_pool),
+            of(block_tables, ALL, ALL), of(seq_lens, ALL), of(offsets, ALL), of_terms,
+            of(k_scale, "head"), of(v_scale, "head"), of(tree_ends, ALL),
             of(q_ranges, ALL, ALL, ALL),
         ),
         (outs, lses),
         (of(outs, "split", ALL, heads, COLUMNS), of(lses, "split", heads, ALL)),
-        decode_arguments(spec, k_pages, v_pages, backend.target)
+        decode_arguments(spec, k_pages, backend.target)
         | {
             "num_splits": splits,
             "heads_kv": heads_kv,
@@ -246,7 +238,7 @@ def paged_attention(
         },
         spec,
         backend,
-    )
+    )  # fmt: skip
     if splits == 1:
         return outs[0], lses[0]
     outs, lses = outs[:, None], lses[:, None]

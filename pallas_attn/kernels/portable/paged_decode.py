@@ -10,21 +10,23 @@ from pallas_attn.kernels.library.arguments import decode_arguments
 from pallas_attn.kernels.library.new_tokens import tree_mask_of_words, tree_words
 from pallas_attn.kernels.library.pages import (
     keys_of_sequence,
-    load_rows_at,
     locate_keys,
     share_of_tiles,
     tiles_at_edges,
 )
 from pallas_attn.kernels.library.quantized import (
     add_pv,
-    as_packed,
+    load_keys,
     load_q,
+    load_values,
     scores,
     store_out,
-    unpack,
+    with_packed_pools,
+    zero_sums,
 )
 from pallas_attn.kernels.library.scores import attention_mask
 from pallas_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from pallas_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties
 from pallas_attn.kernels.library.tiles import arange
 from pallas_attn.kernels.portable.cascade import Cascade, attend_to_shared_pages, join_prefix
 from pallas_attn.kernels.portable.combine import merge_splits
@@ -42,7 +44,7 @@ def paged_decode_kernel(
     v_ref,
     table_ref,
     len_ref,
-    sinks_ref,
+    terms,
     k_scale_ref,
     v_scale_ref,
     tree_ref,
@@ -69,10 +71,10 @@ def paged_decode_kernel(
     """One program computes block_rows rows of one kv head over one split of the keys.
 
     Operands, of this program's batch and kv head: q [T, group, D], pools k [P, page_size, D] and v
-    [P, page_size, Dv], table [max_pages] and len [], int32; sinks [group] and scales [], float32,
-    or None; tree [T], int32, or None, the ends of `tree_mask`; out [T, group, Dv] and lse [group,
-    T] (float32, natural log); outs [T, group, Dv] and lses [group, T] float32, None with a single
-    split. Grid: (row tiles, kv heads, batch, splits).
+    [P, page_size, Dv], table [max_pages] and len [], int32; `DecodeTerms` of [group]; scales [],
+    float32, or None; tree [T], int32, or None, the ends of `tree_mask`; out [T, group, Dv] and lse
+    [group, T] (float32, natural log); outs [T, group, Dv] and lses [group, T] float32, None with a
+    single split. Grid: (row tiles, kv heads, batch, splits).
 
     cascade: the `Cascade` of this sequence, with its prefix [], accs [N, T, group, Dv], maxima and
     sums [N, group, T]; or None. block_shared: keys of a tile of shared keys.
@@ -96,12 +98,15 @@ def paged_decode_kernel(
     row = tile * block_rows + arange(block_rows)
     token, head = row // group_size, row % group_size
     is_row = token < tokens
-    q, scale = load_q(q_ref, (token, head), is_row, scale, head_dim, block_d, upcast)
+    q, scale = load_q(
+        q_ref, (token, head), is_row, scale, v_ref, head_dim, head_dim_v, block_d, block_dv, upcast
+    )
     diagonal = length - tokens
     position = diagonal + token
+    slope = load_slopes(terms, head)
     m_i = jnp.full((block_rows,), float("-inf"), jnp.float32)
     l_i = jnp.zeros((block_rows,), jnp.float32)
-    acc = [jnp.zeros((block_rows, block_dv), jnp.float32) for _ in q]
+    acc = zero_sums(block_rows, block_dv, upcast)
 
     # Visit the tiles of keys; with a tree, tiles of older keys alone have a loop without a mask.
     full = 0
@@ -119,26 +124,27 @@ def paged_decode_kernel(
                 exists &= key >= begin
             page, slot = locate_keys(table_ref, start, length, num_pages, page_size, block_kv)
             # s = scale · q kᵀ
-            k = load_rows_at(k_ref, (page, slot), exists, head_dim, block_d)
-            s = scores(q, unpack(k, upcast), rule._replace(scale=scale))
+            k = load_keys(
+                k_ref, (page, slot), v_ref, exists, head_dim, head_dim_v, block_d, block_dv, upcast
+            )
+            added = penalties(slope, position, key)
+            s = scores(q, k, rule._replace(scale=scale), added)
             if masked and tree_ref is None:
                 s = attention_mask(
-                    s,
-                    position[:, None],
-                    key[None, :],
-                    length,
-                    window_left,
+                    s, position[:, None], key[None, :], length, window_left,
                     0 if tokens > 1 else None,
-                )
+                )  # fmt: skip
             elif masked:
                 s = tree_mask_of_words(s, words, key - diagonal, tokens)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(
+                s, m_i, l_i, rule.exp2_scale, slope is not None
+            )
             acc = [x * alpha[:, None] for x in acc]
             p = p.astype(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_ref, (page, slot), exists, head_dim_v, block_dv)
-            acc = add_pv(acc, p, unpack(v, upcast))
+            v = load_values(v_ref, (page, slot), exists, k, head_dim_v, block_dv, upcast)
+            acc = add_pv(acc, p, v)
             return m_i, l_i, acc
 
         bounds = (full, count) if masked else (0, full)
@@ -147,23 +153,15 @@ def paged_decode_kernel(
     if cascade is not None:
         keys = jnp.where(split == 0, begin, 0)
         m_i, l_i, acc = join_prefix(
-            cascade,
-            block_shared,
-            keys,
-            token,
-            head,
-            is_row,
-            (m_i, l_i, acc),
-            head_dim_v,
-            block_dv,
+            cascade, block_shared, keys, token, head, is_row, (m_i, l_i, acc), head_dim_v, block_dv
         )
 
     # Normalise and store.
-    if sinks_ref is not None:
-        sink = jnp.where(is_result, sinks_ref[head], float("-inf"))
-        alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+    if terms.sinks is not None:
+        sink = jnp.where(is_result, terms.sinks[head], float("-inf"))
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i, slope is None)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, slope is None)
     out = [x / l_safe[:, None] for x in acc]
     if v_scale_ref is not None:
         v_scale = v_scale_ref[...]
@@ -186,11 +184,11 @@ def paged_decode(
     config = config_of("paged_decode", spec, backend)
     rows = block_rows(spec, config)
     splits = choose_splits(spec, config, num_sms(backend.target))
-    if spec.cache.is_quantized:
-        operands = operands._replace(
-            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
-        )
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
+    operands = with_packed_pools(operands, spec.cache)
+    if spec.cache.latent:
+        operands = operands._replace(v_scale=operands.k_scale)
+    q, k_pages, v_pages, block_tables, seq_lens, *optional = operands
+    sinks, k_scale, v_scale, tree_ends, slopes = optional
     found = attend_to_shared_pages(operands, spec, config.block_kv, backend)
     cascade, block_shared = found or (None, None)
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
@@ -203,6 +201,7 @@ def paged_decode(
         lses = jax.ShapeDtypeStruct((splits, *lse_shape), jnp.float32)
     heads = "head", spec.group_size
     of_tokens, of_rows = ("batch", ALL, heads, COLUMNS), ("batch", heads, ALL)
+    of_pool = ALL, ALL, "head", COLUMNS
 
     def place(tile, head, batch, split):
         return {"head": head, "batch": batch, "split": split}
@@ -210,6 +209,8 @@ def paged_decode(
     def of(x, *axes):
         return block_spec(x, place, *axes)
 
+    of_slopes = None if slopes is None else of(slopes, *("batch", heads)[-slopes.ndim :])
+    of_terms = DecodeTerms(of(sinks, heads), of_slopes)
     of_cascade = None
     if cascade is not None:
         of_statistics = of(cascade.maxima, ALL, *of_rows)
@@ -220,27 +221,18 @@ def paged_decode(
         "paged_decode",
         paged_decode_kernel,
         lambda config: (pl.cdiv(spec.rows, rows), spec.heads_kv, spec.batch, splits),
-        (*operands, cascade),
+        (*operands[:5], DecodeTerms(sinks, slopes), k_scale, v_scale, tree_ends, cascade),
         (
-            of(q, *of_tokens),
-            of(k_pages, ALL, ALL, "head", COLUMNS),
-            of(v_pages, ALL, ALL, "head", COLUMNS),
-            of(block_tables, "batch", ALL),
-            of(seq_lens, "batch"),
-            of(sinks, heads),
-            of(k_scale, "head"),
-            of(v_scale, "head"),
-            of(tree_ends, "batch", ALL),
-            of_cascade,
+            of(q, *of_tokens), of(k_pages, *of_pool), of(v_pages, *of_pool),
+            of(block_tables, "batch", ALL), of(seq_lens, "batch"), of_terms, of(k_scale, "head"),
+            of(v_scale, "head"), of(tree_ends, "batch", ALL), of_cascade,
         ),
         (out, lse, outs, lses),
         (
-            of(out, *of_tokens),
-            of(lse, *of_rows),
-            of(outs, "split", *of_tokens),
+            of(out, *of_tokens), of(lse, *of_rows), of(outs, "split", *of_tokens),
             of(lses, "split", *of_rows),
         ),
-        decode_arguments(spec, k_pages, v_pages, backend.target)
+        decode_arguments(spec, k_pages, backend.target)
         | {
             "tokens": spec.tokens,
             "num_splits": splits,
@@ -249,7 +241,7 @@ def paged_decode(
         },
         spec,
         backend,
-    )
+    )  # fmt: skip
     if outs is not None and lses is not None:
         block_kv = config.block_kv if cascade is None else None
         if cascade is not None:

@@ -33,6 +33,7 @@ class Cache(NamedTuple):
     `torch_attn.kernels.library.mask.Mask`.
 
     Attributes:
+        v: None if values are the first columns of k; v_scale then is k's.
         tables, lens: [B, max_pages] and [B], int32.
         k_scale, v_scale: [] or [Hkv], float32, or None; their strides are 0 if heads share one.
     """

@@ -3,7 +3,12 @@
 A decode reads packed pairs: each int16 holds two columns. Upcast to float16, the even and the odd
 columns form two tiles, and so do q and the output. A 16-bit cache has one tile, and an UPCAST
 (`twin_attention.targets.ptx.Upcast`) of None.
+
+Keys of a latent cache, and q, have as many tiles again, of the columns after the values'. So each
+key is loaded once, and its first tiles are the value's.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +18,7 @@ from torch import Tensor
 from torch_attn.kernels.library.pages import load_rows_at, store_rows_at
 from torch_attn.kernels.library.scores import attention_scores
 from torch_attn.operands import strides_in_memory
+from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
@@ -32,13 +38,21 @@ def as_packed(pages: Tensor) -> Tensor:
     return pages.view(torch.int16)
 
 
+def with_packed_pools(operands: Any, cache: PagedCache) -> Any:
+    """Return a decode's operands with pools as it reads them."""
+    if not cache.is_quantized:
+        return operands
+    v_pages = None if operands.v_pages is None else as_packed(operands.v_pages)
+    return operands._replace(k_pages=as_packed(operands.k_pages), v_pages=v_pages)
+
+
 def as_bits(pages: Tensor) -> Tensor:
     """Return a float8 pool as uint8; Triton has no float8 on SM80."""
     return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
 
 
 def swizzled_alike(block_dv: int, block_d: int) -> int:
-    """Return the padded columns of a packed tile of v that wgmma reads as it reads k's.
+    """Return the padded columns of a packed tile of v that wgmma reads as it reads another tile.
 
     Tiles of k and v share memory in turn. If their rows need different swizzles (up to 64 columns
     of float16, 128 bytes), ptxas 12.8 of Triton 3.6 takes v's address from a register that was
@@ -49,25 +63,76 @@ def swizzled_alike(block_dv: int, block_d: int) -> int:
 
 @triton.jit
 def load_q(
-    base,
-    index,
-    strides,
-    is_row,
-    scale,
-    SIZE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Return q's tiles, of SIZE columns without padding, and the scale of each row's scores."""
-    if UPCAST is None:
-        q = (load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE),)
+    base, index, strides, is_row, scale, cache, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return q's tiles, of the keys' columns, and the scale of each row's scores."""
+    if cache.v is None:
+        q = _load_columns(base, index, strides, is_row, SIZE_V, BLOCK_V, 0, UPCAST)
+        if SIZE > SIZE_V:
+            q = q + _load_columns(
+                base, index, strides, is_row, SIZE - SIZE_V, BLOCK_SIZE, SIZE_V, UPCAST
+            )
     else:
-        even = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 0, 2)
-        odd = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 1, 2)
-        even, odd, factor = to_float16(even, odd)
-        q = (even, odd)
+        q = _load_columns(base, index, strides, is_row, SIZE, BLOCK_SIZE, 0, UPCAST)
+    if UPCAST is not None:
+        q, factor = to_float16(q)
         scale = scale * factor[:, None]
     return q, scale
+
+
+@triton.jit
+def _load_columns(
+    base, index, strides, is_row, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    FIRST: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    if UPCAST is None:
+        q = (load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, FIRST),)
+    else:
+        even = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 2 * FIRST, 2)
+        odd = load_rows_at(base, index, strides, is_row, SIZE, BLOCK_SIZE, 2 * FIRST + 1, 2)
+        q = (even, odd)
+    return q
+
+
+@triton.jit
+def load_keys(
+    base, index, cache, exists, SIZE: tl.constexpr, SIZE_V: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return keys' tiles, without the cache's scale."""
+    strides = cache.k_strides
+    if cache.v is None:
+        k = unpack(load_rows_at(base, index, strides, exists, SIZE_V, BLOCK_V), UPCAST)
+        if SIZE > SIZE_V:
+            rest = load_rows_at(base, index, strides, exists, SIZE - SIZE_V, BLOCK_SIZE, SIZE_V)
+            k = k + unpack(rest, UPCAST)
+    else:
+        k = unpack(load_rows_at(base, index, strides, exists, SIZE, BLOCK_SIZE), UPCAST)
+    return k
+
+
+@triton.jit
+def load_values(
+    base, index, cache, exists, k, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return values' tiles, without the cache's scale: loaded, or the keys' first ones."""
+    if cache.v is None:
+        v = k
+    else:
+        v = unpack(load_rows_at(base, index, cache.v_strides, exists, SIZE, BLOCK_SIZE), UPCAST)
+    return v
+
+
+@triton.jit
+def zero_sums(ROWS: tl.constexpr, SIZE: tl.constexpr, UPCAST: tl.constexpr):
+    """Return the tiles of an empty sum of values."""
+    zero = tl.zeros([ROWS, SIZE], tl.float32)
+    acc = (zero,)
+    if UPCAST is not None:
+        acc = (zero, zero)
+    return acc
 
 
 @triton.jit
@@ -90,17 +155,17 @@ def unpack(x, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr):
+def scores(q, k, scale, softcap, SCALE_FIRST: tl.constexpr, added=None):
     """Return `attention_scores` of all columns."""
     more = None
-    if len(q) == 2:
-        more = tl.dot(q[1], tl.trans(k[1]))
-    return attention_scores(q[0], k[0], scale, softcap, SCALE_FIRST, "ieee", more)
+    for i in tl.static_range(1, len(q)):
+        more = tl.dot(q[i], tl.trans(k[i]), more)
+    return attention_scores(q[0], k[0], scale, softcap, SCALE_FIRST, "ieee", more, added)
 
 
 @triton.jit
 def add_pv(acc, p, v):
-    """Return acc + p · v."""
+    """Return acc + p · v; v may have further tiles."""
     if len(acc) == 1:
         acc = (tl.dot(p, v[0], acc[0]),)
     else:
@@ -144,22 +209,24 @@ def upcast_bytes(x, FLOAT8: tl.constexpr):
 
 
 @triton.jit
-def to_float16(x, y):
-    """Return two tiles of the same rows as float16, and the factor that divided each row.
+def to_float16(tiles):
+    """Return tiles of the same rows as float16, and the factor that divided each row.
 
     A bfloat16 row may exceed float16's range, so a power of two brings its largest element to
     2^13 .. 2^14, exactly except below 2^-31 of it.
     """
-    factor = tl.full([x.shape[0]], 1.0, tl.float32)
-    if x.dtype == tl.bfloat16:
-        x, y = x.to(tl.float32), y.to(tl.float32)
-        largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))
+    factor = tl.full([tiles[0].shape[0]], 1.0, tl.float32)
+    if tiles[0].dtype == tl.bfloat16:
+        tiles = [x.to(tl.float32) for x in tiles]
+        largest = tl.max(tl.abs(tiles[0]), 1)
+        for i in tl.static_range(1, len(tiles)):
+            largest = tl.maximum(largest, tl.max(tl.abs(tiles[i]), 1))
         exponent = largest.to(tl.int32, bitcast=True) >> 23
         exponent = tl.minimum(tl.maximum(exponent, 14), 253)
         factor = ((exponent - 13) << 23).to(tl.float32, bitcast=True)
         inverse = ((267 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        x, y = x * inverse, y * inverse
-    return x.to(tl.float16), y.to(tl.float16), factor
+        tiles = [x * inverse for x in tiles]
+    return [x.to(tl.float16) for x in tiles], factor
 
 
 @triton.jit

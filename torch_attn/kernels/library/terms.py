@@ -80,6 +80,40 @@ class Terms(NamedTuple):
     falling: Any = None
 
 
+class DecodeTerms(NamedTuple):
+    """Numbers of the query heads of a decode, each None if a problem lacks it.
+
+    Attributes:
+        sinks: [Hq] float32.
+        slopes: [Hq] or [B, Hq] float32.
+        of_batch: from one sequence's slopes to the next's, or 0.
+    """
+
+    sinks: Any = None
+    slopes: Any = None
+    of_batch: Any = None
+
+
+@triton.jit
+def load_slopes(terms, batch, head, is_row):
+    """Return the slope of each row of a sequence; None without slopes."""
+    slope = None
+    if terms.slopes is not None:
+        slope = tl.load(terms.slopes + batch * terms.of_batch + head, mask=is_row, other=0.0)
+        slope = round_steep(slope)
+    return slope
+
+
+@triton.jit
+def penalties(slope, position, key):
+    """Return what is added to a decode's scores, as `added_scores` does."""
+    added = None
+    if slope is not None:
+        distance = tl.abs(key[None, :] - position[:, None]).to(tl.float32)
+        added = (-slope[:, None] * distance,)
+    return added
+
+
 @triton.jit
 def added_scores(terms, rows, others, MASKED: tl.constexpr, OF_KEYS: tl.constexpr):
     """Return what is added to a tile's scores, in turn, each [BLOCK, BLOCK_OTHER] float32.
@@ -259,6 +293,13 @@ def shares_values(shape: tuple[int, ...], spec: AttentionSpec) -> bool:
     """Return True if pairs share a value of a bias, or there is only one query or key."""
     whole = spec.batch, spec.heads_q, spec.seq_q, spec.seq_kv
     return tuple(shape) != whole or 1 in whole[2:]
+
+
+def with_stride(terms: DecodeTerms) -> DecodeTerms:
+    """Return a decode's terms with their number."""
+    slopes = terms.slopes
+    of_batch = slopes.strides[0] if slopes is not None and len(slopes.shape) == 2 else 0
+    return terms._replace(of_batch=None if slopes is None else of_batch)
 
 
 def terms_argument(call: KernelCall) -> dict[str, Any]:

@@ -52,10 +52,11 @@ def append_kv_kernel(
 ):
     """One program writes BLOCK_HEADS heads of one token of one sequence.
 
-    Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], and a `Cache`. Grid: (head tiles, tokens,
-    batch) in one axis. Token t goes to position ``len - TOKENS + t``; one outside the table, or a
-    page outside the pool, is not written. Packed tokens: [Tq, Hkv, D], [Tq, Hkv, Dv] and cu_seqlens
-    [B + 1]; grid: (head tiles, tiles of one row of `locate_tokens`). Padding is not written.
+    Operands: k_new [B, T, Hkv, D], v_new [B, T, Hkv, Dv], or None without cache.v, and a `Cache`.
+    Grid: (head tiles, tokens, batch) in one axis. Token t goes to position ``len - TOKENS + t``;
+    one outside the table, or a page outside the pool, is not written. Packed tokens: [Tq, Hkv, D],
+    [Tq, Hkv, Dv] and cu_seqlens [B + 1]; grid: (head tiles, tiles of one row of `locate_tokens`).
+    Padding is not written.
 
     rotation: a `Rotation` of num_positions, or None. It rotates keys in float32, and queries q of
     the same tokens, or None; q_out is contiguous and 0 in the padding. Tiles of heads cover q's
@@ -106,13 +107,14 @@ def append_kv_kernel(
         k_new_ptr, place, k_new_strides, writes, cache.k, (page, slot, head), cache.k_strides,
         writes, k_scale, cos, sin, HEAD_DIM, BLOCK_D, PAIRS, BLOCK_PAIRS, INTERLEAVED,
     )  # fmt: skip
-    v_scale = None
-    if cache.v_scale is not None:
-        v_scale = tl.load(cache.v_scale + head * cache.v_scale_stride, mask=writes, other=1.0)
-    copy_rows(
-        v_new_ptr, place, v_new_strides, writes, cache.v, (page, slot, head), cache.v_strides,
-        writes, v_scale, None, None, HEAD_DIM_V, BLOCK_DV, PAIRS, BLOCK_PAIRS, INTERLEAVED,
-    )  # fmt: skip
+    if cache.v is not None:
+        v_scale = None
+        if cache.v_scale is not None:
+            v_scale = tl.load(cache.v_scale + head * cache.v_scale_stride, mask=writes, other=1.0)
+        copy_rows(
+            v_new_ptr, place, v_new_strides, writes, cache.v, (page, slot, head), cache.v_strides,
+            writes, v_scale, None, None, HEAD_DIM_V, BLOCK_DV, PAIRS, BLOCK_PAIRS, INTERLEAVED,
+        )  # fmt: skip
 
     # Rotate the queries.
     if q_ptr is not None:
@@ -196,7 +198,8 @@ def append_kv(
     operands: AppendOperands[Tensor], spec: AppendSpec, backend: Backend
 ) -> Tensor | None:
     """Launch `append_kv_kernel`; return the rotated queries, contiguous, or None."""
-    bits = operands._replace(k_pages=as_bits(operands.k_pages), v_pages=as_bits(operands.v_pages))
+    pools = (None if x is None else as_bits(x) for x in (operands.k_pages, operands.v_pages))
+    bits = operands._replace(**dict(zip(("k_pages", "v_pages"), pools, strict=True)))
     q = operands.q
     q_out = None if q is None else q.new_empty(q.shape)
     rotation = None if bits.rotary_cos is None else Rotation(bits.rotary_cos, bits.rotary_sin)

@@ -15,7 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.pages import (
-    load_rows_at,
     locate_keys,
     share_of_tiles,
     splits_with_keys,
@@ -24,10 +23,12 @@ from torch_attn.kernels.library.prefixes import find_leaders, find_members
 from torch_attn.kernels.library.quantized import (
     add_pv,
     add_stored,
+    load_keys,
     load_q,
+    load_values,
     scores,
     store_out,
-    unpack,
+    zero_sums,
 )
 from torch_attn.kernels.library.softmax import online_softmax_update
 from torch_attn.launch import KernelCall, Prepared, config_of, launch
@@ -108,7 +109,9 @@ def shared_pages_kernel(
     if PDL:
         gdc_launch_dependents()
     k_base = cache.k + head_kv * cache.k_strides.head
-    v_base = cache.v + head_kv * cache.v_strides.head
+    v_base = None
+    if cache.v is not None:
+        v_base = cache.v + head_kv * cache.v_strides.head
     scale = rule.scale
     if cache.k_scale is not None:
         scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
@@ -132,10 +135,13 @@ def shared_pages_kernel(
         is_row = (member >= 0) & (count > 0)
         member = member.to(tl.int64)
         at = member, token.to(tl.int64), head
-        q, row_scale = load_q(q_ptr, at, q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
+        q, row_scale = load_q(
+            q_ptr, at, q_strides, is_row, scale, cache,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST,
+        )  # fmt: skip
         m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-        acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
+        acc = zero_sums(BLOCK_ROWS, BLOCK_DV, UPCAST)
 
         # Visit the split's tiles of keys.
         for index in tl.range(0, count):
@@ -145,15 +151,17 @@ def shared_pages_kernel(
                 table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
             )
             # s = scale · q kᵀ
-            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
-            s = scores(q, unpack(k, UPCAST), row_scale, rule.softcap, rule.scale_first)
+            k = load_keys(
+                k_base, (page, slot), cache, exists, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST
+            )
+            s = scores(q, k, row_scale, rule.softcap, rule.scale_first)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
             acc = [x * alpha[:, None] for x in acc]
             p = p.to(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
-            acc = add_pv(acc, p, unpack(v, UPCAST))
+            v = load_values(v_base, (page, slot), cache, exists, k, HEAD_DIM_V, BLOCK_DV, UPCAST)
+            acc = add_pv(acc, p, v)
 
         # Store the running softmax.
         heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE

@@ -14,24 +14,26 @@ from torch_attn.kernels.library.arguments import cache_of, decode_arguments
 from torch_attn.kernels.library.new_tokens import mask_argument, mask_of, tree_mask
 from torch_attn.kernels.library.pages import (
     keys_of_tokens,
-    load_rows_at,
     locate_keys,
     share_of_tiles,
     tiles_at_edges,
 )
 from torch_attn.kernels.library.quantized import (
     add_pv,
-    as_packed,
+    load_keys,
     load_q,
+    load_values,
     scores,
     store_out,
     swizzled_alike,
-    unpack,
+    with_packed_pools,
+    zero_sums,
 )
 from torch_attn.kernels.library.query_ranges import bounds_of_queries, keys_in_ranges
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.sequences import locate_tokens
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
 from torch_attn.kernels.library.tiles import count_tiles, tile_start
 from torch_attn.kernels.portable.combine import merge_splits
 from torch_attn.launch import KernelCall, Prepared, config_of, launch
@@ -55,7 +57,7 @@ def paged_attention_kernel(
     q_ptr,
     cache,
     cu_seqlens_q_ptr,
-    sinks_ptr,
+    terms,
     mask,
     out_ptr,
     lse_ptr,
@@ -117,7 +119,9 @@ def paged_attention_kernel(
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
     table_ptr = cache.tables + sequence.to(tl.int64) * cache.table_stride
     k_base = cache.k + head_kv * cache.k_strides.head
-    v_base = cache.v + head_kv * cache.v_strides.head
+    v_base = None
+    if cache.v is not None:
+        v_base = cache.v + head_kv * cache.v_strides.head
     scale = rule.scale
     if cache.k_scale is not None:
         scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
@@ -128,14 +132,18 @@ def paged_attention_kernel(
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
     is_row = token < tokens
     q_row = (first_token + token).to(tl.int64)
-    q, scale = load_q(q_ptr, (q_row, head), q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
+    q, scale = load_q(
+        q_ptr, (q_row, head), q_strides, is_row, scale, cache,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST,
+    )  # fmt: skip
     diagonal = length - tokens
     position = diagonal + token
     if mask.ends is not None:
         ends_ptr = mask.ends + first_token * mask.stride
+    slope = load_slopes(terms, sequence, head, is_row & (sequence < num_sequences))
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
+    acc = zero_sums(BLOCK_ROWS, BLOCK_DV, UPCAST)
 
     # Visit the split's tiles of keys; only tiles at the edges are masked.
     before, full, after = count, 0, 0
@@ -163,8 +171,11 @@ def paged_attention_kernel(
                 table_ptr, start, end, num_pages, cache.page_size, BLOCK_KV, PAST_2G
             )
             # s = scale · q kᵀ
-            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
-            s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
+            k = load_keys(
+                k_base, (page, slot), cache, exists, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST
+            )
+            added = penalties(slope, position, key)
+            s = scores(q, k, scale, rule.softcap, rule.scale_first, added)
             unmasked = s
             if masked and mask.ends is None:
                 s = attention_mask(s, position[:, None], key[None, :], end, window_left, 0)
@@ -173,19 +184,21 @@ def paged_attention_kernel(
             if masked and mask.bounds is not None:
                 s = tl.where(shown, unmasked, s)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(
+                s, m_i, l_i, rule.exp2_scale, slope is not None
+            )
             acc = [x * alpha[:, None] for x in acc]
             p = p.to(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
-            acc = add_pv(acc, p, unpack(v, UPCAST))
+            v = load_values(v_base, (page, slot), cache, exists, k, HEAD_DIM_V, BLOCK_DV, UPCAST)
+            acc = add_pv(acc, p, v)
 
     # Normalise and store.
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=is_row, other=float("-inf"))
-        alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+    if terms.sinks is not None:
+        sink = tl.load(terms.sinks + head, mask=is_row, other=float("-inf"))
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i, slope is not None)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, slope is not None)
     out = [x / l_safe[:, None] for x in acc]
     if cache.v_scale is not None:
         v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
@@ -208,25 +221,22 @@ def paged_attention(
     """
     kernel = decode_kernel(spec)
     config = config_of(kernel, spec, backend, operands.q.device)
-    if spec.cache.is_quantized:
-        operands = operands._replace(
-            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
-        )
+    operands = with_packed_pools(operands, spec.cache)
     q = operands.q
     splits = choose_splits(spec, config, num_sms(q.device, backend.target))
     out = q.new_empty((spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = q.new_empty((spec.heads_q, spec.tokens), dtype=torch.float32)
-    outs, lses, sinks = out, lse, operands.sinks
+    outs, lses, terms = out, lse, DecodeTerms(operands.sinks, operands.alibi_slopes)
     if splits > 1:
         outs = lse.new_empty((splits, *out.shape))
         lses = lse.new_empty((splits, *lse.shape))
-        sinks = None  # they count once, in the merge
+        terms = terms._replace(sinks=None)  # they count once, in the merge
 
     launch(
         kernel,
         paged_attention_kernel,
         _prepare,
-        (q, cache_of(operands), operands.cu_seqlens_q, sinks, mask_of(operands), outs, lses),
+        (q, cache_of(operands), operands.cu_seqlens_q, terms, mask_of(operands), outs, lses),
         spec,
         backend,
         splits,
@@ -238,12 +248,13 @@ def paged_attention(
 
 def _prepare(call: KernelCall) -> Prepared:
     spec, (splits,) = call.spec, call.constants
-    q, cache, _, _, mask, *_ = call.layouts
+    q, cache, _, terms, mask, *_ = call.layouts
     rows = block_rows(spec, call.config)
     arguments = decode_arguments(spec, call.target, q, cache)
     if spec.cache.is_quantized and call.target == "sm90":
         arguments["BLOCK_DV"] = swizzled_alike(arguments["BLOCK_DV"], arguments["BLOCK_D"])
     return (num_row_tiles(spec, rows) * spec.heads_kv, splits), arguments | {
+        "terms": with_stride(terms),
         "mask": mask_argument(mask, spec),
         "num_tokens": spec.tokens,
         "num_sequences": spec.batch,

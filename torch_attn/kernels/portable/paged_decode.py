@@ -21,21 +21,23 @@ from torch_attn.kernels.library.new_tokens import (
 )
 from torch_attn.kernels.library.pages import (
     keys_of_sequence,
-    load_rows_at,
     locate_keys,
     share_of_tiles,
     tiles_at_edges,
 )
 from torch_attn.kernels.library.quantized import (
     add_pv,
-    as_packed,
+    load_keys,
     load_q,
+    load_values,
     scores,
     store_out,
-    unpack,
+    with_packed_pools,
+    zero_sums,
 )
 from torch_attn.kernels.library.scores import attention_mask
 from torch_attn.kernels.library.softmax import add_sink, online_softmax_update, row_statistics
+from torch_attn.kernels.library.terms import DecodeTerms, load_slopes, penalties, with_stride
 from torch_attn.kernels.portable.cascade import (
     attend_to_shared_pages,
     cascade_argument,
@@ -61,7 +63,7 @@ class Parts(NamedTuple):
 def paged_decode_kernel(
     q_ptr,
     cache,
-    sinks_ptr,
+    terms,
     tree,
     cascade,
     out_ptr,
@@ -91,8 +93,8 @@ def paged_decode_kernel(
 
     Row r is token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the group, so that keys
     and values are read once for all of them. Operands: q [B, T, Hq, D] with the given strides; a
-    `Cache`; sinks [Hq], float32, a `TreeEnds` and a `Cascade`, each or None; out [B, T, Hq, Dv] and
-    lse [B, Hq, T] (float32, natural log), contiguous. If more than one split has keys, each of them
+    `Cache`; `DecodeTerms`; a `TreeEnds` and a `Cascade`, each or None; out [B, T, Hq, Dv] and lse
+    [B, Hq, T] (float32, natural log), contiguous. If more than one split has keys, each of them
     writes its `Parts` instead; in a cascade all splits do. With a single split there are none.
     Grid: (row tiles, kv heads, batch) in one axis, row tiles fastest, and splits. Loop invariant:
     `online_softmax_update`. Accumulation: float32, exponents in base 2, p cast to the products'
@@ -127,7 +129,9 @@ def paged_decode_kernel(
         is_result = False
     table_ptr = cache.tables + batch * cache.table_stride
     k_base = cache.k + head_kv * cache.k_strides.head
-    v_base = cache.v + head_kv * cache.v_strides.head
+    v_base = None
+    if cache.v is not None:
+        v_base = cache.v + head_kv * cache.v_strides.head
     scale = rule.scale
     if cache.k_scale is not None:
         scale *= tl.load(cache.k_scale + head_kv * cache.k_scale_stride)
@@ -138,14 +142,18 @@ def paged_decode_kernel(
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
     is_row = token < TOKENS
     place = batch, token.to(tl.int64), head
-    q, scale = load_q(q_ptr, place, q_strides, is_row, scale, HEAD_DIM, BLOCK_D, UPCAST)
+    q, scale = load_q(
+        q_ptr, place, q_strides, is_row, scale, cache,
+        HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST,
+    )  # fmt: skip
     diagonal = length - TOKENS
     position = diagonal + token
     if tree is not None:
         words = tree_words(tree.ends + batch * tree.stride, token, TOKENS)
+    slope = load_slopes(terms, batch, head, is_row)
     m_i = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_ROWS], tl.float32)
-    acc = [tl.zeros([BLOCK_ROWS, BLOCK_DV], tl.float32) for _ in q]
+    acc = zero_sums(BLOCK_ROWS, BLOCK_DV, UPCAST)
 
     # Visit the tiles of keys; with a tree, tiles of older keys alone have a loop without a mask.
     full = 0
@@ -162,8 +170,11 @@ def paged_decode_kernel(
                 table_ptr, start, length, num_pages, cache.page_size, BLOCK_KV, PAST_2G
             )
             # s = scale · q kᵀ
-            k = load_rows_at(k_base, (page, slot), cache.k_strides, exists, HEAD_DIM, BLOCK_D)
-            s = scores(q, unpack(k, UPCAST), scale, rule.softcap, rule.scale_first)
+            k = load_keys(
+                k_base, (page, slot), cache, exists, HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST
+            )
+            added = penalties(slope, position, key)
+            s = scores(q, k, scale, rule.softcap, rule.scale_first, added)
             if masked and tree is None:
                 s = attention_mask(
                     s, position[:, None], key[None, :], length, window_left,
@@ -172,12 +183,14 @@ def paged_decode_kernel(
             elif masked:
                 s = tree_mask_of_words(s, words, key - diagonal, TOKENS)
             # p = exp(s - max), and rescale what was accumulated
-            p, alpha, m_i, l_i = online_softmax_update(s, m_i, l_i, rule.exp2_scale)
+            p, alpha, m_i, l_i = online_softmax_update(
+                s, m_i, l_i, rule.exp2_scale, slope is not None
+            )
             acc = [x * alpha[:, None] for x in acc]
             p = p.to(q[0].dtype)
             # acc += p v
-            v = load_rows_at(v_base, (page, slot), cache.v_strides, exists, HEAD_DIM_V, BLOCK_DV)
-            acc = add_pv(acc, p, unpack(v, UPCAST))
+            v = load_values(v_base, (page, slot), cache, exists, k, HEAD_DIM_V, BLOCK_DV, UPCAST)
+            acc = add_pv(acc, p, v)
 
     heads_q: tl.constexpr = HEADS_KV * GROUP_SIZE
     lse_row = (batch * heads_q + head) * TOKENS + token
@@ -190,11 +203,11 @@ def paged_decode_kernel(
         )
 
     # Normalise and store.
-    if sinks_ptr is not None:
-        sink = tl.load(sinks_ptr + head, mask=is_row & is_result, other=float("-inf"))
-        alpha, m_i, l_i = add_sink(sink, m_i, l_i)
+    if terms.sinks is not None:
+        sink = tl.load(terms.sinks + head, mask=is_row & is_result, other=float("-inf"))
+        alpha, m_i, l_i = add_sink(sink, m_i, l_i, slope is not None)
         acc = [x * alpha[:, None] for x in acc]
-    l_safe, lse = row_statistics(m_i, l_i)
+    l_safe, lse = row_statistics(m_i, l_i, slope is not None)
     out = [x / l_safe[:, None] for x in acc]
     if cache.v_scale is not None:
         v_scale = tl.load(cache.v_scale + head_kv * cache.v_scale_stride)
@@ -223,10 +236,7 @@ def paged_decode(
     Return out [B, T, Hq, Dv] in q's dtype and lse [B, Hq, T] float32, contiguous.
     """
     config = config_of("paged_decode", spec, backend, operands.q.device)
-    if spec.cache.is_quantized:
-        operands = operands._replace(
-            k_pages=as_packed(operands.k_pages), v_pages=as_packed(operands.v_pages)
-        )
+    operands = with_packed_pools(operands, spec.cache)
     q = operands.q
     splits = choose_splits(spec, config, num_sms(q.device, backend.target))
     shape = (spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v)
@@ -238,12 +248,13 @@ def paged_decode(
         parts = Parts(lse.new_empty((splits, *shape)), lse.new_empty((splits, *lse_shape)))
     shared = attend_to_shared_pages(operands, spec, config.block_kv, backend)
     cascade, tiles = shared or (None, None)
+    terms = DecodeTerms(operands.sinks, operands.alibi_slopes)
 
     launch(
         "paged_decode",
         paged_decode_kernel,
         _prepare,
-        (q, cache_of(operands), operands.sinks, ends_of(operands), cascade, out, lse, parts),
+        (q, cache_of(operands), terms, ends_of(operands), cascade, out, lse, parts),
         spec,
         backend,
         splits,
@@ -260,11 +271,12 @@ def paged_decode(
 def _prepare(call: KernelCall) -> Prepared:
     spec, (splits, tiles, block_kv) = call.spec, call.constants
     assert call.config.block_kv == block_kv, "the merge counts other tiles"
-    q, cache, _, tree, cascade, *_ = call.layouts
+    q, cache, terms, tree, cascade, *_ = call.layouts
     rows = block_rows(spec, call.config)
     arguments = decode_arguments(spec, call.target, q, cache)
     programs = triton.cdiv(spec.rows, rows) * spec.heads_kv * spec.batch
     return (programs, splits), arguments | {
+        "terms": with_stride(terms),
         "tree": tree_argument(tree),
         "cascade": cascade_argument(cascade, tiles),
         "batch_size": spec.batch,

@@ -78,3 +78,14 @@ def gather(
     if scale is not None:
         x = x * xp.astype(_of_heads(xp, scale), dtype)
     return xp.permute_dims(x, (0, 2, 1, 3))
+
+
+def gather_both(
+    xp: Any, operands: Any, exists: Array, cache: PagedCache, dtype: Any
+) -> tuple[Array, Array]:
+    """Return keys and values of each sequence, as `gather` does."""
+    where = operands.block_tables, exists
+    k = gather(xp, operands.k_pages, *where, operands.k_scale, cache, dtype)
+    if cache.latent:
+        return k, k[..., : cache.head_dim_v]
+    return k, gather(xp, operands.v_pages, *where, operands.v_scale, cache, dtype)

@@ -10,7 +10,7 @@ from array_api_compat import array_namespace, device
 from twin_attention.contract.operands import DecodeOperands, FlashOperands, PagedOperands
 from twin_attention.contract.paged_spec import DecodeSpec, PagedSpec
 from twin_attention.contract.reference.arithmetic import normalize
-from twin_attention.contract.reference.cache import gather
+from twin_attention.contract.reference.cache import gather_both
 from twin_attention.contract.reference.formulas import forward, sinks_of_rows
 from twin_attention.contract.reference.visibility import (
     clear_padding,
@@ -24,24 +24,29 @@ Array = Any
 
 def paged_forward(operands: DecodeOperands, spec: DecodeSpec, dtype: Any) -> tuple[Array, Array]:
     """Compute out [B, T, Hq, Dv] of new tokens over a paged cache, and lse [B, Hq, T]."""
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends = operands
-    xp = array_namespace(q, k_pages, v_pages)
+    q, seq_lens, sinks, tree_ends = (
+        operands.q, operands.seq_lens, operands.sinks, operands.tree_ends
+    )  # fmt: skip
+    xp = array_namespace(q, operands.k_pages)
     cache, group = spec.cache, spec.group_size
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)[:, None]
     key = xp.arange(cache.capacity, dtype=length.dtype, device=device(q))[None, :]
     exists = key < length  # [B, keys]
     if spec.window_left is not None:  # keys before all tokens' windows may hold anything
         exists = exists & (key >= length - spec.tokens - min(spec.window_left, cache.capacity))
-    k = gather(xp, k_pages, block_tables, exists, k_scale, cache, dtype)
-    v = gather(xp, v_pages, block_tables, exists, v_scale, cache, dtype)
+    k, v = gather_both(xp, operands, exists, cache, dtype)
     rows = (spec.batch, spec.heads_kv, group * spec.tokens)
     q = xp.reshape(xp.permute_dims(xp.astype(q, dtype), (0, 2, 1, 3)), (*rows, spec.head_dim))
 
     s = xp.matmul(q, xp.matrix_transpose(k)) * spec.scale
-    if spec.softcap is not None:
-        s = spec.softcap * xp.tanh(s / spec.softcap)
     token = xp.arange(spec.tokens, dtype=length.dtype, device=device(q))[None, :]
     position = (length - spec.tokens + token)[:, :, None]
+    if operands.alibi_slopes is not None:
+        slopes = xp.astype(operands.alibi_slopes, dtype)[..., :, None, None]
+        distance = xp.abs(key[:, None, :] - position)[:, None]  # [B, 1, T, keys]
+        s = s - xp.reshape(slopes * xp.astype(distance, dtype), s.shape)
+    if spec.softcap is not None:
+        s = spec.softcap * xp.tanh(s / spec.softcap)
     seen = exists[:, None, :] & (key[:, None, :] <= position)  # [B, T, keys]
     if spec.window_left is not None:
         seen = seen & (key[:, None, :] >= position - min(spec.window_left, cache.capacity))
@@ -66,9 +71,9 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
     Only values depend on offsets, lengths and tables, so it can be traced. Each token is multiplied
     with the keys of all sequences: memory is O(Tq · B · capacity).
     """
-    q, k_pages, v_pages, block_tables, seq_lens, offsets, *optional = operands
-    sinks, k_scale, v_scale, tree_ends, ranges = optional
-    xp = array_namespace(q, k_pages, v_pages)
+    q, seq_lens, offsets = operands.q, operands.seq_lens, operands.cu_seqlens_q
+    tree_ends, ranges = operands.tree_ends, operands.q_ranges
+    xp = array_namespace(q, operands.k_pages)
     cache, on = spec.cache, device(q)
     length = xp.clip(seq_lens, 0, cache.capacity if cache.num_pages else 0)
     key = xp.arange(cache.capacity, dtype=length.dtype, device=on)[None, :]
@@ -111,14 +116,24 @@ def ragged_forward(operands: PagedOperands, spec: PagedSpec, dtype: Any) -> tupl
         softcap=spec.softcap,
     )
 
-    def keys(pages: Array, scale: Array | None) -> Array:
-        x = gather(xp, pages, block_tables, exists, scale, cache, dtype)
+    def joined(x: Array) -> Array:
         x = xp.permute_dims(x, (0, 2, 1, 3))
         return xp.reshape(x, (1, one.seq_kv, cache.heads, x.shape[-1]))
 
+    added = None
+    if operands.alibi_slopes is not None:
+        slopes = xp.astype(operands.alibi_slopes, dtype)
+        slopes = xp.take(slopes, own, axis=0) if slopes.ndim == 2 else slopes[None, :]
+        distance = xp.astype(xp.abs(key - position[:, None]), dtype)  # [Tq, capacity]
+        added = -xp.permute_dims(slopes, (1, 0))[:, :, None] * distance
+        added = xp.broadcast_to(
+            added[:, :, None, :], (spec.heads_q, spec.tokens, spec.batch, cache.capacity)
+        )
+        added = xp.reshape(added, (1, spec.heads_q, spec.tokens, one.seq_kv))
     q = clear_padding(xp, q, is_token)[None, ...]
-    batch = FlashOperands(q, keys(k_pages, k_scale), keys(v_pages, v_scale), sinks)
-    out, lse = forward(xp, batch, one, xp.reshape(seen, (one.seq_q, one.seq_kv)), dtype)
+    k, v = map(joined, gather_both(xp, operands, exists, cache, dtype))
+    batch = FlashOperands(q, k, v, operands.sinks)
+    out, lse = forward(xp, batch, one, xp.reshape(seen, (one.seq_q, one.seq_kv)), dtype, added)
     return out[0, ...], lse[0, ...]
 
 

@@ -13,6 +13,7 @@ from twin_attention.contract.validate.operands import (
     check_qkv,
     check_rows,
     check_sinks,
+    check_slopes,
 )
 
 
@@ -117,22 +118,16 @@ def _check_tree(
 
 
 def _check_terms(operands: FlashOperands[Operand] | VarlenOperands[Operand], batch: int) -> None:
-    q, table, slopes = operands.q, operands.relative_bias, operands.alibi_slopes
+    q, table = operands.q, operands.relative_bias
     heads = q.shape[-2]
     if table is not None:
         _check_term_dtype(table, q)
         if len(table.shape) != 2 or table.shape[0] != heads or table.shape[1] % 2 == 0:
             expected = f"shape ({heads}, 2R + 1), of each head a value for each distance -R to R"
             fail(ValueError, table.name, expected, table.shape)
-    if slopes is not None:
-        check_dtype(slopes, "float32")
-        if slopes.shape not in ((heads,), (batch, heads)):
-            expected = f"shape {(heads,)} or {(batch, heads)}, one of each head"
-            fail(ValueError, slopes.name, expected, slopes.shape)
-    for x in (table, slopes):
-        if x is not None:
-            check_device(x, q)
-            check_rows(x)
+        check_device(table, q)
+        check_rows(table)
+    check_slopes(operands, batch)
 
 
 def _check_bias(operands: FlashOperands[Operand]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from twin_attention.contract.spec import WINDOW_UNLIMITED
 from twin_attention.contract.validate.errors import fail
-from twin_attention.contract.validate.operands import HEAD_DIMS, is_head_dim
+from twin_attention.contract.validate.operands import head_dims, is_head_dim
 from twin_attention.contract.validate.options import check_integer
 
 
@@ -18,7 +18,7 @@ def check_heads(d_model: Any, num_heads: Any, num_heads_kv: Any) -> tuple[int, i
         fail(ValueError, "num_heads", f"a divisor of d_model {d_model}", num_heads)
     head_dim = d_model // num_heads
     if not is_head_dim(head_dim):
-        expected = f"a number that makes d_model // num_heads {HEAD_DIMS}"
+        expected = f"a number that makes d_model // num_heads {head_dims()}"
         fail(NotImplementedError, "num_heads", expected, f"{num_heads}, which makes it {head_dim}")
     if num_heads_kv is None:
         return head_dim, num_heads

@@ -34,9 +34,6 @@ class Operand(NamedTuple):
     even_rows: bool = True
 
 
-HEAD_DIMS = f"a head dimension from {HEAD_DIM_MIN} to {HEAD_DIM_MAX} in steps of {HEAD_DIM_STEP}"
-
-
 def check_qkv(
     operands: FlashOperands[Operand] | VarlenOperands[Operand] | BlockSparseOperands[Operand],
     layouts: tuple[str, str, str],
@@ -89,6 +86,25 @@ def check_sinks(
     check_rows(sinks)
 
 
+def check_slopes(
+    operands: FlashOperands[Operand]
+    | VarlenOperands[Operand]
+    | DecodeOperands[Operand]
+    | PagedOperands[Operand],
+    batch: int,
+) -> None:
+    """Check that slopes, if any, are one for each head of q, or of each sequence too."""
+    slopes, heads = operands.alibi_slopes, operands.q.shape[-2]
+    if slopes is None:
+        return
+    check_dtype(slopes, "float32")
+    if slopes.shape not in ((heads,), (batch, heads)):
+        expected = f"shape {(heads,)} or {(batch, heads)}, one of each head"
+        fail(ValueError, slopes.name, expected, slopes.shape)
+    check_device(slopes, operands.q)
+    check_rows(slopes)
+
+
 def check_float(x: Operand, dtypes: tuple[str, ...]) -> None:
     """Check for one of these floating-point dtypes."""
     if "float" not in x.dtype:
@@ -108,14 +124,18 @@ def check_device(x: Operand, other: Operand) -> None:
         fail(ValueError, x.name, f"{other.name}'s device {other.device}", x.device)
 
 
-def check_head_dim(x: Operand) -> None:
+def check_head_dim(x: Operand, most: int = HEAD_DIM_MAX) -> None:
     """Check that the kernels take a last dimension."""
-    if not is_head_dim(x.shape[-1]):
-        fail(NotImplementedError, x.name, HEAD_DIMS, x.shape[-1])
+    if not is_head_dim(x.shape[-1], most):
+        fail(NotImplementedError, x.name, head_dims(most), x.shape[-1])
 
 
-def is_head_dim(size: int) -> bool:
-    return size % HEAD_DIM_STEP == 0 and HEAD_DIM_MIN <= size <= HEAD_DIM_MAX
+def head_dims(most: int = HEAD_DIM_MAX) -> str:
+    return f"a head dimension from {HEAD_DIM_MIN} to {most} in steps of {HEAD_DIM_STEP}"
+
+
+def is_head_dim(size: int, most: int = HEAD_DIM_MAX) -> bool:
+    return size % HEAD_DIM_STEP == 0 and HEAD_DIM_MIN <= size <= most
 
 
 def check_rows(x: Operand) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
 
-from twin_attention.contract.paged_spec import SPLITS_MAX, DecodeOptions
+from twin_attention.contract.paged_spec import LATENT_DIM_MAX, SPLITS_MAX, DecodeOptions
 from twin_attention.contract.spec import PRECISIONS, WINDOW_UNLIMITED, FlashOptions, Precision
 from twin_attention.contract.validate.errors import fail, type_name
 
@@ -55,14 +55,9 @@ def check_attention_options(
 
 
 def check_decode_options(
-    causal: Any,
-    scale: Any,
-    window_size: Any,
-    softcap: Any,
-    num_splits: Any,
-    cascade: Any,
-    return_lse: Any,
-) -> DecodeOptions:
+    causal: Any, scale: Any, window_size: Any, softcap: Any, num_splits: Any, value_dim: Any,
+    cascade: Any, return_lse: Any,
+) -> DecodeOptions:  # fmt: skip
     _check_flag("return_lse", return_lse)
     if not _check_flag("causal", causal):
         expected = "True: new tokens see keys up to their own position"
@@ -77,13 +72,19 @@ def check_decode_options(
         if num_splits is None
         else check_integer("num_splits", num_splits, 1, SPLITS_MAX, or_else="None or "),
         _check_cascade(cascade, num_splits),
+        None
+        if value_dim is None
+        else check_integer("value_dim", value_dim, 1, LATENT_DIM_MAX, or_else="None or "),
     )
 
 
 def check_paged_options(
-    causal: Any, scale: Any, window_size: Any, softcap: Any, num_splits: Any, return_lse: Any
-) -> DecodeOptions:
-    return check_decode_options(causal, scale, window_size, softcap, num_splits, False, return_lse)
+    causal: Any, scale: Any, window_size: Any, softcap: Any, num_splits: Any, value_dim: Any,
+    return_lse: Any,
+) -> DecodeOptions:  # fmt: skip
+    return check_decode_options(
+        causal, scale, window_size, softcap, num_splits, value_dim, False, return_lse
+    )
 
 
 def check_append_options(rotary_interleaved: Any) -> bool:

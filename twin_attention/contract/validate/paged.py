@@ -5,6 +5,7 @@ from __future__ import annotations
 from twin_attention.contract.operands import AppendOperands, DecodeOperands, PagedOperands
 from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
+    LATENT_DIM_MAX,
     QUANTIZED_DTYPES,
     TOKENS_MAX,
     AppendSpec,
@@ -13,6 +14,7 @@ from twin_attention.contract.paged_spec import (
     PagedCache,
     PagedSpec,
 )
+from twin_attention.contract.spec import HEAD_DIM_MAX
 from twin_attention.contract.validate.attention import check_ranges_of
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.offsets import check_offset_operands
@@ -24,6 +26,9 @@ from twin_attention.contract.validate.operands import (
     check_head_dim,
     check_rows,
     check_sinks,
+    check_slopes,
+    head_dims,
+    is_head_dim,
 )
 from twin_attention.contract.validate.pool import check_pool, check_tables
 
@@ -33,8 +38,9 @@ def check_paged_decode(operands: DecodeOperands[Operand], options: DecodeOptions
     if len(q.shape) not in (3, 4):
         expected = "3 or 4 dimensions [B, Hq, D] or [B, T, Hq, D]"
         fail(ValueError, q.name, expected, f"shape {q.shape}")
-    cache = _check_cache(q, operands, *q.shape[:-2])
+    cache = _check_cache(q, operands, *q.shape[:-2], options=options)
     _check_queries(operands, cache)
+    check_slopes(operands, q.shape[0])
     batch, *tokens = q.shape[:-2]
     _check_tree_ends(operands, (batch, *(tokens or (1,))), options)
     return DecodeSpec.of(operands, q.dtype, cache.dtype, options)
@@ -45,9 +51,10 @@ def check_paged_attention(operands: PagedOperands[Operand], options: DecodeOptio
     if len(q.shape) != 3:
         fail(ValueError, q.name, "3 dimensions [Tq, Hq, D]", f"shape {q.shape}")
     check_offset_operands(offsets)
-    cache = _check_cache(q, operands, offsets.shape[0] - 1)
+    cache = _check_cache(q, operands, offsets.shape[0] - 1, options=options)
     check_device(offsets, q)
     _check_queries(operands, cache)
+    check_slopes(operands, offsets.shape[0] - 1)
     _check_tree_ends(operands, q.shape[:1], options)
     check_ranges_of(operands)
     return PagedSpec.of(operands, q.dtype, cache.dtype, options)
@@ -67,16 +74,39 @@ def check_append_kv(operands: AppendOperands[Operand], interleaved: bool) -> App
             expected = "3 or 4 dimensions [B, Hkv, D] or [B, T, Hkv, D]"
             fail(ValueError, k_new.name, expected, f"shape {k_new.shape}")
         cache = _check_cache(k_new, operands, *k_new.shape[:-2])
+    if (v_new is None) != cache.latent:
+        expected = "None without v_pages" if cache.latent else "new values for v_pages"
+        fail(ValueError, "v_new", expected, None if v_new is None else f"shape {v_new.shape}")
     expected = (*k_new.shape[:-2], cache.heads)
     for x, size in ((k_new, cache.head_dim), (v_new, cache.head_dim_v)):
-        if x.shape != (*expected, size):
+        if x is not None and x.shape != (*expected, size):
             fail(ValueError, x.name, f"shape {(*expected, size)}", x.shape)
-    check_dtype(v_new, k_new.dtype, "k_new's ")
-    check_device(v_new, k_new)
-    check_rows(v_new)
+    if v_new is not None:
+        check_dtype(v_new, k_new.dtype, "k_new's ")
+        check_device(v_new, k_new)
+        check_rows(v_new)
     _check_scales(cache, k_new, operands)
     _check_rotary(operands, cache)
     return AppendSpec.of(operands, k_new.dtype, cache.dtype, interleaved)
+
+
+def _check_value_dim(
+    operands: DecodeOperands[Operand] | PagedOperands[Operand] | AppendOperands[Operand],
+    value_dim: int | None,
+) -> int | None:
+    """Check that there is either a pool of values or `value_dim`, and return that."""
+    head_dim = operands.k_pages.shape[-1]
+    if operands.v_pages is None:
+        if value_dim is None:
+            expected = "a pool [P, page_size, Hkv, Dv], or None with value_dim"
+            fail(ValueError, "v_pages", expected, None)
+        if value_dim > head_dim:
+            fail(ValueError, "value_dim", f"at most k_pages' head dimension {head_dim}", value_dim)
+        if not is_head_dim(value_dim):
+            fail(NotImplementedError, "value_dim", head_dims(), value_dim)
+    elif value_dim is not None:
+        fail(ValueError, "value_dim", "None beside v_pages", value_dim)
+    return value_dim
 
 
 def _check_cache(
@@ -84,39 +114,45 @@ def _check_cache(
     operands: DecodeOperands[Operand] | PagedOperands[Operand] | AppendOperands[Operand],
     batch: int,
     tokens: int = 1,
+    *,
+    options: DecodeOptions | None = None,
 ) -> PagedCache:
     """Check what all functions of a paged cache take.
 
     new: q, or the new keys. tokens: how many new tokens each sequence has, if that is limited.
+    options: None for an append, which needs no `value_dim`.
     """
     k_pages, v_pages = operands.k_pages, operands.v_pages
     block_tables, seq_lens = operands.block_tables, operands.seq_lens
     check_pool(k_pages)
-    if len(v_pages.shape) != 4:
+    value_dim = None if options is None else _check_value_dim(operands, options.value_dim)
+    if v_pages is not None and len(v_pages.shape) != 4:
         expected = "4 dimensions [P, page_size, Hkv, Dv]"
         fail(ValueError, "v_pages", expected, f"shape {v_pages.shape}")
     check_float(new, DECODE_DTYPES)
     if k_pages.dtype not in (new.dtype, *QUANTIZED_DTYPES):
         choices = ", ".join((f"{new.name}'s {new.dtype}", *QUANTIZED_DTYPES))
         fail(TypeError, "k_pages", choices, k_pages.dtype)
-    check_dtype(v_pages, k_pages.dtype, "k_pages' ")
-    if v_pages.shape[:3] != k_pages.shape[:3]:
-        expected = f"k_pages' pages, page size and heads {k_pages.shape[:3]}"
-        fail(ValueError, "v_pages", expected, v_pages.shape[:3])
-    for x in (k_pages, v_pages):
-        check_head_dim(x)
+    pools = (k_pages,) if v_pages is None else (k_pages, v_pages)
+    if v_pages is not None:
+        check_dtype(v_pages, k_pages.dtype, "k_pages' ")
+        if v_pages.shape[:3] != k_pages.shape[:3]:
+            expected = f"k_pages' pages, page size and heads {k_pages.shape[:3]}"
+            fail(ValueError, "v_pages", expected, v_pages.shape[:3])
+    for x in pools:
+        check_head_dim(x, LATENT_DIM_MAX if v_pages is None else HEAD_DIM_MAX)
     if tokens > TOKENS_MAX:
         fail(NotImplementedError, new.name, f"at most {TOKENS_MAX} new tokens", tokens)
     check_tables(k_pages, block_tables, seq_lens, batch)
-    for x in (k_pages, v_pages, block_tables, seq_lens):
+    for x in (*pools, block_tables, seq_lens):
         check_device(x, new)
-    for x in (new, k_pages, v_pages, block_tables, seq_lens):
+    for x in (new, *pools, block_tables, seq_lens):
         check_rows(x)
-    for x in (k_pages, v_pages):
+    for x in pools:
         # The kernels read them two columns at a time.
         if x.dtype in QUANTIZED_DTYPES and not x.even_rows:
             fail(ValueError, x.name, "rows at even offsets in an 8-bit cache", "an odd one")
-    return PagedCache.of(operands, k_pages.dtype)
+    return PagedCache.of(operands, k_pages.dtype, value_dim)
 
 
 def _check_queries(
@@ -147,6 +183,9 @@ def _check_tree_ends(
     if options.window_left is not None:  # undecided: would it count positions or depths?
         expected = "no window to the left with tree_ends"
         fail(NotImplementedError, "window_size", expected, options.window_left)
+    if operands.alibi_slopes is not None:  # likewise
+        shape = operands.alibi_slopes.shape
+        fail(NotImplementedError, "alibi_slopes", "None with tree_ends", f"shape {shape}")
 
 
 def _check_heads(q: Operand, cache: PagedCache) -> None:
@@ -165,6 +204,10 @@ def _check_scales(
         if not cache.is_quantized:
             if x is not None:
                 fail(ValueError, name, f"None for a cache in {cache.dtype}", f"shape {x.shape}")
+            continue
+        if cache.latent and name == "v_scale":
+            if x is not None:
+                fail(ValueError, name, "None without v_pages", f"shape {x.shape}")
             continue
         if x is None:
             fail(ValueError, name, f"a scale for a cache in {cache.dtype}", None)
