@@ -33,7 +33,7 @@ LATER_FIELDS = {
     "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
     "depths": False, "cascade": False, "common_pages": 0, "relative": None,
     "terms_in_q_dtype": False, "alibi": "", "bias": None, "dropout_rate": 0.0, "row_max": False,
-    "ranges": "",
+    "latent": False, "ranges": "",
 }  # fmt: skip
 # Ends of names of our forward with another softmax, in earlier records.
 ABLATIONS = ("without softmax", "with barriers")

@@ -1,7 +1,8 @@
 """In every row of docs/coming-from.md the other library's call and ours give the same.
 
-SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, xformers, FlashInfer and
-vLLM need a GPU, so plain definitions stand in for them, and for FlexAttention's backward.
+SDPA, jax.nn, nn.MultiheadAttention and transformers are real; flash-attn, xformers, FlashInfer,
+FlashMLA and vLLM need a GPU, so plain definitions stand in for them, and for FlexAttention's
+backward.
 """
 
 from __future__ import annotations
@@ -89,7 +90,9 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
     def flash_attn_with_kvcache(
         q, k_cache, v_cache, k=None, v=None, *, rotary_cos=None, rotary_sin=None, cache_seqlens,
         cache_batch_idx=None, block_table=None, causal=False, window_size=(-1, -1),
+        alibi_slopes=None,
     ):  # fmt: skip
+        options = None, causal, *window_size, 0.0, None, alibi_slopes
         if cache_batch_idx is not None:
             block_table = cache_batch_idx[:, None]
         if rotary_cos is not None:
@@ -100,7 +103,7 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
             keys, values = gather(k_cache, table, n), gather(v_cache, table, n)
             if k is not None:
                 keys, values = torch.cat([keys, k[b]]), torch.cat([values, v[b]])
-            outs.append(plain(q[b], keys, values, None, causal, *window_size)[0])
+            outs.append(plain(q[b], keys, values, *options)[0])
         return torch.stack(outs)
 
     def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, causal=False):
@@ -385,6 +388,28 @@ def flashinfer(dtype: torch.dtype) -> dict[str, Any]:
     return names
 
 
+def flash_mla(dtype: torch.dtype) -> dict[str, Any]:
+    def flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, metadata, num_splits,
+        softmax_scale=None, causal=False,
+    ):  # fmt: skip
+        pairs = []
+        for b, (table, n) in enumerate(zip(block_table, cache_seqlens, strict=True)):
+            keys = gather(k_cache, table, n)
+            pairs.append(plain(q[b], keys, keys[..., :head_dim_v], softmax_scale, causal))
+        return tuple(map(torch.stack, zip(*pairs, strict=True)))
+
+    wide = [torch.cat([draw(*x, dtype=dtype)] * 2, -1) for x in ((2, 3, 4), (7, 4, 1))]
+    return {
+        "flash_mla_with_kvcache": flash_mla_with_kvcache,
+        **dict(zip(("q3", "kvcache"), wide, strict=True)),
+        "table": torch.tensor([[3, 0, 5], [6, 1, 4]], dtype=torch.int32),
+        "n": torch.tensor([5, 9], dtype=torch.int32),
+        "metadata": None,
+        "num_splits": None,
+    }
+
+
 def vllm(dtype: torch.dtype) -> dict[str, Any]:
     def flash_attn_varlen_func(
         q, k, v, *, cu_seqlens_q, seqused_k, block_table,
@@ -489,6 +514,7 @@ LIBRARIES = {
     "jax.nn": jax_nn,
     "Flax": flax,
     "FlashInfer": flashinfer,
+    "FlashMLA": flash_mla,
     "vLLM": vllm,
     "Hugging Face transformers": transformers,
 }

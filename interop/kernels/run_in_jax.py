@@ -136,7 +136,8 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
         found = function(*tensors, spec, backend)
         if operation != "append_kv":
             return found
-        return (*written, *([] if found is None else [found]))
+        pools = tensors[0].k_pages, tensors[0].v_pages
+        return (*pools, *([] if found is None else [found]))
 
     plan = plan_of(host_function, tuple(jax.tree.leaves(tensors)), card, written)
     values = dict(enumerate(jax.tree.leaves(operands)))

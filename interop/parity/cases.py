@@ -298,6 +298,8 @@ class DecodeCase:
         lengths: keys of each sequence, the new tokens included.
         tokens: new tokens T of each; None for a q without that dimension.
         heads_q ... dtype: of q [B, T, Hq, D] and of the pools.
+        latent: values are the first `head_dim_v` columns of the keys.
+        alibi: as in `FlashCase`.
         kv_dtype: of the pools; None is q's.
         scale_shape: of the scales of a quantised cache, () or (heads_kv,).
         tree: "drafts" for random trees of the new tokens; "any" for any ends.
@@ -324,15 +326,23 @@ class DecodeCase:
     num_splits: int | None = None
     cascade: bool = False
     common_pages: int = 0
+    latent: bool = False
+    alibi: str = ""
+
+    @property
+    def value_dim(self) -> int | None:
+        return self.spec.head_dim_v if self.latent else None
 
     @property
     def options(self) -> dict[str, Any]:
-        names = ("scale", "window_size", "softcap", "num_splits", "cascade")
+        names = ("scale", "window_size", "softcap", "num_splits", "value_dim", "cascade")
         return {name: getattr(self, name) for name in names}
 
     @property
     def spec(self) -> DecodeSpec:
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        if self.latent:
+            head_dim_v = min(head_dim_v, self.head_dim)
         num_pages = len(self.lengths) * self.max_pages + 3
         return DecodeSpec(
             batch=len(self.lengths),
@@ -340,7 +350,7 @@ class DecodeCase:
             heads_q=self.heads_q,
             cache=PagedCache(
                 num_pages, self.page_size, self.max_pages, self.heads_kv, self.head_dim,
-                head_dim_v, self.kv_dtype or self.dtype,
+                head_dim_v, self.kv_dtype or self.dtype, self.latent,
             ),
             dtype=self.dtype,
             scale=scale_or_default(self.scale, self.head_dim),
@@ -349,6 +359,7 @@ class DecodeCase:
             num_splits=self.num_splits,
             has_tree=bool(self.tree),
             cascade=self.cascade,
+            alibi=bool(self.alibi),
         )  # fmt: skip
 
 
@@ -407,6 +418,7 @@ class AppendCase:
     rotary_dim: int = 0
     positions: int = 128
     rotary_interleaved: bool = False
+    latent: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -416,12 +428,14 @@ class AppendCase:
     def spec(self) -> AppendSpec:
         packed = self.new_tokens is not None
         head_dim_v = self.head_dim if self.head_dim_v is None else self.head_dim_v
+        head_dim_v = 0 if self.latent else head_dim_v
         return AppendSpec(
             batch=len(self.lengths),
             tokens=self.tokens if self.new_tokens is None else sum(self.new_tokens) + self.padding,
             cache=PagedCache(
                 len(self.lengths) * self.max_pages + 3, self.page_size, self.max_pages,
                 self.heads_kv, self.head_dim, head_dim_v, self.kv_dtype or self.dtype,
+                self.latent,
             ),
             dtype=self.dtype,
             heads_q=self.heads_q,

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 
 from twin_attention.contract.operands import CONSTANTS
+from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.tree import tree_of
 from twin_attention.contract.validate.errors import fail
@@ -125,8 +126,7 @@ def _terms(case: FlashCase | VarlenCase, normal: Normal, batch: int) -> Tensors:
         dtype = getattr(torch, case.dtype) if case.terms_in_q_dtype else torch.float32
         inputs["relative_bias"] = normal((case.heads_q, 2 * case.relative + 1), dtype)
     if case.alibi:
-        shape = (batch, case.heads_q) if case.alibi == "all" else (case.heads_q,)
-        inputs["alibi_slopes"] = 0.2 * normal(shape, torch.float32).abs()
+        inputs["alibi_slopes"] = _slopes(case, batch, normal)
     if case.dropout_rate:
         inputs["dropout_seed"] = (1e9 * normal((2,), torch.float32)).int()
     return inputs
@@ -212,6 +212,11 @@ def _merge_inputs(case: MergeCase, normal: Normal) -> Tensors:
     }
 
 
+def _slopes(case: FlashCase | VarlenCase | DecodeCase, batch: int, normal: Normal) -> torch.Tensor:
+    shape = (batch, case.heads_q) if case.alibi == "all" else (case.heads_q,)
+    return 0.2 * normal(shape, torch.float32).abs()
+
+
 def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Tensors:
     """Make a decode case's inputs; its sequences take the pool's pages in `order`."""
     spec, cache = case.spec, case.spec.cache
@@ -224,7 +229,7 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
     tables, exists = _tables(case, pages)
     times = torch.zeros(cache.num_pages, cache.page_size, dtype=torch.int32, device=device)
     used = times.index_add_(0, pages.flatten(), exists.flatten(0, 1).int()) > 0
-    for name in ("k_pages", "v_pages"):
+    for name in {"k_pages", "v_pages"} & inputs.keys():
         _poison(inputs[name], ~used)
     inputs |= tables
     if isinstance(case, PagedCase):
@@ -238,6 +243,8 @@ def _decode_inputs(case: DecodeCase, normal: Normal, order: torch.Tensor) -> Ten
         inputs["sinks"] = normal((spec.heads_q,), torch.float32)
     if case.tree:
         inputs["tree_ends"] = _tree_ends(case).to(device)
+    if case.alibi:
+        inputs["alibi_slopes"] = _slopes(case, spec.batch, normal)
     return inputs
 
 
@@ -273,8 +280,8 @@ def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Ten
     spec, dtype = case.spec, getattr(torch, case.dtype)
     rows = (spec.tokens,) if spec.packed else (spec.batch, spec.tokens)
     inputs = {
-        "k_new": normal((*rows, spec.cache.heads, spec.head_dim), dtype),
-        "v_new": normal((*rows, spec.cache.heads, spec.head_dim_v), dtype),
+        f"{x}_new": normal((*rows, spec.cache.heads, size), dtype)
+        for x, size in _columns(spec.cache).items()
     }
     if case.heads_q:
         inputs["q"] = normal((*rows, case.heads_q, spec.head_dim), dtype)
@@ -292,7 +299,7 @@ def _append_inputs(case: AppendCase, normal: Normal, order: torch.Tensor) -> Ten
 
 def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
     cache, pools = case.spec.cache, {}
-    for x, head_dim in (("k", cache.head_dim), ("v", cache.head_dim_v)):
+    for x, head_dim in _columns(cache).items():
         shape = (cache.num_pages, cache.page_size, cache.heads, head_dim)
         pool = normal(shape, getattr(torch, case.dtype))
         if cache.is_quantized:
@@ -301,6 +308,11 @@ def _pools(case: DecodeCase | AppendCase, normal: Normal) -> Tensors:
             pool = quantize(pool, scale, cache, getattr(torch, cache.dtype))
         pools[f"{x}_pages"] = pool
     return pools
+
+
+def _columns(cache: PagedCache) -> dict[str, int]:
+    """Return the columns of each pool."""
+    return {"k": cache.head_dim} | ({} if cache.latent else {"v": cache.head_dim_v})
 
 
 def _share_pages(case: DecodeCase, pages: torch.Tensor) -> None:

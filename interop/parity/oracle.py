@@ -75,7 +75,9 @@ class Part:
         index = self.where.get(name, ...)
         if name in ("bias", "dbias") and index is not ...:
             return tuple(i if n > 1 else slice(None) for i, n in zip(index, x.shape, strict=False))
-        return index[-1] if name == "alibi_slopes" and index is not ... and x.ndim == 1 else index
+        if name == "alibi_slopes" and x.ndim == 1:  # sequences share them
+            return index[-1] if isinstance(index, tuple) else ...
+        return index
 
     def crop_inner(self, results: Tensors) -> Tensors:
         """Return the results that are compared: inner rows, and no sums over other parts."""
@@ -368,7 +370,9 @@ def _evaluate_decode(inputs: Tensors, spec: DecodeSpec, dtype: torch.dtype) -> T
         pages = min(spec.cache.max_pages, -(-int(x["seq_lens"]) // spec.cache.page_size))
         x["block_tables"] = x["block_tables"][:, :pages]
         narrow = replace(spec, batch=1, cache=replace(spec.cache, max_pages=pages))
-        found["out"][:], found["lse"][:] = paged_forward(DecodeOperands(**x), narrow, dtype)
+        found["out"][:], found["lse"][:] = paged_forward(
+            DecodeOperands(**{"v_pages": None} | x), narrow, dtype
+        )
     if inputs["q"].ndim == 3:
         return {"out": results["out"].squeeze(1), "lse": results["lse"].squeeze(2)}
     return results
@@ -384,6 +388,8 @@ def _evaluate_paged(inputs: Tensors, spec: PagedSpec, dtype: torch.dtype) -> Ten
         one, tokens = slice(b, b + 1), slice(begin, end)
         own = {name: x for name, x in inputs.items() if name != "cu_seqlens_q"}
         own |= {name: inputs[name][one] for name in ("block_tables", "seq_lens")}
+        if "alibi_slopes" in inputs and inputs["alibi_slopes"].ndim == 2:
+            own["alibi_slopes"] = inputs["alibi_slopes"][one]
         if spec.ranges:
             own |= {name: inputs[name][tokens] for name in OF_TOKENS if name in inputs}
             own["cu_seqlens_q"] = inputs["cu_seqlens_q"].new_tensor([0, end - begin])
@@ -404,7 +410,8 @@ def _evaluate_append(inputs: Tensors, spec: AppendSpec, dtype: torch.dtype) -> T
     bounds = range(0, spec.batch * spec.tokens + 1, max(1, spec.tokens))
     if spec.packed:
         bounds = inputs["cu_seqlens_q"].tolist()
-    pools = {name: inputs[name].to(dtype, copy=True) for name in ("k_pages", "v_pages")}
+    kept = [x for x in ("k", "v") if f"{x}_new" in inputs]
+    pools = {f"{x}_pages": inputs[f"{x}_pages"].to(dtype, copy=True) for x in kept}
     q = torch.zeros_like(inputs["q"], dtype=dtype) if "q" in inputs else None
     for b, (begin, end) in enumerate(pairwise(bounds)):
         length, table = int(inputs["seq_lens"][b]), inputs["block_tables"][b].tolist()
@@ -416,7 +423,7 @@ def _evaluate_append(inputs: Tensors, spec: AppendSpec, dtype: torch.dtype) -> T
                 own[name] = rotate(own[name], position, *angles, spec.interleaved, dtype)
         if q is not None:
             q.flatten(0, -3)[begin:end] = own["q"]
-        for x in ("k", "v"):
+        for x in kept:
             if cache.is_quantized:
                 stored = getattr(torch, cache.dtype)
                 own[f"{x}_new"] = quantize(own[f"{x}_new"], inputs[f"{x}_scale"], cache, stored)
@@ -448,7 +455,7 @@ def _empty_results(
 
 def _sequences(spec: DecodeSpec) -> list[Part]:
     one = replace(spec, batch=1)
-    names = ("q", "block_tables", "seq_lens", "tree_ends", "out", "lse")
+    names = ("q", "block_tables", "seq_lens", "tree_ends", "alibi_slopes", "out", "lse")
     return [Part(one, dict.fromkeys(names, slice(b, b + 1))) for b in range(spec.batch)]
 
 
@@ -460,7 +467,7 @@ def _paged_heads(spec: PagedSpec) -> list[Part]:
     def part(head: int) -> Part:
         heads_q, heads_kv = slice(head * group, head * group + group), slice(head, head + 1)
         where: dict[str, Any] = dict.fromkeys(("q", "out"), (every, heads_q))
-        where |= dict.fromkeys(("lse", "sinks"), heads_q)
+        where |= dict.fromkeys(("lse", "sinks"), heads_q) | {"alibi_slopes": (every, heads_q)}
         where |= dict.fromkeys(("k_pages", "v_pages"), (every, every, heads_kv))
         return Part(one, where | dict.fromkeys(("k_scale", "v_scale"), heads_kv))
 

@@ -174,7 +174,7 @@ def problem_text(problem: dict[str, Any]) -> str:
         words.append(problem["precision"])
     if problem.get("rotary_dim"):
         words.append(f"rotary={problem['rotary_dim']}")
-    flags = ("causal", "sinks", "cascade", "rotary_interleaved")
+    flags = ("causal", "sinks", "cascade", "latent", "rotary_interleaved")
     words += [name.removeprefix("rotary_") for name in flags if problem.get(name)]
     for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
         if problem.get(name) is not None:

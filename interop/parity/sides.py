@@ -122,10 +122,17 @@ def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
 def call(
     side: Side, case: Case, inputs: Tensors, implementation: str, constants: Sequence[str] = ()
 ) -> Tensors:
-    options = {**case.options, "implementation": implementation}
+    options = {**case.options, **absent_operands(case), "implementation": implementation}
     if isinstance(case, ContextCase):
         return _results_of_ranks(side, case, inputs, implementation)
     return results(side, _function(case), inputs, constants, **options)
+
+
+def absent_operands(case: Case) -> dict[str, None]:
+    """Return the required operands that a latent cache does not have."""
+    if not getattr(case, "latent", False):
+        return {}
+    return dict.fromkeys(("v_new", "v_pages") if isinstance(case, AppendCase) else ("v_pages",))
 
 
 def _results_of_ranks(
@@ -141,7 +148,7 @@ def _results_of_ranks(
 def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
     side = SIDES[subject.side]()
     operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
-    options = {**case.options, "implementation": subject.implementation}
+    options = {**case.options, **absent_operands(case), "implementation": subject.implementation}
     if isinstance(case, ContextCase):
         operands = side.of_rank(case, operands)
         function = side.distributed.context_attention
@@ -166,7 +173,7 @@ def results(
         options["return_lse"] = True
     found = side.call(function, operands, gradients, **options)
     if function == "append_kv":
-        names = (*(["q"] if "q" in operands else []), *POOLS)
+        names = [x for x in ("q", *POOLS) if x in operands]
         return dict(zip(names, found, strict=True))
     outputs = (*OUTPUTS, "row_max") if options.get("return_row_max") else OUTPUTS
     of = (x for x in operands if has_gradient(x, operands[x]) and x not in constants)
@@ -201,7 +208,7 @@ class TorchSide:
         `constants` get none. `append_kv` gets copies of the pools, because it writes in place.
         """
         if name == "append_kv":
-            operands = operands | {x: operands[x].clone() for x in POOLS}
+            operands = operands | {x: operands[x].clone() for x in POOLS if x in operands}
         bound = {x: operands[x] for x in (*CONSTANTS, *constants) if x in operands}
         operands = {x: operands[x] for x in operands if x not in bound}
         attend = _by_position(partial(getattr(self.api, name), **bound, **options), operands)
@@ -311,7 +318,7 @@ def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: A
 def leaves(results: Any) -> tuple[Any, ...]:
     if isinstance(results, tuple | list):
         return tuple(leaf for result in results for leaf in leaves(result))
-    return (results,)
+    return () if results is None else (results,)
 
 
 def _function(case: Case) -> str:

@@ -158,6 +158,13 @@ def test_keys_before_the_window_are_not_read():
     )
 
 
+def test_keys_that_hold_their_values_are_read_once():
+    spec = replace(DECODE, cache=replace(DECODE.cache, latent=True, head_dim_v=8))
+    assert cache_bytes(spec, LENGTHS) == 2 * (7 + 20) * 2 * 16
+    pairs = 4 * ((6 + 7) + (19 + 20))
+    assert decode_flops(spec, LENGTHS) == 2 * (16 + 8) * pairs
+
+
 def test_an_8_bit_cache_halves_the_keys_alone():
     spec = replace(DECODE, cache=replace(DECODE.cache, dtype="int8"))
     keys = cache_bytes(DECODE, LENGTHS)

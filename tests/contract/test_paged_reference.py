@@ -28,8 +28,10 @@ INT8, FLOAT8 = (PagedCache(1, 4, 1, 2, 16, 16, dtype) for dtype in ("int8", "flo
 
 
 def decode_by_loops(
-    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends, spec
+    q, k_pages, v_pages, block_tables, seq_lens, sinks, k_scale, v_scale, tree_ends, slopes, spec
 ):
+    if v_pages is None:
+        v_pages, v_scale = k_pages[..., : spec.head_dim_v], k_scale
     out = np.zeros((spec.batch, spec.tokens, spec.heads_q, spec.head_dim_v))
     lse = np.full((spec.batch, spec.heads_q, spec.tokens), -np.inf)
     page_size = spec.cache.page_size
@@ -48,6 +50,8 @@ def decode_by_loops(
             if k_scale is not None:
                 key, value = key * factor(k_scale, head), value * factor(v_scale, head)
             s = spec.scale * (q[b, t, h].astype(float) @ key)
+            if slopes is not None:
+                s -= float(slopes[b, h] if slopes.ndim == 2 else slopes[h]) * (position - j)
             scores.append(s if spec.softcap is None else spec.softcap * math.tanh(s / spec.softcap))
             values.append(value)
         logits = scores if sinks is None else [*scores, float(sinks[h])]
@@ -78,7 +82,7 @@ def inputs_of(case, seed=0):
             tables[b, page] = next(free)
         used[tables[b, page], slot] = True
     pools, scales = [], []
-    for size in (spec.head_dim, spec.head_dim_v):
+    for size in (spec.head_dim, spec.head_dim_v)[: 1 if case.latent else 2]:
         pool = rng.standard_normal((cache.num_pages, cache.page_size, cache.heads, size))
         if cache.is_quantized:
             scales.append(rng.uniform(0.01, 0.03, case.scale_shape).astype(np.float32))
@@ -89,9 +93,14 @@ def inputs_of(case, seed=0):
     sinks = rng.standard_normal(spec.heads_q).astype(np.float32) if case.sinks else None
     lengths = np.array(case.lengths, np.int32)
     ends = rng.integers(-1, spec.tokens + 2, (spec.batch, spec.tokens), np.int32)
+    pools, scales = ((*x, None, None)[:2] for x in (pools, scales))
+    slopes = None
+    if case.alibi:
+        shape = (spec.batch, spec.heads_q) if case.alibi == "all" else (spec.heads_q,)
+        slopes = rng.uniform(0, 0.5, shape).astype(np.float32)
     return (
-        q.astype(case.dtype), *pools, tables, lengths, sinks, *(scales or (None, None)),
-        ends if case.tree else None,
+        q.astype(case.dtype), *pools, tables, lengths, sinks, *scales, ends if case.tree else None,
+        slopes,
     )  # fmt: skip
 
 
@@ -139,6 +148,8 @@ cases = st.builds(
     tree=st.sampled_from(["", "any"]),
     dtype=st.sampled_from(["float16", "bfloat16"]),
     kv_dtype=st.sampled_from([None, "int8", "float8_e4m3fn"]),
+    latent=st.booleans(),
+    alibi=st.sampled_from(["", "heads", "all"]),
 )
 
 

@@ -45,6 +45,10 @@ COMMANDS = {
         },
         ["one device", "4 devices"],
     ),
+    "latent_attention": (
+        lambda is_wrong: {"largest_differences": lambda device: (1e-4, 1e-1 if is_wrong else 1e-4)},
+        ["torch 1.0e-04"],
+    ),
     "packed_training": (
         lambda is_wrong: {
             "train_in_both": lambda device: {"torch x": LOSSES[False], "jax x": LOSSES[is_wrong]}

@@ -216,6 +216,8 @@ def test_packed_and_rotated_tokens_are_refused(change, reason):
     ("change", "reason"),
     [
         ({"tree": "drafts"}, "its kernels take no trees"),
+        ({"alibi": "heads"}, "its kernels take no alibi_slopes"),
+        ({"latent": True}, "its kernels read and write a pool of values"),
         ({"cascade": True}, "its kernels read each sequence's pages"),
     ],
 )

@@ -190,13 +190,18 @@ def cached(case, **others) -> dict[str, Operand]:
     scale = (case.scale_shape, "float32") if cache.is_quantized else None
     described = others | {
         "k_pages": ((*pool, cache.head_dim), cache.dtype),
-        "v_pages": ((*pool, cache.head_dim_v), cache.dtype),
+        "v_pages": None if cache.latent else ((*pool, cache.head_dim_v), cache.dtype),
         "block_tables": ((batch, cache.max_pages), "int32"),
         "seq_lens": ((batch,), "int32"),
         "k_scale": scale,
-        "v_scale": scale,
+        "v_scale": None if cache.latent else scale,
     }
-    return {name: Operand(name, *x) for name, x in described.items() if x is not None}
+    return {name: None if x is None else Operand(name, *x) for name, x in described.items()}
+
+
+def slopes_of(case):
+    shape = (case.heads_q,) if case.alibi == "heads" else (case.spec.batch, case.heads_q)
+    return (shape, "float32") if case.alibi else None
 
 
 def of_decode(case: DecodeCase):
@@ -207,6 +212,7 @@ def of_decode(case: DecodeCase):
         q=((spec.batch, *tokens, spec.heads_q, spec.head_dim), case.dtype),
         sinks=((spec.heads_q,), "float32") if case.sinks else None,
         tree_ends=((spec.batch, spec.tokens), "int32") if case.tree else None,
+        alibi_slopes=slopes_of(case),
     )
     options = check_decode_options(True, **case.options, return_lse=True)
     return check_paged_decode(DecodeOperands(**operands), options)
@@ -220,6 +226,7 @@ def of_paged(case: PagedCase):
         cu_seqlens_q=((len(case.new_tokens) + 1,), "int32"),
         sinks=((spec.heads_q,), "float32") if case.sinks else None,
         tree_ends=((spec.tokens,), "int32") if case.tree else None,
+        alibi_slopes=slopes_of(case),
     )
     options = check_paged_options(True, **case.options, return_lse=True)
     return check_paged_attention(PagedOperands(**operands), options)
@@ -232,7 +239,7 @@ def of_append(case: AppendCase):
     operands = cached(
         case,
         k_new=((*rows, cache.heads, cache.head_dim), case.dtype),
-        v_new=((*rows, cache.heads, cache.head_dim_v), case.dtype),
+        v_new=None if cache.latent else ((*rows, cache.heads, cache.head_dim_v), case.dtype),
         cu_seqlens_q=((spec.batch + 1,), "int32") if spec.packed else None,
         q=((*rows, case.heads_q, cache.head_dim), case.dtype) if case.heads_q else None,
         rotary_cos=rotation,

@@ -37,6 +37,7 @@ PRECISION = "precision: expected one of 'ieee', 'tf32', got "
 CASCADE = "cascade: expected False with num_splits, whose results do not depend on the batch"
 TABLE = "relative_bias: expected shape (4, 2R + 1), of each head a value for each distance -R to R"
 BIAS = "bias: expected shape (2, 4, 5, 7), or 1 in place of any of these, got "
+SLOPES = "alibi_slopes: expected shape (4,) or (2, 4), one of each head, got "
 ONE_EACH = "one of each token, got "
 HEAD_SCALE = "expected shape () or (2,), one of all heads or of each kv head, got "
 CU_SHAPE = "cu_seqlens_q: expected shape (N + 1,) for N sequences, got "
@@ -106,8 +107,7 @@ OF_FLASH = [
     mistake(ValueError, f"{TABLE}, got (2, 5)", relative_bias=f32(2, 5)),
     mistake(TypeError, "relative_bias: expected dtype float32 or q's bfloat16, got float16",
             relative_bias=f16(4, 5)),
-    mistake(ValueError, "alibi_slopes: expected shape (4,) or (2, 4), one of each head, got (1, 4)",
-            alibi_slopes=f32(1, 4)),
+    mistake(ValueError, f"{SLOPES}(1, 4)", alibi_slopes=f32(1, 4)),
     mistake(TypeError, "alibi_slopes: expected dtype float32, got float64", alibi_slopes=f64(4)),
     mistake(ValueError, f"{BIAS}(2, 4, 7, 5)", bias=f32(2, 4, 7, 5)),
     mistake(ValueError, f"{BIAS}(5, 7)", bias=f32(5, 7)),
@@ -239,6 +239,22 @@ def of_cache(*rows):
         mistake(ValueError, "k_scale: expected a scale for a cache in int8, got None",
                 **INT8 | {"k_scale": LEFT_OUT}),
         mistake(ValueError, "sinks: expected shape (4,), one of each head, got (2,)", sinks=f32(2)),
+        mistake(ValueError, f"{SLOPES}(3,)", alibi_slopes=f32(3)),
+        mistake(NotImplementedError, "alibi_slopes: expected None with tree_ends, got shape (4,)",
+                tree_ends=i32(*rows), alibi_slopes=f32(4)),
+        mistake(ValueError, "value_dim: expected None beside v_pages, got 16", value_dim=16),
+        mistake(ValueError, "v_pages: expected a pool [P, page_size, Hkv, Dv], or None with "
+                "value_dim, got None", v_pages=None),
+        mistake(ValueError, "value_dim: expected at most k_pages' head dimension 32, got 40",
+                v_pages=None, value_dim=40),
+        mistake(NotImplementedError, f"value_dim: {SIZE}20", v_pages=None, value_dim=20),
+        mistake(NotImplementedError, f"k_pages: {SIZE}520", k_pages=bf16(9, 8, 2, 520)),
+        mistake(NotImplementedError, f"k_pages: {SIZE.replace('512', '576')}584", v_pages=None,
+                value_dim=512, k_pages=bf16(9, 8, 2, 584)),
+        mistake(TypeError, "value_dim: expected None or an integer from 1 to 576, got 16.0",
+                v_pages=None, value_dim=16.0),
+        mistake(ValueError, "v_scale: expected None without v_pages, got shape (2,)",
+                **INT8 | {"v_pages": None}, value_dim=16),
         mistake(ValueError, f"{SPLITS}0", num_splits=0),
         mistake(TypeError, f"{WINDOW}4", window_size=4),
     ]
@@ -328,6 +344,9 @@ OF_APPEND = [
             k_new=bf16(2, 3, 4, 32)),
     mistake(ValueError, "v_new: expected shape (2, 3, 2, 48), got (2, 4, 2, 48)",
             v_new=bf16(2, 4, 2, 48)),
+    mistake(ValueError, "v_new: expected None without v_pages, got shape (2, 3, 2, 48)",
+            v_pages=None),
+    mistake(ValueError, "v_new: expected new values for v_pages, got None", v_new=None),
     mistake(TypeError, "v_new: expected k_new's dtype bfloat16, got float16",
             v_new=f16(2, 3, 2, 48)),
     mistake(TypeError, f"k_pages: expected k_new's {CACHE_DTYPE}float16", k_pages=f16(9, 8, 2, 32)),

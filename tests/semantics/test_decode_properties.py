@@ -12,6 +12,7 @@ from tests.oracle import assert_within_budget, poison_before
 from tests.sides import takes
 from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.sides import absent_operands
 
 # Pages that fill no tile and straddle two, and a sequence that every split has a part of.
 CASE = DecodeCase(
@@ -43,11 +44,13 @@ any_case = st.builds(
     | st.tuples(st.sampled_from([None, 0, 5, 40]), st.sampled_from([None, 2])),
     softcap=st.sampled_from([None, 2.0, 25.0]),
     num_splits=st.sampled_from([None, 1, 2, 5]),
+    latent=st.booleans(),
+    alibi=st.sampled_from(["", "heads", "all"]),
 ).map(lambda case: replace(case, max_pages=-(-120 // case.page_size)))
 
 
 def decode(side, implementation, inputs, case=CASE, **options):
-    options = case.options | {"implementation": implementation} | options
+    options = case.options | absent_operands(case) | {"implementation": implementation} | options
     return side.call("paged_decode", inputs, return_lse=True, **options)
 
 

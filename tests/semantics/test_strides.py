@@ -131,8 +131,8 @@ SMALLEST = (
     ContextCase("ranks", **ONE, seq_q=2, seq_kv=2, sharding="contiguous"),
     DecodeCase("decode", (1,), heads_q=1, **PAGE, sinks=True, kv_dtype="int8", scale_shape=(1,)),
     DecodeCase("drafts", (1,), 1, 1, **PAGE, tree="drafts", kv_dtype="float8_e4m3fn"),
-    DecodeCase("cascade", (1, 1), heads_q=1, **PAGE, cascade=True, common_pages=1),
-    PagedCase("chunks", (1,), heads_q=1, **PAGE, new_tokens=(1,), sinks=True),
+    DecodeCase("cascade", (1, 1), heads_q=1, **PAGE, cascade=True, common_pages=1, latent=True),
+    PagedCase("chunks", (1,), heads_q=1, **PAGE, new_tokens=(1,), alibi="all"),
     AppendCase("append", (1,), 1, heads_q=1, **PAGE, rotary_dim=2, positions=1),
     MergeCase("merge", num_states=1, batch=1, tokens=1, heads=1, head_dim_v=16),
 )

@@ -277,6 +277,9 @@ CHUNKS = PagedCase("", (9,) * 4, heads_q=16, heads_kv=4, head_dim=128, new_token
         ({"heads_q": 20}, "its kv heads have a power of two of query heads, at most 64"),
         ({"placement": UNALIGNED}, "TMA loads rows that begin at multiples of 16 bytes"),
         ({"has_tree": True}, "its paged attention takes no trees"),
+        ({"alibi": True}, "its paged attention takes no alibi_slopes"),
+        ({"cache": replace(CHUNKS.cache, latent=True)},
+         "its paged attention reads a pool of values"),
         ({"num_splits": 2}, "it does not split keys"),
         ({"tokens": 510}, "it does not split keys"),  # 64 programs leave half of the SMs idle
         ({"tokens": 510, "num_splits": 1}, None),

@@ -35,6 +35,7 @@ class Problem(NamedTuple):
     sinks: Tensor
     scale: Tensor | None
     tree_ends: Tensor | None = None
+    slopes: Tensor | None = None
 
     @property
     def cache(self) -> tuple[Tensor, ...]:
@@ -42,12 +43,17 @@ class Problem(NamedTuple):
 
     def decode_arguments(self, implementation: str, num_splits: int | None = 2) -> tuple:
         window_left = 6 if self.tree_ends is None else None
-        options = (0.25, window_left, 9.0, num_splits, False, implementation)
-        return self.q, *self.cache, self.sinks, self.scale, self.scale, self.tree_ends, *options
+        value_dim, scales = (None, (self.scale,) * 2)
+        if self.v_pages is None:
+            value_dim, scales = DIM_V, (self.scale, None)
+        options = (0.25, window_left, 9.0, num_splits, False, value_dim, implementation)
+        terms = self.tree_ends, self.slopes
+        return self.q, *self.cache, self.sinks, *scales, *terms, *options
 
     def append_arguments(self, implementation: str) -> tuple:
         left_out = (None,) * 4
-        operands = self.k_new, self.v_new, *self.cache, self.scale, self.scale, *left_out
+        v_scale = None if self.v_pages is None else self.scale
+        operands = self.k_new, self.v_new, *self.cache, self.scale, v_scale, *left_out
         return *operands, False, implementation
 
     def merge_arguments(self, implementation: str) -> tuple:
@@ -111,6 +117,28 @@ def test_opcheck_with_a_tree(torch_device, implementation):
     p = problem(torch_device)
     ends = torch.tensor([[3, 2, 3]], dtype=torch.int32, device=torch_device).expand(5, 3)
     opcheck(ops.paged_decode.default, p._replace(tree_ends=ends).decode_arguments(implementation))
+
+
+def test_opcheck_with_slopes_of_a_latent_cache(torch_device, implementation):
+    p = problem(torch_device, kv_dtype="int8")._replace(v_new=None, v_pages=None)
+    slopes = torch.rand(5, HEADS_Q, device=torch_device)
+    opcheck(ops.paged_decode.default, p._replace(slopes=slopes).decode_arguments(implementation))
+    opcheck(ops.append_kv.default, p.append_arguments(implementation))
+
+
+def latent_step(p: Problem, slopes: Tensor) -> Tensor:
+    append_kv(p.k_new, None, p.k_pages, None, *p.cache[2:])
+    pool = p.k_pages, None, *p.cache[2:]
+    return paged_decode(p.q, *pool, value_dim=DIM_V, alibi_slopes=slopes)
+
+
+def test_compile_a_latent_cache(torch_device):
+    torch._dynamo.reset()
+    p = problem(torch_device)._replace(v_new=None, v_pages=None)
+    eager, slopes = clone(p), torch.rand(HEADS_Q, device=torch_device)
+    compiled = torch.compile(latent_step, fullgraph=True, backend="aot_eager")
+    assert_equal(compiled(p, slopes), latent_step(eager, slopes))
+    assert_equal(p.k_pages, eager.k_pages)
 
 
 def test_opcheck_merge(torch_device, implementation):

@@ -147,6 +147,14 @@ def test_decode(table: bool, tokens: int, new: int | None):
     assert torch.equal(theirs["v_cache"].flatten(0, 1), ours["v_pages"].flatten(0, 1))
 
 
+def test_decode_with_slopes():
+    theirs, ours = cached(False)
+    q, slopes = draw(2, 3, 4, 16), draw(2, 4, dtype=torch.float32).abs()
+    options = {"cache_seqlens": LENGTHS, "causal": True, "alibi_slopes": slopes}
+    got = flash_attn_with_kvcache(q, **theirs, **options)
+    assert_equal(got, paged_decode(q, *ours.values(), LENGTHS, alibi_slopes=slopes))
+
+
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_decode_with_rotation(tokens: int, interleaved: bool):
@@ -346,7 +354,10 @@ NEW = draw(2, 1, 2, 16)
         ),
         ({"cache_batch_idx": INDEX.long()}, ValueError, "cache_batch_idx: expected [2] int32, got"),
         ({"cache_leftpad": INDEX[:1]}, ValueError, "cache_leftpad: expected [2] int32, got (1,)"),
-        ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: expected None"),
+        (
+            {"alibi_slopes": torch.ones(4), "softcap": 3.0},
+            NotImplementedError, "softcap: expected 0.0 with alibi_slopes, got 3.0",
+        ),
         ({"k": NEW}, ValueError, "v: expected k and v, or neither, got only one of them"),
         ({"k": NEW, "v": NEW}, ValueError, "cache_seqlens: expected the length of the cache"),
         (

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, TypeVar
 
-from twin_attention.contract.paged_spec import DecodeSpec
+from twin_attention.contract.paged_spec import LATENT_DIM_MAX, DecodeSpec
 from twin_attention.contract.spec import MergeSpec
 from twin_attention.interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.targets.config import HEAD_DIMS
@@ -16,6 +17,7 @@ from twin_attention.targets.kernels import KERNELS, Spec
 
 SOFTCAPS = (None, 30.0)
 
+C = TypeVar("C", bound=DecodeCase)
 TimedCase = FlashCase | DecodeCase  # or a PagedCase, which is one of these
 
 
@@ -96,6 +98,8 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
             for softcap in SOFTCAPS:
                 name = _name(kind, dtype, head_dim, softcap)
                 yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
+            if kernel == "paged_decode" and head_dim == HEAD_DIMS[-1]:
+                yield _latent(base, kind, dtype, cache)
             if kernel == "paged_decode":
                 name = _name(kind, dtype, head_dim, None)
                 case = replace(base, head_dim=head_dim, **cache)
@@ -117,6 +121,15 @@ def _paged_cases() -> Iterator[PagedCase]:
             for softcap in SOFTCAPS:
                 name = _name("chunks", dtype, head_dim, softcap)
                 yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
+        yield _latent(base, "chunks", dtype, cache)
+
+
+def _latent(base: C, kind: str, dtype: str, cache: dict[str, Any]) -> C:
+    """Return a latent cache's case, with the widest keys."""
+    sizes = {"head_dim": LATENT_DIM_MAX, "head_dim_v": 512, "heads_q": 128, "heads_kv": 1}
+    scales = {"scale_shape": (1,)} if cache else {}
+    name = _name(f"{kind}-latent", dtype, LATENT_DIM_MAX, None)
+    return replace(base, name=name, latent=True, **sizes, **cache | scales)
 
 
 def _name(kind: str, dtype: str, head_dim: int, softcap: float | None) -> str:

@@ -8,7 +8,7 @@ from math import log2
 from tuning.static.bound import rows_per_tile
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.config import padded_head_dim, padded_keys
 from twin_attention.targets.kernels import (
     KERNELS,
     CombineConfig,
@@ -72,7 +72,9 @@ def may_fit(
     """
     if not isinstance(config, FlashConfig | DecodeConfig):
         return True
-    sizes = {"d": padded_head_dim(spec.head_dim), "dv": padded_head_dim(spec.head_dim_v)}
+    sizes = {"d": padded_keys(spec), "dv": padded_head_dim(spec.head_dim_v)}
+    is_latent = isinstance(spec, DecodeSpec) and spec.cache.latent
+    columns = sizes["d"] if is_latent else sum(sizes.values())
     stationary, loaded = rows_per_tile(spec, config), config.block_kv
     scores, tiles = stationary * loaded, config.num_stages - 1
     if isinstance(config, DecodeConfig):
@@ -82,7 +84,7 @@ def may_fit(
     accumulators = stationary * sum(sizes[name] for name in KERNELS[kernel].accumulators)
     least = 32 if spec.dtype_bits == 32 else 16 * 8
     shared_by_warps = accumulators if max(sizes.values()) > 256 else scores
-    ahead = tiles * loaded * sum(sizes.values()) * spec.dtype_bits // 8
+    ahead = tiles * loaded * columns * spec.dtype_bits // 8
     return (
         accumulators + scores <= _REGISTERS * 32 * config.num_warps
         and ahead <= SHARED_MEMORY_LIMIT[target]

@@ -27,7 +27,7 @@ from bench.peaks import A100, H200
 from twin_attention.contract.cost import ITEMSIZE
 from twin_attention.contract.paged_spec import DecodeSpec
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.targets.config import padded_head_dim
+from twin_attention.targets.config import padded_head_dim, padded_keys
 from twin_attention.targets.kernels import (
     AppendConfig,
     CombineConfig,
@@ -129,16 +129,19 @@ def count(
         quotient of polynomials, none of a polynomial.
     """
     described = find_kernel(kernel)
-    sizes = {"d": padded(spec.head_dim), "dv": padded(spec.head_dim_v)}
+    sizes = {"d": padded_keys(spec, padded), "dv": padded(spec.head_dim_v)}
+    columns = (
+        spec.cache.columns if isinstance(spec, DecodeSpec) else spec.head_dim + spec.head_dim_v
+    )
     itemsize = spec.dtype_bits // 8
     match config:
         case FlashConfig() | DecodeConfig():
             rows, source = rows_per_tile(spec, config), "L2"
-            loaded = config.block_kv * (spec.head_dim + spec.head_dim_v) * itemsize
+            loaded = config.block_kv * columns * itemsize
             if kernel == "paged_decode":
                 source = "device memory"
             elif described.stationary == "block_kv":  # lse2 and delta come with q and dout
-                loaded = rows * ((spec.head_dim + spec.head_dim_v) * itemsize + 2 * 4)
+                loaded = rows * (columns * itemsize + 2 * 4)
             pairs = rows * config.block_kv
             special = pairs * (1 if spec.softcap is None else 1 + cap_functions)
             flops = 2 * pairs * sum(sizes[name] for name in described.products)

@@ -17,7 +17,12 @@ from typing import Any
 
 from tuning.static.bound import Bound, bound, uses_tensor_cores
 from tuning.static.resources import Resources, measure
-from twin_attention.contract.paged_spec import QUANTIZED_DTYPES, DecodeSpec, PagedSpec
+from twin_attention.contract.paged_spec import (
+    LATENT_DIM_MAX,
+    QUANTIZED_DTYPES,
+    DecodeSpec,
+    PagedSpec,
+)
 from twin_attention.contract.spec import HEAD_DIM_MIN, AttentionSpec, PartialSpec, VarlenSpec
 from twin_attention.interop.parity.cases import BlockSparseCase, DecodeCase, FlashCase, PagedCase
 from twin_attention.targets import sm80, sm90
@@ -81,6 +86,7 @@ FLASH_FEATURES: dict[str, dict[str, Any]] = {
     "tiles-of-128": {"causal": True},
     "tiles-of-64": {"causal": True},
 }  # fmt: skip
+_LATENT = {"latent": True, "head_dim": LATENT_DIM_MAX, "head_dim_v": 512, "heads_kv": 1}
 DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode": {"tokens": 1, "num_splits": 4},
     "decode-short": {"tokens": 1, "max_pages": 16},
@@ -88,6 +94,8 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
     "decode-16-tokens": {"tokens": 16, "num_splits": 4},
     "decode-tree": {"tokens": 64, "num_splits": 4, "tree": "drafts"},
     "decode-cascade": {"tokens": 1, "cascade": True},
+    "decode-alibi": {"tokens": 1, "num_splits": 4, "alibi": "heads"},
+    "decode-latent": {"tokens": 8, "num_splits": 4, **_LATENT},
     "decode-all-options": {
         "tokens": 4, "page_size": 256, "max_pages": 4, "window_size": (600, None),
         "softcap": 30.0, "num_splits": 1,
@@ -97,6 +105,8 @@ DECODE_FEATURES: dict[str, dict[str, Any]] = {
 CHUNK_FEATURES: dict[str, dict[str, Any]] = {
     "chunks": {"num_splits": 2},
     "chunks-tree": {"num_splits": 2, "tree": "drafts"},
+    "chunks-alibi": {"num_splits": 2, "alibi": "heads"},
+    "chunks-latent": {"num_splits": 2, **_LATENT},
     "chunks-ranges": {"num_splits": 2, "ranges": "both"},
     "chunks-narrow-values": {"num_splits": 1, "head_dim_v": 32},
     "chunks-all-options": {
@@ -130,6 +140,7 @@ _PORTABLE_FEATURES = {
     "packed": (64, 128), "segments": (64, 128), "part": HEAD_DIMS,
     "row-max": (64, 128), "terms": HEAD_DIMS, "terms-packed": (64, 128),
     "bias": HEAD_DIMS, "dropout": HEAD_DIMS, "dropout-packed": (64, 128),
+    "decode-alibi": (64, 128), "chunks-alibi": (64, 128),
     "tree": HEAD_DIMS, "tree-packed": (64, 128), "tree-depths": (),
     "tree-all-options": (64, 128), "ranges": HEAD_DIMS, "ranges-packed": (64, 128),
     "tiles-of-128": HEAD_DIMS, "tiles-of-64": (64, 128),
@@ -220,9 +231,9 @@ class Problem:
             batch = 256 if self.dtype in QUANTIZED_DTYPES else 128
         chunks = CHUNK_FEATURES | EXPLICIT_CHUNK_FEATURES
         if self.feature in chunks:
-            return paged_spec(self.dtype, self.head_dim, **chunks[self.feature])
-        options = {"max_pages": 64} | DECODE_FEATURES[self.feature]
-        return decode_spec(self.dtype, self.head_dim, batch, 4, **options)
+            return paged_spec(self.dtype, **{"head_dim": self.head_dim} | chunks[self.feature])
+        options = {"head_dim": self.head_dim, "heads_kv": 4, "max_pages": 64}
+        return decode_spec(self.dtype, batch=batch, **options | DECODE_FEATURES[self.feature])
 
     @property
     def sinks(self) -> bool:
@@ -295,7 +306,8 @@ def problems(framework: str, target: str, family: str = "triton") -> Iterator[Pr
                     dtype != wanted or size not in _PORTABLE_FEATURES[feature]
                 ):
                     continue
-                if size >= HEAD_DIM_MIN and padded_head_dim(size) == head_dim:
+                padded = min(padded_head_dim(size), HEAD_DIMS[-1])
+                if size >= HEAD_DIM_MIN and padded == head_dim:
                     yield problem
 
 

@@ -167,13 +167,14 @@ def decode_operands(spec: DecodeSpec, empty: Empty[X]) -> DecodeOperands[X]:
     return DecodeOperands(
         q=empty(spec.dtype, spec.batch, spec.tokens, spec.heads_q, spec.head_dim),
         k_pages=empty(cache.dtype, *pages, cache.head_dim),
-        v_pages=empty(cache.dtype, *pages, cache.head_dim_v),
+        v_pages=None if cache.latent else empty(cache.dtype, *pages, cache.head_dim_v),
         block_tables=empty("int32", spec.batch, cache.max_pages),
         seq_lens=empty("int32", spec.batch),
         sinks=empty("float32", spec.heads_q),
         k_scale=scale,
-        v_scale=scale,
+        v_scale=None if cache.latent else scale,
         tree_ends=empty("int32", spec.batch, spec.tokens) if spec.has_tree else None,
+        alibi_slopes=empty("float32", spec.heads_q) if spec.alibi else None,
     )
 
 
@@ -210,13 +211,13 @@ def append_operands(spec: AppendSpec, empty: Empty[X]) -> AppendOperands[X]:
     rotation = empty("float32", cache.capacity, spec.rotary_dim // 2) if spec.rotary_dim else None
     return AppendOperands(
         k_new=empty(*new, cache.heads, cache.head_dim),
-        v_new=empty(*new, cache.heads, cache.head_dim_v),
+        v_new=None if cache.latent else empty(*new, cache.heads, cache.head_dim_v),
         k_pages=empty(cache.dtype, *pages, cache.head_dim),
-        v_pages=empty(cache.dtype, *pages, cache.head_dim_v),
+        v_pages=None if cache.latent else empty(cache.dtype, *pages, cache.head_dim_v),
         block_tables=empty("int32", spec.batch, cache.max_pages),
         seq_lens=empty("int32", spec.batch),
         k_scale=scale,
-        v_scale=scale,
+        v_scale=None if cache.latent else scale,
         cu_seqlens_q=empty("int32", spec.batch + 1) if spec.packed else None,
         q=empty(*new, spec.heads_q, cache.head_dim) if spec.heads_q else None,
         rotary_cos=rotation,

@@ -16,6 +16,7 @@ import torch
 from twin_attention.contract.context import LAYOUTS
 from twin_attention.contract.paged_spec import (
     DECODE_DTYPES,
+    LATENT_DIM_MAX,
     PAGE_SIZE_MAX,
     QUANTIZED_DTYPES,
     TOKENS_MAX,
@@ -401,6 +402,13 @@ def _cache(shared: _Draw, own: _Draw) -> tuple[tuple[int, ...], dict[str, Any]]:
     page_size = shared.weighted((16, 4), (64, 2), (128, 1), (shared.integer(1, PAGE_SIZE_MAX), 3))
     lengths = own.lengths(9, page_size, lcm(page_size, 64))
     heads, head_dims = shared.heads(), shared.head_dims()
+    if shared.chance(0.15):
+        steps = (HEAD_DIM_MIN // HEAD_DIM_STEP, LATENT_DIM_MAX // HEAD_DIM_STEP)
+        wide = shared.weighted((head_dims["head_dim"], 3), (LATENT_DIM_MAX, 1),
+                               (HEAD_DIM_STEP * shared.integer(*steps), 1))  # fmt: skip
+        value_dim = HEAD_DIM_STEP * shared.integer(steps[0], wide // HEAD_DIM_STEP)
+        value_dim = shared.pick(value_dim, max(HEAD_DIM_MIN, wide - 64))
+        head_dims = {"head_dim": wide, "head_dim_v": min(value_dim, HEAD_DIM_MAX), "latent": True}
     is_quantized = shared.chance(0.3)
     return lengths, {
         **heads,
@@ -422,6 +430,7 @@ def _decode_options(shared: _Draw, own: _Draw, reach: int) -> dict[str, Any]:
         "window_size": own.window(reach) if shared.chance(0.3) and not tree else None,
         "softcap": shared.softcap() if shared.chance(0.25) else None,
         "num_splits": shared.pick(1, 2, 3, 7, 256) if shared.chance(0.3) else None,
+        "alibi": shared.pick("heads", "all") if shared.chance(0.15) and not tree else "",
     }
 
 

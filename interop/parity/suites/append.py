@@ -21,6 +21,10 @@ def _small_append() -> Iterator[AppendCase]:
         max_pages=5, head_dim_v=48, kv_dtype="int8", scale_shape=(2,),
     )  # fmt: skip
     yield AppendCase(
+        "append-latent", (20, 3), new_tokens=(17, 4), padding=2, heads_kv=1, head_dim=576,
+        latent=True,
+    )  # fmt: skip
+    yield AppendCase(
         "append-rotary", (30, 3, 40), new_tokens=(4, 3, 1), padding=2, heads_q=4, rotary_dim=64
     )
     yield AppendCase(
@@ -54,6 +58,7 @@ def _full_append_changes() -> Iterator[Change]:
         name = f"d{d}{'' if kv_dtype is None else '-' + kv_dtype}"
         sizes = {"head_dim": d, "kv_dtype": kv_dtype, "rotary_dim": d}
         yield name, sizes
+        yield f"{name}-latent", {**sizes, "latent": True}
         yield f"{name}-interleaved", {**sizes, "rotary_interleaved": True}
 
 

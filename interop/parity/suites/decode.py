@@ -9,6 +9,9 @@ from itertools import product
 from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.interop.parity.suites.choose import Change, choose
 
+# DeepSeek's latent attention, with fewer query heads.
+MLA = {"latent": True, "head_dim": 576, "head_dim_v": 512, "heads_kv": 1}
+
 
 def decode_cases(suite: str = "small", pattern: str = "") -> list[DecodeCase]:
     return choose(suite, pattern, _small_decode, _full_decode, _large_decode)
@@ -25,6 +28,13 @@ def _small_decode() -> Iterator[DecodeCase]:
     yield replace(base, name="decode-mha-d128", heads_q=2, head_dim=128)
     yield replace(base, name="decode-d80-dv72", head_dim=80, head_dim_v=72, heads_kv=1)
     yield replace(base, name="decode-d512-dv264", head_dim=512, head_dim_v=264, heads_kv=1)
+    yield replace(base, name="decode-latent", **MLA)
+    yield replace(several, name="decode-alibi", alibi="all", tokens=3, sinks=True, num_splits=3)
+    yield replace(
+        several, name="decode-latent-all-options", latent=True, head_dim=96,
+        head_dim_v=64, tokens=3, kv_dtype="float8_e4m3fn", sinks=True, softcap=25.0, cascade=True,
+        common_pages=17,
+    )  # fmt: skip
     yield replace(base, name="decode-page-7", page_size=7, max_pages=19, lengths=(0, 6, 7, 8, 133))
     yield replace(base, name="decode-int8", kv_dtype="int8", dtype="float16")
     yield replace(base, name="decode-fp8", kv_dtype="float8_e4m3fn", scale_shape=(2,))
@@ -102,6 +112,17 @@ def _full_decode_changes() -> Iterator[Change]:
         yield f"cascade-{kv_dtype or 'wide'}", {**cascade, **cache}
     tree = {"tree": "drafts", "tokens": 9, "common_pages": 9, "heads_q": 6}
     yield "cascade-tree", {**cascade, **tree}
+    for (d, dv), kv_dtype in product(
+        ((576, 512), (320, 256), (64, 64), (72, 40)), (None, "int8", "float8_e4m3fn")
+    ):
+        sizes = {"head_dim": d, "head_dim_v": dv, "kv_dtype": kv_dtype, "tokens": 2}
+        yield f"latent-d{d}-dv{dv}-{kv_dtype or 'wide'}", {**MLA, **sizes}
+    for kv_dtype, alibi in product((None, "int8", "float8_e4m3fn"), ("heads", "all")):
+        yield f"alibi-{alibi}-{kv_dtype or 'wide'}", {"alibi": alibi, "kv_dtype": kv_dtype}
+    yield "alibi-all-options", {**options, "alibi": "all"}
+    yield "alibi-cascade", {**cascade, "common_pages": 9, "alibi": "heads"}
+    yield "latent-64-rows", {**MLA, "heads_q": 64, "num_splits": 3, "window_size": (300, 0)}
+    yield "latent-cascade", {**MLA, **cascade, "common_pages": 9, "sinks": True}
     yield "sinks", {"sinks": True}
     yield "softcap", {"softcap": 5.0}
     yield "no-pages", {"max_pages": 0}

@@ -33,6 +33,14 @@ def _small_paged() -> Iterator[PagedCase]:
         heads_q=6, max_pages=11,
     )  # fmt: skip
     yield PagedCase(
+        "paged-latent", (90, 41, 3), new_tokens=(37, 1, 3), padding=3, max_pages=6, latent=True,
+        head_dim=96, head_dim_v=64, tree="drafts",
+    )  # fmt: skip
+    yield PagedCase(
+        "paged-alibi", (90, 41, 3), new_tokens=(37, 1, 3), padding=3, max_pages=6, alibi="all",
+        sinks=True, softcap=20.0,
+    )  # fmt: skip
+    yield PagedCase(
         "paged-ranges", (150, 41, 33, 5, 0), new_tokens=(64, 1, 33, 7, 2), padding=3, ranges="both",
         heads_q=6, max_pages=11, window_size=(20, 0), sinks=True,
     )  # fmt: skip
@@ -65,6 +73,14 @@ def _full_paged_changes() -> Iterator[Change]:
     for kv_dtype, (d, dv) in product(("int8", "float8_e4m3fn"), ((128, 64), (64, 16), (32, 256))):
         sizes = {"head_dim": d, "head_dim_v": dv, "kv_dtype": kv_dtype}
         yield f"d{d}-dv{dv}-{kv_dtype}", sizes
+    for (d, dv), kv_dtype in product(
+        ((576, 512), (320, 256), (64, 64), (72, 40)), (None, "int8", "float8_e4m3fn")
+    ):
+        sizes = {"head_dim": d, "head_dim_v": dv, "kv_dtype": kv_dtype, "heads_kv": 1}
+        yield f"latent-d{d}-dv{dv}-{kv_dtype or 'wide'}", {**sizes, "latent": True}
+    for kv_dtype, alibi in product((None, "int8"), ("heads", "all")):
+        sizes = {"alibi": alibi, "kv_dtype": kv_dtype, "window_size": (300, 0)}
+        yield f"alibi-{alibi}-{kv_dtype or 'wide'}", sizes
     for size in (1, 48, 256):
         yield f"page{size}", {"page_size": size, "max_pages": -(-701 // size)}
     for heads_q, heads_kv in ((4, 4), (6, 2), (32, 1)):
