@@ -227,6 +227,7 @@ def of_paged(case: PagedCase):
         sinks=((spec.heads_q,), "float32") if case.sinks else None,
         tree_ends=((spec.tokens,), "int32") if case.tree else None,
         alibi_slopes=slopes_of(case),
+        q_ranges=((spec.tokens, spec.ranges, 2), "int32") if case.ranges else None,
     )
     options = check_paged_options(True, **case.options, return_lse=True)
     return check_paged_attention(PagedOperands(**operands), options)

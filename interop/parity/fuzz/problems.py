@@ -314,12 +314,12 @@ def _flash(name: str, shared: _Draw, own: _Draw) -> FlashCase:
     seq_kv = own.other_length(seq_q)
     segments = shared.pick("documents", "shuffled") if shared.chance(0.25) else ""
     terms = _terms(shared)
-    options = _options(shared, own, seq_kv) | _tree(shared) | _ranges(shared) | terms
+    options = _options(shared, own, seq_kv) | _tree(shared) | terms
     if shared.chance(0.5 if terms else 0.15):
         options["bias"] = "".join(axis for axis in "bhqk" if shared.chance(0.6))
     return FlashCase(
         name, own.integer(1, 3), seq_q, seq_kv, **options, segments=segments,
-        gradients=shared.chance(0.85), row_max=shared.chance(0.15),
+        gradients=shared.chance(0.85), row_max=shared.chance(0.15), **_ranges(shared),
     )  # fmt: skip
 
 
@@ -362,10 +362,11 @@ def _varlen(name: str, shared: _Draw, own: _Draw) -> VarlenCase:
         lengths = tuple((n, own.length() // max(1, len(queries) // 3)) for n in queries)
     padding = own.integer(0, 70) * own.pick(0, 1), own.integer(0, 70) * own.pick(0, 1)
     options = _options(shared, own, max((n for _, n in lengths), default=0))
-    options |= _tree(shared) | _ranges(shared) | _terms(shared)
+    options |= _tree(shared) | _terms(shared)
     if is_long:
         options |= {"heads_q": shared.integer(1, 3), "heads_kv": 1}
-    return VarlenCase(name, lengths, padding, **options, row_max=shared.chance(0.15))
+    options |= {"row_max": shared.chance(0.15)} | _ranges(shared)
+    return VarlenCase(name, lengths, padding, **options)
 
 
 def _block_sparse(name: str, shared: _Draw, own: _Draw) -> BlockSparseCase:
@@ -454,7 +455,7 @@ def _paged(name: str, shared: _Draw, own: _Draw) -> PagedCase:
     new = tuple(min(n + own.integer(0, 2), own.integer(0, most)) for n in lengths)
     return PagedCase(
         name, lengths, **cache, **_decode_options(shared, own, max(lengths, default=0)),
-        **_ranges(shared), new_tokens=new, padding=own.pick(0, own.integer(0, 70)),
+        new_tokens=new, padding=own.pick(0, own.integer(0, 70)), **_ranges(shared),
     )  # fmt: skip
 
 
