@@ -112,7 +112,7 @@ def paged_attention_kernel(
     if mask.bounds is not None:
         own = first_token + first + tl.arange(0, BLOCK_ROWS)
         of_any, until_any, _, _ = bounds_of_queries(
-            mask, own.to(tl.int64), own <= first_token + last, length
+            mask, own, own <= first_token + last, length
         )
         begin = tl.minimum(begin, tl.min(of_any, 0))
         end = tl.maximum(end, tl.max(until_any, 0))
@@ -131,7 +131,8 @@ def paged_attention_kernel(
     token = row // GROUP_SIZE
     head = head_kv * GROUP_SIZE + row % GROUP_SIZE
     is_row = token < tokens
-    q_row = (first_token + token).to(tl.int64)
+    query = first_token + token
+    q_row = query.to(tl.int64)
     q, scale = load_q(
         q_ptr, (q_row, head), q_strides, is_row, scale, cache,
         HEAD_DIM, HEAD_DIM_V, BLOCK_D, BLOCK_DV, UPCAST,
@@ -158,13 +159,12 @@ def paged_attention_kernel(
             start = tile_start(index, first_tile * BLOCK_KV, before, full, BLOCK_KV, masked)
             key = start + tl.arange(0, BLOCK_KV)
             exists = key < end
-            if masked and mask.bounds is not None:
-                shown = keys_in_ranges(
-                    mask, q_row[:, None], is_row[:, None], key[None, :], exists[None, :]
-                )
             if masked and window_left is not None:
                 in_window = key >= window_begin
                 if mask.bounds is not None:
+                    shown = keys_in_ranges(
+                        mask, query[:, None], is_row[:, None], key[None, :], exists[None, :]
+                    )
                     in_window |= tl.max(shown.to(tl.int32), 0) > 0
                 exists = exists & in_window
             page, slot = locate_keys(
@@ -182,6 +182,9 @@ def paged_attention_kernel(
             elif masked:
                 s = tree_mask(s, ends_ptr, token, key - diagonal, exists)
             if masked and mask.bounds is not None:
+                shown = keys_in_ranges(
+                    mask, query[:, None], is_row[:, None], key[None, :], exists[None, :]
+                )
                 s = tl.where(shown, unmasked, s)
             # p = exp(s - max), and rescale what was accumulated
             p, alpha, m_i, l_i = online_softmax_update(
