@@ -111,9 +111,7 @@ def paged_attention_kernel(
     window_begin = begin
     if mask.bounds is not None:
         own = first_token + first + tl.arange(0, BLOCK_ROWS)
-        of_any, until_any, _, _ = bounds_of_queries(
-            mask, own, own <= first_token + last, length
-        )
+        of_any, until_any, _, _ = bounds_of_queries(mask, own, own <= first_token + last, length)
         begin = tl.minimum(begin, tl.min(of_any, 0))
         end = tl.maximum(end, tl.max(until_any, 0))
     first_tile, count, _ = share_of_tiles(begin, end, split, num_splits, BLOCK_KV)
