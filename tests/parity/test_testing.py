@@ -1,0 +1,35 @@
+"""`check_attention` finds faults that libraries had, and none in a right attention."""
+
+import time
+
+import pytest
+import torch
+
+from tests.parity.planted import DENSE, FAULTS, PACKED, dense, packed, planted
+from twin_attention.testing import check_attention
+
+SMALL = {"suite": None, "longest": 12, "shrink_seconds": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors are too small for more, which wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(("function", "claims"), [(dense, DENSE), (packed, PACKED)])
+def test_a_right_attention_passes(function, claims):
+    worst = check_attention(function, claims, seconds=4, **SMALL)
+    assert 0 < max(worst.values()) <= 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    function, claims = planted(fault)
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match=r"check_attention\(\.\.\., problem='"):
+        check_attention(function, claims, seconds=60, **SMALL)
+    print(f"{fault}: {time.monotonic() - begin:.1f}")
