@@ -19,14 +19,18 @@ unexport PYTHONDONTWRITEBYTECODE
 # Asked by the shell, once the environment is there.
 WORKERS = $$($(PY) -c 'import xdist' 2>/dev/null && printf -- '-n auto --maxprocesses 8 --dist worksteal')
 
-.PHONY: help parity fuzz test bench mine sm80 sm90 docs lint types imports check clean
+.PHONY: help parity conformance fuzz test bench mine sm80 sm90 docs lint types imports check clean
 
 help: ## this list
-	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-9s %s\n", $$1, $$2 }'
+	@grep -E '^[a-z0-9]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9]+):[^#]*## /\1|/' | awk -F'|' '{ printf "  make %-11s %s\n", $$1, $$2 }'
 
 parity: ## compare both sides with the oracle and with each other; PARITY_ARGS="--suite full"
 	$(SETUP) parity
 	$(PY) -m twin_attention.interop.parity $(PARITY_ARGS)
+
+conformance: ## other libraries' attention against float64; PARITY_ARGS="--fuzz 600"
+	$(SETUP) parity
+	$(PY) -m twin_attention.interop.parity --suite small --subject all $(PARITY_ARGS)
 
 fuzz: ## ten minutes of random problems; FUZZ_ARGS="--fuzz 60 --seed 7"
 	$(SETUP) parity

@@ -19,14 +19,14 @@ def torch_call(
 ) -> Call:
     """Return a call of `attend` in torch on its arguments and dout, of `tensors`.
 
-    heads_first: `attend` takes and returns views [B, H, S, D].
+    heads_first: `attend` takes and returns views [..., H, S, D].
     """
     import torch
 
-    from twin_attention.interop.parity.sides import leaves, prepare_torch
+    from twin_attention.interop.parity.torch_calls import leaves, prepare_torch
 
     def views(arrays: Sequence[Tensor]) -> list[Tensor]:
-        return [x.detach().transpose(1, 2) if heads_first else x.detach() for x in arrays]
+        return [x.detach().transpose(-3, -2) if heads_first else x.detach() for x in arrays]
 
     *inputs, dout = views(tensors)
     before = torch.cuda.memory_allocated() if operation == "backward" else None
@@ -38,7 +38,8 @@ def torch_call(
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
     """Return a jitted call in JAX, on the memory of torch's tensors."""
     from twin_attention.interop.exchange import to_jax
-    from twin_attention.interop.parity.sides import leaves, prepare_jax
+    from twin_attention.interop.parity.jax_calls import prepare_jax
+    from twin_attention.interop.parity.torch_calls import leaves
 
     *inputs, dout = map(to_jax, tensors)
     run = prepare_jax(attend, operation, inputs, dout)
@@ -60,18 +61,3 @@ def as_torch(x: Any) -> Tensor:
     from twin_attention.interop.exchange import to_torch
 
     return x if isinstance(x, torch.Tensor) else to_torch(x)
-
-
-def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Apply `torch.compile` for fixed shapes, for all problems of a suite.
-
-    Past dynamo's limit of graphs a function would silently run uncompiled. A compiled backward
-    takes over its forward's buffers unless it is told that it will run again.
-    """
-    import torch
-    import torch._dynamo
-    import torch._functorch.config
-
-    torch._dynamo.config.recompile_limit = 1000
-    torch._functorch.config.donated_buffer = False
-    return torch.compile(function, dynamic=False, **options)

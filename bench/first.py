@@ -12,7 +12,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.ours import kernels_of
 from bench.records import Record, Times, failed
 from bench.sampling import Sampler
@@ -34,7 +34,7 @@ class FirstCallJob:
     """The first calls of one implementation on one case, by `turns` processes in turn."""
 
     problem: FlashCase
-    subject: Subject
+    subject: Entry
     turns: int = TURNS
 
     @property

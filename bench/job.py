@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 Operation = Literal["forward", "backward", "both", "decode", "append", "peak"]
 Check = Callable[[Sequence[Any]], float]
-Timer = Callable[["Mapping[Subject, Callable[[], Any]]"], "Mapping[Subject, Timing]"]
+Timer = Callable[["Mapping[Entry, Callable[[], Any]]"], "Mapping[Entry, Timing]"]
 
 
-class Subject(NamedTuple):
+class Entry(NamedTuple):
     """An implementation and its target, which is None for a peer."""
 
     implementation: str
@@ -25,10 +25,6 @@ class Subject(NamedTuple):
     def is_one_of(self, texts: Sequence[str]) -> bool:
         name = " ".join(filter(None, self))
         return any(text in name for text in texts)
-
-
-class Absent(Exception):
-    """Raised by a factory, with the reason, if the peer is missing or does not do the case."""
 
 
 class Call(NamedTuple):
@@ -67,7 +63,7 @@ class Job:
     flops: int
     bytes: int
     inputs: Callable[[], Any]
-    factories: Mapping[Subject, Callable[[Any], Call]]
+    factories: Mapping[Entry, Callable[[Any], Call]]
     check: Callable[[Any], Check] | None = None
     reads: int | None = None
     writes: int | None = None
@@ -79,12 +75,12 @@ class Job:
 
     def only(self, texts: Sequence[str]) -> Job | None:
         """Return the job with the implementations that match the texts; None without any."""
-        chosen = {s: make for s, make in self.factories.items() if Subject(*s).is_one_of(texts)}
+        chosen = {s: make for s, make in self.factories.items() if Entry(*s).is_one_of(texts)}
         return replace(self, factories=chosen) if chosen else None
 
-    def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
+    def plan(self, origin: dict[str, Any]) -> dict[Entry, Record]:
         return {
-            Subject(*subject): Record(
+            Entry(*subject): Record(
                 case=self.case,
                 operation=self.operation,
                 implementation=subject[0],

@@ -14,13 +14,14 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from bench.calls import PREPARE, as_torch, compiled, jax_call, torch_call
-from bench.job import Absent, Call, Subject
+from bench.calls import PREPARE, as_torch, jax_call, torch_call
+from bench.job import Call, Entry
 from bench.problems import DecodeTensors, constants_of, offsets_of, varied_terms
 from bench.ranges import RangeCase, visible
 from bench.trees import TreeCase, joined, separate
 from twin_attention.contract.paged_spec import PagedSpec
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
+from twin_attention.interop.parity.subjects.absent import Absent, refusals
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import use_target
 
@@ -48,38 +49,36 @@ CHOSEN_NAMES = (*FAMILY_NAMES, "jax gluon")  # those of them that None takes
 _CALLS = NAMES | FOREIGN_NAMES
 
 
-def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Subject, Factory]:
+def flash_factories(targets: Sequence[str], variants: bool = True) -> dict[Entry, Factory]:
     """variants: add the other side's kernels, and compiled and deterministic calls."""
     names = _CALLS if variants else FAMILY_NAMES
     return _factories(_flash, filter(has_kernels, product(names, targets)))
 
 
-def packed_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+def packed_factories(targets: Sequence[str]) -> dict[Entry, Factory]:
     names = (*FAMILY_NAMES, *FOREIGN_NAMES)
     keys = filter(has_kernels, product(names, targets))
     return _factories(partial(_or_absent, _packed), keys)
 
 
-def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Subject, Factory]:
+def tree_factories(case: TreeCase, targets: Sequence[str]) -> dict[Entry, Factory]:
     """Names say how the tree is given: a "tree" of ends, "separate" packed paths, or "segments"."""
     kinds = ("tree", "separate", *(["segments"] if case.has_roots_alone else []))
     keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
     return {
-        Subject(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
+        Entry(f"{name} {kind}", target): partial(_or_absent, _tree, kind, name, target)
         for kind, (name, target) in product(kinds, keys)
     }
 
 
-def range_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+def range_factories(targets: Sequence[str]) -> dict[Entry, Factory]:
     """Names that end in "bias" hide the same pairs by a bias, of the portable kernels of torch."""
     keys = [*filter(has_kernels, product(CHOSEN_NAMES, targets))]
     found = _factories(partial(_or_absent, _ranges), keys)
-    return found | {
-        Subject("torch triton bias", x): partial(_or_absent, _masked, x) for x in targets
-    }
+    return found | {Entry("torch triton bias", x): partial(_or_absent, _masked, x) for x in targets}
 
 
-def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
+def score_factories(targets: Sequence[str]) -> dict[Entry, Factory]:
     """Without variants."""
     keys = filter(has_kernels, product(CHOSEN_NAMES, targets))
     return _factories(partial(_or_absent, _scores), keys)
@@ -87,18 +86,18 @@ def score_factories(targets: Sequence[str]) -> dict[Subject, Factory]:
 
 def decode_factories(
     targets: Sequence[str], names: Sequence[str] = ("jax mosaic", "torch triton", "jax triton")
-) -> dict[Subject, Factory]:
+) -> dict[Entry, Factory]:
     """Factories take (case, tensors)."""
     return _factories(partial(_or_absent, _paged, "paged_decode"), product(names, targets))
 
 
-def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Subject, Factory]:
+def prefill_factories(spec: PagedSpec, targets: Sequence[str]) -> dict[Entry, Factory]:
     keys = [key for key in product(FAMILY_NAMES, targets) if has_chunks(key[0], spec, key[1])]
     return _factories(partial(_paged, "paged_attention"), keys)
 
 
-def _factories(make: Factory, keys: Iterable[tuple[str, str]]) -> dict[Subject, Factory]:
-    return {Subject(*key): partial(make, *key) for key in keys}
+def _factories(make: Factory, keys: Iterable[tuple[str, str]]) -> dict[Entry, Factory]:
+    return {Entry(*key): partial(make, *key) for key in keys}
 
 
 def kernels_of(name: str) -> tuple[str, str]:
@@ -130,6 +129,8 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
         case = replace(case, deterministic=True)
     attend = partial(attention, **case.options, implementation=family)
     if name.endswith(" compiled"):
+        from twin_attention.interop.parity.torch_calls import compiled
+
         attend = compiled(attend, fullgraph=True)
     with use_target(target):
         call = PREPARE[side](attend, operation, tensors)
@@ -137,11 +138,9 @@ def _flash(name: str, target: str, case: FlashCase, operation: str, tensors: Any
 
 
 def _or_absent(make: Factory, *problem: Any) -> Call:
-    try:
+    with refusals():
         call = make(*problem)
         call.run()
-    except NotImplementedError as error:
-        raise Absent(str(error)) from error
     return call
 
 

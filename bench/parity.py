@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.ours import FAMILY_NAMES
 from bench.records import PARITY, Record, failed
 from bench.sampling import Sampler
@@ -19,7 +19,7 @@ class ParityJob:
     """One case of parity: both frameworks, in each family that has kernels for it."""
 
     problem: Case
-    subjects: Sequence[Subject]
+    subjects: Sequence[Entry]
     device: str = "cuda"
 
     @property
@@ -34,12 +34,12 @@ class ParityJob:
         chosen = [subject for subject in self.subjects if subject.is_one_of(texts)]
         return replace(self, subjects=chosen) if chosen else None
 
-    def plan(self, origin: dict[str, Any]) -> dict[Subject, Record]:
+    def plan(self, origin: dict[str, Any]) -> dict[Entry, Record]:
         shared = {"case": self.case, "operation": PARITY, **origin}
         return {subject: Record(**subject._asdict(), **shared) for subject in self.subjects}
 
     def measure(
-        self, planned: Mapping[Subject, Record], sampler: Sampler, show: Callable[[str], object]
+        self, planned: Mapping[Entry, Record], sampler: Sampler, show: Callable[[str], object]
     ) -> list[Record]:
         """Nothing is timed, so nothing is sampled."""
         from twin_attention.interop.parity import sides
@@ -47,7 +47,7 @@ class ParityJob:
 
         show("compiles and is checked")
         ours = {
-            subject: sides.Subject(*FAMILY_NAMES[subject.implementation], subject.target)
+            subject: sides.Ours(*FAMILY_NAMES[subject.implementation], subject.target)
             for subject in planned
         }
         result = run_case(self.problem, [list(ours.values())], self.device)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.job import Call, Job, Subject
+from bench.job import Call, Entry, Job
 from bench.records import Record
 
 _SIZE = 8192  # of the matrices
@@ -67,7 +67,7 @@ def peak_jobs() -> list[Job]:
 
 
 def _job(name: str, flops: int, reads: int, writes: int, factory: Callable[[None], Call]) -> Job:
-    factories = {Subject("torch"): factory}
+    factories = {Entry("torch"): factory}
     return Job({"name": name}, "peak", flops, reads + writes, lambda: None, factories, None,
                reads, writes)  # fmt: skip
 

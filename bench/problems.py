@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from bench.dilation import dilated_check, dilated_flops
-from bench.job import Absent, Call, Check, Job, Operation, Subject
+from bench.job import Call, Check, Entry, Job, Operation
 from bench.ranges import RangeCase
 from bench.trees import TreeCase
 from twin_attention.contract import cost
@@ -25,6 +25,7 @@ from twin_attention.interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
+from twin_attention.interop.parity.subjects.absent import Absent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,9 +37,9 @@ BAND, GLOBAL = 8, 1  # tiles that a tile of queries sees up to its own, and tile
 AttentionCase = FlashCase | VarlenCase
 # Returns an implementation's call from the case, the operation and q, k, v and dout.
 Factory = Callable[[Any, str, "list[Tensor]"], Call]
-Factories = Mapping[Subject, Factory]
+Factories = Mapping[Entry, Factory]
 DecodeFactory = Callable[[Any, "DecodeTensors"], Call]
-DecodeFactories = dict[Subject, DecodeFactory]
+DecodeFactories = dict[Entry, DecodeFactory]
 
 
 @dataclass(frozen=True)
@@ -156,28 +157,34 @@ def attention_check(
     """Return a `sample_check` of a few heads of an operation's result."""
     if isinstance(case, DilatedCase):
         return dilated_check(case, operation, tensors)
-    import torch
-
     from twin_attention.interop.parity.check import sample_check
 
-    q, k, v, *terms, dout = tensors
-    inputs = {"q": q, "k": k, "v": v} | dict(zip(varied_terms(case), terms, strict=True))
-    inputs |= constants_of(case, q.device)
-    if isinstance(case, VarlenCase):
-        inputs |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets_of(case, q.device))
-    if isinstance(case, SparseCase):
-        inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=q.device)
-    if isinstance(case, TreeCase):
-        inputs["kv_ends"] = torch.from_numpy(case.ends).to(q.device)
-    if isinstance(case, RangeCase):
-        inputs["q_ranges"] = torch.from_numpy(case.bounds).to(q.device)
+    inputs = named_inputs(case, tensors[:-1])
     of_terms = tuple(f"d{name}" for name in varied_terms(case))
     names = {"forward": ("out",), "backward": ("dq", "dk", "dv", *of_terms)}
     names["both"] = names["forward"] + names["backward"]
     if operation != "forward":
-        inputs["dout"] = dout
+        inputs["dout"] = tensors[-1]
     samples = {} if heads is None else {"samples": heads}
     return sample_check(inputs, case.spec, names[operation], **samples)
+
+
+def named_inputs(case: AttentionCase, operands: list[Tensor]) -> dict[str, Tensor]:
+    """Return the operands and constants of a call by name."""
+    import torch
+
+    inputs = dict(zip(("q", "k", "v", *varied_terms(case)), operands, strict=True))
+    device = inputs["q"].device
+    inputs |= constants_of(case, device)
+    if isinstance(case, VarlenCase):
+        inputs |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), offsets_of(case, device))
+    if isinstance(case, SparseCase):
+        inputs["block_mask"] = torch.tensor(case.tiles[None, None], device=device)
+    if isinstance(case, TreeCase):
+        inputs["kv_ends"] = torch.from_numpy(case.ends).to(device)
+    if isinstance(case, RangeCase):
+        inputs["q_ranges"] = torch.from_numpy(case.bounds).to(device)
+    return inputs
 
 
 def checked(call: Call, check: Check) -> Call:
@@ -214,17 +221,6 @@ class DecodeTensors:
     def arguments(self) -> dict[str, Tensor]:
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: x for name, x in named.items() if x is not None}
-
-    @cached_property
-    def dense(self) -> tuple[Tensor, Tensor]:
-        """Return k and v [B, Skv, Hkv, D], copied from their pages; all lengths are equal."""
-        length = int(self.seq_lens[0])
-        pages = self.block_tables[:, : -(-length // self.k_pages.shape[1])].long()
-        k, v = (
-            pool[pages].flatten(1, 2)[:, :length].contiguous()
-            for pool in (self.k_pages, self.v_pages)
-        )
-        return k, v
 
 
 def fitted(case: DecodeCase) -> DecodeCase:

@@ -15,13 +15,14 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from bench.first import FirstCallJob
-from bench.job import Absent, Call, Check, Job, Subject, Timer
+from bench.job import Call, Check, Entry, Job, Timer
 from bench.journal import Journal
 from bench.parity import ParityJob
 from bench.records import Record, append, failed, load
 from bench.report.tables import brief
 from bench.sampling import Sampler
 from bench.training.job import TrainingJob
+from twin_attention.interop.parity.subjects.absent import Absent
 from twin_attention.interop.rendering.tables import NARROW, PROGRESS, progress_columns, to_terminal
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def _print(records: Sequence[Record], console: Console) -> None:
 
 def measure(
     job: Job,
-    planned: Mapping[Subject, Record],
+    planned: Mapping[Entry, Record],
     instruments: Instruments,
     sampler: Sampler,
     show: Callable[[str], object],
@@ -168,7 +169,7 @@ def measure(
     done: list[Record] = []
     waiting = list(planned)
     while waiting:
-        ready: dict[Subject, tuple[Record, Run]] = {}
+        ready: dict[Entry, tuple[Record, Run]] = {}
         for subject in list(waiting):
             show(f"{planned[subject].label} compiles and is checked")
             journal.begin([planned[subject]])
@@ -224,7 +225,7 @@ def _prepare(
 
 def _time(
     job: Job,
-    ready: Mapping[Subject, tuple[Record, Run]],
+    ready: Mapping[Entry, tuple[Record, Run]],
     instruments: Instruments,
     sampler: Sampler,
     journal: Journal,

@@ -93,8 +93,8 @@ def _implementations() -> tuple[str, ...]:
 
 def takes(side: Side, implementation: str, case: Case) -> bool:
     package = side.api.__name__
-    subject = sides.Subject(package, name_of(package, implementation), _target())
-    return sides.supports(subject, case)
+    subject = sides.Ours(package, name_of(package, implementation), _target())
+    return subject.supports(case) is None
 
 
 IMPLEMENTATIONS = _implementations()

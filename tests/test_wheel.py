@@ -39,6 +39,8 @@ tables, lens = torch.tensor([[2, 1]], dtype=torch.int32), torch.tensor([9], dtyp
 attn.append_kv(new, new, *pages, tables, lens)
 out = attn.paged_decode(new, *pages, tables, lens, implementation="triton")
 assert out.isfinite().all() and out.any()
+from twin_attention.testing import check_attention
+assert check_attention(attn.flash_attention, ["flash_attention", "float32"], suite=None, seconds=1)
 print(attn.__version__, attn.__file__)
 """
 JAX = """

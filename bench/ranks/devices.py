@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.job import Absent, Call
+from bench.job import Call
 from bench.ours import for_target
 from torch_attn.distributed import shard_sequence, unshard_sequence
-from twin_attention.interop.parity.sides import leaves
+from twin_attention.interop.parity.subjects.absent import Absent
+from twin_attention.interop.parity.torch_calls import leaves
 from twin_attention.targets.target import use_target
 
 
@@ -30,7 +31,7 @@ def make_call(
 
     from pallas_attn.distributed import context_attention
     from twin_attention.interop.exchange import to_jax
-    from twin_attention.interop.parity.sides import prepare_jax
+    from twin_attention.interop.parity.jax_calls import prepare_jax
 
     need_devices(case.ranks)
     devices = jax.devices()

@@ -21,7 +21,7 @@ from torch_attn.distributed import (
     unshard_sequence,
 )
 from twin_attention.contract.transfers import Rows
-from twin_attention.interop.parity.sides import leaves, prepare_torch
+from twin_attention.interop.parity.torch_calls import leaves, prepare_torch
 from twin_attention.targets.target import use_target
 
 _TRIES = 3  # calls of each rank, to find the slowest

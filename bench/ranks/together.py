@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.job import Absent, Call, Subject
+from bench.job import Call, Entry
 from bench.ours import for_target
 from bench.problems import attention_tensors
 from bench.ranks.in_turn import Ranks, assembled, attend, shares
 from bench.records import Times
 from bench.timing import Run, Timing, Wait, summarize, time_calls, wait_for
-from twin_attention.interop.parity.sides import leaves, prepare_torch
+from twin_attention.interop.parity.subjects.absent import Absent
+from twin_attention.interop.parity.torch_calls import leaves, prepare_torch
 from twin_attention.targets.target import use_target
 
 _ROUNDS, _WARMUP, _TURNS, _CALLS = 3, 1, 4, 5  # of ranks that are timed together; calls of a turn
@@ -180,9 +181,7 @@ def make_call(
     return Call(call, result)
 
 
-def time_ranks(
-    size: int, calls: Mapping[Subject, Run], wait: Wait = wait_for
-) -> dict[Subject, Timing]:
+def time_ranks(size: int, calls: Mapping[Entry, Run], wait: Wait = wait_for) -> dict[Entry, Timing]:
     """Time the slowest rank, groups by their own clocks, and the whole sequence, by ranks.
 
     `calls` of "dense" are the whole sequence, whose times are divided by `size`.

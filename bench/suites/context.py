@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bench.calls import PREPARE
-from bench.job import Call, Job, Operation, Subject
+from bench.job import Call, Entry, Job, Operation
 from bench.ours import for_target
 from bench.problems import attention_job, dense_case, offsets_of
 from bench.records import Record
@@ -103,14 +103,14 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 def job(case: ContextCase, operation: Operation, target: str) -> Job:
     made = attention_job(case.whole, operation, {}, HEADS)
-    factories: dict[Subject, Callable[..., Call]] = {}
+    factories: dict[Entry, Callable[..., Call]] = {}
     for side in SIDES:
         for name, implementation in (("dense", None), ("triton dense", "triton")):
             factory = partial(_dense, side, implementation, target, case, operation)
-            factories[Subject(f"{side} {name}", target)] = factory
+            factories[Entry(f"{side} {name}", target)] = factory
     for name, (module, options) in RANKS.items():
         factory = partial(_ranks, module, options, target, case, operation)
-        factories[Subject(name, target)] = factory
+        factories[Entry(name, target)] = factory
     return replace(
         made, case=asdict(case), flops=made.flops // case.ranks, bytes=0, factories=factories,
         time=partial(_time, case.ranks),
@@ -133,7 +133,7 @@ def _ranks(module: str, options: dict[str, Any], *arguments: Any) -> Call:
     return import_module(f"bench.ranks.{module}").make_call(*arguments, **options)
 
 
-def _time(size: int, calls: dict[Subject, Run]) -> Any:
+def _time(size: int, calls: dict[Entry, Run]) -> Any:
     from bench.ranks.together import time_ranks
 
     return time_ranks(size, calls)

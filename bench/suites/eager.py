@@ -7,8 +7,8 @@ from functools import partial
 from itertools import product
 
 from bench import ours
-from bench.job import Job, Subject
-from bench.peers import FLASH, torch_peers
+from bench.job import Entry, Job
+from bench.peers import FLASH, SDPA
 from bench.problems import Factories, attention_jobs
 from bench.suites.columns import MEMORY, SAVED
 from twin_attention.interop.parity.cases import FlashCase
@@ -71,10 +71,10 @@ def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
         {s: factory for s, factory in twins.items() if s.implementation == name}
         for name in ("jax triton", "torch triton")
     )
-    eager = {Subject("eager"): FLASH["eager"]}
+    eager = {Entry("eager"): FLASH["eager"]}
     if not case.causal:
         return torch_twin | eager
-    eager[Subject("SDPA")] = torch_peers.sdpa_by_default
+    eager[Entry("SDPA")] = SDPA
     if case.seq_q not in JAX_LENGTHS[case.head_dim]:
         return torch_twin | eager
-    return torch_twin | jax_twin | eager | {Subject("jax.nn XLA"): FLASH["jax.nn XLA"]}
+    return torch_twin | jax_twin | eager | {Entry("jax.nn XLA"): FLASH["jax.nn XLA"]}

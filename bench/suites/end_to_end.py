@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.records import Record
 from bench.report.tables import status
 from bench.report.training import GAINS, gains, inference, mfu, phases, warmups
@@ -72,7 +72,7 @@ def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[Tr
             if attention not in FORM_ATTENTIONS.get(case.form, ATTENTIONS[framework]):
                 continue
             name = f"{framework} {attention}{mode}"
-            subject = Subject(name, target if attention == "twin" else None)
+            subject = Entry(name, target if attention == "twin" else None)
             device = "cpu" if target is None else "cuda"
             if case.form == "llama":
                 begin = partial(start_inference, case, attention, device)

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from bench import ours
-from bench.job import Job, Subject
+from bench.job import Entry, Job
 from bench.peers import FLASH
 from bench.problems import Factories, attention_jobs
 from bench.suites.columns import TFLOPS, of_gpu, yes_no
@@ -53,5 +53,5 @@ def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
     factories = ours.flash_factories(targets, variants=False)
     if case.heads_kv != case.heads_q:  # JAX compiles for every shape
         for target in targets[1:]:
-            del factories[Subject("jax triton", target)]
-    return factories | {Subject(name): FLASH[name] for name in PEERS}
+            del factories[Entry("jax triton", target)]
+    return factories | {Entry(name): FLASH[name] for name in PEERS}

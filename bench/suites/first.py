@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from bench.first import FirstCallJob
-from bench.job import Subject
+from bench.job import Entry
 from bench.ours import CHOSEN_NAMES
 from bench.suites.columns import OPERATION, of_median
 from twin_attention.interop.parity.cases import FlashCase
@@ -31,4 +31,4 @@ COLUMNS = {"case": "name", "step": OPERATION, "s": of_median("times", 1e-3)}
 
 def jobs(targets: Sequence[str]) -> list[FirstCallJob]:
     keys = product(CASES, CHOSEN_NAMES)
-    return [FirstCallJob(case, Subject(name, targets[0])) for case, name in keys]
+    return [FirstCallJob(case, Entry(name, targets[0])) for case, name in keys]

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from bench import ours
-from bench.job import Job, Subject
+from bench.job import Entry, Job
 from bench.peers import FLASH, PACKED
 from bench.problems import Factories, absent, attention_jobs
 from bench.records import Record
@@ -94,17 +94,17 @@ def more_cases() -> list[FlashCase | VarlenCase]:
 
 def _factories(targets: Sequence[str], case: FlashCase | VarlenCase) -> Factories:
     if isinstance(case, VarlenCase):
-        peers = {Subject(name): PACKED[name] for name in PACKED_PEERS}
+        peers = {Entry(name): PACKED[name] for name in PACKED_PEERS}
         return ours.packed_factories(targets[:1]) | peers
     if case in more_cases():
         factories = ours.flash_factories(targets[:1])
-        peers = {Subject(name): FLASH[name] for name in MORE_PEERS}
+        peers = {Entry(name): FLASH[name] for name in MORE_PEERS}
         return {x: make for x, make in factories.items() if x[0] not in ONE_SHAPE} | peers
-    peers = {Subject(name): factory for name, factory in FLASH.items()}
+    peers = {Entry(name): factory for name, factory in FLASH.items()}
     factories = ours.flash_factories(targets) | peers
     for name, target in factories:
         if reason := _left_out(name, target not in (None, targets[0]), case):
-            factories[Subject(name, target)] = partial(absent, reason)
+            factories[Entry(name, target)] = partial(absent, reason)
     return factories
 
 

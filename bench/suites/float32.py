@@ -7,8 +7,8 @@ from functools import partial
 from itertools import product
 
 from bench import ours
-from bench.job import Job, Subject
-from bench.peers import torch_peers
+from bench.job import Entry, Job
+from bench.peers import EFFICIENT
 from bench.problems import Factories, attention_jobs
 from bench.suites.columns import OPERATION, TFLOPS, yes_no
 from twin_attention.contract.spec import PRECISIONS
@@ -48,5 +48,4 @@ def cases() -> list[FlashCase]:
 def _factories(targets: Sequence[str], case: FlashCase) -> Factories:
     twins = ours.flash_factories(targets, variants=False)
     portable = {s: make for s, make in twins.items() if s.implementation.endswith(" triton")}
-    efficient = partial(torch_peers.sdpa, torch_peers.EFFICIENT_ATTENTION)
-    return portable | {Subject("SDPA efficient"): efficient}
+    return portable | {Entry("SDPA efficient"): EFFICIENT}

@@ -10,9 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bench import ours
-from bench.calls import PREPARE, compiled
-from bench.job import Call, Check, Job, Subject
-from bench.peers import DECODE, FLASH, PREFILL, torch_peers
+from bench.calls import PREPARE
+from bench.job import Call, Check, Entry, Job
+from bench.peers import DECODE, FLASH, PREFILL, SDPA, sdpa_operator
 from bench.problems import (
     DecodeFactories,
     DecodeTensors,
@@ -72,6 +72,8 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    from twin_attention.interop.parity.torch_calls import compiled
+
     return compiled(function, fullgraph=True)
 
 
@@ -92,7 +94,7 @@ def _timed_on_the_host(job: Job) -> Job:
     return replace(job, time=timer, flops=0, bytes=0, reads=None, writes=None)
 
 
-def _time(repeats: int, calls: Mapping[Subject, Callable[[], Any]]) -> Mapping[Subject, Timing]:
+def _time(repeats: int, calls: Mapping[Entry, Callable[[], Any]]) -> Mapping[Entry, Timing]:
     from bench.timing import time_host
 
     return time_host(calls, repeats=repeats)
@@ -100,24 +102,24 @@ def _time(repeats: int, calls: Mapping[Subject, Callable[[], Any]]) -> Mapping[S
 
 def _flash(target: str) -> Factories:
     return {
-        Subject("torch triton", target): partial(_our_flash, "torch_attn"),
-        Subject("torch triton compiled", target): partial(_our_flash, "torch_attn", wrap=_compiled),
-        Subject("jax triton", target): partial(_our_flash, "pallas_attn"),
+        Entry("torch triton", target): partial(_our_flash, "torch_attn"),
+        Entry("torch triton compiled", target): partial(_our_flash, "torch_attn", wrap=_compiled),
+        Entry("jax triton", target): partial(_our_flash, "pallas_attn"),
         **_by_name(_our_flash, ("torch gluon", "torch mosaic", "jax mosaic", "jax gluon"), target),
-        Subject("SDPA"): torch_peers.sdpa_by_default,
-        Subject("SDPA compiled"): _sdpa_compiled,
-        Subject("FA2"): partial(torch_peers.sdpa_operator, "flash"),
-        Subject("cuDNN"): partial(torch_peers.sdpa_operator, "cudnn"),
-        Subject("jax.nn cuDNN"): FLASH["jax.nn cuDNN"],
+        Entry("SDPA"): SDPA,
+        Entry("SDPA compiled"): _sdpa_compiled,
+        Entry("FA2"): partial(sdpa_operator, "flash"),
+        Entry("cuDNN"): partial(sdpa_operator, "cudnn"),
+        Entry("jax.nn cuDNN"): FLASH["jax.nn cuDNN"],
     }
 
 
 def _by_name(
     call: Callable[..., Call], names: Sequence[str], target: str, **options: Any
-) -> dict[Subject, Callable[..., Call]]:
+) -> dict[Entry, Callable[..., Call]]:
     """Return factories of calls that ask for a family, own or foreign."""
     return {
-        Subject(name, target): partial(call, side, implementation=family, **options)
+        Entry(name, target): partial(call, side, implementation=family, **options)
         for name in names
         for side, family in [ours.kernels_of(name)]
     }
@@ -130,7 +132,7 @@ def _sdpa_compiled(case: FlashCase, operation: str, tensors: list[Tensor]) -> Ca
     """
     *operands, dout = tensors
     dout = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    return torch_peers.sdpa_by_default(case, operation, [*operands, dout], wrap=_compiled)
+    return SDPA(case, operation, [*operands, dout], wrap=_compiled)
 
 
 def _our_flash(
@@ -149,20 +151,20 @@ def _our_flash(
 def _decode(target: str) -> DecodeFactories:
     in_torch = partial(_our_decode, "torch_attn")
     return {
-        Subject("torch triton", target): partial(in_torch, wrap=_as_it_is),
-        Subject("torch triton compiled", target): partial(in_torch, wrap=_compiled),
-        Subject("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
+        Entry("torch triton", target): partial(in_torch, wrap=_as_it_is),
+        Entry("torch triton compiled", target): partial(in_torch, wrap=_compiled),
+        Entry("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
         **_by_name(_our_decode, ("torch mosaic",), target, wrap=_as_it_is),
         **_by_name(_our_decode, ("jax mosaic", "jax torch_triton"), target, wrap=_jitted),
-        Subject("FlashInfer"): DECODE["FlashInfer"],
+        Entry("FlashInfer"): DECODE["FlashInfer"],
     }
 
 
 def _chunks(target: str) -> DecodeFactories:
     return {
-        Subject("torch triton", target): partial(_our_decode, "torch_attn", wrap=_as_it_is),
-        Subject("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
-        Subject("FlashInfer"): PREFILL["FlashInfer"],
+        Entry("torch triton", target): partial(_our_decode, "torch_attn", wrap=_as_it_is),
+        Entry("jax triton", target): partial(_our_decode, "pallas_attn", wrap=_jitted),
+        Entry("FlashInfer"): PREFILL["FlashInfer"],
     }
 
 
@@ -202,7 +204,7 @@ def _append_job(target: str) -> Job:
         flops=0,
         bytes=0,
         inputs=partial(decode_tensors, CACHE),
-        factories={Subject("torch triton", target): _append},
+        factories={Entry("torch triton", target): _append},
         check=_check_append,
     )
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bench import ours
-from bench.job import Call, Job, Subject
+from bench.job import Call, Entry, Job
 from bench.peers import DECODE
 from bench.problems import DecodeFactories, DecodeTensors, decode_job
 from bench.records import Record
@@ -94,7 +94,7 @@ COLUMNS = {
 def jobs(targets: Sequence[str]) -> list[Job]:
     native = _ours(targets[:1])
     torch_twin = {s: f for s, f in native.items() if s.implementation.startswith("torch ")}
-    peers: DecodeFactories = {Subject(peer): factory for peer, factory in DECODE.items()}
+    peers: DecodeFactories = {Entry(peer): factory for peer, factory in DECODE.items()}
     everything = native | ours.decode_factories(targets[1:]) | peers
     planned: list[tuple[DecodeCase, DecodeFactories]] = []
     for case in map(_sweep, SWEEP):
@@ -128,7 +128,7 @@ def _shared_job(*shape: int, factories: DecodeFactories) -> Job:
     case = _batch(batch, length, heads_q, heads_kv)
     case = replace(case, name=f"cascade-{case.name}-{pages}-pages")
     cascades: DecodeFactories = {
-        Subject(f"{subject.implementation} cascade", subject.target): partial(_cascade, factory)
+        Entry(f"{subject.implementation} cascade", subject.target): partial(_cascade, factory)
         for subject, factory in factories.items()
         if subject.implementation in ("torch triton", "jax triton", "torch triton graph")
     }
@@ -180,7 +180,7 @@ def _batch(
 def _ours(targets: Sequence[str]) -> DecodeFactories:
     factories = ours.decode_factories(targets)
     graphs = {
-        Subject("torch triton graph", t): partial(_graph, factories[Subject("torch triton", t)])
+        Entry("torch triton graph", t): partial(_graph, factories[Entry("torch triton", t)])
         for t in targets
     }
     return factories | graphs

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.records import Record
 from bench.registry import Column
 from bench.report.tables import number, status
@@ -46,7 +46,7 @@ def jobs(targets: Sequence[str | None]) -> list[TrainingJob]:
             if side == "jax" and case is not TINY and case.context not in JAX_CONTEXTS:
                 continue
             for name in attentions:
-                subject = Subject(f"{side} {name}", target if name == "twin" else None)
+                subject = Entry(f"{side} {name}", target if name == "twin" else None)
                 begin = partial(start, case, side, name, device)
                 found.append(TrainingJob(case, subject, begin, observe, ("step",)))
     return found

@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from bench import ours
-from bench.job import Call, Job, Operation, Subject
+from bench.job import Call, Entry, Job, Operation
 from bench.peers import PACKED
 from bench.problems import (
     Factories,
@@ -92,14 +92,14 @@ def dense_case(case: VarlenCase) -> FlashCase:
 
 def factories(targets: Sequence[str]) -> Factories:
     dense = {
-        Subject(yardstick, target): partial(_dense, Subject(name, target))
+        Entry(yardstick, target): partial(_dense, Entry(name, target))
         for (name, yardstick), target in product(YARDSTICKS.items(), targets)
     }
-    peers = {Subject(name): factory for name, factory in PACKED.items()}
+    peers = {Entry(name): factory for name, factory in PACKED.items()}
     return ours.packed_factories(targets) | dense | peers
 
 
-def _dense(subject: Subject, case: VarlenCase, operation: Operation, tensors: list[Tensor]) -> Call:
+def _dense(subject: Entry, case: VarlenCase, operation: Operation, tensors: list[Tensor]) -> Call:
     """Return the call of a dense yardstick, checked on its own tensors."""
     dense = dense_case(case)
     make = ours.flash_factories([subject.target or ""])[subject]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, product
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.ours import FAMILY_NAMES, has_kernels
 from bench.parity import ParityJob
 from bench.records import Record
@@ -30,7 +30,7 @@ COLUMNS = {"problem": lambda record: problem_text(record.case)}
 
 
 def jobs(targets: Sequence[str]) -> list[ParityJob]:
-    subjects = [Subject(*key) for key in product(FAMILY_NAMES, targets) if has_kernels(key)]
+    subjects = [Entry(*key) for key in product(FAMILY_NAMES, targets) if has_kernels(key)]
     found = {case.name: case for case in chain(*(cases("full") for cases in KINDS))}
     return [ParityJob(found[name], subjects) for name in CASES]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from bench.calls import PREPARE
 from bench.dilation import jax_standard, torch_standard
-from bench.job import Absent, Call, Job, Operation, Subject
+from bench.job import Call, Entry, Job, Operation
 from bench.ours import for_target
 from bench.peers import SPARSE
 from bench.problems import (
@@ -26,6 +26,7 @@ from bench.records import Record
 from bench.report.tables import by_case, by_operation, groups, ratio_text, status
 from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, tables_by_pass
 from twin_attention.interop.parity.cases import DilatedCase, FlashCase
+from twin_attention.interop.parity.subjects.absent import Absent
 from twin_attention.interop.rendering.tables import Grid
 from twin_attention.targets.target import use_target
 
@@ -183,12 +184,12 @@ def job(case: PatternCase, operation: Operation, target: str) -> Job:
     peers = {}
     if isinstance(case, SparseCase):
         kinds = ("block-sparse", "dense", *(["module"] if case.pattern == "random" else []))
-        peers = {Subject(name): factory for name, factory in SPARSE.items()}
+        peers = {Entry(name): factory for name, factory in SPARSE.items()}
     else:
         kinds = ("dilated", "standard", *(["module"] if set(case.dilation_rates) != {1} else []))
     keys = product(kinds, SIDES)
-    ours = {Subject(f"{x} {kind}", target): partial(_call, kind, x, target) for kind, x in keys}
-    factories: dict[Subject, Factory] = ours | peers
+    ours = {Entry(f"{x} {kind}", target): partial(_call, kind, x, target) for kind, x in keys}
+    factories: dict[Entry, Factory] = ours | peers
     for subject in factories:
         lengths = AT_LENGTHS.get(subject.implementation)
         if lengths is not None and case.seq_q not in lengths:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from bench import ours
-from bench.job import Call, Job, Subject
+from bench.job import Call, Entry, Job
 from bench.peers import PREFILL
 from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode_job
 from bench.suites.columns import TFLOPS, scaled
@@ -65,12 +65,12 @@ def _case(name: str, new_tokens: tuple[int, ...], length: int, page_size: int) -
 
 def factories(case: PagedCase, targets: Sequence[str]) -> DecodeFactories:
     own = ours.prefill_factories(case.spec, targets) | {
-        Subject(name): f for name, f in PREFILL.items()
+        Entry(name): f for name, f in PREFILL.items()
     }
     if set(case.new_tokens) != {1}:
         return own
     return own | {
-        Subject(f"{name} paged_decode", target): partial(_decode, factory)
+        Entry(f"{name} paged_decode", target): partial(_decode, factory)
         for (name, target), factory in ours.decode_factories(targets).items()
     }
 

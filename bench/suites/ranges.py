@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench import ours
-from bench.job import Job, Operation, Subject
+from bench.job import Entry, Job, Operation
 from bench.peers import TREE as MASKED
 from bench.problems import attention_job
 from bench.ranges import RangeCase
@@ -64,7 +64,7 @@ def range_case(
 
 
 def job(case: RangeCase, operation: Operation, targets: Sequence[str]) -> Job:
-    peers = {Subject(name): factory for name, factory in MASKED.items()}
+    peers = {Entry(name): factory for name, factory in MASKED.items()}
     return attention_job(case, operation, ours.range_factories(targets) | peers, HEADS)
 
 

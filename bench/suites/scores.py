@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench import ours
-from bench.job import Job, Operation, Subject
+from bench.job import Entry, Job, Operation
 from bench.peers import SCORES
 from bench.problems import attention_job
 from bench.records import Record
@@ -70,7 +70,7 @@ def cases() -> list[FlashCase]:
 
 
 def job(case: FlashCase, operation: Operation, targets: Sequence[str]) -> Job:
-    peers = {Subject(name): factory for name, factory in SCORES.items()}
+    peers = {Entry(name): factory for name, factory in SCORES.items()}
     factories = ours.score_factories(targets) | peers
     return attention_job(case, operation, factories, HEADS_CHECKED)
 

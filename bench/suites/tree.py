@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench import ours
-from bench.job import Job, Operation, Subject
+from bench.job import Entry, Job, Operation
 from bench.peers import TREE
 from bench.problems import attention_job
 from bench.records import Record
@@ -74,7 +74,7 @@ def tree_case(
 
 
 def job(case: TreeCase, operation: Operation, targets: Sequence[str]) -> Job:
-    peers = {Subject(name): factory for name, factory in TREE.items()}
+    peers = {Entry(name): factory for name, factory in TREE.items()}
     return attention_job(case, operation, ours.tree_factories(case, targets) | peers, HEADS)
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from bench.job import Absent, Subject
+from bench.job import Entry
 from bench.records import Record, failed
 from bench.sampling import Sampler
 from bench.training.case import TrainingCase
 from bench.training.timeline import Timeline
+from twin_attention.interop.parity.subjects.absent import Absent
 
 Show = Callable[[str], object]
 
@@ -44,7 +45,7 @@ class TrainingJob:
     """
 
     training: TrainingCase
-    subject: Subject
+    subject: Entry
     start: Callable[[], Steps]
     observe: Observe
     operations: Sequence[str]

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,10 +26,11 @@ from twin_attention.interop.parity.workers import run_cases
 from twin_attention.targets.target import TARGETS
 
 if TYPE_CHECKING:
-    from twin_attention.interop.parity.sides import Subject
+    from twin_attention.interop.parity.subjects.subject import Subject
 
 IMPLEMENTATIONS = ("gluon", "mosaic", "triton", "torch_triton", "reference")
 DEFAULT = IMPLEMENTATIONS[:-1]  # every family that has kernels, foreign ones among them
+INTERRUPTED = 130  # the exit code
 LOG_WIDTH = 240  # of the table where nothing says how wide the output is
 NEEDED = ("jax", "matplotlib", "rich", "torch", "triton")
 
@@ -63,9 +64,18 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
     from twin_attention.interop.parity.sides import plan
+    from twin_attention.interop.parity.subjects.choose import choose_subjects, list_subjects
 
+    if options.subjects:
+        list_subjects(device)
+        return 0
     implementations = tuple(dict.fromkeys(options.implementations))
-    groups = plan(implementations, targets)
+    groups: list[list[Subject]] = [[*group] for group in plan(implementations, targets)]
+    if options.subject:
+        try:
+            groups = choose_subjects(options.subject, groups, device)
+        except ValueError as error:
+            parser.error(str(error))
     if not any(groups):
         got = " ".join(implementations)
         parser.error(f"--implementations: expected one with kernels for this device, got {got!r}")
@@ -75,11 +85,20 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.problem is not None:
             return run_one(groups, device, options.problem)
-        if options.fuzz is not None:
-            return fuzz(groups, device, options.fuzz, options.seed, options.jobs, options.output)
     except ValueError as error:
         parser.error(f"--problem: {error}")
-    return _run(suites, groups, device, options)
+    if options.fuzz is None:
+        return _run(suites, groups, device, options)[0]
+    code, report = _run(suites, groups, device, options) if options.subject else (0, None)
+    if code == INTERRUPTED:
+        return code
+    found = fuzz(groups, device, options.fuzz, options.seed, options.jobs, options.output)
+    if report is not None:
+        from twin_attention.interop.parity.report import write
+
+        planned = report.planned + len(found)
+        write(replace(report, planned=planned, cases=report.cases + found), options.output)
+    return max(code, int(not all(result.ok for result in found)))
 
 
 def _list(cases: Iterable[Case]) -> None:
@@ -98,17 +117,19 @@ def _run(
     groups: list[list[Subject]],
     device: str,
     options: argparse.Namespace,
-) -> int:
+) -> tuple[int, Report]:
     from twin_attention.interop.parity.environment import choose_jobs, facts
     from twin_attention.interop.parity.harness import run_case, what_runs
     from twin_attention.interop.parity.report import write
-    from twin_attention.interop.parity.sides import twins
+    from twin_attention.interop.parity.subjects.subject import twins
     from twin_attention.interop.parity.table import CaseTable, print_header, print_summary
     from twin_attention.interop.rendering.tables import console_of
 
     console = console_of(LOG_WIDTH)
     cases = list(chain(*suites.values()))
     subjects = [subject for group in groups for subject in group]
+    if options.subject:
+        cases = [x for x in cases if any(subject.supports(x) is None for subject in subjects)]
     texts = " or ".join(repr(text) for text in options.filter)
     chosen = f"{options.suite}, {len(cases)} cases" + (
         f" with {texts} in the name" if any(options.filter) else ""
@@ -135,6 +156,7 @@ def _run(
     with table:
         try:
             for suite, members in suites.items():
+                members = [case for case in members if case in cases]
                 with closing(run_cases(members, run, jobs[suite], table.begin)) as finished:
                     for result in finished:
                         results.append(result)
@@ -144,9 +166,7 @@ def _run(
     results.sort(key=lambda result: names.index(result.name))
     report = Report(header, len(cases), results)
     print_summary(console, report, write(report, options.output))
-    if not report.ok:
-        return 1
-    return 130 if interrupted else 0
+    return (1 if not report.ok else INTERRUPTED if interrupted else 0), report
 
 
 def _choose(suite: str, texts: Sequence[str]) -> list[Case]:
@@ -186,6 +206,16 @@ def _parser() -> argparse.ArgumentParser:
         f"(default: {' '.join(DEFAULT)})",
     )
     parser.add_argument(
+        "--subject",
+        nargs="+",
+        metavar="NAME",
+        help="run these in place of --implementations, on the cases that they claim: libraries, "
+        'ours by label such as "torch_attn triton", or all libraries',
+    )
+    parser.add_argument(
+        "--subjects", action="store_true", help="list the libraries, or why they do not run"
+    )
+    parser.add_argument(
         "--target",
         choices=TARGETS,
         help="compile for this target only (default: all that the GPU runs)",
@@ -202,7 +232,8 @@ def _parser() -> argparse.ArgumentParser:
         "--fuzz",
         type=count,
         metavar="SECONDS",
-        help="run random problems for SECONDS, each with a time limit, instead of a suite",
+        help="run random problems for SECONDS, each with a time limit, instead of a suite, or "
+        "after it with --subject",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the random problems (default: 0)"

@@ -12,14 +12,15 @@ from twin_attention.interop.parity.check import check_layout, compare
 from twin_attention.interop.parity.inputs import Tensors, make_inputs
 from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
 from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
-from twin_attention.interop.parity.sides import Subject, explain, run, supports
+from twin_attention.interop.parity.subjects.absent import Absent
+from twin_attention.interop.parity.subjects.subject import Subject, taken_by
 
 
 def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult:
     """Run every subject on one case and compare; an exception becomes part of the result.
 
-    Subjects of a group are compared with each other; a group's results are freed before the next
-    one runs.
+    Subjects of a group return the same and are compared with each other; a group's results are
+    freed before the next one runs.
     """
     start = time.perf_counter()
     runs: list[RunRecord] = []
@@ -27,9 +28,12 @@ def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult
     error = None
     try:
         inputs = make_inputs(case, device)
-        expected = expectations(inputs, parts_of(case.spec))
-        for group in groups:
-            records, found = _run_group(case, group, inputs, expected)
+        known: dict[tuple[str, ...], list[Expectation]] = {}
+        for group in filter(None, groups):
+            own = taken_by(group[0], inputs)
+            if (*own,) not in known:
+                known[*own,] = expectations(own, parts_of(case.spec))
+            records, found = _run_group(case, group, own, known[*own,])
             runs += records
             comparisons += found
     except Exception as failure:
@@ -44,7 +48,7 @@ def what_runs(case: Case, subjects: list[Subject], device: str) -> dict[str, str
     said = {}
     for subject in subjects:
         try:
-            said[subject.label] = str(explain(subject, case, inputs)).splitlines()[0]
+            said[subject.label] = str(subject.explain(case, inputs)).splitlines()[0]
         except Exception as failure:
             said[subject.label] = describe(failure)
     return said
@@ -60,16 +64,18 @@ def _run_group(
 ) -> tuple[list[RunRecord], list[Comparison]]:
     records, results = [], {}
     for subject in group:
-        if not supports(subject, case):
+        if subject.supports(case) is not None:
             continue
         try:
             start = time.perf_counter()
-            found = run(subject, case, inputs)
+            found = subject.start()(case, inputs)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
             check_layout(found, inputs, case.spec, case.name)
-            ran = str(explain(subject, case, inputs))
+            ran = str(subject.explain(case, inputs))
+        except Absent as reason:
+            records.append(RunRecord(subject.label, refused=str(reason)))
         except Exception as failure:
             records.append(RunRecord(subject.label, error=describe(failure)))
         else:
@@ -78,4 +84,4 @@ def _run_group(
         if torch.cuda.is_initialized():
             # JAX allocates from the same card.
             torch.cuda.empty_cache()
-    return records, compare(results, expected)
+    return records, compare(results, expected, case, inputs)

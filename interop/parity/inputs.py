@@ -31,6 +31,7 @@ from twin_attention.interop.parity.trees import make_tree
 Tensors = dict[str, torch.Tensor]
 Normal = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
+GRADIENTS, POOLS = ("dout", "dlse"), ("k_pages", "v_pages")
 # Ids of no page, on either side of the pool's.
 NO_PAGES = (-1, 2**31 - 1)
 # As a byte: NaN in float8_e4m3fn, the largest number in int8.

@@ -335,7 +335,8 @@ def _evaluate_varlen(inputs: Tensors, spec: VarlenSpec, dtype: torch.dtype) -> T
     for name in ("q", "k", "v", *shared) if "dout" in inputs else ():
         results[f"d{name}"] = torch.zeros_like(inputs[name], dtype=exact)
     if "dsinks" in results:
-        results["dsinks"] += inputs["dlse"][:, bounds[0][-1] :].sum(1)
+        dlse = inputs.get("dlse", torch.zeros_like(results["lse"]))
+        results["dsinks"] += dlse[:, bounds[0][-1] :].to(exact).sum(1)
     for n, (begin_q, end_q, begin_kv, end_kv) in enumerate(
         zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False)
     ):

@@ -6,10 +6,21 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from math import inf
 from typing import Any
 
 from twin_attention.contract.tolerances import Agreement
 
+# What a subject may claim of cases (`features_of`), and of what it returns or reads.
+FEATURES = (
+    "flash_attention", "flash_attention_varlen", "block_sparse_attention", "dilated_attention",
+    "paged_decode", "paged_attention", "float16", "bfloat16", "float32", "tf32", "float8_e4m3fn",
+    "int8", "gradients", "lse", "NaN", "causal", "Sq != Skv", "window", "scale", "softcap",
+    "sinks", "segments", "tree", "depths", "bias", "relative", "alibi", "wide terms",
+    "packed terms", "dropout_rate", "row_max", "GQA", "Dv != D", "D > 128", "D > 256",
+    "D not 64, 128 or 256", "rows without a key", "no tokens", "empty sequences",
+    "several lengths", "several tokens", "padding", "strided", "cascade", "scale_shape",
+)  # fmt: skip
 SCHEMA_VERSION = 1
 ORACLE = "float64"
 
@@ -47,13 +58,14 @@ class RunRecord:
     """One implementation on one case: how it ran, or the error that stopped it.
 
     `seconds` include compilation; `ran` is what `explain` says of the call. An error leaves both
-    None.
+    None, and so does a refusal by a library that claims the case.
     """
 
     subject: str
     seconds: float | None = None
     ran: str | None = None
     error: str | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,7 @@ class CaseResult:
         seconds: wall-clock time of runs, oracle and comparisons.
         comparisons: every output of every run, against the oracle and between twins.
         error: the exception that stopped the case outside an implementation.
+        line: the command that repeats a random problem.
     """
 
     name: str
@@ -73,6 +86,7 @@ class CaseResult:
     runs: list[RunRecord] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     error: str | None = None
+    line: str = ""
 
     @property
     def errors(self) -> list[str]:
@@ -231,17 +245,90 @@ def function_of(problem: dict[str, Any]) -> str:
     return "flash_attention_varlen" if "lengths" in problem else "flash_attention"
 
 
-def options_of(problem: dict[str, Any]) -> list[str]:
-    """Return which fields that change the kernels' result are not defaults.
+def failures(result: CaseResult) -> list[str]:
+    """Return a line per exception and per comparison over its budget."""
+    lines = list(result.errors)
+    for c in result.comparisons:
+        if not c.ok:
+            a = c.agreement
+            lines.append(
+                f"{c.title}: {c.output} against {c.against}: "
+                f"max error {a.max_error:.3g} (budget {a.max_budget:.3g}), "
+                f"rmse {a.rmse:.3g} (budget {a.rmse_budget:.3g})"
+                + (f", alone {a.each:.3g} times its budget" if a.each > 1 else "")
+                + ("" if a.finite else ", NaN or an unexpected infinity")
+            )
+    return lines
 
-    >>> options_of({"head_dim": 64, "bias": "", "segments": "", "softcap": 5.0})
-    ['softcap', 'bias']
+
+def features_of(problem: dict[str, Any]) -> list[str]:
+    """Return what a subject must know for a case, given its fields; the function comes first.
+
+    >>> features_of({"seq_q": 4, "seq_kv": 4, "dtype": "float32", "head_dim": 64, "softcap": 5.0})
+    ['flash_attention', 'float32', 'softcap']
     """
-    given = ("window_size", "softcap", "bias", "relative", "kv_dtype")  # None for none
-    asked = ("sinks", "segments", "tree", "ranges", "alibi", "dropout_rate", "row_max", "cascade",
-             "rotary_dim")  # fmt: skip
-    found = [x for x in given if problem.get(x) is not None]
-    return found + [x for x in asked if problem.get(x)]
+    pairs, (left, right) = _lengths(problem), _window(problem)
+    is_packed = "lengths" in problem and "page_size" not in problem
+    sizes = {problem.get(x) or problem.get("head_dim") or 64 for x in ("head_dim", "head_dim_v")}
+    ids = problem.get("segments") or problem.get("documents") or problem.get("tree") == "any"
+    named = {
+        "window": problem.get("window_size") not in (None, (None, None)),
+        "Sq != Skv": (left, right) != (inf, inf) and any(m != n for m, n in pairs),
+        "GQA": problem.get("heads_q") != problem.get("heads_kv") and "softcap" in problem,
+        "Dv != D": len(sizes) > 1,
+        "D > 128": max(sizes) > 128,
+        "D > 256": max(sizes) > 256,
+        "D not 64, 128 or 256": not sizes <= {64, 128, 256},
+        "rows without a key": bool(ids) or any(_has_empty_row(*x, left, right) for x in pairs)
+        or ("tile_q" in problem and "pattern" not in problem),
+        "empty sequences": "lengths" in problem and any(0 in x for x in pairs),
+        "packed terms": is_packed and any(
+            problem.get(x) not in (None, "") for x in ("tree", "relative", "alibi")
+        ),
+        "no tokens": 0 in (problem.get("batch"), *map(sum, zip(*pairs, strict=True))) or not pairs,
+        "several lengths": len({*pairs}) > 1 and "page_size" in problem,
+        "padding": any(_as_tuple(problem.get("padding"))),
+        "strided": problem.get("layout") == "strided",
+        "wide terms": problem["dtype"] != "float32" and not problem.get("terms_in_q_dtype")
+        and (problem.get("bias") is not None or problem.get("relative") is not None),
+        "several tokens": (problem.get("tokens") or 1) > 1 and "page_size" in problem,
+        "tf32": problem.get("precision") == "tf32",
+        str(problem.get("kv_dtype")): problem.get("kv_dtype") is not None,
+    }  # fmt: skip
+    given = ("scale", "softcap", "bias", "relative")  # None for none
+    asked = ("causal", "sinks", "segments", "tree", "depths", "ranges", "latent", "alibi",
+             "dropout_rate", "row_max", "cascade", "rotary_dim", "scale_shape")  # fmt: skip
+    found = [x for x in asked if problem.get(x)]
+    found += [x for x in given if problem.get(x) is not None]
+    return [function_of(problem), problem["dtype"], *found, *(x for x, y in named.items() if y)]
+
+
+def _lengths(problem: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the queries and keys of each sequence."""
+    if "num_states" in problem:
+        return [(1, 1)]
+    if "seq_q" in problem:
+        return [(problem["seq_q"], problem["seq_kv"])]
+    lengths = problem.get("lengths", ())
+    if "page_size" not in problem:
+        return [tuple(x) for x in lengths]
+    new = problem.get("new_tokens") or [problem.get("tokens") or 1] * len(lengths)
+    return [*zip(new, lengths, strict=True)]
+
+
+def _window(problem: dict[str, Any]) -> tuple[float, float]:
+    left, right = (inf if x is None else x for x in problem.get("window_size") or (None, None))
+    return left, min(right, 0) if problem.get("causal", "page_size" in problem) else right
+
+
+def _has_empty_row(queries: int, keys: int, left: float, right: float) -> bool:
+    """Return True if the first or last query sees no key."""
+    positions = (keys - queries, keys - 1) if queries else ()
+    return any(min(p + right, keys - 1) < max(p - left, 0) for p in positions)
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return tuple(x) if isinstance(x, tuple | list) else (x,)
 
 
 def worst(case: CaseResult, title: str) -> Comparison | None:

@@ -13,15 +13,16 @@ from twin_attention.interop.parity.records import (
     CaseResult,
     Comparison,
     Report,
-    function_of,
-    options_of,
+    failures,
+    features_of,
     problem_text,
     worst,
     worst_of_all,
 )
-from twin_attention.interop.parity.table import failures, ratio_text
+from twin_attention.interop.parity.table import ratio_text
 from twin_attention.interop.rendering.page import facts, figure, page
 from twin_attention.interop.rendering.tables import Cell, to_html
+from twin_attention.targets.config import PACKAGES
 from twin_attention.targets.family import families_of
 
 _INTRODUCTION = (
@@ -31,8 +32,9 @@ _INTRODUCTION = (
     "fails."
 )
 _MATRIX = (
-    "How many cases of a function, and of its options, passed and ran, and the largest error over"
-    " its budget; nothing where a family ran none. A family stands under its framework, and "
+    "How many cases of a function, and of each feature, passed and ran, and the largest error over"
+    " its budget; 'not claimed' where a subject ran none, 'refuses' what a library says that it "
+    "does not do. A family stands under its framework, and "
     "foreign ones have the other's kernels. Where two frameworks ran the same kernels, the number"
     " of results with the same bits follows."
 )
@@ -62,7 +64,7 @@ def _body(report: Report) -> Iterator[str]:
     if report.failed:
         yield f"<h2>Failures ({len(report.failed)})</h2>"
     for case in report.failed:
-        lines = escape("\n".join(failures(case)))
+        lines = escape("\n".join([*failures(case), *filter(None, [case.line])]))
         problem = escape(problem_text(case.problem))
         yield f'<div class="failure"><b>{escape(case.name)}</b> {problem}<pre>{lines}</pre></div>'
     yield "<h2>Worst error / budget</h2>"
@@ -96,8 +98,8 @@ def _matrix(report: Report) -> str:
     pairs = [(a, b) for a, b in product(subjects, subjects) if a < b and _run_the_same(a, b)]
     groups: dict[str, dict[str, list[CaseResult]]] = {}  # by function, and by what its row is named
     for case in report.cases:
-        function = function_of(case.problem)
-        names = [function, *(f"{function}, {option}" for option in options_of(case.problem))]
+        function, *features = features_of(case.problem)
+        names = [function, *(f"{function}, {x}" for x in features)]
         for name in names:
             groups.setdefault(function, {}).setdefault(name, []).append(case)
     rows = [
@@ -117,7 +119,9 @@ def _passed(cases: list[CaseResult], subject: str) -> Cell:
     runs = [(case, run) for case in cases for run in case.runs if run.subject == subject]
     found = [c for case in cases for c in case.comparisons if c.title == subject]
     if not runs:
-        return Cell("")
+        return Cell("not claimed", "muted")
+    if refused := sum(run.refused is not None for _, run in runs):
+        return Cell(f"refuses {refused} of {len(runs)}", "muted")
     ok = [
         run.error is None and all(c.ok for c in case.comparisons if c.title == subject)
         for case, run in runs
@@ -140,6 +144,8 @@ def _equal_bits(cases: list[CaseResult], pair: tuple[str, str]) -> Cell:
 
 def _run_the_same(a: str, b: str) -> bool:
     """Return True if both labels stand for the same kernels and target."""
+    if not (_kernels(a) and _kernels(b)):
+        return False
     (side, _, *target), (other_side, _, *other_target) = a.split(), b.split()
     is_across = (side != other_side) and target == other_target
     return is_across and bool(_kernels(a) & _kernels(b))
@@ -147,14 +153,15 @@ def _run_the_same(a: str, b: str) -> bool:
 
 def _family_title(subject: str) -> str:
     """Return a subject's label, with the owner of a foreign family's kernels."""
-    side = subject.split()[0]
-    packages = {package for package, _ in _kernels(subject)} - {side}
+    packages = {package for package, _ in _kernels(subject)} - {subject.split()[0]}
     return f"{subject} ({', '.join(sorted(packages))})" if packages else subject
 
 
 def _kernels(subject: str) -> set[tuple[str, str]]:
     """Return the package and folder of a subject's families."""
-    side, name, *_ = subject.split()
+    side, name, *_ = (*subject.split(), "")
+    if side not in PACKAGES:  # another library
+        return set()
     import_module(side)  # which then has its families
     return {(x.package, x.folder) for x in families_of(side) if x.name == name and x.folder}
 
@@ -181,7 +188,9 @@ def _comparisons(report: Report) -> str:
     rows = []
     for case, c in pairs:
         a = c.agreement
-        seconds = {run.subject: f"{run.seconds:.2f}" for run in case.runs if not run.error}
+        seconds = {
+            run.subject: f"{run.seconds:.2f}" for run in case.runs if run.seconds is not None
+        }
         numbers = (f"{x:.3g}" for x in (a.max_error, a.max_budget, a.rmse, a.rmse_budget))
         rows.append([
             case.name, c.output, c.subject, c.against, *numbers, _ratio(c),

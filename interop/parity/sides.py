@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -15,11 +15,11 @@ import pallas_attn
 import pallas_attn.distributed
 import torch_attn
 import torch_attn.distributed
+from twin_attention import __version__
 from twin_attention.contract.context import shard_sequence
 from twin_attention.contract.explain import Explanation
 from twin_attention.contract.operands import CONSTANTS
 from twin_attention.contract.spec import Placement
-from twin_attention.interop.exchange import to_jax, to_torch
 from twin_attention.interop.parity.cases import (
     AppendCase,
     BlockSparseCase,
@@ -31,7 +31,8 @@ from twin_attention.interop.parity.cases import (
     PagedCase,
     VarlenCase,
 )
-from twin_attention.interop.parity.inputs import Tensors, has_gradient
+from twin_attention.interop.parity.inputs import GRADIENTS, POOLS, Tensors, has_gradient
+from twin_attention.interop.parity.jax_calls import run_jax, share, with_gradients
 from twin_attention.interop.parity.ranks import (
     AXIS,
     Room,
@@ -39,27 +40,80 @@ from twin_attention.interop.parity.ranks import (
     attend_in_threads,
     attend_under_vmap,
 )
+from twin_attention.interop.parity.subjects.subject import Run, Subject
+from twin_attention.interop.parity.torch_calls import Attend, by_position, call_torch
 from twin_attention.targets.family import Family, families_of
 from twin_attention.targets.target import TARGETS, use_target
 
-Attend = Callable[..., Any]  # an array, or a tuple of arrays, from arrays
-OUTPUTS, GRADIENTS, POOLS = ("out", "lse"), ("dout", "dlse"), ("k_pages", "v_pages")
+OUTPUTS = ("out", "lse")
 
 
 @dataclass(frozen=True)
-class Subject:
-    """An implementation of one side; its target is None if nothing is compiled."""
+class Ours(Subject):
+    """A family of kernels of one side, as a subject; its target is None if nothing is compiled."""
 
     side: str
     implementation: str
     target: str | None = None
+    has_lse, has_gradients, is_guarded = True, True, True
 
     @property
     def label(self) -> str:
         return " ".join(filter(None, (self.side, self.implementation, self.target)))
 
+    @property
+    def framework(self) -> str:
+        return {"torch_attn": "torch", "pallas_attn": "jax"}[self.side]
 
-def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[list[Subject]]:
+    @property
+    def version(self) -> str:
+        return __version__
+
+    def supports(self, case: Case) -> str | None:
+        kinds = {
+            DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",),
+            AppendCase: ("append_kv",), MergeCase: ("combine",),
+        }  # fmt: skip
+        operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
+        families = [x for x in families_of(self.side) if x.name == self.implementation]
+        spec = case.spec
+        if self.side == "torch_attn" and getattr(case, "layout", None) == "strided":
+            spec = replace(spec, placement=Placement(compact=False))
+        if isinstance(case, ContextCase):
+            if self.side == "pallas_attn" and case.way == "gather":
+                return "under `vmap` JAX does not differentiate a sum over ranks"
+            spec = case.part
+            if spec.is_part:
+                operations = ("partial_fwd", "partial_bwd", "partial_dq")
+        for operation in operations:
+            reasons = [family.supports(operation, spec, self.target) for family in families]
+            if None not in reasons:
+                return "; ".join(filter(None, reasons))
+        return None
+
+    def start(self) -> Run:
+        side = SIDES[self.side]()  # a used one may have traced for another target
+
+        def run(case: Case, inputs: Tensors, constants: Sequence[str] = ()) -> Tensors:
+            with use_target(self.target):
+                return call(side, case, inputs, self.implementation, constants)
+
+        return run
+
+    def explain(self, case: Case, inputs: Tensors) -> Explanation:
+        side = SIDES[self.side]()
+        operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
+        options = {**case.options, **absent_operands(case), "implementation": self.implementation}
+        if isinstance(case, ContextCase):
+            operands = side.of_rank(case, operands)
+            function = side.distributed.context_attention
+        else:
+            function = getattr(side.api, _function(case))
+        with use_target(self.target):
+            return side.api.explain(function, **operands, **options)
+
+
+def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[list[Ours]]:
     """Return the subjects by target; the reference goes with the first.
 
     A family whose folder is a target's name only runs for that target.
@@ -76,7 +130,7 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
     return [
         [
             *dict.fromkeys(
-                Subject(side, family.name, target if family.folder is not None else None)
+                Ours(side, family.name, target if family.folder is not None else None)
                 for implementation, side in product(implementations, SIDES)
                 for family in families_of(side)
                 if family.name == implementation and runs(family, target)
@@ -84,39 +138,6 @@ def plan(implementations: Sequence[str], targets: Sequence[str | None]) -> list[
         ]
         for target in targets
     ]
-
-
-def supports(subject: Subject, case: Case) -> bool:
-    kinds = {
-        DecodeCase: ("paged_decode",), PagedCase: ("paged_attention",),
-        AppendCase: ("append_kv",), MergeCase: ("combine",),
-    }  # fmt: skip
-    operations = kinds.get(type(case), ("flash_fwd", "flash_bwd"))
-    families = [x for x in families_of(subject.side) if x.name == subject.implementation]
-    spec = case.spec
-    if subject.side == "torch_attn" and getattr(case, "layout", None) == "strided":
-        spec = replace(spec, placement=Placement(compact=False))
-    if isinstance(case, ContextCase):
-        if subject.side == "pallas_attn" and case.way == "gather":
-            return False  # under `vmap` JAX does not differentiate a sum over ranks
-        spec = case.part
-        if spec.is_part:
-            operations = ("partial_fwd", "partial_bwd", "partial_dq")
-    return all(
-        any(family.supports(operation, spec, subject.target) is None for family in families)
-        for operation in operations
-    )
-
-
-def twins(group: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
-    pairs = product(group, group)
-    return [(a, b) for a, b in pairs if (a.side, b.side) == ("torch_attn", "pallas_attn")]
-
-
-def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
-    with use_target(subject.target):
-        # A new side, because a used one may have traced for another target.
-        return call(SIDES[subject.side](), case, inputs, subject.implementation)
 
 
 def call(
@@ -143,19 +164,6 @@ def _results_of_ranks(
     gradients = [inputs[name] for name in GRADIENTS if name in inputs]
     found = side.attend_on_ranks(case, operands, gradients, implementation=implementation)
     return dict(zip((*OUTPUTS, *(f"d{name}" for name in operands)), found, strict=False))
-
-
-def explain(subject: Subject, case: Case, inputs: Tensors) -> Explanation:
-    side = SIDES[subject.side]()
-    operands = side.share({name: x for name, x in inputs.items() if name not in GRADIENTS})
-    options = {**case.options, **absent_operands(case), "implementation": subject.implementation}
-    if isinstance(case, ContextCase):
-        operands = side.of_rank(case, operands)
-        function = side.distributed.context_attention
-    else:
-        function = getattr(side.api, _function(case))
-    with use_target(subject.target):
-        return side.api.explain(function, **operands, **options)
 
 
 def results(
@@ -211,11 +219,7 @@ class TorchSide:
             operands = operands | {x: operands[x].clone() for x in POOLS if x in operands}
         bound = {x: operands[x] for x in (*CONSTANTS, *constants) if x in operands}
         operands = {x: operands[x] for x in operands if x not in bound}
-        attend = _by_position(partial(getattr(self.api, name), **bound, **options), operands)
-        call = prepare_torch(
-            attend, "both" if gradients else "forward", [*operands.values()], gradients
-        )
-        return tuple(x.detach() for x in leaves(call()))
+        return call_torch(partial(getattr(self.api, name), **bound, **options), operands, gradients)
 
 
 class PallasSide:
@@ -224,9 +228,7 @@ class PallasSide:
     api, distributed = pallas_attn, pallas_attn.distributed
     compiler_options: dict[str, bool] = {}  # noqa: RUF012 - of `jax.jit`; never changed
 
-    def share(self, tensors: Tensors) -> dict[str, Any]:
-        """Return JAX arrays that share the tensors' memory, or copies of strided views."""
-        return {name: to_jax(x, copy=not x.is_contiguous()) for name, x in tensors.items()}
+    share = staticmethod(share)
 
     def call(
         self,
@@ -242,8 +244,7 @@ class PallasSide:
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
         chosen = tuple(sorted(options.items()))
         compiled = self._compile(name, (*arrays,), bool(dout), (*constants,), chosen)
-        found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
-        return tuple(map(to_torch, leaves(found)))
+        return run_jax(compiled, arrays, dout)
 
     def of_rank(self, case: ContextCase, operands: dict[str, Any]) -> dict[str, Any]:
         """Return arrays, plan and mesh of the call on all ranks; the devices need not exist."""
@@ -257,68 +258,23 @@ class PallasSide:
         """Return out, lse and gradients, as `call` does."""
         arrays = self.share(operands)
         dout = self.share(dict(zip(GRADIENTS, gradients, strict=False)))
-        attend = _by_position(attend_under_vmap(case, implementation=implementation), arrays)
-        call = _with_gradients(attend, len(arrays)) if dout else lambda _, *x: attend(*x)
+        attend = by_position(attend_under_vmap(case, implementation=implementation), arrays)
+        call = with_gradients(attend, len(arrays)) if dout else lambda _, *x: attend(*x)
         compiled = jax.jit(call, compiler_options=self.compiler_options or None)
-        found = jax.block_until_ready(compiled(tuple(dout.values()), *arrays.values()))
-        return tuple(map(to_torch, leaves(found)))
+        return run_jax(compiled, arrays, dout)
 
     @cache  # noqa: B019 - for as long as the side lives
     def _compile(
         self, name: str, operands: tuple[str, ...], both: bool, constants: tuple[str, ...], options
     ) -> Attend:
-        attend = _by_position(partial(getattr(self.api, name), **dict(options)), operands)
+        attend = by_position(partial(getattr(self.api, name), **dict(options)), operands)
         count = sum(x not in (*CONSTANTS, *constants) for x in operands)
-        call = _with_gradients(attend, count) if both else lambda _, *arrays: attend(*arrays)
+        call = with_gradients(attend, count) if both else lambda _, *arrays: attend(*arrays)
         return jax.jit(call, compiler_options=self.compiler_options or None)
 
 
 Side = TorchSide | PallasSide
 SIDES: dict[str, type[Side]] = {"torch_attn": TorchSide, "pallas_attn": PallasSide}
-
-
-def prepare_torch(
-    attend: Attend, operation: str, operands: Sequence[torch.Tensor], dout: Any
-) -> Callable[[], Any]:
-    """Return a call of `attend` that may run many times, with the backward's graph already made.
-
-    Args:
-        operation: "forward", "backward" or "both".
-        dout: gradients of `attend`'s result or of its first parts; unused by a forward.
-
-    Returns:
-        A function that returns out, the operands' gradients, or (out, *gradients).
-    """
-    if operation == "forward":
-        return partial(attend, *operands)
-    operands = [x.detach().requires_grad_(x.is_floating_point()) for x in operands]
-    inputs = [x for x in operands if x.requires_grad]
-    if operation == "backward":
-        out = attend(*operands)
-        return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
-    def both() -> tuple[Any, ...]:
-        out = attend(*operands)
-        of = out[: len(dout)] if isinstance(out, tuple) else out
-        return out, *torch.autograd.grad(of, inputs, dout)
-
-    return both
-
-
-def prepare_jax(attend: Attend, operation: str, operands: Sequence[Any], dout: Any) -> partial[Any]:
-    """Return a jitted call on JAX arrays, like `prepare_torch`'s."""
-    if operation == "forward":
-        return partial(jax.jit(attend), *operands)
-    if operation == "backward":
-        _, pull = jax.jit(partial(jax.vjp, attend))(*operands)
-        return partial(jax.jit(lambda pull, dout: pull(dout)), pull, dout)
-    return partial(jax.jit(_with_gradients(attend)), dout, *operands)
-
-
-def leaves(results: Any) -> tuple[Any, ...]:
-    if isinstance(results, tuple | list):
-        return tuple(leaf for result in results for leaf in leaves(result))
-    return () if results is None else (results,)
 
 
 def _function(case: Case) -> str:
@@ -328,26 +284,3 @@ def _function(case: Case) -> str:
         AppendCase: "append_kv", MergeCase: "merge_states",
     }  # fmt: skip
     return named.get(type(case), "flash_attention")
-
-
-def _with_gradients(attend: Attend, count: int | None = None) -> Attend:
-    """Return a function of dout and the operands; the first `count` have gradients."""
-
-    def both(dout: Any, *operands: Any) -> tuple[Any, ...]:
-        first, rest = operands[:count], operands[len(operands[:count]) :]
-        out, pull = jax.vjp(lambda *x: attend(*x, *rest), *first)
-        if isinstance(out, tuple):  # what has no gradient comes last
-            dout = (*dout, *map(jax.numpy.zeros_like, out[len(dout) :]))
-        return out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
-
-    return both
-
-
-def _by_position(function: Attend, names: Iterable[str]) -> Attend:
-    """Return a function of positional operands that returns a tuple."""
-
-    def attend(*operands: Any) -> tuple[Any, ...]:
-        results = function(**dict(zip(names, operands, strict=True)))
-        return results if isinstance(results, tuple) else (results,)
-
-    return attend

@@ -13,6 +13,7 @@ from twin_attention.interop.parity.records import (
     CaseResult,
     Comparison,
     Report,
+    failures,
     worst,
     worst_of_all,
 )
@@ -72,22 +73,6 @@ class CaseTable(Progress):
 
     def _print(self, line: Text) -> None:
         self.console.print(line, soft_wrap=True)
-
-
-def failures(result: CaseResult) -> list[str]:
-    """Return a line per exception and per comparison over its budget."""
-    lines = list(result.errors)
-    for c in result.comparisons:
-        if not c.ok:
-            a = c.agreement
-            lines.append(
-                f"{c.title}: {c.output} against {c.against}: "
-                f"max error {a.max_error:.3g} (budget {a.max_budget:.3g}), "
-                f"rmse {a.rmse:.3g} (budget {a.rmse_budget:.3g})"
-                + (f", alone {a.each:.3g} times its budget" if a.each > 1 else "")
-                + ("" if a.finite else ", NaN or an unexpected infinity")
-            )
-    return lines
 
 
 def print_header(console: Console, facts: dict[str, str]) -> None:

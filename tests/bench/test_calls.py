@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from bench.calls import compiled, torch_call
+from bench.calls import torch_call
+from twin_attention.interop.parity.torch_calls import compiled
 
 SHAPE = (2, 24, 3, 16)
 
@@ -28,7 +29,7 @@ def test_more_problems_than_dynamos_limit_of_graphs_stay_compiled():
         function(torch.zeros(size))
     assert len(graphs) == 20, (
         "torch ran a function uncompiled: look for what became of "
-        "torch._dynamo.config.recompile_limit, which bench.calls.compiled sets"
+        "torch._dynamo.config.recompile_limit, which parity.torch_calls.compiled sets"
     )
 
 
@@ -39,5 +40,5 @@ def test_a_compiled_backward_may_run_again_though_it_first_ran_once(tensors):
     first, second = call.run(), call.run()
     assert all(map(torch.equal, first, second)), (
         "look for what became of torch._functorch.config.donated_buffer, which "
-        "bench.calls.compiled sets"
+        "parity.torch_calls.compiled sets"
     )

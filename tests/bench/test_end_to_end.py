@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bench import __main__ as command
-from bench.job import Absent, Subject
+from bench.job import Entry
 from bench.records import Record, load
 from bench.registry import cells
 from bench.report.plots.training import steps as draw_steps
@@ -25,10 +25,11 @@ from bench.training.job import TrainingJob, start, start_inference
 from bench.training.steps import OPERATIONS, REPEATS, WARMUPS, mean_after, observe
 from models.config import make_config
 from tests.bench.conftest import ORIGIN
+from twin_attention.interop.parity.subjects.absent import Absent
 
 CASE = TrainingCase("tiny", 2, 64)
 LLAMA = replace(CASE, dtype="bfloat16", form="llama")
-OURS, EAGER, SDPA = Subject("torch twin", "sm90"), Subject("torch eager"), Subject("torch sdpa")
+OURS, EAGER, SDPA = Entry("torch twin", "sm90"), Entry("torch eager"), Entry("torch sdpa")
 COMPILATION = 1000.0
 
 
@@ -81,7 +82,7 @@ def records(tmp_path) -> list[Record]:
     path = tmp_path / "records.jsonl"
     oom = raises(RuntimeError("CUDA out of memory.\nTried"))
     absent = raises(NotImplementedError("attention: expected a CUDA device"))
-    others = job(SDPA, lambda: Fake(2.0)), job(EAGER, oom), job(Subject("jax cudnn"), absent)
+    others = job(SDPA, lambda: Fake(2.0)), job(EAGER, oom), job(Entry("jax cudnn"), absent)
     run(job(), *others, path=path)
     return load(path)
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from bench.first import STEPS, FirstCallJob
-from bench.job import Subject
+from bench.job import Entry
 from bench.records import Times
 from bench.sampling import Sampler
 from bench.suites import first
@@ -23,7 +23,7 @@ def measured(monkeypatch, record):
         origin[name] = getattr(record(), name)
 
     def measure(case, name):
-        job = FirstCallJob(case, Subject(name, "sm80"), turns=1)
+        job = FirstCallJob(case, Entry(name, "sm80"), turns=1)
         return job.measure(job.plan(origin), Sampler(None), lambda step: None)
 
     return measure
@@ -55,7 +55,7 @@ def test_a_process_that_fails_says_why(measured, monkeypatch, program, message):
 def test_the_median_of_the_turns_is_kept(monkeypatch, record):
     turns = iter([3.0, 1.0, 2.0])
     monkeypatch.setattr(FirstCallJob, "_run", lambda self: dict.fromkeys(STEPS, next(turns)))
-    job = FirstCallJob(CASE, Subject("torch gluon", "sm90"))
+    job = FirstCallJob(CASE, Entry("torch gluon", "sm90"))
     plan = {"forward": replace(record(), status="planned", times=None)}
     (found,) = job.measure(plan, Sampler(None), lambda step: None)
     assert found.times == Times(2e3, 1e3, 3e3)

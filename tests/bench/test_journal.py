@@ -48,7 +48,7 @@ SUITE = """
     from pathlib import Path
     from types import SimpleNamespace
     from rich.console import Console
-    from bench.job import Call, Job, Subject
+    from bench.job import Call, Job, Entry
     from bench.journal import VARIABLE, Journal
     from bench.records import Times, append
     from bench.runner import Instruments, run_suite
@@ -72,7 +72,7 @@ SUITE = """
         return lambda tensors: Call(run, None)
 
     path = Path(sys.argv[-1])
-    factories = {Subject(name): factory(name == "bad") for name in ("good", "bad", "better")}
+    factories = {Entry(name): factory(name == "bad") for name in ("good", "bad", "better")}
     jobs = [Job({"name": "a"}, "forward", 0, 0, lambda: None, factories)]
     origin = {"suite": "s", "device": "GPU", "versions": {}, "commit": "c", "date": "d"}
     instruments = Instruments(timer, lambda x: x, lambda: Sampler(None), lambda: None)

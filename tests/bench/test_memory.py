@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.records import load
 from bench.registry import cells
 from bench.report.plots.training import over_a_step, peaks_by_case
@@ -102,7 +102,7 @@ def records(tmp_path):
 
     def job(name, begin):
         case = TrainingCase("tiny", 2, 64)
-        return TrainingJob(case, Subject(name), begin, memory.observe, ("step",))
+        return TrainingJob(case, Entry(name), begin, memory.observe, ("step",))
 
     path = tmp_path / "records.jsonl"
     oom = raises(RuntimeError("CUDA out of memory."))

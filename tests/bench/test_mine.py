@@ -12,10 +12,11 @@ import torch
 from bench import __main__ as command
 from bench import journal, measure, mine, peaks, timing
 from bench.anonymous import clean
-from bench.job import Absent, Call, Job, Subject
+from bench.job import Call, Entry, Job
 from bench.records import Times, load
 from bench.timing import Timing
 from twin_attention.interop.parity import environment
+from twin_attention.interop.parity.subjects.absent import Absent
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
 CARD = {"multiprocessors": 108, "memory_gib": 79.2, "shared_memory": 166912, "watts": 400.0,
@@ -40,7 +41,7 @@ def job(name, operation="forward", **factories):
     def made(tensors):
         return Call(lambda: "out", None)
 
-    subjects = [Subject("torch gluon", "sm80"), Subject("jax mosaic", "sm80"), Subject("FA2")]
+    subjects = [Entry("torch gluon", "sm80"), Entry("jax mosaic", "sm80"), Entry("FA2")]
     factories = {s: factories.get(s.implementation.replace(" ", "_"), made) for s in subjects}
     return Job({"name": name}, operation, 10**12, 10**9, lambda: None, factories)
 

@@ -5,9 +5,9 @@ import pytest
 import pallas_attn
 import torch_attn
 from bench import ours
-from bench.job import Absent
 from bench.problems import attention_tensors
 from twin_attention.interop.parity.cases import FlashCase
+from twin_attention.interop.parity.subjects.absent import Absent
 from twin_attention.targets import family
 from twin_attention.targets.target import requested_target
 

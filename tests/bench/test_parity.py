@@ -1,20 +1,21 @@
 """A case of parity gives an error for each implementation, and no times."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.parity import ParityJob
 from bench.registry import load
 from bench.report.sections import sections
-from twin_attention.interop.parity import harness
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.flash import flash_cases
 from twin_attention.interop.parity.suites.merge import merge_cases
 
 (MERGE,) = merge_cases("small", "merge-bf16")
 (FLASH,) = flash_cases("small", "one-token")
-TRITON = Subject("torch triton"), Subject("jax triton")
+TRITON = Entry("torch triton"), Entry("jax triton")
 
 
 def records_of(job, origin):
@@ -32,13 +33,13 @@ def test_right_results_have_an_error_and_no_times(origin, case):
 
 
 def test_a_wrong_result_is_refused_and_named(origin, monkeypatch):
-    run = harness.run
+    start = Ours.start
 
     def wrong(subject, *problem):
-        found = run(subject, *problem)
+        found = start(subject)(*problem)
         return found | {"out": found["out"] + 1} if subject.side == "torch_attn" else found
 
-    monkeypatch.setattr(harness, "run", wrong)
+    monkeypatch.setattr(Ours, "start", lambda subject: partial(wrong, subject))
     torch, jax = records_of(ParityJob(MERGE, TRITON, "cpu"), origin)
     assert (torch.status, jax.status) == ("refused by parity",) * 2  # and jax's twin disagrees
     assert torch.error > 1
@@ -46,17 +47,17 @@ def test_a_wrong_result_is_refused_and_named(origin, monkeypatch):
 
 
 def test_what_has_no_kernels_is_absent_and_what_raises_failed(origin, monkeypatch):
-    def no(*arguments, **options):
+    def no(subject):
         raise RuntimeError("no such card")
 
-    monkeypatch.setattr(harness, "run", no)
-    job = ParityJob(MERGE, (Subject("torch gluon", "sm80"), Subject("torch triton")), "cpu")
+    monkeypatch.setattr(Ours, "start", no)
+    job = ParityJob(MERGE, (Entry("torch gluon", "sm80"), Entry("torch triton")), "cpu")
     assert [record.status for record in records_of(job, origin)] == ["absent", "failed"]
 
 
 def test_implementations_are_chosen_by_name():
     job = ParityJob(MERGE, TRITON, "cpu")
-    assert job.only(["torch"]).subjects == [Subject("torch triton")]
+    assert job.only(["torch"]).subjects == [Entry("torch triton")]
     assert job.only(["FA2"]) is None
 
 

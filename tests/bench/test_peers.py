@@ -9,22 +9,10 @@ from types import SimpleNamespace
 import jax
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
-from bench.job import Absent
-from bench.peers import (
-    DECODE,
-    FLASH,
-    PACKED,
-    PREFILL,
-    TREE,
-    flashinfer,
-    jax_fa3,
-    packed_peers,
-    torch_peers,
-    tree_peers,
-)
-from bench.problems import attention_check, attention_tensors, decode_tensors
+from bench import peers
+from bench.peers import DECODE, FLASH, PACKED, PREFILL, SPARSE, TREE
+from bench.problems import SparseCase, attention_check, attention_tensors, decode_tensors
 from bench.suites.ranges import range_case
 from bench.suites.tree import tree_case
 from pallas_attn import flash_attention as jax_flash_attention
@@ -35,6 +23,13 @@ from twin_attention.contract.reference.attention import attention_forward
 from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.interop.parity.check import sample_check
+from twin_attention.interop.parity.subjects import (
+    flashinfer,
+    jax_fa3,
+    jax_libraries,
+    torch_libraries,
+)
+from twin_attention.interop.parity.subjects.absent import Absent
 
 SQUARE = FlashCase("square", batch=2, seq_q=32, seq_kv=32, heads_q=4, heads_kv=4, head_dim=16)
 CASES = [
@@ -62,7 +57,7 @@ TAKES = dict.fromkeys(FLASH, HALF) | dict.fromkeys(
     ("FA2", "FA3", "FA4", "jax FA3"), HALF | {"rectangle"}
 )
 TAKES |= dict.fromkeys(("eager", "FlexAttention"), HALF | {"rectangle", "float32"})
-TAKES |= {"jax.nn XLA": HALF | {"float32"}, "jax Pallas mha": {"square", "causal"}}
+TAKES |= {"jax.nn XLA": HALF | {"rectangle", "float32"}, "jax Pallas mha": {"square", "causal"}}
 OPERATION = dict.fromkeys(FLASH, "both") | dict.fromkeys(("FlexAttention", "FA3"), "forward")
 OPERATION |= dict.fromkeys(("cuDNN", "jax.nn cuDNN", "tokamax Triton"), None)
 
@@ -129,9 +124,7 @@ def stand_ins(monkeypatch):
     )
     fa3_module = SimpleNamespace(flash_attn_func=fa3, flash_attn_varlen_func=varlen)
     operators = SimpleNamespace(_flash_attention_forward=aten)
-    monkeypatch.setattr(packed_peers, "_aten", lambda: operators)
-    for module in (torch_peers, packed_peers, tree_peers):
-        monkeypatch.setattr(module, "compiled", lambda function: function)
+    monkeypatch.setattr(torch_libraries, "_aten", lambda: operators)
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3_module)
     monkeypatch.setattr(jax_fa3, "register", lambda: None)
     monkeypatch.setattr(jax.ffi, "ffi_call", fa3_call)
@@ -155,7 +148,6 @@ def decode(peer, **options):
     return DECODE[peer](case, decode_tensors(case, "cpu"))
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("peer", FLASH)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_peer_is_right_where_it_is_not_absent(peer, case):
@@ -168,7 +160,6 @@ def test_a_peer_is_right_where_it_is_not_absent(peer, case):
         assert attention_check(case, operation, tensors)(call.result(call.run())) <= 1
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("peer", [name for name in PACKED if "cuDNN" not in name])
 def test_a_peer_of_packed_sequences_is_right(peer):
     tensors = attention_tensors(DOCUMENTS, "cpu")
@@ -178,7 +169,15 @@ def test_a_peer_of_packed_sequences_is_right(peer):
     assert attention_check(DOCUMENTS, operation, tensors)(call.result(call.run())) <= 1
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.parametrize("peer", SPARSE)
+@pytest.mark.parametrize("options", [{}, {"pattern": "local", "causal": True}], ids=str)
+def test_a_peer_of_block_masks_is_right(peer, options):
+    case = SparseCase("blocks", 2, 300, 300, head_dim=16, kept=0.4, **options)
+    tensors = attention_tensors(case, "cpu")
+    call = SPARSE[peer](case, "forward", tensors)
+    assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1
+
+
 @pytest.mark.parametrize("peer", TREE)
 @pytest.mark.parametrize(
     "case",
@@ -195,16 +194,20 @@ def test_a_peer_of_trees_and_ranges_is_right(peer, case):
     assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1
 
 
-REFUSED = [(flash, peer, x) for peer in FLASH for x in ({"window_size": (8, 0)}, {"softcap": 2.0})]
+REFUSED = [
+    (flash, peer, x)
+    for peer in FLASH
+    for x in ({"window_size": (8, 0)}, {"softcap": 2.0})
+    if peer not in ("eager", "FlexAttention")
+    and (peer, x) != ("jax.nn XLA", {"window_size": (8, 0)})
+]
 REFUSED += [(packed, peer, x) for peer in PACKED for x in (
-    {"softcap": 5.0}, {"padding": (0, 3)}, {"lengths": ((3, 4),)}, {"sinks": True},
+    {"softcap": 5.0}, {"padding": (0, 3)}, {"sinks": True},
 )]  # fmt: skip
 REFUSED += [
-    (flash, "FA4", {"head_dim": 20}),
     (flash, "FA4", {"head_dim_v": 264}),
-    (packed, "FA4 varlen", {"head_dim": 20}),
     (flash, "jax FA3", {"head_dim_v": 32}),
-    (flash, "jax FA3", {"head_dim": 20}),
+    (packed, "FA4 varlen", {"lengths": ((3, 4),)}),
     (packed, "jax FA3 varlen", {"head_dim_v": 32}),
     (packed, "FA2 padded", {"causal": False}),
     (decode, "FA2 dense", {"lengths": (5, 33)}),
@@ -246,11 +249,9 @@ def test_a_peer_that_is_not_installed_is_absent(monkeypatch, module, make):
 
 
 def test_a_peer_that_needs_too_much_or_has_no_such_function_is_absent(monkeypatch):
-    scores = 4 * 2 * 27**2
-    for operation, limit in (("forward", scores - 1), ("backward", 4 * scores - 1)):
-        monkeypatch.setattr(packed_peers, "SCORES_MAX", limit)
-        with pytest.raises(Absent, match="its scores would take"):
-            packed("jax.nn XLA", operation)
+    monkeypatch.setattr(jax_libraries, "SCORES_MAX", 4 * 2 * 27**2 - 1)
+    with pytest.raises(Absent, match="its scores would take"):
+        packed("jax.nn XLA")
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", SimpleNamespace())
     with pytest.raises(Absent, match="has no flash_attn_varlen_func"):
         packed("FA3 varlen")
@@ -277,7 +278,7 @@ def test_fa3_in_jax_needs_its_library_and_hopper(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     expect("is not installed")
     path.touch()
-    expect("for Hopper alone")
+    expect("for Hopper only")
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
     expect("cannot be loaded")
 
@@ -301,8 +302,15 @@ def test_fa3_in_jax_needs_its_library_and_hopper(monkeypatch, tmp_path):
 ])  # fmt: skip
 def test_xla_is_to_call_fa3_with_the_librarys_types(monkeypatch, make, peer, kind, lengths):
     monkeypatch.setattr(jax.ffi, "ffi_call", KERNELS)
-    monkeypatch.setattr(jax_fa3, "jax_call", lambda attend, operation, tensors: (attend, tensors))
-    attend, tensors = make(peer, causal=True, scale=0.5)
+    calls = []
+
+    def keep(*call):
+        calls.append(call)
+        return SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr(peers, "jax_call", keep)
+    make(peer, causal=True, scale=0.5)
+    ((attend, _, tensors),) = calls
     q, k, v, dout = (jax.ShapeDtypeStruct(x.shape, "bfloat16") for x in tensors)
     both = jax.jit(lambda dout, *qkv: jax.vjp(attend, *qkv)[1](dout))
     text = both.trace(dout, q, k, v).lower(lowering_platforms=("cuda",)).as_text()
@@ -329,40 +337,21 @@ def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
     assert not any(name.startswith("xprof") for name in sys.modules)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(300, 5, 1, 414), (640,), (128, 256, 128), (100, 0, 29)])
-def test_the_mask_of_documents_is_that_of_its_pairs(lengths, causal):
-    case = replace(DOCUMENTS, lengths=tuple((n, n) for n in lengths), causal=causal)
-    mask = packed_peers.document_mask(case, "cpu")
-    size = (sum(lengths), sum(lengths))
-    want = create_block_mask(mask.mask_mod, None, None, *size, device="cpu")
-    assert torch.equal(mask.to_dense()[0, 0], want.to_dense()[0, 0])
-    assert torch.equal(mask.full_kv_num_blocks, want.full_kv_num_blocks)
-    assert mask.seq_lengths == want.seq_lengths
-
-
-def test_of_torchs_backends_the_efficient_one_takes_float32():
-    """The adapter passes it on; a CPU has no such backend to run it."""
-    case = replace(SQUARE, dtype="float32")
-    assert torch_peers.sdpa("EFFICIENT_ATTENTION", case, "forward", attention_tensors(case, "cpu"))
-
-
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])
 @pytest.mark.parametrize("operation", ["forward", "both"])
 def test_sdpas_operators_take_the_case(backend, operation):
     case = replace(SQUARE, causal=True)
     tensors = [torch.empty(case.shapes[0], dtype=torch.bfloat16, device="meta") for _ in range(4)]
-    call = torch_peers.sdpa_operator(backend, case, operation, tensors)
+    call = peers.sdpa_operator(backend, case, operation, tensors)
     results = call.result(call.run())
     assert [x.shape for x in results] == [case.shapes[0]] * {"forward": 1, "both": 4}[operation]
 
 
-@pytest.mark.parametrize("options", [{"heads_kv": 2}, {"seq_q": 16}, {"softcap": 5.0}])
-def test_sdpa_without_a_choice_is_absent_where_it_would_drop_an_option(options):
+@pytest.mark.parametrize("options", [{"seq_q": 16}, {"softcap": 5.0}])
+def test_sdpas_operator_is_absent_where_it_would_drop_an_option(options):
     case = replace(SQUARE, causal=True, **options)
-    for peer in (torch_peers.sdpa_by_default, partial(torch_peers.sdpa_operator, "flash")):
-        with pytest.raises(Absent):
-            peer(case, "forward", attention_tensors(case, "cpu"))
+    with pytest.raises(Absent):
+        peers.sdpa_operator("flash", case, "forward", attention_tensors(case, "cpu"))
 
 
 def check_decode(case, tensors, call):
@@ -436,8 +425,8 @@ def test_flashinfer_gets_the_pages_and_plans_once(monkeypatch, case, options, wr
     monkeypatch.setattr(Wrapper, "planned", 0)
     case = replace(case, **options)
     tensors = decode_tensors(case, "cpu")
-    peers = PREFILL if isinstance(case, PagedCase) else DECODE
-    call = peers["FlashInfer"](case, tensors)
+    adapters = PREFILL if isinstance(case, PagedCase) else DECODE
+    call = adapters["FlashInfer"](case, tensors)
     for _ in range(2):
         assert check_decode(case, tensors, call) <= 1
     assert Wrapper.planned == 1

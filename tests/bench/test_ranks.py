@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.job import Subject
+from bench.job import Entry
 from bench.ranks import in_turn, together
 from bench.records import Times
 from bench.suites import context
@@ -25,7 +25,7 @@ def test_times_are_those_of_the_slowest_rank_and_of_a_share_of_the_whole(monkeyp
     monkeypatch.setattr(together, "time_calls", time_calls)
     monkeypatch.setattr(in_turn.time, "perf_counter", lambda: next(clock))
     fast, slow, whole = (lambda: "fast"), (lambda: "slow"), (lambda: "whole")
-    subjects = Subject("torch rank", "sm90"), Subject("torch triton dense", "sm90")
+    subjects = Entry("torch rank", "sm90"), Entry("torch triton dense", "sm90")
     calls = dict(zip(subjects, (in_turn.Ranks([fast, slow]), whole), strict=True))
     found = together.time_ranks(2, calls, waited.append)
     assert timed == [slow, whole]
@@ -38,7 +38,7 @@ def test_times_are_those_of_the_slowest_rank_and_of_a_share_of_the_whole(monkeyp
 def test_a_group_of_processes():
     job = context.job(CASE, "forward", "sm90")
     tensors = job.inputs("cpu")
-    subjects = Subject("torch ring", "sm90"), Subject("torch gather", "sm90")
+    subjects = Entry("torch ring", "sm90"), Entry("torch gather", "sm90")
     calls = {subject: job.factories[subject](tensors) for subject in subjects}
     for call in calls.values():
         assert job.check(tensors)(call.result(call.run())) <= 1

@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 import pytest
 from rich.console import Console
 
-from bench.job import Absent, Call, Job, Subject
+from bench.job import Call, Entry, Job
 from bench.journal import Journal
 from bench.parity import ParityJob
 from bench.records import Times, load
 from bench.runner import NO_JOURNAL, Instruments, run_suite
 from bench.sampling import Sample, Sampler
 from bench.timing import Timing
+from twin_attention.interop.parity.subjects.absent import Absent
 
-OURS, PEER = Subject("torch triton", "sm90"), Subject("FA2")
+OURS, PEER = Entry("torch triton", "sm90"), Entry("FA2")
 TIMING = Timing(
     busy=Times(2.0, 1.9, 2.1), span=Times(2.5, 2.4, 2.6), host=Times(0.1, 0.1, 0.1), kernels=("k",),
     events=2.6, memory=1024,
@@ -153,7 +154,7 @@ def test_only_what_is_right_is_timed(run, error, status):
         timed.extend(calls)
         return fake_timer(calls)
 
-    unchecked = Subject("no result")
+    unchecked = Entry("no result")
     factories = FACTORIES | {unchecked: factory("no result", result=None)}
     _, records, printed = run(job("a", check=check, factories=factories), timer=timer)
     found = {r.implementation: (r.status, r.error) for r in records}
@@ -279,7 +280,7 @@ def test_what_does_not_fit_beside_the_others_is_timed_after_them(run):
         return fake_timer(calls)
 
     makers = {"light": memory.call, "heavy": heavy, "other": factory("other")}
-    factories = {Subject(name): make for name, make in makers.items()}
+    factories = {Entry(name): make for name, make in makers.items()}
     _, records, _ = run(job("a", factories=factories), timer=timer)
     assert timed == [["light"], ["heavy", "other"]]
     assert [r.status for r in records] == ["ok"] * 3

@@ -7,7 +7,7 @@ import torch
 
 from bench import __main__ as command
 from bench import measure as measuring
-from bench.job import Job, Subject
+from bench.job import Entry, Job
 from bench.records import append, load
 from bench.registry import SUITES
 from bench.suites import command as suites
@@ -31,7 +31,7 @@ def suite(name, jobs):
 
 
 def job(*names):
-    factories = {Subject(name, "sm90"): pytest.fail for name in names}
+    factories = {Entry(name, "sm90"): pytest.fail for name in names}
     return Job({"name": "case"}, "forward", 0, 0, lambda: None, factories)
 
 
@@ -175,7 +175,7 @@ def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, 
     assert command.main(["eager", *options]) == 130
     ((jobs, origin, *rest),) = called
     assert [job.case["name"] for job in jobs] == ["matmul", "read", "copy", "case"]
-    assert list(jobs[-1].factories) == [Subject("jax triton", "sm90"), Subject("FA2", "sm90")]
+    assert list(jobs[-1].factories) == [Entry("jax triton", "sm90"), Entry("FA2", "sm90")]
     assert origin["suite"] == "eager"
     assert rest == [path, True, log]
     assert "The title" in capsys.readouterr().out

@@ -22,7 +22,7 @@ from twin_attention.contract.spec import PartialSpec
 from twin_attention.interop.exchange import to_jax, to_torch
 from twin_attention.interop.parity.cases import Case, DilatedCase
 from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import Subject, run, supports
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.targets.target import use_target
 
@@ -63,15 +63,15 @@ GRADIENTS = {"dq", "dk", "dv"}
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_bits_are_equal(case: Case, target: str, pair: str):
-    ours, theirs = (Subject(*subject, target) for subject in PAIRS[pair])
-    if not (supports(ours, case) and supports(theirs, case)):
+    ours, theirs = (Ours(*subject, target) for subject in PAIRS[pair])
+    if not (ours.supports(case) is None and theirs.supports(case) is None):
         pytest.skip("a side does not support the problem")
     if isinstance(getattr(case, "part", None), PartialSpec):
         pytest.skip("each framework exchanges keys in its own steps")
     if pair != "triton in JAX" and case.name in MERGED:
         pytest.skip("each framework merges in a kernel of its own")
     inputs = make_inputs(case, "cuda")
-    found, expected = run(ours, case, inputs), run(theirs, case, inputs)
+    found, expected = ours.start()(case, inputs), theirs.start()(case, inputs)
     sums_itself = (pair, target) == ("mosaic in torch", "sm80") or case.name in MERGED
     own = SUMS | GRADIENTS if sums_itself else SUMS
     for x in expected.keys() - own:

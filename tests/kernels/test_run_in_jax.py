@@ -31,7 +31,7 @@ from twin_attention.interop.kernels import run_in_jax, triton_call
 from twin_attention.interop.kernels.cubin import Compiled, Descriptor, Number, Pointer
 from twin_attention.interop.parity.cases import ContextCase
 from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import Subject, run, supports
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.targets import config, ptx
 from twin_attention.targets.conditions import CONDITIONS
@@ -333,8 +333,8 @@ def test_other_operations(name, launches, monkeypatch):
     monkeypatch.setattr(ptx, "choose_upcast", lambda dtype, _: choose_upcast(dtype, None))
     (case,) = (case for cases in KINDS for case in cases("small", name))
     inputs = make_inputs(case, "cpu")
-    expected = run(Subject("torch_attn", "triton"), case, inputs)
-    found = run(Subject("pallas_attn", "torch_triton", "sm80"), case, inputs)
+    expected = Ours("torch_attn", "triton").start()(case, inputs)
+    found = Ours("pallas_attn", "torch_triton", "sm80").start()(case, inputs)
     assert [x for x in OTHERS[name] if x in launches] == OTHERS[name], launches
     for x in expected:
         np.testing.assert_array_equal(to_numpy(found[x]), to_numpy(expected[x]), err_msg=x)
@@ -367,9 +367,9 @@ def of_long_parts(monkeypatch):
 @pytest.mark.parametrize("name", PARTS)
 def test_parts_of_a_sequence(name, launches, of_long_parts):
     case = PARTS[name]
-    inputs, subject = make_inputs(case, "cpu"), Subject("pallas_attn", "gluon", "sm90")
-    assert supports(subject, case)
-    assert_within_budget(run(subject, case, inputs), inputs, case.spec)
+    inputs, subject = make_inputs(case, "cpu"), Ours("pallas_attn", "gluon", "sm90")
+    assert subject.supports(case) is None
+    assert_within_budget(subject.start()(case, inputs), inputs, case.spec)
     kernels = {"flash_bwd_dq", "flash_bwd_dkdv"}
     if not case.deterministic:
         kernels = {"flash_bwd_fused", "flash_bwd_postprocess"}
@@ -381,7 +381,7 @@ def test_parts_after_a_gather(launches):
     case = replace(RANKS, seq_q=140, seq_kv=140, exchange="gather", ranks=2)
     inputs = make_inputs(case, "cpu")
     inputs = {x: inputs[x] for x in "qkv"}
-    found = run(Subject("pallas_attn", "gluon", "sm90"), case, inputs)
+    found = Ours("pallas_attn", "gluon", "sm90").start()(case, inputs)
     assert_within_budget(found, inputs, case.spec)
     assert launches == ["flash_fwd"] * case.ranks
 
@@ -389,9 +389,9 @@ def test_parts_after_a_gather(launches):
 def test_parts_by_the_portable_kernels(launches):
     (case,) = (case for cases in KINDS for case in cases("small", "context-ring"))
     case = replace(case, ranks=2)
-    inputs, subject = make_inputs(case, "cpu"), Subject("pallas_attn", "torch_triton", "sm80")
-    assert supports(subject, case)
-    assert_within_budget(run(subject, case, inputs), inputs, case.spec)
+    inputs, subject = make_inputs(case, "cpu"), Ours("pallas_attn", "torch_triton", "sm80")
+    assert subject.supports(case) is None
+    assert_within_budget(subject.start()(case, inputs), inputs, case.spec)
     expected = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
     assert {*launches} == expected
 

@@ -10,7 +10,7 @@ import pytest
 from pallas_attn import append_kv, flash_attention, private
 from pallas_attn.lowering import recording
 from twin_attention.interop.parity.cases import AppendCase, FlashCase
-from twin_attention.interop.parity.sides import Subject, supports
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.targets.family import FOREIGN
 from twin_attention.targets.target import use_target
 
@@ -48,7 +48,7 @@ def test_each_array_that_is_written_has_a_barrier_of_its_own(
     implementation, case, function, operands, kernels, in_place
 ):
     is_foreign = implementation in (x.name for x in FOREIGN["pallas_attn"])
-    if not supports(Subject("pallas_attn", implementation, "sm80"), case):
+    if Ours("pallas_attn", implementation, "sm80").supports(case) is not None:
         pytest.skip(f"{implementation} does not run here")
     if is_foreign and not hasattr(private.gpu_triton, "TritonKernel"):
         pytest.skip("jaxlib's CUDA plugin is not installed")

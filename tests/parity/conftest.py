@@ -1,16 +1,17 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from twin_attention.contract.explain import Explanation
-from twin_attention.interop.parity import environment, harness
+from twin_attention.interop.parity import environment
 from twin_attention.interop.parity.cases import Case
 from twin_attention.interop.parity.inputs import Tensors
 from twin_attention.interop.parity.oracle import evaluate
-from twin_attention.interop.parity.sides import Subject
+from twin_attention.interop.parity.sides import Ours
 
-Spoil = Callable[[Subject, Case, Tensors], None]
+Spoil = Callable[[Ours, Case, Tensors], None]
 EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")
 
 
@@ -19,7 +20,7 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
     """Replace both packages by the oracle; `spoil` changes results, or raises."""
     spoilers: list[Spoil] = []
 
-    def run(subject: Subject, case: Case, inputs: Tensors) -> Tensors:
+    def run(subject: Ours, case: Case, inputs: Tensors, constants=()) -> Tensors:
         results = evaluate(inputs, case.spec, torch.float64)
         dtypes = dict.fromkeys(("lse", "dlses", "dsinks"), torch.float32)
         own = getattr(torch, case.spec.dtype)
@@ -28,8 +29,8 @@ def fake_twins(monkeypatch: pytest.MonkeyPatch) -> Callable[[Spoil], None]:
             spoil(subject, case, results)
         return results
 
-    monkeypatch.setattr(harness, "run", run)
-    monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: EXPLANATION)
+    monkeypatch.setattr(Ours, "start", lambda subject: partial(run, subject))
+    monkeypatch.setattr(Ours, "explain", lambda subject, case, inputs: EXPLANATION)
     monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
     # Other processes would have the real twins.
     monkeypatch.setattr(environment, "choose_jobs", lambda device, suite, cases: 1)

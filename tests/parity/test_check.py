@@ -11,12 +11,12 @@ from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase
 from twin_attention.interop.parity.check import agreements, check_layout, compare, sample_check
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.oracle import evaluate, expectations, parts_of
-from twin_attention.interop.parity.sides import Subject
+from twin_attention.interop.parity.sides import Ours
 
 CASE = FlashCase(
     "samples", batch=1, seq_q=128, seq_kv=128, head_dim=16, dtype="float32", window_size=(4, 0)
 )
-TORCH, PALLAS = Subject("torch_attn", "triton"), Subject("pallas_attn", "triton")
+TORCH, PALLAS = Ours("torch_attn", "triton"), Ours("pallas_attn", "triton")
 
 
 def ratios(token: int, value: float, device: str) -> dict[tuple[str, str], float]:
@@ -24,7 +24,7 @@ def ratios(token: int, value: float, device: str) -> dict[tuple[str, str], float
     right = evaluate(inputs, CASE.spec, torch.float64)
     results = {subject: {n: x.float() for n, x in right.items()} for subject in (TORCH, PALLAS)}
     results[TORCH]["out"][0, token] += value
-    found = compare(results, expectations(inputs, parts_of(CASE.spec)))
+    found = compare(results, expectations(inputs, parts_of(CASE.spec)), CASE, inputs)
     assert len(found) == 15
     return {(c.title, c.output): c.agreement.ratio for c in found}
 

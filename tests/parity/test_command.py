@@ -9,8 +9,8 @@ import pytest
 
 from twin_attention.interop.parity import __main__ as command
 from twin_attention.interop.parity import arguments as checks
-from twin_attention.interop.parity import harness
 from twin_attention.interop.parity.records import ORACLE
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.flash import flash_cases
 from twin_attention.interop.parity.suites.kinds import KINDS
 
@@ -119,7 +119,7 @@ def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, cap
 
 
 def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, monkeypatch):
-    monkeypatch.setattr(harness, "explain", lambda subject, case, inputs: case.name)
+    monkeypatch.setattr(Ours, "explain", lambda subject, case, inputs: case.name)
     empty, full = flash_cases("small", "no-keys")[0], flash_cases("small", "one-token")[0]
     monkeypatch.setattr(command, "KINDS", (lambda suite: [empty, full],))
     parity(tmp_path)
@@ -171,6 +171,8 @@ def test_list_ends_quietly_when_its_reader_does(text):
             ["--implementations", "gluon"],
             "--implementations: expected one with kernels for this device, got 'gluon'",
         ),
+        (["--subject", "cuDNN"], "--subject 'cuDNN': it needs a GPU"),
+        (["--subject", "FA5"], "--subject: expected all or some of torch_attn triton"),
         (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
         (["--jobs", "0"], "--jobs: expected a number of 1 or more, got '0'"),
     ],
@@ -207,6 +209,19 @@ def test_a_missing_package_names_the_extra(tmp_path, capsys, monkeypatch):
         "matplotlib, rich missing: in a checkout of twin-attention, pip install '.[parity]'"
         in error
     )
+
+
+def test_subjects_are_libraries_and_ours(tmp_path, capsys):
+    names = ("FA2", "flax", "torch_attn triton", "all")
+    assert parity(tmp_path, "--filter", "one-token", "fp32-causal", "--subject", *names) == 0
+    cases = verdicts(tmp_path)
+    ran = {run["subject"] for run in cases["one-token"]["runs"]}
+    assert {"FA2", "FlexAttention", "transformers sdpa", "torch_attn triton"} <= ran
+    assert "flax" in {run["subject"] for run in cases["fp32-causal"]["runs"]}  # it has no GQA
+    page = (tmp_path / "parity.html").read_text()
+    assert "not claimed" in page
+    assert command.main(["--subjects"]) == 0
+    assert "cuDNN                  it needs a GPU" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "outputs"), [("strided", 5), ("decode-fp8", 2)])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from twin_attention.interop.parity import __main__ as command
+from twin_attention.interop.parity import sides
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.interop.parity.check import NAN
 from twin_attention.interop.parity.fuzz import command as fuzz_command
@@ -38,11 +39,11 @@ from twin_attention.interop.parity.fuzz.problems import (
 from twin_attention.interop.parity.fuzz.shrink import failures_of, shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
 from twin_attention.interop.parity.records import ORACLE, CaseResult, Comparison, RunRecord
-from twin_attention.interop.parity.sides import Subject
+from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.workers import run_cases, tell
 
 LONGEST = 40
-TORCH = Subject("torch_attn", "triton")
+TORCH = Ours("torch_attn", "triton")
 
 
 def test_problems_are_valid_differ_and_come_back_from_their_lines():
@@ -166,7 +167,7 @@ SMALL = FlashCase("small", 1, 20, 30, 2, 1, 16, causal=True, scale=0.3)
 
 def test_a_right_problem_passes_in_every_layout():
     problem = Problem(SMALL, {"q": Rows(True, 1, 1), "dout": Rows(True)}, 3.0, hook="unaligned")
-    result = run_problem(problem, [[TORCH, Subject("pallas_attn", "triton")]], "cpu")
+    result = run_problem(problem, [[TORCH, Ours("pallas_attn", "triton")]], "cpu")
     assert result.ok, result
     assert {c.subject for c in result.comparisons} == {
         "torch_attn triton, guarded",
@@ -186,7 +187,7 @@ def test_gradients_are_right_however_saved_tensors_come_back(hook):
 def test_no_gradient_is_asked_for_constants(side):
     case = replace(SMALL, sinks=True)
     problem = Problem(case, constants=("q", "sinks"), hook="contiguous")
-    result = run_problem(problem, [[Subject(side, "triton")]], "cpu")
+    result = run_problem(problem, [[Ours(side, "triton")]], "cpu")
     assert result.ok, result
     assert {c.output for c in result.comparisons} == {"out", "lse", "dk", "dv"}
 
@@ -194,13 +195,13 @@ def test_no_gradient_is_asked_for_constants(side):
 @pytest.mark.parametrize("jax", [True, False])
 def test_what_jax_compiles_runs_one_problem_of_a_group(jax, monkeypatch):
     ran = []
-    monkeypatch.setattr(trial, "supports", lambda *_: True)
+    monkeypatch.setattr(Ours, "supports", lambda *_: None)
     monkeypatch.setattr(trial, "_values", lambda *_: None)
     monkeypatch.setattr(
         trial, "_run_subject", lambda subject, *_: ran.append(subject.label) or (None, [])
     )
     names = ("torch_attn triton", "torch_attn mosaic", "pallas_attn torch_triton")
-    group = [Subject(*name.split(), "sm90") for name in names]
+    group = [Ours(*name.split(), "sm90") for name in names]
     assert run_problem(Problem(FlashCase("x"), jax=jax), [group], "cpu").ok
     assert ran == [x.label for x in (group if jax else group[:1])]
 
@@ -216,12 +217,12 @@ def test_pools_without_gaps_for_kernels_that_refuse_others(refuses_all, monkeypa
             raise NotImplementedError("k_pages: expected a contiguous pool")
         return right(side, case, inputs, "reference", constants)
 
-    seen, right = [], trial.call
-    monkeypatch.setattr(trial, "call", call)
-    monkeypatch.setattr(trial, "supports", lambda *_: True)
+    seen, right = [], sides.call
+    monkeypatch.setattr(sides, "call", call)
+    monkeypatch.setattr(Ours, "supports", lambda *_: None)
     rows = dict.fromkeys(("q", "k_pages", "v_pages"), Rows(True, 48, 16))
     problem = Problem(DecodeCase("pools", (3, 20), 2), rows)
-    result = run_problem(problem, [[Subject("torch_attn", "mosaic", "sm90")]], "cpu")
+    result = run_problem(problem, [[Ours("torch_attn", "mosaic", "sm90")]], "cpu")
     assert result.ok == (not refuses_all), result
     assert seen == [{"q"}] * (1 if refuses_all else 3)
 
@@ -232,8 +233,8 @@ def test_a_wrong_element_is_found(monkeypatch):
         results["dk"].view(-1)[3] += 1.0
         return results
 
-    right = trial.call
-    monkeypatch.setattr(trial, "call", call)
+    right = sides.call
+    monkeypatch.setattr(sides, "call", call)
     result = run_problem(Problem(SMALL), [[TORCH]], "cpu")
     assert failures_of(result) == {("torch_attn triton", "wrong")}
 
@@ -297,7 +298,8 @@ def test_a_log_gets_a_line_a_minute_and_no_bar_without_a_failure(monkeypatch, tm
 
     monkeypatch.setattr(fuzz_command, "time", SimpleNamespace(monotonic=count(0, 20).__next__))
     monkeypatch.setattr(fuzz_command, "run_cases", run_cases)
-    assert fuzz_command.fuzz([[TORCH]], "cpu", 1000, 0, 1, tmp_path) == 0
+    found = fuzz_command.fuzz([[TORCH]], "cpu", 1000, 0, 1, tmp_path)
+    assert all(result.ok for result in found)
     printed = capsys.readouterr().out
     lines = [x.split(" of 1000 seconds: ") for x in printed.splitlines() if "1000 seconds:" in x]
     assert lines == [["80", "2 problems"], ["160", "4 problems"], ["200", "5 problems"]]

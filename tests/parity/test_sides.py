@@ -11,14 +11,11 @@ from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.oracle import expectations, parts_of
 from twin_attention.interop.parity.sides import (
     SIDES,
+    Ours,
     PallasSide,
-    Subject,
-    explain,
     plan,
-    run,
-    supports,
-    twins,
 )
+from twin_attention.interop.parity.subjects.subject import twins
 from twin_attention.interop.parity.suites.context import context_cases
 from twin_attention.interop.parity.suites.decode import decode_cases
 from twin_attention.targets.family import families_of
@@ -75,13 +72,13 @@ def test_by_default_every_family_with_kernels_runs_in_every_framework():
 
 
 def test_a_subject_supports_what_its_family_does():
-    gluon = Subject("torch_attn", "gluon", "sm80")
-    assert supports(gluon, replace(CASE, dtype="bfloat16"))
-    assert not supports(gluon, replace(CASE, dtype="float32"))
-    assert not supports(gluon, DecodeCase("decode"))
-    assert supports(Subject("torch_attn", "triton", "sm80"), DecodeCase("decode"))
-    assert not supports(Subject("pallas_attn", "mosaic", "sm90"), CASE)
-    assert supports(Subject("pallas_attn", "reference"), CASE)
+    gluon = Ours("torch_attn", "gluon", "sm80")
+    assert gluon.supports(replace(CASE, dtype="bfloat16")) is None
+    assert gluon.supports(replace(CASE, dtype="float32")) is not None
+    assert gluon.supports(DecodeCase("decode")) is not None
+    assert Ours("torch_attn", "triton", "sm80").supports(DecodeCase("decode")) is None
+    assert Ours("pallas_attn", "mosaic", "sm90").supports(CASE) is not None
+    assert Ours("pallas_attn", "reference").supports(CASE) is None
 
 
 def test_twins_are_all_pairs_across_the_sides():
@@ -97,14 +94,14 @@ def test_twins_are_all_pairs_across_the_sides():
 @pytest.mark.parametrize("side", SIDES)
 def test_results_are_torch_tensors_shaped_as_promised(side, torch_device):
     inputs = make_inputs(CASE, torch_device)
-    subject = Subject(side, "reference")
-    results = run(subject, CASE, inputs)
+    subject = Ours(side, "reference")
+    results = subject.start()(CASE, inputs)
     like = {"out": "dout", "lse": "dlse", "dq": "q", "dk": "k", "dv": "v"}
     assert list(results) == list(like)
     for name, x in results.items():
         want = inputs[like[name]]
         assert (x.shape, x.dtype, x.device) == (want.shape, want.dtype, want.device)
-    assert explain(subject, CASE, inputs).implementation == "reference"
+    assert subject.explain(CASE, inputs).implementation == "reference"
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -113,10 +110,10 @@ def test_results_are_torch_tensors_shaped_as_promised(side, torch_device):
 )
 def test_results_of_a_decode(side, tokens, out, lse, torch_device):
     case = DecodeCase("decode", lengths=(20, 0), tokens=tokens, head_dim_v=72)
-    subject, inputs = Subject(side, "reference"), make_inputs(case, torch_device)
-    got = {n: (tuple(x.shape), x.dtype) for n, x in run(subject, case, inputs).items()}
+    subject, inputs = Ours(side, "reference"), make_inputs(case, torch_device)
+    got = {n: (tuple(x.shape), x.dtype) for n, x in subject.start()(case, inputs).items()}
     assert got == {"out": (out, torch.bfloat16), "lse": (lse, torch.float32)}
-    assert explain(subject, case, inputs).implementation == "reference"
+    assert subject.explain(case, inputs).implementation == "reference"
 
 
 @pytest.mark.parametrize("name", ["decode-bf16", "decode-int8", "decode-fp8"])
@@ -138,7 +135,7 @@ def test_a_subject_runs_for_its_target(monkeypatch, torch_device):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(torch_attn, "flash_attention", attend)
-    run(Subject("torch_attn", "reference", "sm80"), CASE, make_inputs(CASE, torch_device))
+    Ours("torch_attn", "reference", "sm80").start()(CASE, make_inputs(CASE, torch_device))
     assert seen == ["sm80"]
 
 
@@ -176,9 +173,9 @@ def test_ranks_on_both_sides(case):
     """All ranks run on one device."""
     inputs = make_inputs(case, "cpu")
     expected = expectations(inputs, parts_of(case.spec))
-    sides = [Subject(side, "reference") for side in SIDES]
-    found = [subject for subject in sides if supports(subject, case)]
+    sides = [Ours(side, "reference") for side in SIDES]
+    found = [subject for subject in sides if subject.supports(case) is None]
     assert len(found) == (1 if case.exchange == "gather" else 2)
     for subject in found:
-        assert worst(run(subject, case, inputs), expected) <= 1
-        assert case.exchange in str(explain(subject, case, inputs))
+        assert worst(subject.start()(case, inputs), expected) <= 1
+        assert case.exchange in str(subject.explain(case, inputs))

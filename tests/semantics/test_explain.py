@@ -13,7 +13,7 @@ from twin_attention.interop.parity.cases import (
     VarlenCase,
 )
 from twin_attention.interop.parity.inputs import make_inputs
-from twin_attention.interop.parity.sides import SIDES, Subject, call, explain
+from twin_attention.interop.parity.sides import SIDES, Ours, call
 
 SIZES = {"batch": 1, "seq_q": 64, "seq_kv": 64, "dtype": "float16"}
 FLASH = {"flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv"}
@@ -42,7 +42,7 @@ def package(request):
 @pytest.mark.parametrize("case", KERNELS, ids=lambda case: case.name)
 def test_kernels_by_the_interpreter(package, case):
     kernels, num_splits = KERNELS[case]
-    said = explain(Subject(package, "triton"), case, make_inputs(case, "cpu"))
+    said = Ours(package, "triton").explain(case, make_inputs(case, "cpu"))
     assert (said.implementation, said.execution) == ("triton", "interpreter")
     assert (said.device, said.target) == ("cpu", None)
     assert {*said.configs} == kernels
@@ -58,25 +58,25 @@ def test_kernels_by_the_interpreter(package, case):
 
 def test_the_reference_by_default_and_no_kernel_for_nothing(package):
     inputs = make_inputs(DECODE, "cpu")
-    best = explain(Subject(package, None), DECODE, inputs)
+    best = Ours(package, None).explain(DECODE, inputs)
     assert (best.implementation, best.execution, best.configs) == ("reference", "framework", {})
     assert best.passed_over[-1] == "triton: its kernels compile for CUDA devices only"
     nothing = inputs | {"block_tables": inputs["block_tables"][:, :0].contiguous()}
-    empty = explain(Subject(package, "triton"), DECODE, nothing)
+    empty = Ours(package, "triton").explain(DECODE, nothing)
     assert (empty.execution, empty.configs, empty.num_splits) == ("framework", {}, None)
 
 
 def test_a_merge_says_who_computes_its_gradient():
     case = MergeCase("merge", head_dim_v=16)
     inputs = make_inputs(case, "cpu")
-    said = {x: explain(Subject("torch_attn", x), case, inputs) for x in ("triton", None)}
+    said = {x: Ours("torch_attn", x).explain(case, inputs) for x in ("triton", None)}
     assert said["triton"].backward == "the framework's own operations"
     assert said[None].backward is None  # as the reference's
 
 
 def test_single_tokens_of_chunks_are_a_decode_in_torch():
     case = replace(PAGED, new_tokens=(1, 1))
-    said = explain(Subject("torch_attn", "triton"), case, make_inputs(case, "cpu"))
+    said = Ours("torch_attn", "triton").explain(case, make_inputs(case, "cpu"))
     assert [*said.configs] == ["paged_decode"]
 
 

@@ -18,8 +18,10 @@ from twin_attention.contract.operands import (
 from twin_attention.interop.exchange import to_torch
 from twin_attention.interop.parity.check import worst
 from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.jax_calls import prepare_jax
 from twin_attention.interop.parity.oracle import expectations, parts_of
-from twin_attention.interop.parity.sides import SIDES, prepare_jax, prepare_torch
+from twin_attention.interop.parity.sides import SIDES
+from twin_attention.interop.parity.torch_calls import prepare_torch
 from twin_attention.targets.config import use_configs
 from twin_attention.targets.family import portable_backend
 from twin_attention.targets.kernels import KERNELS, KernelConfig

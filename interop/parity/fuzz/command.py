@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import shlex
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,12 @@ from rich.progress import Progress, track
 from rich.text import Text
 
 from twin_attention.interop.parity.environment import choose_jobs, facts
-from twin_attention.interop.parity.fuzz.problems import Problem, draw
+from twin_attention.interop.parity.fuzz.problems import Problem, draw_claimed
 from twin_attention.interop.parity.fuzz.shrink import Failure, failures_of, shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
-from twin_attention.interop.parity.records import CaseResult
-from twin_attention.interop.parity.sides import Subject
-from twin_attention.interop.parity.table import failures, print_header
+from twin_attention.interop.parity.records import CaseResult, failures
+from twin_attention.interop.parity.subjects.subject import Subject
+from twin_attention.interop.parity.table import print_header
 from twin_attention.interop.parity.workers import run_cases
 from twin_attention.interop.rendering.tables import PROGRESS, progress_columns
 
@@ -50,7 +50,9 @@ class Tally:
     def add(self, problem: Problem, result: CaseResult) -> None:
         self.problems += 1
         operation = type(problem.case).__name__.removesuffix("Case").lower()
-        subjects = {run.subject for run in result.runs} | {x for x, _ in failures_of(result)}
+        subjects = {run.subject for run in result.runs if not run.refused} | {
+            x for x, _ in failures_of(result)
+        }
         for subject in subjects:
             self.runs[operation, subject] += 1
         for subject in {subject for subject, _ in failures_of(result)}:
@@ -70,7 +72,7 @@ class Found:
     """A failure, and the smallest problem found that fails alike."""
 
     failures: frozenset[Failure]
-    lines: tuple[str, ...]
+    result: CaseResult
     problem: Problem
 
 
@@ -81,8 +83,8 @@ def fuzz(
     seed: int,
     jobs: int | None,
     output: Path,
-) -> int:
-    """Run random problems for some time and return the exit code.
+) -> list[CaseResult]:
+    """Run random problems for some time and return their results.
 
     Args:
         groups: subjects by target.
@@ -98,16 +100,17 @@ def fuzz(
     }
     print_header(console, header)
     run = partial(run_problem, groups=groups, device=device)
-    tally, failed = Tally(), _run_all(run, device, seconds, seed, jobs, console)
-    found = []
-    for problem, result in failed:
+    problems = draw_claimed([x for group in groups for x in group], seed, LONGEST[device])
+    tally, results = Tally(), []
+    for problem, result in _run_all(run, problems, device, seconds, jobs, console):
         tally.add(problem, result)
-        if not result.ok:
-            found.append((problem, result))
+        line = "" if result.ok else reproduce(problem, result)
+        results.append((problem, replace(result, line=line)))
+    found = [(problem, result) for problem, result in results if not result.ok]
     shrunk = _shrink_all(found, run, LIMIT[device], jobs, console)
     _print_tally(console, tally, len(found))
     _write(output, header, tally, found, shrunk)
-    return 1 if found else 0
+    return [result for _, result in results]
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
@@ -129,9 +132,9 @@ def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
 
 def _run_all(
     run: Callable[[Problem], CaseResult],
+    random: Iterator[Problem],
     device: str,
     seconds: float,
-    seed: int,
     jobs: int,
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
@@ -141,11 +144,10 @@ def _run_all(
     drawn: dict[str, Problem] = {}
 
     def problems() -> Iterator[Problem]:
-        for index in itertools.count():
+        for problem in random:
             if time.monotonic() > until:
                 _print(console, f"\ntime is up; problems that still run: {len(drawn)}")
                 return
-            problem = draw(seed, index, LONGEST[device])
             drawn[problem.name] = problem
             yield problem
 
@@ -165,12 +167,18 @@ def _run_all(
                 _print(console, f"{problem.name} failed", "bold red")
                 for text in failures(result):
                     _print(console, f"    {text}", "red")
-                _print(console, f"    {reproduce(problem)}")
+                _print(console, f"    {reproduce(problem, result)}")
             yield problem, result
 
 
-def reproduce(problem: Problem) -> str:
-    return f"python -m twin_attention.interop.parity --problem '{problem.to_line()}'"
+def reproduce(problem: Problem, result: CaseResult | None = None) -> str:
+    """Return the command that repeats a problem, on the subjects that fail it."""
+    ran = {run.subject for run in result.runs} if result else set()
+    names = sorted(ran & {subject for subject, _ in failures_of(result)}) if result else []
+    own = any(name.startswith(("torch_attn ", "pallas_attn ")) for name in names)
+    chosen = "" if own or not names else " --subject " + " ".join(map(shlex.quote, names))
+    line = shlex.quote(problem.to_line())
+    return f"python -m twin_attention.interop.parity{chosen} --problem {line}"
 
 
 def _shrink_all(
@@ -194,7 +202,7 @@ def _shrink_all(
     def search(item: tuple[Problem, CaseResult, frozenset[Failure]]) -> Found:
         problem, result, failures_found = item
         smallest = shrink(problem, set(failures_found), run, limit, SHRINK_SECONDS)
-        return Found(failures_found, tuple(failures(result)), smallest)
+        return Found(failures_found, result, smallest)
 
     with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
         smaller = pool.map(search, chosen)
@@ -202,7 +210,7 @@ def _shrink_all(
     for one in shrunk:
         subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(one.failures))
         _print(console, f"\nsmallest with {subjects}", "bold")
-        _print(console, f"    {reproduce(one.problem)}")
+        _print(console, f"    {reproduce(one.problem, one.result)}")
     return shrunk
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
+from itertools import count
 from math import inf, lcm
 from random import Random
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from twin_attention.interop.parity.cases import (
     VarlenCase,
 )
 from twin_attention.interop.parity.ranges import KINDS as RANGES
+from twin_attention.interop.parity.subjects.subject import Subject
 from twin_attention.targets.config import PACKAGES, load_table, table_path
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.sm80 import EXPLICIT_HEAD_DIM_MAX
@@ -49,6 +51,7 @@ from twin_attention.targets.target import TARGETS
 
 # Consecutive problems that differ only in lengths and values, and so share compiled kernels.
 VARIANTS = 4
+MISSES = 2000  # problems that no subject claims
 COMMON_HEAD_DIMS = (64, 128, 256, 80, 96, 192)
 # The layouts and addresses in which saved tensors return.
 HOOKS = ("contiguous", "unaligned", "heads first")
@@ -157,6 +160,31 @@ def draw(seed: int, index: int, longest: int) -> Problem:
         own.pick(*HOOKS) if differentiable and own.chance(0.25) else "",
         index % VARIANTS == 0,
     )
+
+
+def draw_claimed(subjects: Sequence[Subject], seed: int, longest: int) -> Iterator[Problem]:
+    """Draw problems that a subject claims, until none is found in `MISSES`.
+
+    Each subject in turn chooses the options.
+    """
+    last = 0
+    for index in count():
+        if index > last + MISSES:
+            return
+        problem = draw(seed, index, longest)
+        if not any(x.is_guarded for x in subjects):  # no family of ours
+            problem = for_libraries(problem)
+        subject = subjects[index // VARIANTS % len(subjects)]
+        problem = replace(problem, case=subject.fit(problem.case))
+        if any(x.supports(problem.case) is None for x in subjects):
+            last = index
+            yield problem
+
+
+def for_libraries(problem: Problem) -> Problem:
+    """Return a problem with circumstances that any library has: aligned rows, finite terms."""
+    aligned = {x: y for x, y in problem.rows.items() if not (y.gap % 16 or y.offset % 16)}
+    return replace(problem, rows=aligned, hiding=None, constants=(), odd_strides=False, jax=True)
 
 
 def _constants(case: FlashCase | VarlenCase, draw: _Draw) -> tuple[str, ...]:

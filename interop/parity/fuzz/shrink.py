@@ -36,7 +36,7 @@ def shrink(
     problem: Problem,
     failures: set[Failure],
     run: Callable[[Problem], CaseResult],
-    limit: float,
+    limit: float | None,
     seconds: float,
 ) -> Problem:
     """Return the smallest problem found within `seconds` that has one of the same failures.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from random import Random
@@ -24,17 +24,15 @@ from twin_attention.interop.parity.fuzz.memory import (
 )
 from twin_attention.interop.parity.fuzz.problems import Problem, hidden_values
 from twin_attention.interop.parity.harness import describe
-from twin_attention.interop.parity.inputs import Tensors, make_inputs
+from twin_attention.interop.parity.inputs import POOLS, Tensors, make_inputs
 from twin_attention.interop.parity.oracle import Expectation, expectations, parts_of
 from twin_attention.interop.parity.records import CaseResult, Comparison, RunRecord
-from twin_attention.interop.parity.sides import POOLS, SIDES, Side, Subject, call, supports
+from twin_attention.interop.parity.subjects.absent import Absent
+from twin_attention.interop.parity.subjects.subject import Run, Subject, taken_by
 from twin_attention.interop.parity.workers import tell
 from twin_attention.targets.family import FOREIGN
-from twin_attention.targets.target import use_target
 
 REFUSED = "NotImplementedError: implementation: "
-# Kernels that JAX lowers, in torch.
-_WITHOUT_STRIDES = {family.name for family in FOREIGN["torch_attn"]}
 
 
 def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> CaseResult:
@@ -44,10 +42,17 @@ def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> C
     comparisons: list[Comparison] = []
     error = None
     try:
-        tell("the oracle")
-        values = [_values(problem, device, again) for again in (False, True)]
+        known: dict[tuple[bool, ...], Values] = {}
+
+        def values(subject: Subject, again: bool) -> Values:
+            key = again, subject.has_lse, subject.has_gradients
+            if key not in known:
+                tell("the oracle")
+                known[key] = _values(problem, device, again, subject)
+            return known[key]
+
         for subject in (subject for group in groups for subject in group):
-            if not supports(subject, problem.case):
+            if subject.supports(problem.case) is not None:
                 continue
             if _compiles_each_shape(subject) and not problem.jax:
                 continue
@@ -63,10 +68,10 @@ def run_problem(problem: Problem, groups: list[list[Subject]], device: str) -> C
 Values = tuple[Tensors, list[Expectation]]
 
 
-def _values(problem: Problem, device: str, again: bool) -> Values:
+def _values(problem: Problem, device: str, again: bool, subject: Subject) -> Values:
     """Return laid-out inputs and the right results. dlse is NaN where a row sees no key."""
     case = _again(problem.case) if again else problem.case
-    inputs = make_inputs(case, device)
+    inputs = taken_by(subject, make_inputs(case, device))
     for name in ("q", "k"):
         if problem.spread != 1 and name in inputs:
             inputs[name] *= problem.spread
@@ -96,7 +101,7 @@ def _again(case: Case) -> Case:
 
 
 def _run_subject(
-    subject: Subject, problem: Problem, values: Sequence[Values]
+    subject: Subject, problem: Problem, values: Callable[[Subject, bool], Values]
 ) -> tuple[RunRecord | None, list[Comparison]]:
     """Run a subject's rounds until one fails.
 
@@ -104,20 +109,23 @@ def _run_subject(
     """
     start = time.perf_counter()
     comparisons: list[Comparison] = []
-    side = SIDES[subject.side]()
+    run = subject.start()
     for name in _rounds(subject, problem):
+        inputs, expected = values(subject, name == "again")
         tell(f"{subject.label}, {name}")
-        inputs, expected = values[name == "again"]
         inputs = _without_refused_strides(subject, inputs)
         try:
-            results = _run_round(side, subject, problem, inputs, name)
+            results = _run_round(run, subject, problem, inputs, name)
             check_layout(results, inputs, problem.case.spec, name)
+        except Absent as reason:
+            return RunRecord(subject.label, refused=str(reason)), comparisons
         except Exception as failure:
             text = describe(failure)
             if text.startswith(REFUSED) and not _is_readable(subject, inputs):
                 return None, comparisons
             return RunRecord(subject.label, error=f"{name}: {text}"), comparisons
-        found = compare({subject: results}, expected)
+        case = _again(problem.case) if name == "again" else problem.case
+        found = compare({subject: results}, expected, case, inputs)
         comparisons += [replace(c, subject=f"{subject.label}, {name}") for c in found]
         if not all(c.ok for c in found):
             break
@@ -131,22 +139,19 @@ def _rounds(subject: Subject, problem: Problem) -> tuple[str, ...]:
     "guarded" runs through PyTorch's dispatcher with guarded memory; "first" is cached where PyTorch
     calls are cached, on a GPU; "again" repeats the call with other values and lengths.
     """
-    if not _is_torch(subject):
-        return ("first", "again") if subject.target else ("first",)
+    rounds = ["guarded"] if subject.is_guarded and _is_torch(subject) else ["first"]
     if subject.target:
-        return "guarded", "first", "again"
-    return ("guarded", "again") if problem.hook else ("guarded",)
+        return tuple(dict.fromkeys((*rounds, "first", "again")))
+    return (*rounds, *(["again"] if problem.hook and _is_torch(subject) else []))
 
 
-def _run_round(
-    side: Side, subject: Subject, problem: Problem, inputs: Tensors, name: str
-) -> Tensors:
+def _run_round(run: Run, subject: Subject, problem: Problem, inputs: Tensors, name: str) -> Tensors:
     device = next(iter(inputs.values())).device
     guard = Guard() if name == "guarded" else nullcontext()
     hook = saved_as(problem.hook) if problem.hook and name == "again" else nullcontext()
     poison_free_memory(device)
-    with use_target(subject.target), unchanged(inputs), guard, hook:
-        results = call(side, problem.case, inputs, subject.implementation, problem.constants)
+    with unchanged(inputs), guard, hook:
+        results = run(problem.case, inputs, problem.constants)
         if device.type == "cuda":
             torch.cuda.synchronize()
     if isinstance(guard, Guard):
@@ -155,7 +160,7 @@ def _run_round(
 
 
 def _is_torch(subject: Subject) -> bool:
-    return subject.side == "torch_attn"
+    return subject.framework == "torch"
 
 
 def _without_refused_strides(subject: Subject, inputs: Tensors) -> Tensors:
@@ -166,18 +171,25 @@ def _without_refused_strides(subject: Subject, inputs: Tensors) -> Tensors:
     """
     names = (*inputs,)
     if _is_torch(subject):
-        names = POOLS if subject.implementation in _WITHOUT_STRIDES else ()
+        names = POOLS if _has_no_strides(subject) else ()
     contiguous = torch.contiguous_format
     return inputs | {x: inputs[x].clone(memory_format=contiguous) for x in names if x in inputs}
 
 
 def _compiles_each_shape(subject: Subject) -> bool:
-    return not _is_torch(subject) or subject.implementation in _WITHOUT_STRIDES
+    return not _is_torch(subject) or _has_no_strides(subject)
+
+
+def _has_no_strides(subject: Subject) -> bool:
+    """Return True for kernels that JAX lowers, in torch."""
+    return subject.label.startswith(
+        tuple(f"torch_attn {family.name}" for family in FOREIGN.get("torch_attn", ()))
+    )
 
 
 def _is_readable(subject: Subject, inputs: Tensors) -> bool:
     """Return False for rows or addresses whose alignment a subject may refuse."""
-    if _is_torch(subject) and subject.implementation in _WITHOUT_STRIDES:
+    if _has_no_strides(subject):
         return all(x.data_ptr() % 256 == 0 and x.is_contiguous() for x in inputs.values())
     return all(
         x.data_ptr() % 16 == 0

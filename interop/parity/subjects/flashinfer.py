@@ -6,15 +6,14 @@ compiles those of the suite kvcache in parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-from bench.job import Absent, Call
-from bench.peers.limits import load
-from bench.problems import DecodeTensors, decode_tensors
 from twin_attention.interop.parity.cases import DecodeCase, PagedCase
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.subjects.library import load
+from twin_attention.interop.parity.torch_calls import Attend
 
 WORKSPACE_BYTES = 512 * 2**20
 # A case for each module that kvcache needs: tokens of a sequence (several share a module), head
@@ -24,31 +23,16 @@ COMPILED_AHEAD = (
 )  # fmt: skip
 
 
-def decode(case: DecodeCase, tensors: DecodeTensors) -> Call:
+def paged(case: DecodeCase, tensors: dict[str, Any]) -> Attend:
     """Its decode kernels, or its prefill kernels for several tokens.
 
     One token uses BatchDecodeWithPagedKVCacheWrapper without tensor cores, which is faster there.
     """
-    _check_case(case)
     load("flashinfer")  # absent before anything is compiled
-    _compile_ahead(tensors.q.device.type)
-    run = _planned(case, tensors)
-    return Call(run, lambda out: (out.view(tensors.q.shape),))
-
-
-def prefill(case: PagedCase, tensors: DecodeTensors) -> Call:
-    _check_case(case)
-    if case.padding:
-        raise Absent("it leaves padding as it is")
-    return Call(_planned(case, tensors), lambda out: (out,))
-
-
-def _check_case(case: DecodeCase) -> None:
-    spec = case.spec
-    if spec.cache.dtype == "int8" or case.scale_shape:
-        raise Absent("neither int8 nor a scale for each head")
-    if case.sinks or case.tree or spec.head_dim != spec.head_dim_v:
-        raise Absent("this adapter has neither sinks, trees nor values of another size")
+    if not isinstance(case, PagedCase):
+        _compile_ahead(tensors["q"].device.type)
+    run, shape = _planned(case, tensors), tensors["q"].shape
+    return lambda q, k_pages, v_pages: run(q, k_pages, v_pages).view(shape)
 
 
 @cache
@@ -58,36 +42,36 @@ def _compile_ahead(device: str) -> None:
     def compile_for(tokens: int, head_dim: int, kv_dtype: str | None) -> None:
         case = DecodeCase("small", (tokens,), tokens, 1, 1, head_dim, dtype="float16",
                           kv_dtype=kv_dtype)  # fmt: skip
-        _planned(case, decode_tensors(case, device))
+        _planned(case, make_inputs(case, device))
 
     with ThreadPoolExecutor() as pool:
         for module in COMPILED_AHEAD:
             pool.submit(compile_for, *module)
 
 
-def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
+def _planned(case: DecodeCase, tensors: dict[str, Any]) -> Attend:
     import torch
 
     flashinfer = load("flashinfer")
 
     spec = case.spec
-    q = tensors.q.view(-1, spec.heads_q, spec.head_dim)
-    used = -(-tensors.seq_lens // spec.cache.page_size)
+    q, seq_lens, block_tables = (tensors[x] for x in ("q", "seq_lens", "block_tables"))
+    used = -(-seq_lens // spec.cache.page_size)
     indptr = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
     is_used = torch.arange(spec.cache.max_pages, device=used.device) < used[:, None]
-    indices = tensors.block_tables[is_used]
-    last_page_len = (tensors.seq_lens - 1) % spec.cache.page_size + 1
+    indices = block_tables[is_used]
+    last_page_len = (seq_lens - 1) % spec.cache.page_size + 1
     pages = (indptr, indices, last_page_len)
     sizes = (spec.heads_q, spec.heads_kv, spec.head_dim, spec.cache.page_size)
     options = {
         "sm_scale": spec.scale,
         "window_left": -1 if spec.window_left is None else spec.window_left,
         "logits_soft_cap": spec.softcap,
-        "q_data_type": tensors.q.dtype,
-        "kv_data_type": tensors.k_pages.dtype,
+        "q_data_type": q.dtype,
+        "kv_data_type": tensors["k_pages"].dtype,
     }
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
-    rows = tensors.cu_seqlens_q
+    rows = tensors.get("cu_seqlens_q")
     if rows is None and spec.tokens == 1:
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
         wrapper.plan(*pages, *sizes, **options)
@@ -99,7 +83,7 @@ def _planned(case: DecodeCase, tensors: DecodeTensors) -> Callable[[], Any]:
     scales = {
         name: float(scale)
         for name in ("k_scale", "v_scale")
-        if (scale := getattr(tensors, name)) is not None
+        if (scale := tensors.get(name)) is not None
     }
-    pools = (tensors.k_pages, tensors.v_pages)
-    return lambda: wrapper.run(q, pools, **scales)
+    heads = spec.heads_q, spec.head_dim
+    return lambda q, k, v: wrapper.run(q.view(-1, *heads), (k, v), **scales)

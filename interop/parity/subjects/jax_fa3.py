@@ -14,36 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from bench.calls import jax_call
-from bench.job import Absent, Call
-from bench.peers.limits import check_flash, check_head_dims, check_packed
-from bench.problems import document_lengths, offsets_of
 from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.subjects.absent import Absent
 
 PACKAGE, LIBRARY = "dew_flash_attn", "libdew_flash_attn3.so"
 TARGETS = tuple(f"dew_flash3_{kind}_{x}" for kind in ("mha", "mha_varlen") for x in ("fwd", "bwd"))
 ROWS = 128  # to which the backward rounds a sequence's rows up, at most
 
 
-def fa3(case: FlashCase, operation: str, tensors) -> Call:
-    check_flash(case, rectangles=True)
-    check_head_dims(case, same=True)
+def fa3(case: FlashCase, tensors: dict[str, Any]) -> Callable[..., Any]:
     register()
-    return jax_call(_attention(case, case.batch), operation, tensors)
+    return _attention(case, case.batch)
 
 
-def fa3_varlen(case: VarlenCase, operation: str, tensors) -> Call:
-    check_packed(case)
-    check_head_dims(case, same=True)
+def fa3_varlen(case: VarlenCase, tensors: dict[str, Any]) -> Callable[..., Any]:
     register()
-    from twin_attention.interop.exchange import to_jax
-
-    offsets = to_jax(offsets_of(case, tensors[0].device))
-    longest = np.int64(max(document_lengths(case)))
-    attend = _attention(
-        case, len(case.lengths), (offsets, offsets), max_seqlen=longest, max_seqlen_k=longest
-    )
-    return jax_call(attend, operation, tensors)
+    offsets = tuple(tensors[f"cu_seqlens_{x}"] for x in ("q", "kv"))
+    longest = [np.int64(max((pair[side] for pair in case.lengths), default=0)) for side in (0, 1)]
+    lengths = {"max_seqlen": longest[0], "max_seqlen_k": longest[1]}
+    return _attention(case, len(case.lengths), offsets, **lengths)
 
 
 @cache
@@ -60,7 +49,7 @@ def register() -> None:
     if not folders or not path.exists():
         raise Absent(f"{PACKAGE} with {LIBRARY} is not installed")
     if getattr(jax.devices()[0], "compute_capability", None) != "9.0":
-        raise Absent("its kernels are for Hopper alone")
+        raise Absent("its kernels are for Hopper only")
     try:
         library = ctypes.cdll.LoadLibrary(str(path))
     except OSError as error:

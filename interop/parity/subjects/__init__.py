@@ -1,0 +1,1 @@
+"""What parity runs: our families of kernels, and other libraries' attention."""

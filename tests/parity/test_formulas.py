@@ -1,0 +1,37 @@
+"""The second oracle and the first one agree on named cases."""
+
+import numpy as np
+import pytest
+import torch
+
+from twin_attention.interop.parity.inputs import make_inputs
+from twin_attention.interop.parity.oracle import evaluate
+from twin_attention.interop.parity.subjects.formulas import confirm, formulas, is_known
+from twin_attention.interop.parity.suites.flash import flash_cases
+from twin_attention.interop.parity.suites.kinds import KINDS
+
+CASES = [case for cases in KINDS for case in cases("small") if is_known(case)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_both_oracles_agree(case):
+    inputs = make_inputs(case, "cpu")
+    arrays = {
+        x: y.double().numpy() if y.is_floating_point() else y.numpy() for x, y in inputs.items()
+    }
+    found = formulas(case, arrays)
+    assert found is not None
+    wanted = evaluate(inputs, case.spec, torch.float64)
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        np.testing.assert_allclose(found[name], x.numpy(), 1e-9, 1e-9, err_msg=name)
+
+
+def test_a_failure_that_the_second_oracle_denies_is_not_shown():
+    (case,) = flash_cases("small", "one-token")
+    inputs = make_inputs(case, "cpu")
+    ref = evaluate(inputs, case.spec, torch.float64)
+    confirm(case, inputs, ref)
+    ref["dq"][-1, -1, -1] += 1e-3
+    with pytest.raises(AssertionError, match="two oracles disagree on dq"):
+        confirm(case, inputs, ref)
