@@ -140,6 +140,14 @@ def _skipped_if_unsupported(implementation: str | None) -> Iterator[None]:
 
 
 @contextmanager
+def strict_types() -> Iterator[None]:
+    """Let JAX have numbers of 64 bits, and refuse what changes a type or a shape implicitly."""
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with jax.enable_x64(True), strict[0], strict[1]:
+        yield
+
+
+@contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Let ``torch.empty`` return NaN, so that an element that nobody writes is seen."""
     before = torch.are_deterministic_algorithms_enabled()

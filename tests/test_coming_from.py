@@ -139,13 +139,9 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         "mask": mask,
         "places": mask.flatten().nonzero()[:, 0],
         "cu_mask": torch.tensor([0, 3, 3 + SQ], dtype=torch.int32),
-        "where": lambda *x: torch.where(*x).int(),
-        "qkv": draw(2, SQ, 3, 4, dtype=dtype),
-        "kv": draw(2, SKV, 2, 2, dtype=dtype),
-        "qkvp": draw(2 * SQ, 3, 4, dtype=dtype),
-        "kvp": draw(2 * SKV, 2, 2, dtype=dtype),
-        "Sq": SQ,
-        "k_dense": draw(7, 9, 2, dtype=dtype),
+        "where": lambda *x: torch.where(*x).int(), "qkv": draw(2, SQ, 3, 4, dtype=dtype),
+        "kv": draw(2, SKV, 2, 2, dtype=dtype), "qkvp": draw(2 * SQ, 3, 4, dtype=dtype),
+        "kvp": draw(2 * SKV, 2, 2, dtype=dtype), "Sq": SQ, "k_dense": draw(7, 9, 2, dtype=dtype),
         "v_dense": draw(7, 9, 2, dtype=dtype) * 0.5 + 1,
         "m": torch.tensor([3, 8], dtype=torch.int32),
         "rows": torch.tensor([6, 2], dtype=torch.int32),
@@ -159,7 +155,7 @@ def flash_attn(dtype: torch.dtype) -> dict[str, Any]:
         **new,
         **cache(dtype, "k_cache", "v_cache"),
         "n": torch.tensor([5, 9], dtype=torch.int32),
-    }
+    }  # fmt: skip
 
 
 def sdpa(dtype: torch.dtype) -> dict[str, Any]:
@@ -171,16 +167,13 @@ def sdpa(dtype: torch.dtype) -> dict[str, Any]:
         "causal_lower_right": causal_lower_right,
         **names,
         **{f"{name}t": x.transpose(1, 2) for name, x in names.items()},
-        "long": draw(2, 9, 4, dtype=dtype).transpose(1, 2),
-        "Sq": SQ,
-        "Skv": SKV,
-        "Slong": 9,
+        "long": draw(2, 9, 4, dtype=dtype).transpose(1, 2), "Sq": SQ, "Skv": SKV, "Slong": 9,
         "q_ids": torch.tensor([[0, 0, 0, 1, 1], [4, 3, 4, 3, 3]], dtype=torch.int32)[:, :SQ],
         "kv_ids": torch.tensor([[0, 0, 0, 1, 1, 0, 1, 1], [3, 4] * 4], dtype=torch.int32)[:, :SKV],
         "added": draw(2, 4, SQ, dtype=dtype)[..., :SKV],
         "seen": draw(2, 1, SQ, dtype=dtype)[..., :SKV] > -0.5,
         **MATH,
-    }
+    }  # fmt: skip
 
 
 def flexattention(dtype: torch.dtype) -> dict[str, Any]:
@@ -506,18 +499,11 @@ def cache(dtype: torch.dtype, keys: str, values: str) -> dict[str, Tensor]:
 
 
 LIBRARIES = {
-    "flash-attn": flash_attn,
-    "torch SDPA": sdpa,
-    "FlexAttention": flexattention,
-    "nn.MultiheadAttention": multihead,
-    "xformers": xformers,
-    "jax.nn": jax_nn,
-    "Flax": flax,
-    "FlashInfer": flashinfer,
-    "FlashMLA": flash_mla,
-    "vLLM": vllm,
+    "flash-attn": flash_attn, "torch SDPA": sdpa, "FlexAttention": flexattention,
+    "nn.MultiheadAttention": multihead, "xformers": xformers, "jax.nn": jax_nn, "Flax": flax,
+    "FlashInfer": flashinfer, "FlashMLA": flash_mla, "vLLM": vllm,
     "Hugging Face transformers": transformers,
-}
+}  # fmt: skip
 
 
 def results(library: str, code: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:

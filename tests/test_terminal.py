@@ -5,7 +5,6 @@ import re
 
 import pytest
 from rich.console import Console
-from rich.progress import TimeRemainingColumn
 
 from bench import __main__ as bench
 from bench.compare import Change, _grid
@@ -15,10 +14,6 @@ from bench.report.cards import CAPTION, cards
 from bench.runner import _print
 from tests.bench.conftest import record  # noqa: F401
 from tuning import __main__ as tuning
-from tuning.static.bound import bound
-from tuning.static.command import bound_table, resource_table
-from tuning.static.gate import Problem, Verdict
-from tuning.static.resources import Resources
 from twin_attention.contract.tolerances import Agreement
 from twin_attention.interop.parity import __main__ as parity
 from twin_attention.interop.parity.records import CaseResult, Comparison
@@ -27,10 +22,8 @@ from twin_attention.interop.parity.table import CaseTable
 from twin_attention.interop.rendering.tables import (
     NARROW,
     console_of,
-    progress_columns,
     to_terminal,
 )
-from twin_attention.targets.kernels import FlashConfig
 
 COMMANDS = [
     (bench, ()), (bench, ("mine",)), (bench, ("all",)), (bench, ("report",)), (bench, ("compare",)),
@@ -137,24 +130,3 @@ def test_a_log_is_as_wide_as_columns_says(monkeypatch):
     assert console_of(160).width == 80
     monkeypatch.delenv("COLUMNS")
     assert console_of(160).width == 160
-
-
-def test_progress_has_the_time_that_is_left():
-    assert any(isinstance(column, TimeRemainingColumn) for column in progress_columns())
-
-
-def test_tables_of_tuning_fit_80_columns():
-    problem = Problem("torch", "sm80", "bfloat16", 256, "all-options", shared_memory=99 * 1024)
-    config = FlashConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
-    taken = Resources(
-        registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024,
-        shared=166912, warps=8, occupancy=1, serialized=False, unwritten=0, overwritten=0,
-        fixed_bounds=0,
-        mma=1024, wgmma=0, cp_async=128, tma=0, ldmatrix=256, ex2=512,
-    )  # fmt: skip
-    name = "flash_bwd_preprocess"
-    limits = bound("flash_bwd_dkdv", problem.spec, config, "sm80")
-    verdict = Verdict(problem, name, config, taken, limits, ("spills",))
-    for make in (resource_table, bound_table):
-        lines = printed_at_80(make([verdict], "title", is_narrow=True))
-        assert any(name in line and "all-options" in line for line in lines)

@@ -66,15 +66,12 @@ def test_the_summary_counts():
 @pytest.mark.parametrize(
     ("after", "options", "code"),
     [
-        (times(1.0), [], 0),
-        (times(1.2), [], 1),
-        (times(1.2), ["--percent", "30"], 0),
-        (times(0.8), [], 0),
-        (times(1.0, case={"name": "b"}), [], 2),
+        (times(1.0), [], 0), (times(1.2), [], 1), (times(1.2), ["--percent", "30"], 0),
+        (times(0.8), [], 0), (times(1.0, case={"name": "b"}), [], 2),
         (times(1.0), ["--filter", "b"], 2),
         (times(2.0, implementation="FA2", target=None), [], 0),  # a slower peer is no regression
     ],
-)
+)  # fmt: skip
 def test_the_command(tmp_path, capsys, monkeypatch, after, options, code):
     monkeypatch.setenv("COLUMNS", "120")
     paths = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]

@@ -13,10 +13,8 @@ from bench import __main__ as command
 from bench.job import Entry
 from bench.records import Record, load
 from bench.registry import cells
-from bench.report.plots.training import steps as draw_steps
-from bench.report.sections import sections
 from bench.report.tables import status
-from bench.report.training import GAINS, gains, inference, phases, warmups
+from bench.report.training import inference, phases
 from bench.runner import Instruments, run_suite
 from bench.sampling import Sampler
 from bench.suites import end_to_end
@@ -131,27 +129,6 @@ def test_what_has_no_time_says_why(records):
     assert status(error) == "error (ValueError: no)"
 
 
-def test_tables(records):
-    titles, row = gains(records)
-    ours = dict(zip(titles, row, strict=True))
-    assert (ours["best other"], ours["best other / this"]) == ("sdpa", "2.00")
-    assert row[-1] == "OOM"
-    titles, *rows = phases(records)
-    first = dict(zip(titles, rows[0], strict=True))
-    assert first["backward, ms"] == "2.00 ± 0.00"
-    assert first["tokens/s"] == "21333"  # 128 in 6 ms
-    assert first["MFU"].endswith("%")
-    assert first["forward peak, MB"] == "0.00100"
-    assert [row[-1] for row in rows][2:] == ["OOM", "absent (attention: expected a CUDA device)"]
-    titles, first, _ = warmups(records)
-    shown = dict(zip(titles, first, strict=True))
-    assert shown["forward, 0"].startswith("101 ± 316")
-    assert shown["forward, 1"] == shown["forward, 5"] == "1.00 ± 0.00"
-    (section,) = sections(records)
-    assert next(iter(section.tables)) == GAINS
-    assert len(section.every) == 1 + len(records)
-
-
 def test_an_inference_and_a_training_of_a_llama_are_rows_of_their_own(tmp_path):
     path = tmp_path / "records.jsonl"
     oom = raises(RuntimeError("CUDA out of memory."))
@@ -186,13 +163,6 @@ def test_without_a_transformers_that_has_it_a_llama_is_absent(monkeypatch, begin
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Absent, match=r"^transformers: "):
         begin(LLAMA, attention="sdpa", device="cpu")
-
-
-def test_the_picture_holds_the_medians(records):
-    panel = draw_steps(records).axes[0]
-    bars = [(bar.get_x(), bar.get_width()) for bar in panel.patches]
-    assert bars == [(0, 1), (1, 2), (3, 3), (0, 2), (2, 4), (6, 6)]
-    assert [text.get_text() for text in panel.texts] == ["6.00", "12.0", "out of memory"]
 
 
 def test_a_llama_runs_on_a_cpu(tmp_path):

@@ -4,7 +4,6 @@ import torch
 from bench.job import Entry
 from bench.records import load
 from bench.registry import cells
-from bench.report.plots.training import over_a_step, peaks_by_case
 from bench.report.tables import to_csv
 from bench.suites import memory
 from bench.training.case import PHASES, TrainingCase
@@ -121,17 +120,6 @@ def test_a_record_keeps_the_timeline_and_its_peak(records):
     assert [row[-1] for row in rows] == ["status", "ok", "OOM"]
     assert cells(memory.COLUMNS, ours)["memory, MB"] == 131e-6
     assert "saved activations" not in to_csv(records)
-
-
-def test_the_pictures_hold_the_bytes(records):
-    bars = peaks_by_case(records).axes[0]
-    ends = [round(1e6 * (bar.get_x() + bar.get_width())) for bar in bars.patches]
-    assert ends == [10, 30, 30, 30, 131]
-    assert [text.get_text() for text in bars.texts] == ["0.000131", "OOM"]
-    (panel,) = over_a_step(records).axes
-    assert [label.get_text() for label in panel.get_xticklabels()] == list(PHASES)
-    assert list(panel.get_xticks()) == [0, 6, 10]
-    assert over_a_step(records[1:]) is None
 
 
 def test_a_step_of_jax_is_what_its_programs_take(monkeypatch):

@@ -1,7 +1,6 @@
 import pytest
 
-from bench.peaks import A100, H200, datasheet, peak_jobs
-from twin_attention.targets.target import NUM_SMS
+from bench.peaks import datasheet, peak_jobs
 
 
 @pytest.mark.parametrize(
@@ -18,14 +17,6 @@ def test_a_device_is_found_by_its_name(device, tflops, gigabytes_per_second):
     found = datasheet(device)
     assert (found.tflops, found.gigabytes_per_second) == (tflops, gigabytes_per_second)
     assert datasheet("Fake GPU (compute capability 9.0)") is None
-
-
-@pytest.mark.parametrize(
-    ("sheet", "target", "multiply_adds"), [(A100, "sm80", 1024), (H200, "sm90", 2048)]
-)
-def test_the_clock_follows_from_the_rate(sheet, target, multiply_adds):
-    operations = 2 * multiply_adds * NUM_SMS[target]  # of all, in one cycle
-    assert sheet.gigahertz == pytest.approx(sheet.tflops * 1e3 / operations, rel=2e-3)
 
 
 def test_peaks_count_what_they_move():

@@ -79,16 +79,11 @@ def test_the_key_is_of_the_measurement_and_not_of_what_it_found(record):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("suite", "fa2"),
-        ("keys", 2048),
-        ("operation", "backward"),
-        ("implementation", "jax triton"),
-        ("target", "sm80"),
-        ("device", "another"),
-        ("versions", {"torch": "3.0"}),
-        ("commit", "ba9876543210"),
+        ("suite", "fa2"), ("keys", 2048), ("operation", "backward"),
+        ("implementation", "jax triton"), ("target", "sm80"), ("device", "another"),
+        ("versions", {"torch": "3.0"}), ("commit", "ba9876543210"),
     ],
-)
+)  # fmt: skip
 def test_the_key_differs_with(field, value, record):
     assert record(**{field: value}).key != record().key
 

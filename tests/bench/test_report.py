@@ -1,34 +1,23 @@
 import csv
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from bench import __main__ as command
-from bench.ours import FOREIGN_NAMES
-from bench.peaks import Peak, Peaks, peaks
-from bench.records import ABLATIONS, Times, append, load, stem
+from bench.records import Times, append, load, stem
 from bench.report.markdown import summary
 from bench.report.page import to_page
-from bench.report.plots import of_run, of_suite
-from bench.report.plots.clocks import over_time
-from bench.report.plots.rates import split_series
-from bench.report.plots.style import styles
-from bench.report.sections import SPEEDS, facts, peaks_table, sections
-from bench.report.tables import best_peer, problem, ratio, runs, speeds, to_csv
+from bench.report.sections import SPEEDS, peaks_table, sections
+from bench.report.tables import best_peer, ratio, runs
 from bench.runner import _print
 from bench.sampling import Sample, Sampler, log_path
-from bench.suites.flash import jobs as flash_jobs
-from bench.suites.kvcache import jobs as kvcache_jobs
-from twin_attention.interop.parity.cases import DecodeCase
-from twin_attention.targets.target import TARGETS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
 COMMITTED = sorted(RESULTS.glob("*.jsonl.gz"), key=lambda path: path.name)
-BOUNDS = Peaks(Peak("bf16 matmul", "TFLOP/s", 150.0, 989.0), Peak("read", "GB/s", 4180.0, 4800.0))
 
 
 @pytest.fixture
@@ -42,12 +31,6 @@ def records(record):
 @pytest.fixture(scope="module")
 def dense():
     return load(RESULTS / "h100-sm90-peers.jsonl.gz")
-
-
-@pytest.fixture(scope="module")
-def decodes():
-    found = load(RESULTS / "h100-flashinfer.jsonl.gz")
-    return [record for record in found if record.suite == "kvcache"]
 
 
 def markdown(records) -> str:
@@ -90,15 +73,6 @@ def test_markdown_shows_numbers_and_statuses(records):
     assert "- our rows: 1 measured, 1 out of memory\n- peers' rows: 2 measured\n" in text
 
 
-def test_sm80_code_elsewhere_is_called_what_it_is(record):
-    note = "it is not an A100's result"
-    sm80 = record(target="sm80")
-    assert note in markdown([sm80])
-    assert note not in markdown([record()])
-    a100 = replace(sm80, device="NVIDIA A100 (compute capability 8.0)")
-    assert note not in markdown([a100])
-
-
 def test_what_is_one_measurement_and_what_is_compared(record, records):
     late = record(tflops=321.0)
     assert runs([record(), late]) == [[late]]
@@ -139,75 +113,6 @@ def test_every_row_has_its_share_of_the_limits_of_its_own_suite(record):
     assert not {"of measured bf16 matmul", "of datasheet"} & set(unknown.every[0])
 
 
-def test_a_decode_is_held_to_the_read_bandwidth(decodes):
-    run = decodes
-    bounds = peaks(run).of(decode := next(r for r in run if r.operation == "decode"))
-    read = next(r for r in run if r.case["name"] == "read").bytes_per_second
-    assert (bounds.measured, bounds.datasheet) == (read / 1e9, 3350)
-    (section,) = sections(run)
-    assert column(section, "of measured read")[0] == f"{decode.bytes_per_second / read:.1%}"
-
-
-def test_a_row_has_what_was_measured_beside_its_time(record):
-    times = Times(0.5, 0.5, 0.5)
-    full = record(
-        span=Times(2.5, 2.5, 2.5), events=2.55, host=Times(0.03, 0.03, 0.03), kernels=("a", "b"),
-        memory=3_000_000, error=0.25, gpu={"sm_mhz": 1700.0, "watts": 600.0},
-    )  # fmt: skip
-    best = record(implementation="cuDNN", target=None, times=times)
-    section = sections([full, best])[0]
-    cells = dict(zip(section.every[0], section.every[1], strict=True))
-    assert cells | {
-        "ms": "2.00", "spread": "10.0%", "best peer / this": "0.25 (cuDNN)", "span, ms": "2.50",
-        "events - span": "2.0%", "host, us": "30.0", "kernels": "2", "memory, MB": "3.00",
-        "error / budget": "0.250", "SM clock, MHz": "1700", "power, W": "600", "status": "ok",
-    } == cells  # fmt: skip
-
-
-def test_facts_sum_up_the_clocks_the_spread_and_the_cross_check(record):
-    gpu = {"sm_mhz": 1900.0, "sm_mhz_lowest": 1500.0, "memory_mhz": 3201.0, "watts": 600.0,
-           "watts_highest": 700.0, "celsius": 70.0, "throttle": ["power cap"]}  # fmt: skip
-    span = Times(2.0, 1.99, 2.01)
-    near = record(gpu=gpu, span=span, events=2.02)
-    far = record(keys=2048, gpu=gpu | {"sm_mhz_lowest": 1400.0}, span=span, events=1.9)
-    libraries = [
-        record(keys=keys, implementation="FA2", target=None, span=span, events=events)
-        for keys, events in ((512, 2.04), (4096, 2.08))
-    ]
-    found = facts([near, far, *libraries])
-    assert found["clocks"] == "SM 1900 MHz, at its lowest 1400; memory 3201 MHz"
-    assert found["power"] == "up to 700 W, 70 °C; held back by power cap"
-    most = "at most by 5.0% (torch triton sm90, forward, keys-2048; 1.0% between its rounds)"
-    assert most in found["cross-check"]
-    assert found["cross-check"].endswith(
-        "; for FA2 and cuDNN by 3.0% or less over 1 of 2, "
-        "at most by 4.0% (FA2, forward, keys-4096; 1.0% between its rounds)"
-    )
-    assert found["spread"].startswith("10.0% between rounds")
-    assert not {"clocks", "power", "cross-check"} & set(facts([record()]))
-
-
-def test_a_peer_that_is_absent_everywhere_has_no_column_but_a_reason(record):
-    absent = {"implementation": "FA9", "target": None, "status": "absent", "message": "no <b>"}
-    records = [record(keys=n, **x) for n in range(1024, 6144, 1024) for x in ({}, absent)]
-    (section,) = sections(records)
-    assert section.tables["Forward, TFLOP/s"][0][1:] == ["torch triton sm90"]
-    assert section.tables["Without a time"][1:] == [
-        ["forward", "FA9", "absent", "no <b>", "keys-1024, keys-2048, keys-3072 and 2 more"]
-    ]
-
-
-def test_csv_has_every_field(decodes):
-    run = decodes
-    rows = list(csv.DictReader(to_csv(run).splitlines()))
-    assert len(rows) == len(run)
-    row = next(row for row in rows if row["case_name"] == "sweep-32")
-    assert (row["suite"], row["case_page_size"], row["times_median"]) == (
-        "kvcache", "256", str(next(r for r in run if r.case["name"] == "sweep-32").times.median),
-    )  # fmt: skip
-    assert {"span_median", "host_p80", "kernels", "gpu_throttle", "versions_jax"} <= row.keys()
-
-
 def test_the_terminals_table_stands_beside_the_peak_and_the_best_peer(record):
     peak = replace(record(operation="peak", target=None, tflops=800.0), case={"name": "matmul"})
     peers = [
@@ -235,73 +140,6 @@ def test_the_terminals_table_stands_beside_the_peak_and_the_best_peer(record):
 def figure(pictures, title):
     (found,) = [picture for picture in pictures if picture.title.startswith(title)]
     return found.figure
-
-
-def test_cases_of_several_lengths_are_lines_and_others_dots(records, record):
-    lines, dots = "Forward: TFLOP/s over length", "Forward: TFLOP/s by case"
-    assert [picture.title for picture in of_suite(records, BOUNDS)] == [
-        f"{lines} (bfloat16; Fake GPU)", "Forward: peer's time / ours (bfloat16; Fake GPU)",
-    ]  # fmt: skip
-    other = replace(record(), case=record().case | {"name": "alone", "head_dim": 128})
-    pictures = list(of_suite([record(), record(keys=2048), other], BOUNDS))
-    panel = figure(pictures, lines).axes[0]
-    assert [list(axis) for axis in panel.lines[0].get_data()] == [[1024, 2048], [100, 100]]
-    assert panel.lines[1].get_ydata()[0] == 150  # what was measured; the datasheet's is far above
-    assert len(panel.lines) == 2
-    assert list(figure(pictures, dots).axes[0].lines[0].get_xdata()) == [100]
-
-
-def test_wide_tables_are_a_series_of_their_own(record):
-    def decode(length, pages):
-        case = DecodeCase(f"{length}-{pages}", (length,), max_pages=pages)
-        return replace(record(operation="decode"), case=asdict(case))
-
-    narrow, wide = ([decode(n, pages or n // 16) for n in (64, 128)] for pages in (None, 999))
-    series, alone = split_series(narrow + wide)
-    assert (sorted(series, key=str), alone) == (sorted([narrow, wide], key=str), [])
-
-
-@pytest.mark.parametrize("other", ABLATIONS)
-def test_the_heat_map_holds_ratios_and_no_build_that_is_wrong_on_purpose(record, records, other):
-    another = record(implementation=f"torch triton {other}")
-    (panel,) = figure(of_suite([*records, another], BOUNDS), "Forward: peer's time / ours").axes
-    assert panel.get_title(loc="left") == "torch triton sm90"
-    (mesh,) = panel.collections
-    assert mesh.get_array().filled(0).tolist() == [[1.5], [0]]
-    assert [text.get_text() for text in panel.texts] == ["1.50"]
-    assert [row[1] for row in speeds([*records, another])[1:]] == ["torch triton sm90"]
-
-
-def test_roofline_stands_on_the_measured_and_the_datasheets_rates(dense):
-    run = dense
-    axes = figure(of_run(run), "Roofline").axes[0]
-    roofs = [line for line in axes.lines if line.get_linestyle() != "None"]
-    bounds = peaks(run)
-    assert [max(line.get_ydata()) for line in roofs] == [bounds.matmul.measured, 989]
-    assert [line.get_ydata()[0] / line.get_xdata()[0] for line in roofs] == pytest.approx(
-        [bounds.read.measured / 1e3, 3.35]
-    )
-    drawn = [len(line.get_xdata()) for line in axes.lines if line not in roofs]
-    assert sum(drawn) == sum(bool(r.tflops) and r.operation != "peak" for r in run)
-
-
-def test_time_is_shaded_where_the_clock_is_held_back():
-    log = [Sample(60.0 * i, 1900.0, 3201.0, 600.0, 60.0, 0x04 * (i == 1)) for i in range(4)]
-    clock, power = over_time(log).axes
-    (shade,) = clock.collections
-    shaded = shade.get_paths()[0].vertices[:, 0]
-    assert (shaded.min(), shaded.max()) == (0.5, 1.5)
-    assert list(power.lines[0].get_ydata()) == [600.0] * 4
-
-
-def test_looks_tell_all_labels_apart(record):
-    (job, *_) = flash_jobs(TARGETS)
-    subjects = [x for x in job.factories if x.implementation not in FOREIGN_NAMES]
-    looks = styles([record(implementation=x, target=target) for x, target in subjects])
-    told = {(s["color"], str(s["linestyle"]), s["marker"]) for s in looks.values()}
-    assert len(told) == len(looks) > 10
-    assert looks["torch triton sm90"]["color"] == looks["torch triton sm80"]["color"]
-    assert looks["torch triton sm90"]["color"] != looks["jax triton sm90"]["color"]
 
 
 @pytest.mark.filterwarnings("error")
@@ -425,18 +263,3 @@ def test_files_of_several_cards_make_one_page_with_a_table_for_each(two_cards, t
     assert "1 of 1 results right, the largest error 0.25 of its budget" in a100
     text = (tmp_path / "NVIDIA A100.md").read_text()
     assert text.index("## NVIDIA A100") < text.index("## NVIDIA H100") < text.index("### Flash")
-
-
-def test_cards_of_one_name_with_other_limits_are_not_one(record):
-    first, second = record(card={"watts": 300.0}), record(card={"watts": 400.0})
-    assert len(runs([first, second])) == 2
-    assert first.key != second.key
-
-
-def test_cases_that_differ_in_shared_pages_have_names_of_their_own():
-    cases = [job.case for job in kvcache_jobs(["sm90"])[-3:]]
-    texts = [problem(case) for case in cases]
-    assert len({*texts}) == 3
-    assert [text.rpartition(" ")[2] for text in texts] == [
-        "shared_pages=512", "shared_pages=0", "shared_pages=0",
-    ]  # fmt: skip

@@ -1,9 +1,6 @@
-import sys
 from itertools import count
 
-import pytest
-
-from bench.sampling import Sample, Sampler, nvml_reader, read_log
+from bench.sampling import Sample, Sampler, read_log
 
 SAMPLES = [
     Sample(0.00, 1980.0, 3201.0, 300.0, 50.0, 0x01),  # idle is no throttling
@@ -50,19 +47,3 @@ def test_the_log_grows_under_one_head(tmp_path):
     sampled(SAMPLES[1:2]).write(path, "b, forward")
     assert read_log(path) == SAMPLES[:2]
     assert path.read_text().splitlines()[2] == '"b, forward",0.050,1500.0,3201.0,690.0,62.0,4'
-
-
-@pytest.mark.parametrize("missing", ["package", "driver"])
-def test_without_nvml_nothing_is_read(monkeypatch, missing):
-    class NVMLError(Exception):
-        pass
-
-    def init():
-        raise NVMLError("no driver")
-
-    class Module:
-        nvmlInit = staticmethod(init)
-
-    Module.NVMLError = NVMLError
-    monkeypatch.setitem(sys.modules, "pynvml", None if missing == "package" else Module)
-    assert nvml_reader() is None

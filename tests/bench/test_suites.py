@@ -1,13 +1,13 @@
 import warnings
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from bench import ours, problems, timing
+from bench import ours, problems
 from bench.job import Call, Entry
 from bench.peers import DECODE, FLASH, PACKED, SCORES, SPARSE, TREE
 from bench.problems import SparseCase, attention_job, attention_tensors, decode_job, decode_tensors
@@ -71,24 +71,14 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
          both(*PORTABLE, *EXPLICIT) - {"jax triton sm80"} | {"FA2", "cuDNN"}),
         ("float32", "tf32-d128-causal", both(*PORTABLE) | {"SDPA efficient"}),
         ("eager", "fp32-d64-2048", on_hopper(*PORTABLE) | {"eager", "SDPA", "jax.nn XLA"}),
-        ("eager", "fp32-d64-4096", on_hopper("torch triton") | {"eager", "SDPA"}),
-        ("eager", "d16-256", on_hopper("torch triton") | {"eager"}),
         ("packed", "equal-16384-d128",
          both(*PORTABLE, *EXPLICIT, *ours.FOREIGN_NAMES, *YARDSTICKS.values()) | set(PACKED)),
         ("kvcache", "sweep-8192", DECODES),
         ("kvcache", "sweep-4096", TORCH_DECODES | set(DECODE)),
-        ("kvcache", "sweep-8192-wide", NATIVE - set(DECODE)),
-        ("kvcache", "sweep-4096-wide", TORCH_DECODES),
         ("kvcache", "128x4096-heads-32-32", DECODES | FOREIGN_DECODES),
-        ("kvcache", "128x4096-heads-32-32-int8", NATIVE),
-        ("kvcache", "64x8192-heads-32-8-d256", DECODES),
-        ("kvcache", "64x8192-heads-32-8-64-tokens", NATIVE),
         ("kvcache", "64x8192-heads-32-8-64-tokens-drafts", NATIVE),
         ("kvcache", "cascade-64x8704-heads-32-8-512-pages", NATIVE | on_hopper(
             *(f"{x} cascade" for x in (*PORTABLE, "torch triton graph")))),
-        ("tree", "tree-8192-16x1024-d128", set(TREE) | on_hopper(
-            *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT, "jax gluon")
-              for y in ("tree", "separate")))),
         ("tree", "documents-16x1024-d128", set(TREE) | on_hopper(
             *(f"{x} {y}" for x in (*PORTABLE, *EXPLICIT, "jax gluon")
               for y in ("tree", "separate", "segments")))),
@@ -110,8 +100,6 @@ HOST = on_hopper(*PORTABLE, "torch triton compiled")
          | {"SDPA", "SDPA compiled", "FA2", "cuDNN", "jax.nn cuDNN"}),
         ("host", "2-sequences-1-split", HOST | FOREIGN_DECODES
          | on_hopper("jax mosaic") | {"FlashInfer"}),
-        ("host", "2-chunks", on_hopper(*PORTABLE) | {"FlashInfer"}),
-        ("host", "2-sequences", on_hopper("torch triton")),
     ],
 )  # fmt: skip
 def test_who_is_timed(suite, name, subjects):
@@ -183,18 +171,6 @@ def test_the_paths_of_a_tree_are_its_sequences():
     assert offsets.tolist() == [0, 33, 60, 86, 95]
     assert q.shape == (95, 2, 16)
     assert (dout != 0).any(-1).any(-1).sum() == case.seq_q  # of one copy of each token
-
-
-def test_masks_and_dilations():
-    for case in patterns.cases():
-        if isinstance(case, DilatedCase):
-            assert all(case.seq_q % length == 0 for length in case.segment_lengths)
-            continue
-        assert (np.tril(case.tiles) if case.causal else case.tiles).diagonal().all()
-        if case.seq_q >= 4096 and not case.causal:
-            assert 0.09 < case.tiles.mean() < 0.105
-    long = next(case for case in patterns.cases() if case.name == "local-bf16-1x131072x16")
-    assert np.flatnonzero(np.tril(long.tiles)[100]).tolist() == [0, *range(93, 101)]
 
 
 PAIRS = 4 * 16 * 4096 * 4097 // 2
@@ -283,7 +259,6 @@ SMALL_JOBS = {
     "flash both": lambda: attention_job(SMALL, "both", ours.flash_factories(["sm80"])),
     "packed backward": lambda: attention_job(PACKED_CASE, "backward", packed.factories(["sm80"])),
     "random both": lambda: patterns.job(SPARSE_CASE, "both", "sm90"),
-    "local both": lambda: patterns.job(LOCAL_CASE, "both", "sm90"),
     "dilated both": lambda: patterns.job(DILATED_CASE, "both", "sm90"),
     "tree both": lambda: tree.job(TREE_CASE, "both", ["sm90"]),
     "roots both": lambda: tree.job(ROOTS_CASE, "both", ["sm90"]),
@@ -296,11 +271,8 @@ SMALL_JOBS = {
         3, 128, 4, 2, 6, factories=ours.decode_factories(["sm90"])
     ),
     "chunks": lambda: decode_job(CHUNK_CASE, prefill.factories(CHUNK_CASE, ["sm80"])),
-    "single": lambda: decode_job(SINGLE, prefill.factories(SINGLE, ["sm80"])),
     "decode": lambda: decode_job(DECODE_CASE, ours.decode_factories(["sm80"])),
-    "int8 cache": lambda: decode_job(INT8, ours.decode_factories(["sm80"])),
     "host both": lambda: jobs_of("host", "1x128x8x64-causal")[1],
-    "host decode": lambda: jobs_of("host", "2-sequences-4-splits")[0],
     "host chunks": lambda: jobs_of("host", "2-chunks")[0],
     "eager": lambda: jobs_of("eager", "fp32-d16-128")[0],
 }
@@ -308,9 +280,7 @@ CONTEXT_CASE = context.ContextCase(
     "lognormal-small", 1, 48, 48, 2, 1, 16, causal=True, ranks=3, sharding="balanced",
     documents=(20, 17, 11),
 )  # fmt: skip
-SINGLE = replace(CHUNK_CASE, name="single", new_tokens=(1, 1, 1))
 DRAFTS = replace(DECODE_CASE, name="drafts", lengths=(9, 33), tokens=7, tree="drafts")
-INT8 = replace(DECODE_CASE, tokens=None, kv_dtype="int8")
 ON_A_GPU = {"FA2", "cuDNN", "jax.nn cuDNN", "FlashInfer", "FlexAttention"}
 ON_A_GPU |= {f"{x} {y}" for x in ("torch", "jax") for y in ("ring", "gather")}  # on several
 ON_A_GPU |= {"jax dense", "jax triton dense"}
@@ -382,14 +352,6 @@ def test_an_append_is_checked_where_it_writes():
         x[page, slot, 7, 63] += 1
         assert check(pools) > 1
         x[page, slot] = tensors.q[1]
-
-
-def test_the_hosts_timer_makes_fewer_calls_of_both(monkeypatch):
-    asked = []
-    monkeypatch.setattr(timing, "time_host", lambda calls, repeats: asked.append(repeats))
-    for job in jobs_of("host"):
-        job.time({})
-    assert asked == [300, 100, 300, 300, 300, 300]
 
 
 def test_a_graph_is_captured_once_and_replayed(monkeypatch):
@@ -500,69 +462,3 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
         warnings.simplefilter("error")  # such as a layout that does not fit its figure
         few = [r for r in records if r.target != "sm80"]
         assert list(of_suite(few, section.peaks))
-
-
-def record_of(record, case, name, ms=None, operation="forward", **fields):
-    target = None if name in SPARSE else "sm90"
-    times = {"times": Times(ms, ms, ms)} if ms else {}
-    made = record(operation=operation, implementation=name, target=target, **fields | times)
-    return replace(made, suite="patterns", case=vars(case))
-
-
-def test_the_tables_of_patterns(record):
-    case, twice = (replace(DILATED_CASE, name=f"dilated-{n}", batch=1, seq_q=n) for n in (64, 128))
-    sparse = partial(record_of, record, SPARSE_CASE)
-    records = [
-        sparse("torch block-sparse", 2.0, memory=3_000_000),
-        sparse("torch dense", 15.0),
-        sparse("jax block-sparse", 2.5),
-        sparse("FlexAttention", 3.0),
-        sparse("jax.nn XLA", status="out of memory", message="MemoryError: no"),
-        sparse("jax dense", status="absent", message="timed at 1024 tokens only"),
-        record_of(record, case, "torch dilated", 1.0, "both"),
-        record_of(record, case, "torch standard", 1.5, "both"),
-        record_of(record, twice, "torch dilated", 2.1, "both"),
-    ]
-    found = patterns.tables(records)
-    assert list(found) == [patterns.GAINS, patterns.DOUBLINGS, "Forward", "Forward and backward"]
-    assert found[patterns.GAINS] == [
-        ["case", "pass", "implementation", "dense / this", "standard / this",
-         "FlexAttention / this", "jax.nn XLA / this"],
-        ["random-small", "forward", "torch block-sparse sm90", "7.50", "", "1.50", "OOM"],
-        ["random-small", "forward", "jax block-sparse sm90", "", "", "1.20", "OOM"],
-        ["dilated-64", "forward and backward", "torch dilated sm90", "", "1.50", "", ""],
-        ["dilated-128", "forward and backward", "torch dilated sm90", "", "", "", ""],
-    ]  # fmt: skip
-    assert found[patterns.DOUBLINGS][1:] == [
-        ["dilated", "forward and backward", "torch dilated sm90", "64", "2.10"]
-    ]
-
-
-def test_the_table_of_trees(record):
-    of_case = partial(replace, suite="tree", case=asdict(TREE_CASE))
-
-    def of(name, ms=None, **fields):
-        target = None if name in TREE else "sm90"
-        times = {"times": Times(ms, ms, ms)} if ms else {}
-        return of_case(record(implementation=name, target=target, **fields | times))
-
-    records = [
-        of("torch triton tree", 2.0),
-        of("torch triton separate", 6.0),
-        of("torch gluon separate", 4.0),
-        of("torch gluon tree", status="absent", message="no trees"),
-        of("jax triton tree", 2.5),
-        of("FlexAttention", 3.0),
-        of("FlexAttention, mask made", status="out of memory", message="no"),
-    ]
-    found = tree.tables(records)
-    pairs = TREE_CASE.ends[0].astype(int) - range(TREE_CASE.seq_q)
-    rate = 2 * pairs.sum() / 2.0 / (separate_pairs(TREE_CASE) / 4.0)
-    assert found[tree.GAINS] == [
-        ["case", "pass", "implementation", "pairs/s over separate", "separate / this",
-         "FlexAttention / this", "FlexAttention, mask made / this"],
-        ["tree-small", "forward", "torch triton tree sm90", f"{rate:.2f}", "2.00", "1.50", "OOM"],
-        ["tree-small", "forward", "jax triton tree sm90", "", "", "1.20", "OOM"],
-    ]  # fmt: skip
-    titles, *rows = found["Every implementation"]
-    assert [row[titles.index("status")] for row in rows] == ["ok"] * 5 + ["OOM"]

@@ -116,13 +116,6 @@ def test_bytes_of_each_operand():
     assert backward_bytes(SPEC) == (q + k + v + out + lse + dout) + (q + k + v)
 
 
-def test_float32_doubles_all_but_the_lse():
-    lse = 4 * 2 * 4 * 3
-    wide = replace(SPEC, dtype="float32")
-    for count in (forward_bytes, backward_bytes):
-        assert count(wide) - lse == 2 * (count(SPEC) - lse)
-
-
 def test_flops_of_a_decode():
     """The last of two tokens sees every key, the one before it all but one."""
     pairs = 4 * ((6 + 7) + (19 + 20))
@@ -163,13 +156,6 @@ def test_keys_that_hold_their_values_are_read_once():
     assert cache_bytes(spec, LENGTHS) == 2 * (7 + 20) * 2 * 16
     pairs = 4 * ((6 + 7) + (19 + 20))
     assert decode_flops(spec, LENGTHS) == 2 * (16 + 8) * pairs
-
-
-def test_an_8_bit_cache_halves_the_keys_alone():
-    spec = replace(DECODE, cache=replace(DECODE.cache, dtype="int8"))
-    keys = cache_bytes(DECODE, LENGTHS)
-    assert 2 * cache_bytes(spec, LENGTHS) == keys
-    assert decode_bytes(DECODE, LENGTHS) - decode_bytes(spec, LENGTHS) == keys // 2
 
 
 @given(st.integers(-2, 22), st.integers(0, 4), sides)

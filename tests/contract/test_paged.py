@@ -3,8 +3,6 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,17 +43,6 @@ def test_sequences_are_those_one_by_one(changes):
         np.testing.assert_allclose(lse[:, begin:end], want_lse[0], atol=1e-12)
     assert not out[end:].any()
     np.testing.assert_allclose(lse[:, end:], np.broadcast_to(given.sinks[:, None], (4, 4)))
-
-
-@pytest.mark.parametrize("tree", ["", "drafts"])
-def test_it_can_be_traced(tree):
-    case = replace(CASE, tree=tree)
-    given = operands(case)
-    want = ragged_forward(given, case.spec, np.float32)
-    arrays = PagedOperands(*(None if x is None else jnp.asarray(x) for x in given))
-    got = jax.jit(lambda operands: ragged_forward(operands, case.spec, jnp.float32))(arrays)
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_what_follows_from_a_problem():

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from twin_attention.contract.operands import DecodeOperands
-from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
+from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.contract.reference.cache import quantize
 from twin_attention.contract.reference.merge import merge, merge_backward
 from twin_attention.contract.reference.paged import paged_forward
@@ -170,72 +170,6 @@ def test_namespaces_agree(namespace, kv_dtype, scale_shape):
     )  # fmt: skip
     inputs = inputs_of(case)
     close(run(namespace, inputs, case.spec), decode_by_loops(*inputs, case.spec))
-
-
-@pytest.mark.parametrize("sink", [-800.0, -300.0, 0.0, 700.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_token_without_keys_has_its_sink_as_lse(sink, dtype):
-    """However far the sink is from 0: its exponential may be 0 or infinite."""
-    inputs = list(map(to_torch, inputs_of(replace(CASE, lengths=(0,), sinks=True))[:6]))
-    inputs[5] = torch.full((4,), sink)
-    spec = replace(CASE, lengths=(0,)).spec
-    out, lse = paged_forward(DecodeOperands(*inputs), spec, dtype)
-    assert (out == 0).all()
-    assert (lse == sink).all()
-
-
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_a_length_that_no_sequence_can_have_is_the_nearest_that_one_can(namespace):
-    case = replace(CASE, lengths=(12, 12, 0, 0))
-    q, k_pages, v_pages, tables, lengths, *rest = inputs_of(case)
-    impossible = np.array([13, 2**31 - 1, -1, -(2**31)], np.int32)
-    want = run(namespace, (q, k_pages, v_pages, tables, lengths, *rest), case.spec)
-    got = run(namespace, (q, k_pages, v_pages, tables, impossible, *rest), case.spec)
-    assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("namespace", NAMESPACES)
-def test_page_ids_out_of_range_read_nothing_outside_the_pool(namespace):
-    case = replace(CASE, lengths=(12,), kv_dtype="int8")
-    inputs = list(inputs_of(case))
-    inputs[3] = np.array([[-1, case.spec.cache.num_pages, 2**31 - 1]], np.int32)
-    assert all(np.isfinite(x).all() for x in run(namespace, inputs, case.spec))
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        {"batch": 0},
-        {"tokens": 0},
-        {"heads_q": 0},
-        {"heads_q": 0, "heads": 0},
-        {"max_pages": 0},
-        {"num_pages": 0},
-    ],
-    ids=str,
-)
-def test_empty_problems_keep_their_shapes(sinks, sizes):
-    some = {"batch": 2, "tokens": 3, "heads_q": 4, "heads": 2, "max_pages": 3, "num_pages": 5}
-    batch, tokens, heads_q, heads, max_pages, num_pages = (some | sizes).values()
-    cache = PagedCache(num_pages, 4, max_pages, heads, 16, 24, "float16")
-    spec = DecodeSpec(batch, tokens, heads_q, cache, "float16", 1.0)
-    assert spec.is_empty
-    inputs = (
-        np.ones((batch, tokens, heads_q, 16)),
-        np.ones((num_pages, 4, heads, 16)),
-        np.ones((num_pages, 4, heads, 24)),
-        np.zeros((batch, max_pages), np.int32),
-        np.full(batch, 7, np.int32),
-        np.arange(heads_q, dtype=np.float32) if sinks else None,
-        None,
-        None,
-    )
-    out, lse = run("numpy", inputs, spec)
-    assert out.shape == (batch, tokens, heads_q, 24)
-    assert lse.shape == (batch, heads_q, tokens)
-    assert (out == 0).all()
-    assert (lse == (np.arange(heads_q)[:, None] if sinks else -np.inf)).all()
 
 
 def test_the_dtype_of_every_operation_is_the_callers():

@@ -29,17 +29,13 @@ def spec_of(seq_q: int, seq_kv: int, window: Window = SEES_ALL, **changes) -> At
 @pytest.mark.parametrize(
     ("causal", "window_size", "expected"),
     [
-        (False, None, Window(None, None)),
-        (True, None, Window(None, 0)),
-        (False, (None, None), Window(None, None)),
-        (True, (None, None), Window(None, 0)),
-        (False, (3, 5), Window(3, 5)),
-        (True, (3, 5), Window(3, 0)),
-        (True, (3, None), Window(3, 0)),
-        (True, (0, 0), Window(0, 0)),
+        (False, None, Window(None, None)), (True, None, Window(None, 0)),
+        (False, (None, None), Window(None, None)), (True, (None, None), Window(None, 0)),
+        (False, (3, 5), Window(3, 5)), (True, (3, 5), Window(3, 0)),
+        (True, (3, None), Window(3, 0)), (True, (0, 0), Window(0, 0)),
         (False, (None, 5), Window(None, 5)),
     ],
-)
+)  # fmt: skip
 def test_causal_folds_into_the_window(causal, window_size, expected):
     assert Window.of(causal, window_size) == expected
 
@@ -75,13 +71,10 @@ def test_the_exponent_takes_the_scale_where_it_can(scale, softcap, scale_first):
 @pytest.mark.parametrize(
     ("scale", "softcap", "cap_scale", "small_cap"),
     [
-        (0.25, None, None, False),
-        (0.25, 5.0, 0.05, True),
-        (-0.25, 55.0, -0.25 / 55, True),
-        (0.25, 56.0, 0.25 / 56, False),
-        (-8.0, 2.0**-126, -(2.0**120), True),
+        (0.25, None, None, False), (0.25, 5.0, 0.05, True), (-0.25, 55.0, -0.25 / 55, True),
+        (0.25, 56.0, 0.25 / 56, False), (-8.0, 2.0**-126, -(2.0**120), True),
     ],
-)
+)  # fmt: skip
 def test_a_rule_has_what_a_softcap_needs(scale, softcap, cap_scale, small_cap):
     rule = spec_of(1, 1, scale=scale, softcap=softcap).scores
     assert (rule.cap_scale, rule.small_cap) == (cap_scale, small_cap)
@@ -96,11 +89,6 @@ def test_a_window_is_bounded_by_the_problem():
     assert spec_of(3, 4, Window(2**31, 5)).bounded_window == Window(7, 5)
     assert spec_of(3, 4, Window(None, 2**31)).bounded_window == Window(None, 7)
     assert replace(DECODE, window_left=2**31).bounded_window == Window(CACHE.capacity, 0)
-
-
-@pytest.mark.parametrize(("heads_q", "heads_kv", "group"), [(8, 8, 1), (8, 2, 4), (0, 0, 1)])
-def test_group_size(heads_q, heads_kv, group):
-    assert spec_of(1, 1, heads_q=heads_q, heads_kv=heads_kv).group_size == group
 
 
 def test_is_empty_when_any_size_that_is_read_or_written_is_zero():
@@ -118,13 +106,6 @@ def test_a_new_token_sees_what_the_last_queries_of_causal_attention_see(length, 
     same = spec_of(tokens, seq_kv, Window(left, 0))
     for token in range(tokens):
         assert list(spec.visible_keys(token, length)) == list(same.visible_keys(token))
-
-
-def test_a_cache_and_its_decode():
-    assert CACHE.capacity == 12
-    assert (DECODE.heads_kv, DECODE.group_size) == (2, 4)
-    assert (DECODE.head_dim, DECODE.head_dim_v) == (16, 24)
-    assert replace(DECODE, heads_q=0, cache=replace(CACHE, heads=0)).group_size == 1
 
 
 @pytest.mark.parametrize(

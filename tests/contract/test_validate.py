@@ -1,4 +1,4 @@
-"""Every message that `validate` writes, word for word."""
+"""What `validate` describes and refuses, where both sides cannot show it on a CPU."""
 
 import re
 from dataclasses import replace
@@ -20,7 +20,6 @@ from twin_attention.contract.validate.options import (
     check_flash_options,
 )
 from twin_attention.contract.validate.paged import check_append_kv, check_paged_decode
-from twin_attention.contract.validate.pool import check_page_ids
 
 GOOD = {
     "q": Operand("q", (2, 5, 4, 32), "bfloat16", "cpu"),
@@ -48,68 +47,18 @@ def check(changes=None, **options):
     )
 
 
+# Both sides cannot show these on a CPU; tests/semantics/test_bad_input.py has the others.
 @pytest.mark.parametrize(
     ("error", "message", "changes"),
     [
-        (ValueError, "q: expected 4 dimensions [B, Sq, Hq, D], got shape (5, 4, 32)",
-         {"q": {"shape": (5, 4, 32)}}),
-        (ValueError, "k: expected 4 dimensions [B, Skv, Hkv, D], got shape (2, 7, 2, 32, 1)",
-         {"k": {"shape": (2, 7, 2, 32, 1)}}),
         (ValueError, "v: expected 4 dimensions [B, Skv, Hkv, Dv], got shape ()",
          {"v": {"shape": ()}}),
-        (TypeError, "q: expected a floating-point dtype, got int32", {"q": {"dtype": "int32"}}),
         (TypeError, "v: expected a floating-point dtype, got bool", {"v": {"dtype": "bool"}}),
-        (NotImplementedError, "k: expected dtype float16, bfloat16, float32, got float64",
-         {"k": {"dtype": "float64"}}),
-        (NotImplementedError, "q: expected dtype float16, bfloat16, float32, got float8_e4m3fn",
-         {"q": {"dtype": "float8_e4m3fn"}}),
-        (TypeError, "k: expected q's dtype bfloat16, got float32", {"k": {"dtype": "float32"}}),
-        (TypeError, "v: expected q's dtype bfloat16, got float16", {"v": {"dtype": "float16"}}),
         (ValueError, "k: expected q's device cpu, got cuda:0", {"k": {"device": "cuda:0"}}),
         (ValueError, "v: expected q's device cpu, got cuda:1", {"v": {"device": "cuda:1"}}),
-        (ValueError, "k: expected q's batch size 2, got 3", {"k": {"shape": (3, 7, 2, 32)}}),
-        (ValueError, "v: expected q's batch size 2, got 1", {"v": {"shape": (1, 7, 2, 48)}}),
-        (ValueError, "v: expected k's length 7, got 6", {"v": {"shape": (2, 6, 2, 48)}}),
-        (ValueError, "v: expected k's 2 heads, got 4", {"v": {"shape": (2, 7, 4, 48)}}),
-        (ValueError, "k: expected q's head dimension 32, got 40", {"k": {"shape": (2, 7, 2, 40)}}),
-        (
-            ValueError,
-            "q: expected a number of heads divisible by k's 2, got 5",
-            {"q": {"shape": (2, 5, 5, 32)}},
-        ),
-        (
-            ValueError,
-            "q: expected a number of heads divisible by k's 0, got 4",
-            {"k": {"shape": (2, 7, 0, 32)}, "v": {"shape": (2, 7, 0, 48)}},
-        ),
-        *(
-            (
-                NotImplementedError,
-                f"q: {SIZE}{size}",
-                {"q": {"shape": (2, 5, 4, size)}, "k": {"shape": (2, 7, 2, size)}},
-            )
-            for size in (0, 8, 20, 520)
-        ),
-        (NotImplementedError, f"v: {SIZE}12", {"v": {"shape": (2, 7, 2, 12)}}),
-        *(
-            (
-                ValueError,
-                f"{name}: expected a contiguous last dimension, got a stride other than 1",
-                {name: {"contiguous_rows": False}},
-            )
-            for name in GOOD
-        ),
-        (TypeError, "sinks: expected dtype float32, got bfloat16",
-         {"sinks": {"dtype": "bfloat16"}}),
-        *(
-            (
-                ValueError,
-                f"sinks: expected shape (4,), one of each head, got {shape}",
-                {"sinks": {"shape": shape}},
-            )
-            for shape in ((2,), (), (1, 4))
-        ),
         (ValueError, "sinks: expected q's device cpu, got cuda:1", {"sinks": {"device": "cuda:1"}}),
+        (NotImplementedError, f"q: {SIZE}0",
+         {"q": {"shape": (2, 5, 4, 0)}, "k": {"shape": (2, 7, 2, 0)}}),
     ],
 )  # fmt: skip
 def test_wrong_tensors(error, message, changes):
@@ -120,29 +69,14 @@ def test_wrong_tensors(error, message, changes):
 @pytest.mark.parametrize(
     ("error", "message", "options"),
     [
-        (TypeError, "causal: expected a bool, got int", {"causal": 1}),
-        (TypeError, "causal: expected a bool, got NoneType", {"causal": None}),
-        (TypeError, "causal: expected a bool, got numpy.bool", {"causal": np.True_}),
-        (TypeError, "return_lse: expected a bool, got str", {"return_lse": "no"}),
-        (ValueError, SCALE + "1e+300", {"scale": 1e300}),
         (ValueError, SCALE + str(-(10**400)), {"scale": -(10**400)}),
-        (ValueError, SOFTCAP + "1e+60", {"softcap": 1e60}),
-        (ValueError, SOFTCAP + "1e-60", {"softcap": 1e-60}),
-        (ValueError, SOFTCAP + str(2.0**101), {"softcap": 2.0**101}),
-        (ValueError, SCALE + "nan", {"scale": float("nan")}),
-        (ValueError, SCALE + "-inf", {"scale": float("-inf")}),
         (TypeError, SCALE + "str", {"scale": "0.1"}),
         (TypeError, SCALE + "bool", {"scale": True}),
-        (ValueError, SOFTCAP + "0.0", {"softcap": 0.0}),
-        (ValueError, SOFTCAP + "-1", {"softcap": -1}),
-        (ValueError, SOFTCAP + "inf", {"softcap": float("inf")}),
-        (ValueError, SOFTCAP + "nan", {"softcap": float("nan")}),
+        (ValueError, SOFTCAP + "1e-60", {"softcap": 1e-60}),
+        (ValueError, SOFTCAP + str(2.0**101), {"softcap": 2.0**101}),
         (TypeError, SOFTCAP + "complex", {"softcap": 1j}),
-        (TypeError, WINDOW + "5", {"window_size": 5}),
         (TypeError, WINDOW + "(1, 2, 3)", {"window_size": (1, 2, 3)}),
-        (TypeError, WINDOW + "(1.0, 2)", {"window_size": (1.0, 2)}),
         (TypeError, WINDOW + "(True, 2)", {"window_size": (True, 2)}),
-        (ValueError, WINDOW + "(-1, 0)", {"window_size": (-1, 0)}),
         (ValueError, WINDOW + "(None, -1)", {"window_size": (None, -1)}),
     ],
 )
@@ -211,25 +145,6 @@ def test_a_window_as_wide_as_any_length_is_unlimited():
     assert check_decode(window_size=(2**63, 0)).window_left is None
 
 
-def test_a_device_that_is_not_known_agrees_with_any():
-    check({"q": {"device": None}})
-    check({"k": {"device": None}, "v": {"device": None}})
-
-
-@pytest.mark.parametrize("name", ["batch", "seq_q", "seq_kv", "heads_q", "all heads"])
-def test_zero_sizes_are_right(name):
-    q, k, v = (2, 5, 4, 32), (2, 7, 2, 32), (2, 7, 2, 48)
-    q, k, v = {
-        "batch": ((0, *q[1:]), (0, *k[1:]), (0, *v[1:])),
-        "seq_q": ((2, 0, 4, 32), k, v),
-        "seq_kv": (q, (2, 0, 2, 32), (2, 0, 2, 48)),
-        "heads_q": ((2, 5, 0, 32), k, v),
-        "all heads": ((2, 5, 0, 32), (2, 7, 0, 32), (2, 7, 0, 48)),
-    }[name]
-    shapes = {"q": q, "k": k, "v": v, "sinks": (q[2],)}
-    assert check({name: {"shape": shape} for name, shape in shapes.items()}).is_empty
-
-
 MODES = "forward mode is not supported; reverse mode, once, is. Use the reference."
 
 
@@ -253,13 +168,6 @@ def test_other_messages(error, message, function, arguments):
     with pytest.raises(error, match=f"^{re.escape(message)}$"):
         function(*arguments)
 
-
-@pytest.mark.parametrize("right", [None, "triton"])
-def test_a_right_choice(right):
-    check_choice("implementation", right, ("triton", "reference"))
-
-
-# Both sides cannot show these messages on a CPU; tests/semantics/test_bad_input.py has the others.
 
 DECODE = {
     "q": Operand("q", (2, 3, 4, 32), "float16", "cpu"),
@@ -322,11 +230,6 @@ def test_options_of_a_decode_become_plain_python_numbers():
     assert types == {float, int}
 
 
-def test_the_right_side_of_a_decodes_window_changes_nothing():
-    assert check_decode(window_size=(3, 0)) == check_decode(window_size=(3, None))
-    assert check_decode(window_size=(None, 5)) == check_decode()
-
-
 def test_positions_fit_in_32_bits():
     most = Operand("block_tables", (2, 2**28 - 1), "int32")
     assert check_decode(DECODE | {"block_tables": most}).cache.capacity == 2**31 - 8
@@ -375,33 +278,4 @@ def test_operands_of_decoding_are_on_one_device(check, operands, name):
         check(operands | {name: operands[name]._replace(device="cuda:1")})
 
 
-TABLES = np.array([[0, 4, 2], [-1, 5, 99], [3, 1, -1]], np.int32)
-LENGTH = "expected a length from 0 to 12, got "
 PAGE = "expected one of the pool's 5 pages, got "
-
-
-def test_what_tables_and_lengths_may_hold():
-    check_page_ids(TABLES, np.array([12, 0, 8], np.int32), None, 1, (5, 4))
-    check_page_ids(np.empty((2, 0), np.int32), np.zeros(2, np.int32), None, 1, (0, 4))
-    check_page_ids(np.empty((0, 3), np.int32), np.empty(0, np.int32), None, 1, (5, 4))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([13, 0, 0], f"seq_lens[0]: {LENGTH}13"),
-        ([0, -1, 99], f"seq_lens[1]: {LENGTH}-1"),
-        ([0, 0, 2**31 - 1], f"seq_lens[2]: {LENGTH}{2**31 - 1}"),
-        ([12, 1, 99], f"block_tables[1, 0]: {PAGE}-1"),
-        ([12, 0, 9], f"block_tables[2, 2]: {PAGE}-1"),
-    ],
-)
-def test_the_first_sequence_that_leaves_the_pool_is_named(lengths, message):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_page_ids(TABLES, np.array(lengths, np.int32), None, 1, (5, 4))
-
-
-def test_a_pool_without_pages_has_no_key():
-    message = "block_tables[0, 0]: expected one of the pool's 0 pages, got 0"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_page_ids(np.zeros((1, 2), np.int32), np.array([1], np.int32), None, 1, (0, 4))

@@ -1,11 +1,10 @@
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
 
-from examples import continuous_batching, text_model
+from examples import text_model
 from examples.continuous_batching import Request, serve
 from examples.support import jax_text, torch_text
 from models.config import make_config
@@ -65,15 +64,3 @@ def test_the_command(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "4 requests in 87 steps, 163 one after the other" in printed
     assert "steps  0 to 20: 'The kernel' -> " in printed
-
-
-def test_batches_are_stretches_of_the_text():
-    text = bytes(range(100))
-    for batch in text_model.batches(text, 2):
-        assert batch.shape == (text_model.BATCH, text_model.LENGTH + 1)
-        assert (np.diff(batch, axis=1) == 1).all()
-
-
-def test_serving_without_training(capsys):
-    assert continuous_batching.main([]) == 0
-    assert "4 requests in 87 steps, 163 one after the other" in capsys.readouterr().out

@@ -465,13 +465,6 @@ def test_none_takes_parts_where_they_are_faster(change, target, name):
     assert chosen.family.name == name
 
 
-def test_none_takes_parts_without_the_triton_lowering_of_pallas(monkeypatch):
-    monkeypatch.setattr("pallas_attn.private.missing", {"triton": "it is gone"}.get)
-    chosen, passed_over = choose("pallas_attn", None, "partial_bwd", RANKS.part, "sm90", True)
-    assert chosen.family.name == "gluon"
-    assert "triton: it is gone" in passed_over
-
-
 def test_ranks_of_vmap_run_own_kernels_by_none():
     """Programs that are not lowered yet hold what runs on CUDA and what runs elsewhere."""
     q = jax.ShapeDtypeStruct((1, LONG.seq_q, LONG.heads_q, 64), "bfloat16")
@@ -489,12 +482,6 @@ def test_ranks_of_vmap_run_own_kernels_by_none():
             str(jax.make_jaxpr(jax.grad(of_vmap))(jax.ShapeDtypeStruct((1, *q.shape), q.dtype))),
         ]
     assert ["pure_callback" in x for x in programs] == [True, False]
-
-
-def test_no_interpreter_runs_them_outside_jit():
-    q = jnp.zeros((1, 70, 2, 64), "float16", device=jax.devices("cpu")[0])
-    with pytest.raises(NotImplementedError, match="no interpreter"):
-        explain(pallas_attn.flash_attention, q, q, q, implementation="gluon")
 
 
 def test_explain_names_them_and_says_whose_they_are():

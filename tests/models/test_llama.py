@@ -13,14 +13,10 @@ from twin_attention.contract.tolerances import compare_to_reference
 
 CONFIG = TINY["modern"]
 THEIR_NAMES = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "attention": "self_attn",
-    "embed": "model.embed_tokens",
-    "layers": "model.layers",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
+    "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
+    "attention": "self_attn", "embed": "model.embed_tokens", "layers": "model.layers",
+    "norm": "model.norm", "head": "lm_head",
+}  # fmt: skip
 
 
 def llama_of(model, attention, device):

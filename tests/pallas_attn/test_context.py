@@ -29,10 +29,8 @@ def test_four_devices():
     assert result.stdout.strip().endswith("ok"), result.stderr[-3000:]
 
 
-@pytest.mark.parametrize("exchange", [None, "ring", "gather", "heads"])
-def test_one_device(exchange):
-    out = attend(exchange=exchange)
-    assert jnp.allclose(out, flash_attention(Q, K, V, causal=True), atol=1e-4)
+def test_one_device():
+    assert jnp.allclose(attend(), flash_attention(Q, K, V, causal=True), atol=1e-4)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "gather", "heads"])

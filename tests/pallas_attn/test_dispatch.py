@@ -211,23 +211,6 @@ def test_explain_the_best_choice(qkv):
     assert explanation.device == jax.devices()[0].device_kind
 
 
-def test_explain_a_request(qkv):
-    qkv = [jax.device_put(x, CPU) for x in qkv]
-    explanation = explain(flash_attention, *qkv, implementation="triton")
-    assert (explanation.implementation, explanation.execution) == ("triton", "interpreter")
-    assert (explanation.device, explanation.target) == ("cpu", None)
-    assert set(explanation.configs) == {
-        "flash_fwd", "flash_bwd_preprocess", "flash_bwd_dq", "flash_bwd_dkdv",
-    }  # fmt: skip
-    assert explanation.reason == "implementation='triton' was asked for"
-
-
-def test_explain_an_empty_problem(qkv):
-    explanation = explain(flash_attention, *(x[:0] for x in qkv), implementation="triton")
-    assert (explanation.execution, explanation.configs) == ("framework", {})
-    assert explanation.reason == "an empty problem runs no kernel"
-
-
 def test_explain_while_tracing_says_what_it_assumes(qkv):
     explanations = []
     jax.eval_shape(lambda *qkv: explanations.append(explain(flash_attention, *qkv)), *qkv)

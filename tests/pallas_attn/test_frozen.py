@@ -38,13 +38,9 @@ def in_a_loop(x, frozen):
 
 
 WAYS = {
-    "eager": jax.grad(loss),
-    "jit inside": jax.grad(jax.jit(loss)),
-    "jit": jax.jit(jax.grad(loss)),
-    "checkpoint": jax.grad(jax.checkpoint(loss)),
-    "vmap": mapped,
-    "loop": in_a_loop,
-}
+    "eager": jax.grad(loss), "jit inside": jax.grad(jax.jit(loss)), "jit": jax.jit(jax.grad(loss)),
+    "checkpoint": jax.grad(jax.checkpoint(loss)), "vmap": mapped, "loop": in_a_loop,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)

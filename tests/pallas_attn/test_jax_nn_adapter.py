@@ -44,8 +44,7 @@ def test_the_signature_is_that_of_jax_nn():
 
 @pytest.mark.parametrize(("seq_q", "seq_kv"), [(3, 7), (7, 3)])
 @pytest.mark.parametrize(
-    ("causal", "window"),
-    [(True, None), (True, 4), (True, (6, 1)), (False, (4, 1)), (False, (5, 9))],
+    ("causal", "window"), [(True, None), (True, (6, 1)), (False, 4), (False, (5, 9))]
 )
 def test_alignment(seq_q, seq_kv, causal, window):
     operands = inputs(seq_q, seq_kv)
@@ -53,9 +52,7 @@ def test_alignment(seq_q, seq_kv, causal, window):
 
 
 # From queries that see nothing at the end to none that sees anything.
-WINDOWS = (
-    (1, 0), (1, 2), (-1, 2), (-2, 9), (3, -1), (9, -2), (-8, 9), (-9, 12), (-1, -1), (2, -3), -4,
-)  # fmt: skip
+WINDOWS = (1, 0), (1, 2), (-2, 9), (3, -1), (-9, 12), (-1, -1), (2, -3), -4
 
 
 @pytest.mark.parametrize(
@@ -82,12 +79,6 @@ def test_options(operands, options):
     assert_like_jax(jax.jit, operands, **options)
 
 
-@pytest.mark.parametrize(("seq_q", "seq_kv"), [(3, 7), (7, 3)])
-def test_gradients(seq_q, seq_kv):
-    options = {"is_causal": True, "local_window_size": (5, 0)}
-    assert_like_jax(gradient, inputs(seq_q, seq_kv), "gradient", **options)
-
-
 # All tokens and none, lengths past the range, and queries without a key.
 LENGTHS_OF = {
     "query_seq_lengths": jnp.array([9, 3, 0, 5, 2, 50, -1], jnp.int32),
@@ -98,16 +89,9 @@ LENGTHS_OF = {
 @pytest.mark.parametrize(
     ("seq_q", "seq_kv", "causal", "window"),
     [
-        (5, 9, False, None),
-        (5, 9, True, (2, 0)),
-        (9, 7, True, None),
-        (9, 7, False, (3, 1)),
-        (9, 7, False, (-1, 3)),
-        (9, 7, False, (1, 0)),
-        (5, 9, False, (2, -3)),
-        (5, 9, True, (-9, 1)),
+        (5, 9, True, (2, 0)), (9, 7, True, None), (9, 7, False, (-1, 3)), (5, 9, False, (2, -3)),
     ],
-)
+)  # fmt: skip
 def test_lengths(seq_q, seq_kv, causal, window):
     options = {"is_causal": causal, "local_window_size": window, **LENGTHS_OF}
     operands = inputs(seq_q, seq_kv, batch=(7,))
@@ -153,7 +137,7 @@ def test_numpy_arrays():
     assert jnp.array_equal(dot_product_attention(q, k, v), dot_product_attention(*inputs(5, 7)))
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 9, 7), (1, 1, 9, 7), (2, 1, 1, 7), (2, 4, 1, 7)])
+@pytest.mark.parametrize("shape", [(1, 1, 9, 7), (2, 4, 1, 7)])
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,65 +1,38 @@
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.experimental import pallas as pl
 
 from pallas_attn import check_offsets, flash_attention, flash_attention_varlen
 from pallas_attn.kernels.explicit import sequences as scalars
-from pallas_attn.kernels.gradients import (
-    sinks_gradient,
-)
+from pallas_attn.kernels.gradients import sinks_gradient
 from pallas_attn.kernels.library import sequences as library
 from pallas_attn.kernels.library.sequences import count_sequence_tiles
 from pallas_attn.kernels.library.tiles import ROW_PADDING
-from pallas_attn.operands import operand
-from twin_attention.contract.operands import VarlenOperands, describe_operands
-from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
-from twin_attention.contract.spec import FlashOptions, VarlenSpec
-from twin_attention.contract.tolerances import compare_lse, compare_to_reference
+from tests.oracle import assert_within_budget
+from twin_attention.interop.parity.cases import VarlenCase
+from twin_attention.interop.parity.inputs import make_inputs
 
-TOKENS_Q, TOKENS_KV, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM_V = 70, 90, 4, 2, 16, 24
+TOKENS_Q, TOKENS_KV = 70, 90
 OPTIONS = {"causal": True, "return_lse": True}
 portable_or_reference = pytest.mark.parametrize("implementation", ["reference", "triton"])
-# Lengths of (queries, keys) of each sequence; the rest is padding.
-LENGTHS = [
-    [(35, 50), (0, 3), (1, 30), (5, 0)],
-    [(1, 1), (33, 20), (0, 0), (36, 69)],  # no padding
+CASES = [
+    VarlenCase("padding", ((35, 50), (0, 3), (1, 30), (5, 0)), (29, 7)),
+    VarlenCase("no padding", ((1, 1), (33, 20), (0, 0), (36, 69)), (0, 0)),
 ]
+CASES = [
+    replace(case, heads_q=4, head_dim=16, head_dim_v=24, dtype="float32", sinks=True)
+    for case in CASES
+]
+NAMES = "q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv", "sinks", "dout", "dlse"
 
 
-def offsets(lengths):
-    cumulative = np.cumsum([(0, 0), *lengths], axis=0, dtype=np.int32)
-    return jnp.asarray(cumulative[:, 0]), jnp.asarray(cumulative[:, 1])
-
-
-def problem(lengths, seed=0):
-    """Padding holds NaN."""
-    cu_q, cu_kv = offsets(lengths)
-    rng = np.random.default_rng(seed)
-
-    def tokens(total, heads, size, used):
-        x = rng.standard_normal((total, heads, size), np.float32)
-        x[int(used) :] = np.nan
-        return jnp.asarray(x)
-
-    operands = VarlenOperands(
-        tokens(TOKENS_Q, HEADS_Q, HEAD_DIM, cu_q[-1]),
-        tokens(TOKENS_KV, HEADS_KV, HEAD_DIM, cu_kv[-1]),
-        tokens(TOKENS_KV, HEADS_KV, HEAD_DIM_V, cu_kv[-1]),
-        cu_q,
-        cu_kv,
-        jnp.asarray(rng.standard_normal(HEADS_Q, np.float32)),
-    )
-    dout = tokens(TOKENS_Q, HEADS_Q, HEAD_DIM_V, cu_q[-1])
-    return operands, dout, jnp.asarray(rng.standard_normal((HEADS_Q, TOKENS_Q), np.float32))
-
-
-def results_and_gradients(implementation, operands, dout, dlse):
-    q, k, v, cu_q, cu_kv, sinks, *_ = operands
-
+def results_and_gradients(implementation, q, k, v, cu_q, cu_kv, sinks, dout, dlse):
     def attention(q, k, v, sinks):
         options = {**OPTIONS, "sinks": sinks, "implementation": implementation}
         return flash_attention_varlen(q, k, v, cu_q, cu_kv, **options)
@@ -68,31 +41,15 @@ def results_and_gradients(implementation, operands, dout, dlse):
     return *results, *pullback((dout, dlse))
 
 
-def assert_right(got, operands, dout, dlse):
-    described = describe_operands(operands, operand)
-    spec = VarlenSpec.of(described, "float32", FlashOptions(None, None, 0, None, True))
-    operands = operands._make(x if x is None else np.asarray(x) for x in operands)
-    dout, dlse = np.asarray(dout), np.asarray(dlse)
-
-    def evaluate(dtype):
-        gradients = varlen_backward(dout, dlse, operands, spec, dtype)
-        dq, dk, dv, _, _, dsinks, *_ = gradients
-        return *varlen_forward(operands, spec, dtype), dq, dk, dv, dsinks
-
-    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
-    of_all = zip(names, got, evaluate(np.float64), evaluate(np.float32), strict=True)
-    for name, x, ref, lp in of_all:
-        kind = "output" if name == "out" else "gradient"
-        if name == "lse":
-            agreement = compare_lse(np.asarray(x), ref)
-        else:
-            agreement = compare_to_reference(np.asarray(x), ref, lp, "float32", kind)
-        assert agreement.ok, (name, agreement)
+def assert_right(got, case):
+    tensors = [torch.from_numpy(np.array(x)) for x in got]
+    assert_within_budget(tensors, make_inputs(case, "cpu"), case.spec)
 
 
 @pytest.fixture(scope="module")
 def problems():
-    return [problem(lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    inputs = [make_inputs(case, "cpu") for case in CASES]
+    return [[jnp.asarray(each[name].numpy()) for name in NAMES] for each in inputs]
 
 
 def stacked(problems):
@@ -109,24 +66,22 @@ def test_one_trace_serves_all_offsets(implementation, problems):
         return results_and_gradients(implementation, *inputs)
 
     run(*problems[0])  # the first interpreted kernel of a process leaves jax 0.11 another context
-    assert_right(run(*problems[0]), *problems[0])
+    assert_right(run(*problems[0]), CASES[0])
     traces.clear()
-    assert_right(run(*problems[1]), *problems[1])
+    assert_right(run(*problems[1]), CASES[1])
     assert traces == []
 
 
 @portable_or_reference
 def test_vmap_over_batches_of_sequences(implementation, problems):
     got = jax.jit(jax.vmap(partial(results_and_gradients, implementation)))(*stacked(problems))
-    for i, inputs in enumerate(problems):
-        assert_right([x[i] for x in got], *inputs)
+    for i, case in enumerate(CASES):
+        assert_right([x[i] for x in got], case)
 
 
 @portable_or_reference
 def test_recomputed_in_a_scan(implementation, problems):
-    def run(operands, dout, dlse):
-        q, k, v, cu_q, cu_kv, sinks, *_ = operands
-
+    def run(q, k, v, cu_q, cu_kv, sinks, dout, dlse):
         @jax.checkpoint
         def step(_, each):
             q, k, v, sinks, cu_q, cu_kv = each
@@ -140,22 +95,23 @@ def test_recomputed_in_a_scan(implementation, problems):
         return *results, *pullback((dout, dlse))
 
     got = jax.jit(run)(*stacked(problems))
-    for i, inputs in enumerate(problems):
-        assert_right([x[i] for x in got], *inputs)
+    for i, case in enumerate(CASES):
+        assert_right([x[i] for x in got], case)
 
 
 def test_one_sequence_is_flash_attention_bit_for_bit(problems):
     """With padding on both axes, and sequences without tokens around it."""
-    (q, k, v, _, _, sinks, *_), *_ = problems[1]
+    q, k, v, _, _, sinks, *_ = problems[1]
     options = {**OPTIONS, "implementation": "triton"}
-    cu_q, cu_kv = offsets([(0, 0), (37, 50), (0, 0)])
+    cu_q, cu_kv = jnp.array([0, 0, 37, 37], jnp.int32), jnp.array([0, 0, 50, 50], jnp.int32)
     got = flash_attention_varlen(q, k, v, cu_q, cu_kv, sinks=sinks, **options)
     dense = jax.jit(partial(flash_attention, **options))
     out, lse = dense(q[None, :37], k[None, :50], v[None, :50], sinks=sinks)
     np.testing.assert_array_equal(got[0][:37], out[0])
     np.testing.assert_array_equal(got[1][:, :37], lse[0])
     assert (got[0][37:] == 0).all()
-    np.testing.assert_array_equal(got[1][:, 37:], np.broadcast_to(sinks[:, None], (4, 33)))
+    of_padding = np.broadcast_to(sinks[:, None], (4, 33))
+    np.testing.assert_allclose(got[1][:, 37:], of_padding, rtol=1e-6)
 
 
 def located(locate_tile, cu_q, cu_kv, block, tokens_q=TOKENS_Q, tokens_kv=TOKENS_KV):

@@ -16,10 +16,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
-from pallas_attn import flash_attention, flash_attention_varlen, private
-from pallas_attn.distributed import context_attention, context_plan
+from pallas_attn import flash_attention, private
 from torch_attn.kernels.sm90 import flash_bwd
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.interop.kernels import cubin, triton_call
@@ -76,22 +74,6 @@ def test_forward_and_backward_are_lowered(target, implementation, head_dim, expe
     text = lower(target, gradients(implementation, causal=True), *arrays(head_dim))
     assert calls(text).count(KERNEL) == expected
     assert {*calls(text)} == {KERNEL, "AllocateBuffer"}
-
-
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 112, 200])
-def test_packed_sequences_are_lowered(head_dim):
-    """One, two or three column pieces, each a descriptor where TMA stores a result."""
-    tokens = [jax.ShapeDtypeStruct((300, heads, head_dim), "bfloat16") for heads in (4, 2, 2)]
-    offsets = jax.ShapeDtypeStruct((4,), "int32")
-
-    def function(*qkv_and_offsets):
-        *qkv, offsets = qkv_and_offsets
-        attention = partial(flash_attention_varlen, causal=True, implementation="gluon")
-        out, pullback = jax.vjp(lambda *qkv: attention(*qkv, offsets, offsets), *qkv)
-        return pullback(out)
-
-    expected = 4 if head_dim > 128 else 3
-    assert calls(lower("sm90", function, *tokens, offsets)).count(KERNEL) == expected
 
 
 def fields(message):
@@ -196,28 +178,6 @@ def test_shards_are_lowered():
     heads = jax.P(None, None, "x")
     function = jax.shard_map(gradients("gluon"), mesh=devices, in_specs=heads, out_specs=heads)
     assert calls(lower("sm80", function, *arrays(64))).count(KERNEL) == 4
-
-
-@pytest.mark.parametrize(
-    ("exchange", "deterministic", "expected"),
-    [("ring", False, 8), ("ring", True, 10), ("gather", False, 4)],
-)
-def test_parts_of_a_sequence_are_lowered(exchange, deterministic, expected):
-    """The second of three steps writes its result into its carry."""
-    plan, sequence = context_plan(3072, 3), jax.P(None, "x")
-    mesh = AbstractMesh((3,), ("x",), axis_types=(AxisType.Auto,))
-    attention = partial(
-        context_attention, plan=plan, axis_name="x", exchange=exchange, causal=True,
-        deterministic=deterministic, implementation="gluon",
-    )  # fmt: skip
-
-    def function(*qkv):
-        out, pullback = jax.vjp(attention, *qkv)
-        return pullback(out)
-
-    on_ranks = jax.shard_map(function, mesh=mesh, in_specs=sequence, out_specs=sequence)
-    text = lower("sm90", on_ranks, *arrays(64, seq=3072))
-    assert calls(text).count(KERNEL) == expected
 
 
 def test_ptxas_takes_reordered_parameters(monkeypatch, tmp_path):

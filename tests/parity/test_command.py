@@ -148,11 +148,10 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["", "no-keys"])  # more and less than a buffer
-def test_list_ends_quietly_when_its_reader_does(text):
+def test_list_ends_quietly_when_its_reader_does():
     reader, writer = os.pipe()
     os.close(reader)
-    arguments = [sys.executable, "-m", "twin_attention.interop.parity", "--list", "--filter", text]
+    arguments = [sys.executable, "-m", "twin_attention.interop.parity", "--list"]
     try:
         run = subprocess.run(arguments, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
     finally:

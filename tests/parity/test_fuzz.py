@@ -6,8 +6,6 @@ import os
 import signal
 import time
 from dataclasses import asdict, replace
-from itertools import count, islice
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from twin_attention.interop.parity import __main__ as command
 from twin_attention.interop.parity import sides
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
 from twin_attention.interop.parity.check import NAN
-from twin_attention.interop.parity.fuzz import command as fuzz_command
 from twin_attention.interop.parity.fuzz import trial
 from twin_attention.interop.parity.fuzz.memory import (
     Guard,
@@ -292,20 +289,6 @@ def test_a_hang_and_a_death_are_named_and_the_others_go_on():
     assert failures_of(results["dies"]) == {("torch_attn gluon sm90", "worker process died")}
 
 
-def test_a_log_gets_a_line_a_minute_and_no_bar_without_a_failure(monkeypatch, tmp_path, capsys):
-    def run_cases(problems, *_):
-        return (CaseResult(problem.name, {}, 0.0, [], []) for problem in islice(problems, 5))
-
-    monkeypatch.setattr(fuzz_command, "time", SimpleNamespace(monotonic=count(0, 20).__next__))
-    monkeypatch.setattr(fuzz_command, "run_cases", run_cases)
-    found = fuzz_command.fuzz([[TORCH]], "cpu", 1000, 0, 1, tmp_path)
-    assert all(result.ok for result in found)
-    printed = capsys.readouterr().out
-    lines = [x.split(" of 1000 seconds: ") for x in printed.splitlines() if "1000 seconds:" in x]
-    assert lines == [["80", "2 problems"], ["160", "4 problems"], ["200", "5 problems"]]
-    assert "shrinking" not in printed
-
-
 def test_the_command_counts_what_ran(tmp_path, capsys):
     arguments = ["--fuzz", "1", "--seed", "4", "--jobs", "1", "--implementations", "reference"]
     assert command.main([*arguments, "--output", str(tmp_path)]) == 0
@@ -313,10 +296,3 @@ def test_the_command_counts_what_ran(tmp_path, capsys):
     assert "seed 4, 1 seconds in 1 processes" in printed
     assert "problems, 0 failed" in printed
     assert (tmp_path / "fuzz.json").exists()
-
-
-def test_the_command_runs_one_problem(tmp_path, capsys):
-    line = Problem(SMALL, {"q": Rows(True, 1, 1)}).to_line()
-    arguments = ["--problem", line, "--implementations", "triton", "--output", str(tmp_path)]
-    assert command.main(arguments) == 0
-    assert "1 problems, 0 failed" in capsys.readouterr().out

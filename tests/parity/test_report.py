@@ -94,10 +94,6 @@ def test_the_page_lists_failures_first():
     assert page.index("<h2>Failures (2)</h2>") < page.index("<svg")
 
 
-def test_the_page_escapes_text():
-    assert "a &lt;card&gt;" in to_page(MIXED)
-
-
 def test_a_page_without_results():
     nothing = Report({}, 3, [])
     assert "3 not run (interrupted)" in to_page(nothing)

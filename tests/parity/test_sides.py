@@ -1,9 +1,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 import torch_attn
+from tests.sides import strict_types
 from twin_attention.interop.parity.__main__ import DEFAULT
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.interop.parity.check import worst
@@ -39,21 +39,13 @@ def test_each_target_is_a_group_and_the_reference_runs_once():
 
 def test_explicit_kernels_run_for_their_target_alone():
     of_sm80 = [
-        "torch_attn gluon sm80",
-        "pallas_attn gluon sm80",
-        "torch_attn mosaic sm80",
-        "pallas_attn mosaic sm80",
-        "torch_attn triton sm80",
-        "pallas_attn triton sm80",
-    ]
+        "torch_attn gluon sm80", "pallas_attn gluon sm80", "torch_attn mosaic sm80",
+        "pallas_attn mosaic sm80", "torch_attn triton sm80", "pallas_attn triton sm80",
+    ]  # fmt: skip
     of_sm90 = [
-        "torch_attn gluon sm90",
-        "pallas_attn gluon sm90",
-        "torch_attn mosaic sm90",
-        "pallas_attn mosaic sm90",
-        "torch_attn triton sm90",
-        "pallas_attn triton sm90",
-    ]
+        "torch_attn gluon sm90", "pallas_attn gluon sm90", "torch_attn mosaic sm90",
+        "pallas_attn mosaic sm90", "torch_attn triton sm90", "pallas_attn triton sm90",
+    ]  # fmt: skip
     for targets, expected in (
         (("sm90", "sm80"), [of_sm90, of_sm80]),
         (("sm80",), [of_sm80]),
@@ -91,31 +83,6 @@ def test_twins_are_all_pairs_across_the_sides():
     }
 
 
-@pytest.mark.parametrize("side", SIDES)
-def test_results_are_torch_tensors_shaped_as_promised(side, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    subject = Ours(side, "reference")
-    results = subject.start()(CASE, inputs)
-    like = {"out": "dout", "lse": "dlse", "dq": "q", "dk": "k", "dv": "v"}
-    assert list(results) == list(like)
-    for name, x in results.items():
-        want = inputs[like[name]]
-        assert (x.shape, x.dtype, x.device) == (want.shape, want.dtype, want.device)
-    assert subject.explain(CASE, inputs).implementation == "reference"
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(
-    ("tokens", "out", "lse"), [(None, (2, 4, 72), (2, 4)), (3, (2, 3, 4, 72), (2, 4, 3))]
-)
-def test_results_of_a_decode(side, tokens, out, lse, torch_device):
-    case = DecodeCase("decode", lengths=(20, 0), tokens=tokens, head_dim_v=72)
-    subject, inputs = Ours(side, "reference"), make_inputs(case, torch_device)
-    got = {n: (tuple(x.shape), x.dtype) for n, x in subject.start()(case, inputs).items()}
-    assert got == {"out": (out, torch.bfloat16), "lse": (lse, torch.float32)}
-    assert subject.explain(case, inputs).implementation == "reference"
-
-
 @pytest.mark.parametrize("name", ["decode-bf16", "decode-int8", "decode-fp8"])
 def test_jax_gets_the_memory_of_the_pool(name, torch_device):
     (case,) = decode_cases("small", name)
@@ -139,35 +106,6 @@ def test_a_subject_runs_for_its_target(monkeypatch, torch_device):
     assert seen == ["sm80"]
 
 
-def test_a_side_calls_what_writes_a_cache_and_what_merges(torch_device):
-    case = DecodeCase("append", lengths=(20, 5), tokens=2, heads_q=4, heads_kv=2)
-    inputs = make_inputs(case, torch_device)
-    q = inputs.pop("q")
-    new = inputs | {"k_new": q[:, :, :2], "v_new": q[:, :, 2:]}
-    states = {"outs": torch.randn(3, 2, 5, 4, 16), "lses": torch.randn(3, 2, 4, 5)}
-    states = {name: x.to(torch_device) for name, x in states.items()}
-    pools, merged = {}, {}
-    for name, side in SIDES.items():
-        copies = {x: new[x].clone() for x in ("k_pages", "v_pages")}
-        pools[name] = side().call("append_kv", new | copies, implementation="reference")
-        merged[name] = side().call("merge_states", states, implementation="reference")
-    for a, b in zip(*pools.values(), strict=True):
-        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
-    for a, b in zip(*merged.values(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_gradients_of_out_alone(side, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    qkv = {name: inputs[name] for name in "qkv"}
-    options = CASE.options | {"implementation": "reference"}
-    found = SIDES[side]().call("flash_attention", qkv, [inputs["dout"]], **options)
-    results = dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
-    del inputs["dlse"]
-    assert worst(results, expectations(inputs, parts_of(CASE.spec))) <= 1
-
-
 @pytest.mark.parametrize("case", context_cases(), ids=lambda case: case.name)
 def test_ranks_on_both_sides(case):
     """All ranks run on one device."""
@@ -177,5 +115,7 @@ def test_ranks_on_both_sides(case):
     found = [subject for subject in sides if subject.supports(case) is None]
     assert len(found) == (1 if case.exchange == "gather" else 2)
     for subject in found:
-        assert worst(subject.start()(case, inputs), expected) <= 1
+        with strict_types():
+            results = subject.start()(case, inputs)
+        assert worst(results, expected) <= 1
         assert case.exchange in str(subject.explain(case, inputs))

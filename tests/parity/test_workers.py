@@ -75,10 +75,6 @@ def test_a_process_is_replaced_after(name, error):
     assert first != after == later
 
 
-def test_more_jobs_than_cases():
-    assert [result.name for result in run_cases(cases("a"), run, 3, ignore)] == ["a"]
-
-
 class SlowStart:
     def __reduce__(self):
         return start_slowly, ()

@@ -23,31 +23,8 @@ ROWS = {
 }
 
 
-def added_one_by_one(terms: str, accumulator: str) -> float:
-    to = DTYPES[accumulator]
-    total, term = to(0), DTYPES[terms](TERM).astype(to)
-    for _ in range(TERMS):
-        total = to(total + term)
-    return float(total)
-
-
 def test_the_table_has_every_pair():
     assert set(ROWS) == {(a, a) for a in DTYPES} | {("float16", "float32"), ("bfloat16", "float32")}
-
-
-@pytest.mark.parametrize(("terms", "accumulator"), ROWS)
-def test_sums_by_hand_are_those_of_the_page(terms, accumulator):
-    assert f"{added_one_by_one(terms, accumulator):.4f}" == ROWS[terms, accumulator][0]
-
-
-def test_the_numbers_below_the_table():
-    fp16, bf16 = (DTYPES[name] for name in ("float16", "bfloat16"))
-    assert fp16(5) + fp16(TERM) - fp16(5) == 3 / 256
-    assert fp16(9) + fp16(TERM) - fp16(9) == 1 / 128
-    assert np.spacing(bf16(4)) / 2 == 1 / 64
-    for dtype, percent in ((fp16, "0.02"), (bf16, "0.1")):
-        assert f"{100 * (float(dtype(TERM)) / TERM - 1):.1g}" == percent
-        assert float(dtype(TERM)) / TERM - 1 < ml_dtypes.finfo(dtype).eps / 2
 
 
 @pytest.mark.parametrize("terms", DTYPES)

@@ -410,22 +410,18 @@ FUNCTIONS = {
     "paged_attention": PAGED,
     "append_kv": PACKED,
     "merge_states": MERGE,
-}
+}  # fmt: skip
 MISTAKES = [
     pytest.param(name, good, x, id=f"{name}-{x.message}")
     for name, good, mistakes in (
-        ("flash_attention", FLASH, OF_FLASH),
-        ("block_sparse_attention", SPARSE, OF_MASK),
+        ("flash_attention", FLASH, OF_FLASH), ("block_sparse_attention", SPARSE, OF_MASK),
         ("block_sparse_attention", SPARSE | LISTS, OF_LISTS),
-        ("dilated_attention", DILATED, OF_DILATED),
-        ("paged_decode", DECODE, OF_DECODE),
-        ("paged_attention", PAGED, OF_PAGED),
-        ("append_kv", APPEND, OF_APPEND),
-        ("append_kv", PACKED, OF_PACKED),
-        ("merge_states", MERGE, OF_MERGE),
+        ("dilated_attention", DILATED, OF_DILATED), ("paged_decode", DECODE, OF_DECODE),
+        ("paged_attention", PAGED, OF_PAGED), ("append_kv", APPEND, OF_APPEND),
+        ("append_kv", PACKED, OF_PACKED), ("merge_states", MERGE, OF_MERGE),
     )
     for x in mistakes
-]
+]  # fmt: skip
 
 
 def made(side, described):

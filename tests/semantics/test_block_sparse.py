@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.sides import attention
-from twin_attention.contract.block_mask import BlockMask, document_tiles
+from twin_attention.contract.block_mask import BlockMask
 from twin_attention.interop.exchange import to_torch
 from twin_attention.interop.parity.cases import BlockSparseCase
 from twin_attention.interop.parity.inputs import make_inputs
@@ -53,20 +53,6 @@ def test_all_tiles_are_flash_attention(side, inputs):
     assert_same(sparse(side, inputs), want)
 
 
-def test_whole_documents_are_segments(side, inputs, torch_device):
-    ids = torch.tensor([0, 2, 1, 2]).repeat_interleave(64)[None].int()
-    q_ids, kv_ids = ids[:, :150].contiguous(), ids[:, :200].contiguous()
-    kept = document_tiles(q_ids.numpy(), kv_ids.numpy(), 64, 64)
-    inputs["block_mask"] = torch.from_numpy(kept).to(torch_device).expand(1, 2, 3, 4).contiguous()
-    plain = {name: x for name, x in inputs.items() if name != "block_mask"}
-    plain["q_segment_ids"], plain["kv_segment_ids"] = (
-        q_ids.to(torch_device),
-        kv_ids.to(torch_device),
-    )
-    want = attention(side, plain, **CASE.options, implementation="reference")
-    assert_same(sparse(side, inputs), want)
-
-
 def test_a_dropped_tile_has_no_influence(side, inputs):
     """Bit for bit: kernels do not read it."""
     inputs["block_mask"] = mask_of(inputs, "#.#.", "....", "#.##").expand(1, 2, 3, 4).contiguous()
@@ -86,14 +72,6 @@ def test_a_dropped_tile_has_no_influence(side, inputs):
     rows = [*range(64), *range(128, 150)]
     for name in ("out", "dq"):
         assert torch.equal(got[name][:, rows], want[name][:, rows])
-
-
-def test_heads_may_be_permuted(side, inputs):
-    got = sparse(side, inputs)
-    axes = {"q": 2, "k": 2, "v": 2, "dout": 2, "dlse": 1, "block_mask": 1}
-    swapped = sparse(side, {name: x.flip(axes[name]) for name, x in inputs.items()})
-    for name, x in got.items():
-        assert torch.equal(swapped[name].flip(1 if name == "lse" else 2), x)
 
 
 def lists_forward(side, inputs, lists):

@@ -51,13 +51,6 @@ def test_sizes_of_zero(side, implementation, torch_device, sizes, function):
         assert (lse == (-torch.inf if sinks is None else sinks[:, None])).all()
 
 
-def test_no_sequence_has_a_key(side, implementation, torch_device):
-    inputs = make_inputs(replace(CASE, lengths=(0, 0, 0)), torch_device)
-    out, lse = decode(side, implementation, inputs)
-    assert (out == 0).all()
-    assert (lse == -torch.inf).all()
-
-
 def test_lengths_that_no_sequence_can_have(side, implementation, torch_device):
     inputs = make_inputs(replace(CASE, lengths=(20, 20, 0)), torch_device)
     lengths = torch.tensor([21, 2**31 - 1, -(2**31)], dtype=torch.int32, device=torch_device)

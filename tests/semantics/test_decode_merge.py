@@ -5,7 +5,7 @@ from tests.oracle import assert_within_budget
 from tests.sides import attention
 from twin_attention.contract.reference.merge import merge
 from twin_attention.contract.tolerances import compare_lse, compare_to_reference
-from twin_attention.interop.parity.cases import DecodeCase, FlashCase, MergeCase
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import results
 from twin_attention.interop.parity.suites.merge import merge_cases
@@ -58,13 +58,6 @@ def test_one_state_is_its_own_merge(side, implementation, torch_device):
     out, lse = run(side, implementation, outs, lses)
     assert torch.equal(out, outs[0].nan_to_num())
     assert compare_lse(lse, lses[0].double()).ok
-
-
-def test_a_state_that_saw_nothing_changes_nothing(side, implementation, torch_device):
-    outs, lses = states_of(3, torch_device)
-    nothing = torch.full_like(outs[:1], torch.nan), torch.full_like(lses[:1], -torch.inf)
-    with_nothing = (torch.cat(x) for x in zip((outs, lses), nothing, strict=True))
-    assert_merged(run(side, implementation, *with_nothing), outs, lses)
 
 
 def test_merging_is_associative(side, implementation, torch_device):
@@ -140,17 +133,6 @@ def gradients(side, implementation, inputs):
 def test_gradients_are_within_budget(side, implementation, torch_device, case):
     inputs = make_inputs(case, torch_device)
     assert_within_budget(gradients(side, implementation, inputs), inputs, case.spec)
-
-
-def test_a_state_that_saw_nothing_has_gradients_of_zero(side, implementation, torch_device):
-    case = MergeCase("nothing", dtype="float32", head_dim_v=16)
-    inputs = make_inputs(case, torch_device)
-    found = gradients(side, implementation, inputs)
-    nothing = inputs["lses"] == -torch.inf
-    assert nothing.any()
-    assert (found["dlses"][nothing] == 0).all()
-    assert (found["douts"][nothing.mT] == 0).all()
-    assert all(found[name].isfinite().all() for name in ("douts", "dlses"))
 
 
 def test_the_gradients_of_parts_merged_are_those_of_the_whole(side, implementation, torch_device):

@@ -145,12 +145,6 @@ def test_sequences_of_a_batch_do_not_meet(side, implementation, torch_device):
     assert equal((out[:1], lse[:1]), decode(side, implementation, inputs | alone))
 
 
-def test_the_number_of_splits_changes_rounding_alone(side, implementation, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    got = decode(side, implementation, inputs, num_splits=9)
-    assert_within_budget(got, inputs, CASE.spec)
-
-
 def test_new_tokens_are_causal_among_themselves(side, implementation, torch_device):
     inputs = make_inputs(CASE, torch_device)
     size, other = CASE.page_size, {}
@@ -166,44 +160,10 @@ def test_new_tokens_are_causal_among_themselves(side, implementation, torch_devi
     assert (out[:, 1] != other_out[:, 1]).any(dim=-1)[longer].all()
 
 
-def test_new_tokens_may_come_one_by_one(side, implementation, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    tokens = CASE.tokens
-    back = torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=torch_device)
-    single = {
-        "q": inputs["q"].flatten(0, 1),
-        "block_tables": inputs["block_tables"].repeat_interleave(tokens, dim=0),
-        "seq_lens": (inputs["seq_lens"][:, None] - back).clamp(min=0).flatten(),
-    }
-    out, lse = decode(side, implementation, inputs | single)
-    got = out.unflatten(0, (-1, tokens)), lse.unflatten(0, (-1, tokens)).mT
-    assert_within_budget(got, inputs, CASE.spec)
-
-
-def test_keys_before_the_window_do_not_matter(side, implementation, torch_device):
-    case = replace(CASE, window_size=(37, None))
-    inputs = make_inputs(case, torch_device)
-    size, other = CASE.page_size, {}
-    for name in ("k_pages", "v_pages"):
-        other[name] = pool = inputs[name].clone()
-        for table, length in zip(inputs["block_tables"], case.lengths, strict=True):
-            for j in range(length - case.tokens - 37):
-                pool[int(table[j // size]), j % size] = 30.0
-    a, b = (decode(side, implementation, x, case) for x in (inputs, inputs | other))
-    assert not torch.equal(inputs["k_pages"].nan_to_num(), other["k_pages"].nan_to_num())
-    assert equal(a, b)
-
-
-def test_a_window_may_be_wider_than_32_bits(side, implementation, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    got = decode(side, implementation, inputs, window_size=(2**40, 2**31))
-    assert_within_budget(got, inputs, CASE.spec)
-
-
 def test_sinks_of_any_size(side, implementation, torch_device):
     case = replace(CASE, heads_q=4, heads_kv=2, sinks=True)
     inputs = make_inputs(case, torch_device)
-    sinks = torch.tensor([-torch.inf, -300.0, 0.5, 300.0], device=torch_device)
+    sinks = torch.tensor([-torch.inf, -800.0, 0.5, 700.0], device=torch_device)
     out, lse = got = decode(side, implementation, inputs | {"sinks": sinks}, case)
     assert_within_budget(got, inputs | {"sinks": sinks}, case.spec)
     without_keys = CASE.lengths.index(0)

@@ -35,10 +35,6 @@ def key_slots(inputs, b, device):
     return pages, position % CASE.page_size
 
 
-def path(token):
-    return [*path(PARENTS[token]), token] if token >= 0 else []
-
-
 def test_a_tree_is_what_its_formula_says(side, implementation, torch_device):
     inputs = inputs_of(torch_device)
     assert_within_budget(decode(side, implementation, inputs), inputs, CASE.spec)
@@ -54,29 +50,6 @@ def test_a_chain_is_causal(side, implementation, torch_device):
     assert_twins(got, want, inputs, spec)
     if side.api.__name__ == "torch_attn" and torch_device == "cpu":
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_each_path_is_a_sequence_of_its_own(side, implementation, torch_device):
-    """A leaf sees what its path's last token sees, decoded without a tree."""
-    inputs = inputs_of(torch_device)
-    out, lse = decode(side, implementation, inputs)
-    b, context = 3, CASE.lengths[3] - CASE.tokens
-    pages, slots = key_slots(inputs, b, torch_device)
-    for leaf in (2, 3, 5, 6):
-        tokens = path(leaf)
-        keys = [*range(context), *(context + u for u in tokens)]
-        pools = {}
-        for name in ("k_pages", "v_pages"):
-            pools[name] = pool = torch.zeros_like(inputs[name][: CASE.max_pages])
-            pool.flatten(0, 1)[: len(keys)] = inputs[name][pages[keys], slots[keys]]
-        alone = pools | {
-            "q": inputs["q"][b : b + 1, tokens],
-            "block_tables": torch.arange(CASE.max_pages, dtype=torch.int32)[None].to(torch_device),
-            "seq_lens": torch.tensor([len(keys)], dtype=torch.int32, device=torch_device),
-        }
-        spec = replace(CASE, lengths=(len(keys),), tokens=len(tokens), tree="").spec
-        got = (out[b : b + 1, tokens], lse[b : b + 1, :, tokens])
-        assert_twins(got, decode(side, implementation, alone), alone, spec)
 
 
 def test_what_a_token_does_not_see_does_not_matter(side, implementation, torch_device):

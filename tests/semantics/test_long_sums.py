@@ -13,8 +13,7 @@ from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.targets.target import TARGETS
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(("framework", "target"), zip(FRAMEWORKS, TARGETS, strict=True))
 def test_compiled_float32_products_start_from_zero(framework, target):
     """Triton turns ``acc + dot(a, b)`` into ``dot(a, b, acc)``, which adds to acc row by row."""
     spec = Problem(framework, target, "float32", 16, "causal").spec

@@ -48,22 +48,6 @@ def test_documents_are_as_packed_sequences(side, implementation, torch_device):
         torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
 
 
-def test_documents_are_as_one_by_one(side, torch_device):
-    """Under a causal mask, where their queries stand at their own keys."""
-    options = CASE.options | {"implementation": "reference", "deterministic": True}
-    inputs = make_inputs(CASE, torch_device)
-    got = attention(side, inputs, **options)
-    segments = inputs["q_segment_ids"][0]
-    for document in (0, 3):
-        (own,) = torch.nonzero(segments == document, as_tuple=True)
-        one = {name: inputs[name][:, own] for name in ("q", "k", "v", "dout")}
-        one |= {"sinks": inputs["sinks"], "dlse": inputs["dlse"][..., own]}
-        for name, x in attention(side, one, **options).items():
-            if name != "dsinks":  # a sum over all
-                y = got[name][..., own] if name == "lse" else got[name][:, own]
-                torch.testing.assert_close(y, x, rtol=1e-5, atol=1e-5)
-
-
 def test_names_of_segments_and_what_padding_holds_do_not_matter(bitwise_side, torch_device):
     """Bit for bit, also with names that are far apart or the largest there is."""
     case = replace(CASE, segments="shuffled", seq_kv=70)

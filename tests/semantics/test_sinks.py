@@ -83,19 +83,6 @@ def test_a_row_without_keys_has_its_sink_as_lse(side, implementation, torch_devi
     torch.testing.assert_close(other["dsinks"], more, rtol=1e-5, atol=1e-4)
 
 
-def test_the_gradient_is_a_sum_over_the_batch(side, implementation, torch_device):
-    inputs = make_inputs(CASE, torch_device)
-    options = CASE.options | {"implementation": implementation}
-    whole = attention(side, inputs, **options)["dsinks"]
-    parts = []
-    for b in range(CASE.batch):
-        own = {name: torch.zeros_like(inputs[name]) for name in ("dout", "dlse")}
-        for name, x in own.items():
-            x[b] = inputs[name][b]
-        parts.append(attention(side, inputs | own, **options)["dsinks"])
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize("case", IN_16_BITS, ids=lambda case: case.name)
 def test_sinks_and_slopes_in_16_bits(side, torch_device, case):
     """They are the same numbers in float32, and the gradient of sinks has their dtype."""

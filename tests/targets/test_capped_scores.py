@@ -34,15 +34,11 @@ def _scores(deviation, mean=0.0):
 # Softcap, scores' deviation and mean, and the branch: the first where the sums show that all are
 # near, the second where the largest does, or none.
 CASES = {
-    "near": (30.0, 1.0, 0.0, 1),
-    "cap of 50": (50.0, 1.0, 0.0, 1),
-    "some far": (30.0, 5.0, 0.0, 0),
-    "all far": (30.0, 60.0, 0.0, 0),
-    "far and negative": (30.0, 1.0, -15.0, 0),
-    "low sums of what is near": (30.0, 0.1, -10.0, 2),
-    "a small cap": (10.0, 0.5, 0.0, 2),
+    "near": (30.0, 1.0, 0.0, 1), "cap of 50": (50.0, 1.0, 0.0, 1), "some far": (30.0, 5.0, 0.0, 0),
+    "all far": (30.0, 60.0, 0.0, 0), "far and negative": (30.0, 1.0, -15.0, 0),
+    "low sums of what is near": (30.0, 0.1, -10.0, 2), "a small cap": (10.0, 0.5, 0.0, 2),
     "a small cap, far": (0.5, 1.0, 0.0, 0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("scale", [0.125, -0.125, 1e3])

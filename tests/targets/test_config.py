@@ -14,7 +14,6 @@ from twin_attention.targets.config import (
     current_configs,
     find_configs,
     load_table,
-    padded_head_dim,
     parse_table,
     repeat_configs,
     requested_configs,
@@ -26,7 +25,6 @@ from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
     KERNELS,
     AppendConfig,
-    DecodeConfig,
     FlashConfig,
 )
 from twin_attention.targets.target import TARGETS
@@ -133,11 +131,6 @@ def test_a_family_with_one_backward_runs_it_for_both(tmp_path):
         assert [*find_configs(table, spec, "sm80")] == ["flash_bwd_dq"]
 
 
-def test_padded_head_dim():
-    padded = {16: 16, 24: 32, 32: 32, 40: 64, 64: 64, 72: 128, 128: 128, 136: 256, 256: 256}
-    assert {x: padded_head_dim(x) for x in padded} == padded
-
-
 SPEC = AttentionSpec(
     batch=1, seq_q=1, seq_kv=1, heads_q=1, heads_kv=1, head_dim=64, head_dim_v=24,
     dtype="bfloat16", scale=1.0,
@@ -232,26 +225,18 @@ def test_few_keys():
 @pytest.mark.parametrize(
     ("sequences", "changes", "condition"),
     [
-        (12, {}, None),
-        (13, {}, "many programs"),
-        (20, {}, "many programs"),
-        (21, {}, None),
+        (12, {}, None), (13, {}, "many programs"), (20, {}, "many programs"), (21, {}, None),
         (16, {"num_splits": 1}, None),  # bitwise the same whatever the batch
-        (21, {"tokens": 16}, None),
-        (21, {"tokens": 16, "heads_q": 64}, "many programs"),
-        (12, {"tokens": 16, "heads_q": 64}, None),
-        (16, {"tokens": 16, "heads_q": 96}, "> 32 rows"),
-        (20, {"kv_dtype": "int8"}, None),
-        (21, {"kv_dtype": "int8"}, "many programs"),
-        (64, {"kv_dtype": "int8"}, "many programs"),
-        (65, {"kv_dtype": "int8"}, None),
-        (16, {"head_dim": 256}, "many programs"),
-        (17, {"head_dim": 256}, None),
+        (21, {"tokens": 16}, None), (21, {"tokens": 16, "heads_q": 64}, "many programs"),
+        (12, {"tokens": 16, "heads_q": 64}, None), (16, {"tokens": 16, "heads_q": 96}, "> 32 rows"),
+        (20, {"kv_dtype": "int8"}, None), (21, {"kv_dtype": "int8"}, "many programs"),
+        (64, {"kv_dtype": "int8"}, "many programs"), (65, {"kv_dtype": "int8"}, None),
+        (16, {"head_dim": 256}, "many programs"), (17, {"head_dim": 256}, None),
         (16, {"head_dim": 256, "tokens": 16, "heads_q": 64}, None),
         (12, {"head_dim": 256, "kv_dtype": "int8"}, None),
         (13, {"head_dim": 256, "kv_dtype": "int8"}, "many programs"),
     ],
-)
+)  # fmt: skip
 def test_many_programs(sequences, changes, condition):
     spec = decode(4096, lengths=(1,) * sequences, **changes)
     assert conditions(spec) == ({condition} if condition else set())
@@ -281,42 +266,6 @@ def test_keys_that_a_mask_hides_do_not_count():
     assert SEES_640 in conditions(replace(case, causal=True).spec)
     assert SEES_640 not in conditions(replace(case, seq_q=1216, seq_kv=1216, causal=True).spec)
     assert SEES_640 not in conditions(replace(case, window_size=(512, 0)).spec)
-
-
-def test_dq_is_summed_or_has_a_kernel_in_mosaic():
-    (family,) = (x for x in FAMILIES["pallas_attn"] if (x.name, x.folder) == ("mosaic", "sm90"))
-    dense = FlashCase("", 1, 4096, 4096, 1, 1, 128).spec
-    packed = VarlenSpec(**vars(dense), num_sequences=1)
-    for spec, has_sums in (
-        (dense, True),
-        (replace(dense, softcap=5.0), True),
-        (replace(dense, seq_kv=2047), False),
-        (packed, True),
-        (replace(packed, softcap=5.0), False),
-        (replace(packed, num_sequences=4), False),
-    ):
-        configs = Backend(family, "sm90").configs(spec)
-        assert ("flash_bwd_fused" in configs) == has_sums
-        assert ("flash_bwd_dq" in configs) == (not has_sums)
-
-
-def test_short_tiles_of_256_are_those_of_a_dense_batch():
-    (family,) = (x for x in FAMILIES["pallas_attn"] if (x.name, x.folder) == ("mosaic", "sm90"))
-    short = FlashCase("", 1, 512, 512, 1, 1, 256, causal=True).spec
-    packed = VarlenSpec(**vars(short), num_sequences=1)
-    for spec, rows in ((short, 64), (replace(short, seq_kv=1024), 128), (packed, 128)):
-        assert Backend(family, "sm90").configs(spec)["flash_fwd"].block_q == rows
-
-
-def test_softcap_holds_beside_others():
-    assert conditions(decode(256, softcap=1.0)) == {"softcap", "<= 256 keys"}
-    assert conditions(replace(SPEC, softcap=1.0)) == {"softcap"}
-    assert (
-        conditions(SPEC)
-        == conditions(AppendSpec(2, 1, decode(256).cache, "float16"))
-        == conditions(decode(9).merge(2))
-        == set()
-    )
 
 
 FLASH = FlashCase("", seq_q=64, seq_kv=64, head_dim=64).spec
@@ -380,25 +329,6 @@ def test_an_unknown_name_is_an_error(configs, package, message):
         pass
 
 
-def test_a_configuration_is_a_value():
-    config = DecodeConfig(max_rows=32, block_kv=64, num_warps=2, num_stages=3)
-    assert {config, replace(config)} == {config}
-    assert config.tile == "32×64"
-
-
-def compiled_by(shared_by_stages, limit):
-    """Return the stages and bytes of a kernel whose shared memory follows from its stages."""
-    config = FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=3)
-
-    def compile(config):
-        shared = shared_by_stages[config.num_stages]
-        return SimpleNamespace(metadata=SimpleNamespace(shared=shared))
-
-    fitted, compiled = compile_to_fit("flash_fwd", compile, config, "sm90", limit)
-    assert replace(fitted, num_stages=3) == config
-    return fitted.num_stages, compiled.metadata.shared
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_cycles_are_collected_while_a_kernel_is_compiled(enabled):
     def compile(config):
@@ -413,12 +343,6 @@ def test_no_cycles_are_collected_while_a_kernel_is_compiled(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
-
-
-def test_a_kernel_gets_the_most_stages_that_fit():
-    assert compiled_by({3: 100}, limit=100) == (3, 100)
-    assert compiled_by({3: 300, 2: 200, 1: 100}, limit=299) == (2, 200)
-    assert compiled_by({3: 300, 2: 200, 1: 100}, limit=199) == (1, 100)
 
 
 def test_a_kernel_that_does_not_fit_takes_the_next_configuration_that_does():
@@ -470,13 +394,3 @@ def test_a_smaller_card_takes_the_last_row_of_the_same_key(head_dim, precision):
     assert backend.config_of_smaller_cards(masked, "flash_bwd_dq", own).tile == "16×16"
     changed = replace(own, num_warps=16)
     assert backend.config_of_smaller_cards(masked, "flash_bwd_dq", changed) == changed
-
-
-def test_a_kernel_that_fits_with_no_number_of_stages_is_refused():
-    message = (
-        "flash_fwd: expected at most 99 bytes of shared memory on sm90, got 100 with "
-        "FlashConfig(block_q=64, block_kv=32, num_warps=4, num_stages=1)"
-    )
-    with pytest.raises(NotImplementedError) as error:
-        compiled_by({3: 300, 2: 200, 1: 100}, limit=99)
-    assert str(error.value) == message

@@ -52,12 +52,6 @@ def described(package, target, spec, implementation=None, function="flash_attent
     return describe_call(function, describe_operation)
 
 
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
-def test_on_a_gpu_any_family_can_be_asked_for(target):
-    assert choice("triton", target) == (Backend(TRITON, target), ())
-    assert choice("reference", target) == (Backend(REFERENCE), ())
-
-
 def test_the_explicit_kernels_are_the_best_choice_for_sm80():
     assert choice(None, "sm80") == choice("gluon", "sm80") == (Backend(GLUON, "sm80"), ())
     packed = VarlenSpec(**vars(SPEC), num_sequences=3)
@@ -136,16 +130,6 @@ def test_packed_sequences_are_explicit_on_sm90_where_that_is_faster(
     assert backend.family.folder == ("sm90" if reason is None else "portable")
     if reason is not None:
         assert any(line.endswith(f": {reason}") for line in passed_over)
-
-
-def test_the_backward_of_packed_sequences_on_sm90():
-    spec = VarlenSpec(**vars(replace(SPEC, head_dim=128)), num_sequences=3)
-    for problem in (spec, replace(spec, head_dim=256)):
-        backend, _ = choice(None, "sm90", problem, operation="flash_bwd")
-        assert backend == Backend(GLUON_SM90, "sm90")
-    short = replace(spec, num_sequences=9)
-    with pytest.raises(NotImplementedError, match=r"takes at least 16 keys, on average$"):
-        choice("gluon", "sm90", short, operation="flash_bwd")
 
 
 @pytest.mark.parametrize("operation", ["flash_fwd", "flash_bwd"])
@@ -515,11 +499,6 @@ def test_families_of_one_name_are_tried_in_turn(fast, monkeypatch):
     assert choice("fast", "sm90", large) == (Backend(fast, "sm90"), ("fast: only even days",))
     with pytest.raises(NotImplementedError, match=r"'fast': only even days; head dimension 64$"):
         choice("fast", "sm90")
-
-
-def test_a_family_without_an_interpreter_says_so(fast):
-    with pytest.raises(NotImplementedError, match=r"CUDA devices only, and it has no interpreter$"):
-        choice("fast", None)
 
 
 @pytest.mark.parametrize(

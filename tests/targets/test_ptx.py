@@ -41,17 +41,11 @@ def _lop3(a, b, c, table):
 
 
 _INTEGER = {
-    "shl.b32": lambda a, b: a << b,
-    "shr.u32": lambda a, b: a >> b,
-    "and.b32": lambda a, b: a & b,
-    "or.b32": lambda a, b: a | b,
-    "xor.b32": lambda a, b: a ^ b,
-    "add.u32": lambda a, b: a + b,
-    "mov.b32": lambda a: a,
-    "lop3.b32": _lop3,
-    "prmt.b32": _permute,
+    "shl.b32": lambda a, b: a << b, "shr.u32": lambda a, b: a >> b, "and.b32": lambda a, b: a & b,
+    "or.b32": lambda a, b: a | b, "xor.b32": lambda a, b: a ^ b, "add.u32": lambda a, b: a + b,
+    "mov.b32": lambda a: a, "lop3.b32": _lop3, "prmt.b32": _permute,
     "cvt.rn.f16x2.e4m3x2": _convert,
-}
+}  # fmt: skip
 _FLOAT = {
     "mul.rn.f16x2": lambda a, b: a * b,
     "sub.rn.f16x2": lambda a, b: a - b,

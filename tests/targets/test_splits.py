@@ -14,11 +14,6 @@ def decode(capacity, **changes):
     return replace(base, max_pages=capacity, **changes).spec
 
 
-def test_few_keys_are_not_split():
-    assert choose_splits(decode(256), CONFIG, 132) == 1
-    assert choose_splits(decode(257), CONFIG, 132) > 1
-
-
 def test_splits_fill_the_sms_and_none_is_without_a_tile():
     assert choose_splits(decode(1 << 20), CONFIG, 132) == 12  # 3 programs of 32 heads each
     assert choose_splits(decode(1 << 20, head_dim=64), CONFIG, 132) == 24  # 6 of smaller heads
@@ -53,18 +48,12 @@ def test_chunks_are_split_until_each_sm_has_a_program():
     ("options", "tokens"),
     [
         ({}, 8),  # 64 rows
-        ({"heads_q": 4}, 16),
-        ({"heads_q": 32}, 4),
-        ({"tokens": 4}, 8),
-        ({"heads_q": 6, "lengths": (9,) * 2}, 2),
-        ({"heads_q": 4, "lengths": (9,) * 6}, 8),
-        ({"heads_q": 66}, None),
-        ({"lengths": (9,)}, None),
-        ({"lengths": (9,) * 1025}, None),
-        ({"window_size": (5, None)}, None),
-        ({"cascade": False}, None),
+        ({"heads_q": 4}, 16), ({"heads_q": 32}, 4), ({"tokens": 4}, 8),
+        ({"heads_q": 6, "lengths": (9,) * 2}, 2), ({"heads_q": 4, "lengths": (9,) * 6}, 8),
+        ({"heads_q": 66}, None), ({"lengths": (9,)}, None), ({"lengths": (9,) * 1025}, None),
+        ({"window_size": (5, None)}, None), ({"cascade": False}, None),
     ],
-)
+)  # fmt: skip
 def test_the_shapes_say_how_many_sequences_share_a_tile(options, tokens):
     case = DecodeCase("", (9,) * 40, heads_q=16, heads_kv=2, cascade=True)
     tile = cascade_tile(replace(case, **options).spec)

@@ -36,14 +36,11 @@ def test_steps_count_the_tiles_with_visible_pairs(seq_q, seq_kv, window):
 @pytest.mark.parametrize(
     ("batch", "seq", "heads_q", "heads_kv", "window", "split"),
     [
-        (1, 4096, 16, 4, CAUSAL, True),
-        (1, 4096, 16, 4, Window(), False),
-        (4, 4096, 16, 4, CAUSAL, False),
-        (1, 4096, 32, 8, CAUSAL, False),
-        (1, 4096, 8, 1, Window(), True),
-        (1, 4096, 4, 4, CAUSAL, False),
+        (1, 4096, 16, 4, CAUSAL, True), (1, 4096, 16, 4, Window(), False),
+        (4, 4096, 16, 4, CAUSAL, False), (1, 4096, 32, 8, CAUSAL, False),
+        (1, 4096, 8, 1, Window(), True), (1, 4096, 4, 4, CAUSAL, False),
     ],
-)
+)  # fmt: skip
 def test_tiles_that_most_sms_would_wait_for_are_split(batch, seq, heads_q, heads_kv, window, split):
     spec = problem(batch, seq, seq, heads_q, heads_kv, window)
     assert splits_group(spec, 64, 128, 132) == split
@@ -52,13 +49,10 @@ def test_tiles_that_most_sms_would_wait_for_are_split(batch, seq, heads_q, heads
 @pytest.mark.parametrize(
     ("heads_kv", "head_dim", "window", "split"),
     [
-        (4, 128, CAUSAL, True),
-        (4, 128, Window(1024, 0), True),
-        (4, 128, Window(), False),
-        (4, 64, CAUSAL, False),
-        (8, 128, CAUSAL, False),
+        (4, 128, CAUSAL, True), (4, 128, Window(1024, 0), True), (4, 128, Window(), False),
+        (4, 64, CAUSAL, False), (8, 128, CAUSAL, False),
     ],
-)
+)  # fmt: skip
 def test_large_groups_with_wide_rows_are_split(heads_kv, head_dim, window, split):
     """Where all tiles see the same queries, programs read them at the same time."""
     spec = problem(4, 4096, 4096, 32, heads_kv, window)
@@ -75,13 +69,10 @@ def test_how_long_the_longest_tile_may_take_can_be_chosen():
 @pytest.mark.parametrize(
     ("seq", "window", "keys"),
     [
-        (1024, Window(), 1024),
-        (2048, CAUSAL, 1025),
-        (64, CAUSAL, 33),
-        (1, CAUSAL, 1),
+        (1024, Window(), 1024), (2048, CAUSAL, 1025), (64, CAUSAL, 33), (1, CAUSAL, 1),
         (4096, Window(63, 0), 64),
     ],
-)
+)  # fmt: skip
 def test_keys_of_a_query(seq, window, keys):
     assert keys_of_query(problem(2, seq, seq, 4, 2, window)) == pytest.approx(keys, rel=0.01)
 

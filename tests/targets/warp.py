@@ -22,15 +22,9 @@ def _flushed(x):
 
 
 FUNCTIONS = {
-    "mov": lambda a: a,
-    "abs": np.abs,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "fma": lambda a, b, c: np.float32(np.float64(a) * b + c),
-    "max.NaN": np.maximum,
-    "min.NaN": np.minimum,
-    "rcp": lambda a: np.float32(1) / a,
+    "mov": lambda a: a, "abs": np.abs, "add": np.add, "sub": np.subtract, "mul": np.multiply,
+    "fma": lambda a, b, c: np.float32(np.float64(a) * b + c), "max.NaN": np.maximum,
+    "min.NaN": np.minimum, "rcp": lambda a: np.float32(1) / a,
     "ex2": lambda a: _flushed(np.exp2(_flushed(a))),
     "cvt": lambda high, low: _bfloat16(high) << 16 | _bfloat16(low),
     "setp.ge": np.greater_equal,
@@ -41,7 +35,7 @@ FUNCTIONS = {
     "selp": lambda a, b, p: np.where(p, a, b),
     "vote.sync.all": lambda p, _mask: np.broadcast_to(p.all(), p.shape),
     "vote.sync.any": lambda p, _mask: np.broadcast_to(p.any(), p.shape),
-}
+}  # fmt: skip
 JOINED = {".and.": operator.and_, ".or.": operator.or_}  # with the last operand
 
 

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch.library import opcheck
 
@@ -65,11 +64,3 @@ def test_autocast_casts_queries_as_well(torch_device):
     wide = inputs | {name: inputs[name].float() for name in ("k_new", "v_new", "q")}
     with torch.autocast(torch_device, torch.bfloat16):
         assert_equal(appended(wide), appended(inputs))
-
-
-@pytest.mark.parametrize("name", ["q", "rotary_cos"])
-def test_a_gradient_is_refused(torch_device, name):
-    inputs = inputs_of(DENSE, torch_device)
-    inputs[name].requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"^append_kv: a gradient is not supported"):
-        append_kv(**inputs)

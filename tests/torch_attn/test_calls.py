@@ -101,11 +101,6 @@ def test_another_layout_or_option_is_looked_at_anew(gpu):
         assert CALLS.find("f", (Fake(),), options) is None, options
 
 
-def test_an_option_without_a_hash_is_never_kept(gpu):
-    assert not remember(Fake(), options=([1, 0],))
-    assert CALLS.find("f", (Fake(),), ([1, 0],)) is None
-
-
 def test_the_switches_are_a_part_of_the_call(gpu, monkeypatch):
     remember(Fake())
     with use_target("sm80"):

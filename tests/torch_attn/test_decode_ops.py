@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vmap
 from torch.library import opcheck
 
 import torch_attn
-from torch_attn import append_kv, explain, merge_states, paged_decode
+from torch_attn import append_kv, merge_states, paged_decode
 
 ops = torch.ops.twin_attention
 PAGE_SIZE, MAX_PAGES, HEADS_Q, HEADS_KV, DIM, DIM_V = 4, 3, 4, 2, 32, 16
@@ -182,49 +182,6 @@ def test_compile(torch_device, backend, dynamic, tokens):
     assert traces.frame_count == (2 if dynamic is False else 1)
 
 
-@pytest.mark.parametrize(
-    ("function", "wrong", "message"),
-    [
-        ("paged_decode", {"seq_lens": torch.zeros(5)}, "seq_lens: expected dtype int32"),
-        ("append_kv", {"v_new": torch.zeros(5, 3, 2, 8).bfloat16()}, "v_new: expected shape"),
-        ("merge_states", {"q": torch.zeros(1, 1, 1, 20)}, "outs: expected a head dimension from"),
-    ],
-)
-def test_compile_refuses_bad_input_while_tracing(torch_device, function, wrong, message):
-    p = problem(torch_device)._replace(**{k: x.to(torch_device) for k, x in wrong.items()})
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match=message):
-        compiled(function, p)
-
-
-def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation):
-    p = problem(torch_device)
-    p = p._replace(q=p.q.transpose(1, 2).contiguous().transpose(1, 2))
-    for op, arguments in (
-        (ops.paged_decode, p.decode_arguments(implementation)),
-        (ops.paged_decode, p.decode_arguments(implementation, num_splits=1)),
-        (ops.merge_states, p.merge_arguments(implementation)),
-    ):
-        meta = [x.to("meta") if isinstance(x, Tensor) else x for x in arguments]
-        for x, y in zip(op(*arguments), op(*meta), strict=True):
-            assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
-
-
-def test_a_single_token_needs_no_dimension(torch_device, implementation):
-    p = problem(torch_device, tokens=1)
-    flat = p._replace(q=p.q[:, 0], k_new=p.k_new[:, 0], v_new=p.v_new[:, 0])
-    out, lse = call("paged_decode", p, implementation=implementation)
-    assert_equal(
-        call("paged_decode", flat, implementation=implementation), (out[:, 0], lse[:, :, 0])
-    )
-    out, lse = call("merge_states", p, implementation=implementation)
-    assert_equal(
-        call("merge_states", flat, implementation=implementation), (out[:, 0], lse[:, :, 0])
-    )
-    pools = call("append_kv", clone(p), implementation=implementation)
-    assert_equal(call("append_kv", flat, implementation=implementation), pools)
-
-
 def test_append_refuses_one_memory_as_both_pools(torch_device, implementation):
     p = problem(torch_device)
     p = p._replace(v_new=p.k_new)
@@ -337,15 +294,6 @@ def test_vmap_of_a_merge_and_of_its_gradient(in_dims, torch_device):
     torch.testing.assert_close(tuple(x[1] for x in nested), want)
 
 
-def test_a_merge_whose_out_or_lse_is_not_used(torch_device):
-    outs, lses, _ = problem(torch_device).merge_arguments("")
-    ones = torch.ones_like(lses[0])
-    for used, (dout, dlse) in enumerate([(torch.ones_like(outs[0]), None), (0 * outs[0], ones)]):
-        leaves = outs.clone().requires_grad_(), lses.clone().requires_grad_()
-        got = torch.autograd.grad(merge_states(*leaves)[used].sum(), leaves)
-        assert_equal(got, ops.merge_states_bwd(dout, dlse, outs, lses, None))
-
-
 def test_a_merge_is_recorded_after_calls_that_were_not(torch_device):
     """On a GPU the first call is kept, and the later ones replay it."""
     states = problem(torch_device).merge_arguments("")[:2]
@@ -424,14 +372,6 @@ def test_empty_problems_run_no_kernel(torch_device, monkeypatch, implementation,
     assert_equal((p.k_pages, p.v_pages), (before.k_pages, before.v_pages))
 
 
-def test_merging_nothing_runs_no_kernel(torch_device, monkeypatch, implementation):
-    monkeypatch.setitem(sys.modules, "torch_attn.kernels.portable.combine", None)
-    outs, lses, _ = problem(torch_device).merge_arguments("")
-    out, lse = merge_states(outs[:0], lses[:0], implementation=implementation)
-    assert_equal(out, torch.zeros_like(outs[0]))
-    assert_equal(lse, torch.full_like(lses[0], -torch.inf))
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_replay_a_cuda_graph_with_other_lengths():
     p = problem("cuda")
@@ -478,15 +418,6 @@ def test_a_graph_of_a_cascade_replays_with_other_pages_in_common():
         tables[1:3, :common] = tables[0, :common]
         graph.replay()
         assert_equal(captured, attend())
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")
-def test_explain_a_gpu():
-    p = problem("cuda")
-    choice = explain(paged_decode, p.q, *p.cache)
-    assert (choice.implementation, choice.execution) == ("triton", "compiled")
-    assert choice.device == torch.cuda.get_device_name()
-    assert choice.target in ("sm80", "sm90")
 
 
 @pytest.mark.parametrize("name", torch_attn.__all__)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_attn.flops  # noqa: F401 - tells torch what the operators count
 from tests.features import CASES, MAPPED, PACKED, SIZES, operands_of
-from torch_attn import explain, flash_attention, flash_attention_varlen
+from torch_attn import flash_attention, flash_attention_varlen
 from torch_attn.flash_ops import DENSE
 from torch_attn.flash_ops import PACKED as PACKED_OPS
 from torch_attn.kernels.library.terms import Bias, Terms, terms_argument
@@ -19,7 +19,6 @@ from twin_attention.interop.parity.inputs import has_gradient
 
 by_both = pytest.mark.parametrize("implementation", ["reference", "triton"])
 ROW_MAX = FlashCase("row maxima", **SIZES, causal=True, row_max=True)
-IDS = ("q_segment_ids", "kv_segment_ids")
 
 
 def options_of(case):
@@ -126,14 +125,6 @@ def test_vmap_with_sinks_shares_the_numbers(torch_device, name):
         )
 
 
-def test_vmap_of_slopes_of_each_sequence_joins_the_batch(torch_device):
-    case, operands = CASES["own slopes"], operands_of(CASES["own slopes"], torch_device)
-    several = torch.stack([operands["alibi_slopes"], 2 * operands["alibi_slopes"]])
-    got = vmap(lambda x: attend(case, operands | {"alibi_slopes": x}))(several)
-    want = torch.stack([attend(case, operands | {"alibi_slopes": x}) for x in several])
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-
-
 @by_both
 def test_a_table_has_a_gradient_in_its_dtype(torch_device, implementation):
     case, operands = CASES["terms"], operands_of(CASES["terms"], torch_device)
@@ -216,29 +207,6 @@ def test_padding_has_no_score(torch_device):
     _, row_max = flash_attention_varlen(q, k, v, *offsets, return_row_max=True)
     assert (row_max[:, 5:] == -torch.inf).all()
     assert row_max[:, :5].isfinite().all()
-
-
-@pytest.mark.parametrize("target", ["sm80", "sm90"])
-def test_explain_says_which_kernels_take_ids_and_a_tree(torch_device, monkeypatch, target):
-    monkeypatch.setattr("torch_attn.dispatch.target_of", lambda device: target)
-
-    def chosen(name, **changes):
-        given = operands_of(CASES[name], torch_device) | changes
-        return explain(flash_attention, **given, **options)
-
-    half = {x: y.half() for x, y in operands_of(CASES["tree"], torch_device).items() if x in "qkv"}
-    options = {}
-    assert chosen("segments", **half).implementation == "gluon"
-    assert chosen("segments").implementation == "triton"
-    options = {"causal": True}
-    assert chosen("tree", **half).implementation == "gluon"
-    options = {"causal": True, "window_size": (3, None)}
-    found = chosen("tree", **half)
-    assert found.implementation == ("triton" if target == "sm80" else "gluon")
-    reason = "gluon: a window of depths was not timed in its kernels"
-    assert (reason in found.passed_over) == (target == "sm80")
-    options["implementation"] = "gluon"
-    assert chosen("tree", **half).implementation == "gluon"
 
 
 def test_all_terms_at_once_have_a_constant_beside_those_of_inner_tuples():

@@ -199,13 +199,10 @@ def test_dense_caches_of_any_length(length: int):
 @pytest.mark.parametrize(
     ("batch", "slots"),
     [
-        (1, slice(9)),
-        (2, slice(None, None, 3)),
-        (3, slice(700)),
-        (3, slice(131)),
+        (1, slice(9)), (2, slice(None, None, 3)), (3, slice(700)), (3, slice(131)),
         (3, slice(30, 777)),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_a_part_of_a_longer_cache(batch: int, slots: slice, heads_first: bool):
     k, v = draw(batch, 777, 2, 16), draw(batch, 777, 2, 24)

@@ -41,16 +41,10 @@ def deal(steps, heads, programs, together):
 @pytest.mark.parametrize(
     ("batch", "seq", "heads_q", "heads_kv"),
     [
-        (4, 4096, 16, 4),
-        (4, 4096, 16, 16),
-        (2, 8192, 16, 16),
-        (1, 16384, 32, 32),
-        (1, 4096, 16, 16),
-        (1, 4096, 32, 8),
-        (32, 512, 16, 16),
-        (1, 3000, 40, 40),
+        (4, 4096, 16, 4), (4, 4096, 16, 16), (2, 8192, 16, 16), (1, 16384, 32, 32),
+        (1, 4096, 16, 16), (1, 4096, 32, 8), (32, 512, 16, 16), (1, 3000, 40, 40),
     ],
-)
+)  # fmt: skip
 def test_programs_of_causal_problems_end_together(batch, seq, heads_q, heads_kv):
     spec = problem(batch, seq, seq, heads_q, heads_kv)
     for steps, heads in (

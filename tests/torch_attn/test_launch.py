@@ -146,14 +146,6 @@ def test_a_kernel_is_compiled_for_an_address_that_is_not_aligned(kernel):
     assert compiled_for.data_ptr() % 16 != 0
 
 
-def test_a_kernel_that_does_not_fit_gets_fewer_stages(kernel):
-    kernel.shared_of_a_stage = 227 * 1024 // 2
-    run(kernel, operand())
-    assert SM90.configs(SPEC)["flash_fwd"].num_stages == 3
-    assert [arguments["num_stages"] for *_, arguments in kernel.compiled] == [3, 2]
-    assert len(kernel.launched) == 1
-
-
 def test_a_crash_of_ptxas_says_what_to_do(kernel, monkeypatch):
     def warmup(*values, **options):
         raise PTXASError("`ptxas` failed with error code -11\nRepro command: ptxas a.ptx")

@@ -99,34 +99,6 @@ def test_compile_forward_and_backward(torch_device, dynamic):
     assert traces.frame_count == (1 if dynamic else 2)
 
 
-def test_compile_refuses_bad_input_while_tracing(qkv):
-    q, k, v = qkv
-    compiled = torch.compile(flash_attention, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="v: expected k's length 21, got 20"):
-        compiled(q, k, v[:, 1:])
-    with pytest.raises(Exception, match=r"sinks: expected dtype float32.* got float64"):
-        compiled(q, k, v, sinks=torch.zeros(HEADS, dtype=torch.float64, device=q.device))
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("with_sinks", [False, True])
-def test_fake_outputs_are_laid_out_as_real_ones(torch_device, implementation, with_sinks):
-    half = {"device": torch_device, "dtype": torch.bfloat16}
-    q = torch.randn(2, 4, 8, 24, **half).transpose(1, 2)
-    k = torch.randn(2, 2, 5, 24, **half).transpose(1, 2)
-    v = torch.randn(2, 5, 2, 16, **half)
-    options = (*OPTIONS[:-1], implementation)
-    given = FlashOperands(q, k, v, torch.randn(4, device=torch_device) if with_sinks else None)
-    meta = [None if x is None else x.to("meta") for x in given]
-    real, fake = DENSE.fwd(*given, *options), DENSE.fwd(*meta, *options)
-    real += DENSE.bwd(real[0], real[1], *given, *real, None, "", *options)
-    fake += DENSE.bwd(fake[0], fake[1], *meta, *fake, None, "", *options)
-    for x, y in zip(real, fake, strict=True):
-        assert x.shape == y.shape
-        assert x.dtype == y.dtype
-        assert x.stride() == y.stride()
-
-
 def test_every_backend_has_the_operators():
     importlib.import_module("torch_attn.decode_ops")
     has_kernel = torch._C._dispatch_has_computed_kernel_for_dispatch_key
@@ -186,13 +158,6 @@ def test_gradients_of_one_output(qkv, used, implementation):
     want = torch.autograd.grad((outputs[used], outputs[1 - used]), qkv, materialized)
     assert_same(gradients, want)
     assert any(g.abs().max() > 0 for g in gradients)
-
-
-def test_gradients_of_some_inputs(operands):
-    for x in operands:
-        (want,) = torch.autograd.grad(loss(*operands), x)
-        others = [y if y is x else y.detach() for y in operands]
-        assert_same(torch.autograd.grad(loss(*others), x), (want,))
 
 
 def test_forward_mode_is_refused_compiled(qkv):
@@ -354,19 +319,6 @@ def test_rows_are_aligned_or_not():
     assert not rows_aligned(x[: 2 * 8 * 4 * 20].view(2, 8, 4, 20))  # every other one does
     with FakeTensorMode():  # which has no address
         assert rows_aligned(torch.empty(2, 8, 4, 24))
-
-
-def test_explain_a_cpu():
-    q, k, v = torch.randn(3, 1, 8, 2, 64).unbind()
-    default = explain(flash_attention, q, k, v)
-    assert (default.implementation, default.execution) == ("reference", "framework")
-    assert default.configs == {}
-    asked = explain(flash_attention, q, k, v, causal=True, implementation="triton")
-    assert (asked.implementation, asked.execution) == ("triton", "interpreter")
-    assert (asked.device, asked.target) == ("cpu", None)
-    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkdv"} <= asked.configs.keys()
-    empty = explain(flash_attention, q[:0], k[:0], v[:0], implementation="triton")
-    assert (empty.execution, empty.configs) == ("framework", {})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled kernels need a GPU")

@@ -16,14 +16,11 @@ from torch_attn.calls import Call
 from twin_attention.targets import family
 
 NAMES = [
-    ("torch._C._dynamo.guards", "TensorGuards"),
-    ("torch._C._dynamo.guards", "_empty_strided_cuda"),
-    ("torch._C", "_AutoDispatchBelowAutograd"),
-    ("torch._C", "_ForceDispatchKeyGuard"),
-    ("torch._C", "_len_torch_dispatch_stack"),
-    ("torch._C", "_are_functorch_transforms_active"),
+    ("torch._C._dynamo.guards", "TensorGuards"), ("torch._C._dynamo.guards", "_empty_strided_cuda"),
+    ("torch._C", "_AutoDispatchBelowAutograd"), ("torch._C", "_ForceDispatchKeyGuard"),
+    ("torch._C", "_len_torch_dispatch_stack"), ("torch._C", "_are_functorch_transforms_active"),
     ("torch.utils._python_dispatch", "_get_current_dispatch_mode"),
-]
+]  # fmt: skip
 
 # Only this project misses the name: torch needs it. Each name has a process that imports the
 # project anew, after torch and Triton.

@@ -112,20 +112,11 @@ def test_lists_of_packed_trees(kernel):
     operands = VarlenOperands(q, kv, kv, cu_q, cu_kv, kv_ends=given)
     window = Window(None, 0)
     spec = VarlenSpec(
-        1,
-        409,
-        505,
-        1,
-        1,
-        16,
-        16,
-        "float16",
-        1.0,
-        window,
+        1, 409, 505, 1, 1, 16, 16, "float16", 1.0, window,
         deterministic=True,
         tree=True,
         num_sequences=3,
-    )
+    )  # fmt: skip
     lists, block, other = lists_of(kernel, operands, spec)
     stays = offsets_q if kernel != "flash_bwd_dkdv" else offsets_kv
     for n, (pair_q, pair_kv) in enumerate(

@@ -38,19 +38,6 @@ def rendered(table) -> list[str]:
     return capture.get().splitlines()
 
 
-def test_tables_are_readable_at_160_columns():
-    widest = [
-        verdict("flash_bwd_preprocess", "all-options", head_dim=256),
-        verdict("paged_decode", "decode-all-options", dtype="float8_e4m3fn", head_dim=256),
-    ]
-    for table in (command.resource_table, command.bound_table):
-        lines = rendered(table(widest, "title"))
-        for row in widest:
-            words = (row.kernel, row.problem.dtype, "256", row.problem.feature, row.config.tile)
-            assert any(all(word in line for word in words) for line in lines)
-    assert any("1024/1024" in line for line in rendered(command.resource_table(widest, "")))
-
-
 def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
     rows = [
         verdict("paged_decode", feature, head_dim=64)

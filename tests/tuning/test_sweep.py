@@ -93,8 +93,7 @@ def tiles_of(problem):
     return {kernel: config.tile for kernel, config, _ in found if "bwd_d" in kernel}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("row", LARGE, ids=lambda row: "-".join(map(str, row)))
+@pytest.mark.parametrize(("framework", "row"), zip(("torch", "jax", "torch"), LARGE, strict=True))
 def test_a_card_with_99_kib_refuses_no_backward(in_a_process, framework, row):
     own = Problem(framework, "sm80", *row)
     smaller = replace(own, shared_memory=SHARED_MEMORY_OF_SMALLER_CARDS)

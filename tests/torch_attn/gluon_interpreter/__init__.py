@@ -52,15 +52,9 @@ from torch_attn.layouts import bind
 from twin_attention.targets.target import NUM_SMS
 
 __all__ = [
-    "READS_FIRST",
-    "WRITES_FIRST",
-    "DeadlockError",
-    "InterpreterError",
-    "Mode",
-    "edited",
-    "interpret",
-    "interpreted",
-]
+    "READS_FIRST", "WRITES_FIRST", "DeadlockError", "InterpreterError", "Mode", "edited",
+    "interpret", "interpreted",
+]  # fmt: skip
 
 
 def interpret(
