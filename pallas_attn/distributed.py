@@ -451,7 +451,6 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _in_sequence(x: Array, plan: ContextPlan) -> Array:
-    """Return [size, B, S, ...] of all ranks as [B, size · S, ...], in sequence order."""
     x = jnp.moveaxis(x, 0, 1)
     return unshard_sequence(x.reshape(x.shape[0], plan.seq_len, *x.shape[3:]), plan)
 
@@ -462,7 +461,6 @@ def _by_rank(x: Array, plan: ContextPlan) -> Array:
 
 
 def _to_heads(problem: _RankCall, x: Array) -> Array:
-    """Turn [B, S, H, ...] into [B, size · S, H / size, ...], in sequence order."""
     x = jnp.moveaxis(x.reshape(*x.shape[:2], problem.plan.size, -1, *x.shape[3:]), 2, 0)
     return _in_sequence(lax.all_to_all(x, problem.axis_name, 0, 0, tiled=True), problem.plan)
 
@@ -475,7 +473,6 @@ def _to_tokens(problem: _RankCall, x: Array) -> Array:
 
 @promoting
 def _attend_heads(problem: _RankCall, operands: FlashOperands[Array]) -> tuple[Array, Array]:
-    """Attend to all tokens with this rank's share of the heads."""
     plan, sinks = problem.plan, operands.sinks
     q, k, v = (_to_heads(problem, x) for x in operands[:3])
     if sinks is not None:

@@ -264,9 +264,9 @@ def _fold(
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]:
     """Return how to view [B, H, S, D] as [B, S, H, D], and a result as a tensor of the first shape.
 
-    Results are contiguous, and PyTorch's lie in memory as their operands do. So where heads lie
-    around positions, or positions around the batch, batch and heads become one axis, unless
-    dropout counts them.
+    PyTorch's results lie in memory as their operands do, ours are contiguous. So where heads lie
+    around positions, or positions around the batch, batch and heads become one axis, unless dropout
+    counts them.
     """
     if dropout_p == 0 and all(x.stride(0) == x.shape[1] * x.stride(1) for x in qkv):
         if all(x.stride(1) < x.stride(2) for x in qkv):

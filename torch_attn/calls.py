@@ -1,10 +1,9 @@
 """Cache of checked calls, replayed when layouts and options repeat.
 
-The first call is checked, described and dispatched, and its kernels are compiled. All of that
-follows from the call's key, which holds no tensor and no address, only the alignment of addresses.
-A later call with the same key only replays allocations and launches (`torch_attn.replay`). Before a
-key is made, a guard of `torch.compile` compares the operands, in C++, with the last call that had
-the same options.
+The first call is checked and dispatched, and its kernels are compiled. All of that follows from the
+call's key, which holds of addresses only their alignment. A later call with the same key replays
+allocations and launches (`torch_attn.replay`). Before a key is made, a guard of `torch.compile`
+compares the operands, in C++, with the last call that had the same options.
 """
 
 from __future__ import annotations
@@ -193,9 +192,7 @@ class Calls:
     ) -> Call | None:
         """Return the call that `keep` cached for the same arguments, or None.
 
-        A call found skips all that follows. So public functions ask before arguments are checked,
-        operators before the dispatcher, and context parallel attention for its operations on some
-        of the keys.
+        Public functions ask before arguments are checked, operators before the dispatcher.
         """
         if torch.compiler.is_compiling():
             return None

@@ -2,9 +2,9 @@
 
 Triton's `JITFunction.run` ends in a C function that launches. This module calls it with arguments
 looked up beforehand, addresses for operands, and TMA descriptors cached by address. Arguments come
-without tuples: Triton 3.6 finds no descriptor in a tuple, and tuples of addresses would be made
-anew at each launch. Where a part of this private API is missing, Triton itself launches, more
-slowly. Checked with Triton 3.6 and 3.9 (``tests/torch_attn/test_launch.py``, ``test_driver.py``).
+without tuples, in which Triton 3.6 finds no descriptor. Where a part of this private API is
+missing, Triton itself launches, more slowly. Checked with Triton 3.6 and 3.9
+(``tests/torch_attn/test_launch.py``, ``test_driver.py``).
 """
 
 from __future__ import annotations

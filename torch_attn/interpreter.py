@@ -2,12 +2,12 @@
 
 Unlike with ``TRITON_INTERPRET=1``, `triton.language` works on NumPy arrays during a launch only.
 
-It uses the private ``triton.runtime.interpreter``. If a name is missing, this import fails, which
-is the family "triton"'s reason not to run on a CPU. Checked with Triton 3.6 and 3.9
+It uses the private ``triton.runtime.interpreter``. If a name is missing, this import fails, and
+"triton" does not run on a CPU. Checked with Triton 3.6 and 3.9
 (``tests/torch_attn/test_interpreter.py``):
 
-- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it. Here
-  it is called once a launch, since it takes milliseconds.
+- `_patch_lang` installs a builder in `triton.language` and returns the scope that undoes it. It is
+  called once a launch, since it is slow.
 - `FunctionRewriter` turns a kernel's source into a Python function, `_implicit_cvt` arguments into
   the interpreter's tensors.
 - `InterpreterBuilder` and `_get_np_dtype` compute on bfloat16's bits as uint16, silently wrong.

@@ -87,8 +87,8 @@ class KernelCall(NamedTuple):
     """All that a kernel's code, grid and arguments depend on, except the operands' values.
 
     It follows from the key of a `torch_attn.calls.Call`, and `prepare` functions see nothing else.
-    So a replayed launch has the arguments of a new one. `constants` is what else the arguments
-    depend on, `target` is None in the interpreter, `layouts` come in the operands' tuples.
+    `constants` is what else the arguments depend on, `target` is None in the interpreter, `layouts`
+    come in the operands' tuples.
     """
 
     spec: Spec

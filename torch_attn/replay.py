@@ -1,8 +1,8 @@
 """Capture what a host function does, and replay it with other operands of the same layouts.
 
 What a host function, such as ``kernels.portable.flash_bwd.flash_bwd``, allocates and launches
-follows from its operands' layouts. A `Replay` does it with other addresses. It is a Python
-function, generated as source, which is faster than a loop over the steps.
+follows from its operands' layouts. A `Replay` does it with other addresses. It is generated Python
+source, faster than a loop over the steps.
 
 A capture is a dispatch mode: it sees torch operations, and `torch_attn.launch` reports the
 launches. A view that only kernels read becomes the address of its base. Buffers that only

@@ -102,7 +102,6 @@ def partial_dq(
 def paged_decode(
     operands: DecodeOperands[Array], spec: DecodeSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Copy keys and values out of their pages."""
     with jax.default_matmul_precision("highest"):
         out, lse = paged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse
@@ -111,7 +110,6 @@ def paged_decode(
 def paged_attention(
     operands: PagedOperands[Array], spec: PagedSpec, backend: Backend
 ) -> tuple[Array, Array]:
-    """Compute with O(Tq · B · capacity) memory."""
     with jax.default_matmul_precision("highest"):
         out, lse = ragged_forward(operands, spec, jnp.float32)
     return out.astype(operands.q.dtype), lse

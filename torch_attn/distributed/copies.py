@@ -1,9 +1,8 @@
 """Exchange rows between the GPUs of one host by copies, which occupy no SM, unlike NCCL's kernels.
 
-Each rank's copy engines write its rows into the receivers' memory, then a number, for which the
-receiver's stream waits. The memory is PyTorch's symmetric memory, in a few slots used in turn; a
-receiver says when a slot's previous contents have been read. Streams write and wait with the
-driver's stream memory operations.
+Each rank's copy engines write its rows into the receivers' symmetric memory, then a number, for
+which the receiver's stream waits (the driver's stream memory operations). A few slots are used in
+turn; a receiver says when one has been read.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class _Addend(NamedTuple):
 class GradientSums:
     """Gradients of a rank's keys, through its own and other ranks' queries.
 
-    Several are summed in one pass over memory. The plan fixes the order of the sums.
+    The plan fixes the order of the sums.
     """
 
     def __init__(self, num_rows: int) -> None:

@@ -1,8 +1,8 @@
 """Flash attention, backward of a bias that pairs share: sums of ds, recomputed tile by tile.
 
-With all queries and keys, a program adds up one tile over batch elements and heads, in order: the
-same bits every time, and no further memory that grows with the square of a length. Otherwise it
-adds up a row or a column of tiles of one head.
+With all queries and keys, a program adds up one tile over batch elements and heads, otherwise a row
+or a column of tiles of one head, in order: the same bits every time, and no further memory that
+grows with the square of a length.
 """
 
 import triton

@@ -2,8 +2,7 @@
 
 The gradient of `relative_bias` is a sum of ds over all pairs of a distance. Tiles whose queries and
 keys start equally far apart form a band: they have the same distances in the same places. A program
-adds up one band, so only its sum is split by distances: the same bits every time, and no memory
-that grows with the square of a length.
+adds up one band: the same bits every time, and no memory that grows with the square of a length.
 """
 
 import triton

@@ -136,7 +136,6 @@ def next_item(counter_ref, items: Items) -> Place:
 
 
 def hand_over_item(place: Place, hand_over: HandOver, turn: Any) -> Place:
-    """Give the other warps the place of a turn, once they have read what its slot had."""
     slot = turn % hand_over.places.shape[0]
     plgpu.barrier_wait(hand_over.read.at[slot])
     for i, x in enumerate(place):

@@ -48,7 +48,6 @@ def own_queries(offsets, q_ref, seq_q, seq_kv, block, num_warps, together):
 
 
 def own_keys(offsets, k_ref, seq_q, seq_kv, block, num_warps, together):
-    """Return the keys of a program; most queries see the first keys, which come first."""
     num_heads = k_ref.shape[0] * k_ref.shape[2]
     index, tile, num_tiles = _place(offsets, num_heads, seq_kv, block, together)
     tile = num_tiles - 1 - tile

@@ -30,7 +30,6 @@ def visible_scores(s, position, key, end, rule, window, masked, layout):
 
 
 def tanh(x, layout):
-    """Compute tanh as a rational function: `twin_attention.targets.tanh`."""
     x = jnp.maximum(jnp.minimum(x, LIMIT), -LIMIT)
     x2 = x * x
     return x * _polynomial(P, x2) * reciprocal(_polynomial(Q, x2), layout)

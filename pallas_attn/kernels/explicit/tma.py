@@ -104,8 +104,8 @@ def tile_views(dtype, shape, size, is_whole, widths=None):
 def value_views(dtype, count, rows, size):
     """Return `tile_views` for values that begin at any row, in blocks of 64 by 64.
 
-    One product takes all columns: the assembler would run products of pieces one after the other at
-    head size 256.
+    One product takes all columns: at head size 256 the assembler would serialize products of
+    pieces.
     """
     if size % BLOCK or size == BLOCK:
         return tile_views(dtype, (count, rows), size, False)

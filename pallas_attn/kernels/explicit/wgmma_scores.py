@@ -14,7 +14,6 @@ from twin_attention.targets import ptx
 
 
 def scaled_scores(s, rule):
-    """Scale products q·k in registers unless the exponent scales, and cap them."""
     if rule.softcap is not None:
         s = cap_products(s, rule, rule.softcap)
     elif rule.scale_first:
@@ -23,11 +22,6 @@ def scaled_scores(s, rule):
 
 
 def visible_scores(s, position, key, end, rule, window, masked):
-    """Turn products q·k into the input of the softmax: `library.pairs.scores.pair_scores`.
-
-    Return (s, exp2_scale, dcap): the scores, as parts of the cap if there is one; the factor that
-    takes them to base 2; and the derivative of the cap, or 1.
-    """
     exp2_scale = rule.exp2_scale
     dcap = 1.0
     if rule.softcap is None:
@@ -173,11 +167,6 @@ def softmax_update(s, m_i, rule, masked, bounded):
 
 
 def rounding_of_one_key(l_i, position, seq_kv, window, dtype):
-    """Return the factor of out in a row that sees one key, 1 in other rows.
-
-    Without a maximum, p of that key, here l_i, is not 1, and p·v uses its rounded value. With the
-    factor, out is exactly v, and the row's ds is 0.
-    """
     row = iota(l_i.shape, 0, WGMMA.reduce(1)) + position
     first, last = row * 0, row * 0 + (seq_kv - 1)
     if window.left is not None:

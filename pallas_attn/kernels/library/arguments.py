@@ -10,7 +10,6 @@ from twin_attention.targets.config import padded_head_dim
 
 
 def decode_arguments(spec: DecodeSpec, k_pages: Any, target: str | None) -> dict[str, Any]:
-    """Return the arguments of a paged decode, except its tokens and its splits."""
     return cache_arguments(spec.cache, k_pages) | {
         "rule": spec.scores,
         "window_left": spec.bounded_window.left,
@@ -20,10 +19,6 @@ def decode_arguments(spec: DecodeSpec, k_pages: Any, target: str | None) -> dict
 
 
 def cache_arguments(cache: PagedCache, k_pages: Any) -> dict[str, Any]:
-    """Return a paged cache's arguments.
-
-    block_d covers a latent cache's columns after the values'.
-    """
     packed = cache.head_dim // k_pages.shape[3]
     head_dim, head_dim_v = cache.head_dim // packed, cache.head_dim_v // packed
     return {

@@ -40,7 +40,6 @@ def find_list(lists, head, tile, rows):
 
 
 def kept_tiles(tiles, visible, block):
-    """Narrow the result of `visible_tiles` to the tiles of a list; `kept_row` finds their rows."""
     begin, before, full, after = visible
     tile, count = tiles.rows, tiles.count
     # Find the visible tiles of the mask; from `whole` to `whole_end` they are visible in full.
@@ -76,7 +75,6 @@ def kept_tiles(tiles, visible, block):
 
 
 def kept_row(tiles, row, size_other, masked):
-    """Return the row of the other axis that is `row` of the listed tiles' concatenated rows."""
     tile = tiles.rows
     num_tiles = cdiv(size_other, tile) if masked else size_other // tile
     listed = tiles.tiles_ref[tiles.head, tiles.tile, row // tile]

@@ -9,7 +9,6 @@ from twin_attention.contract.dropout import MULTIPLIERS, ROUNDS, WEYL
 
 
 def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
-    """Return a tile's dropout weights, [block, block_other] float32; 1 without dropout."""
     if rule is None:
         return 1
     query, key = arange(rows.rows.shape[0]), arange(others.rows.shape[0])
@@ -44,7 +43,6 @@ def kept_pairs(terms, rule, rows, others, of_keys=False, any_start=False):
 
 
 def philox(counter, key):
-    """Return the words of Philox 4x32 (Salmon et al. 2011), all uint32."""
     (c0, c1, c2, c3), (k0, k1) = counter, key
     for _ in range(ROUNDS):
         high0, low0 = _product(c0, MULTIPLIERS[0])

@@ -24,9 +24,8 @@ from twin_attention.contract.spec import AttentionSpec, BlockSparseSpec
 class Mask(NamedTuple):
     """Operands that say which keys a query sees, or None.
 
-    A program reads all offsets and intervals; segment ids, ranges, ends, depths and queries' ranges
-    of its batch element; and lists of its head, or of each head of its group if these have their
-    own.
+    A program reads all offsets and intervals, what its batch element has of the others, and its
+    head's lists, or those of its group's heads if these have their own.
     """
 
     offsets: Offsets
@@ -39,14 +38,12 @@ class Mask(NamedTuple):
 
 
 def mask_of_keys(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel that visits keys."""
     lists, tree = lists_of_keys(operands), tree_of(operands, spec)
     intervals, ranges = intervals_of_keys(operands), ranges_of(operands)
     return Mask(offsets_of(operands), _segments(operands, 1), lists, *tree, ranges, intervals)
 
 
 def mask_of_queries(operands: AttentionOperands[Any], spec: AttentionSpec) -> Mask:
-    """Return the mask of a kernel that visits queries."""
     lists, tree = lists_of_queries(operands), tree_of(operands, spec)
     intervals, ranges = intervals_of_queries(operands), with_blocks(ranges_of(operands))
     return Mask(offsets_of(operands), _segments(operands, 0), lists, *tree, ranges, intervals)

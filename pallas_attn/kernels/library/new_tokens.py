@@ -18,7 +18,6 @@ def tree_mask(s, ends_ref, first, token, new, exists):
 
 
 def tree_words(ends_ref, token, tokens):
-    """Return which new tokens each row's token sees, as bits: the first 32, and up to 32 others."""
     bit = arange(32)
 
     def word(first):
@@ -31,7 +30,6 @@ def tree_words(ends_ref, token, tokens):
 
 
 def tree_mask_of_words(s, words, new, tokens):
-    """Do what `tree_mask` does, by `tree_words`; a nonexistent key comes after all tokens."""
     low, high = words
     word = low[:, None]
     if high is not None:

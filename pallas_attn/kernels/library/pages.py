@@ -7,7 +7,6 @@ from pallas_attn.kernels.library.tiles import Visible, arange, cdiv
 
 
 def keys_of_sequence(len_ref, capacity, tokens, window_left):
-    """Return the range begin .. end of keys that new tokens see; end is the sequence's length."""
     end = jnp.minimum(jnp.maximum(len_ref[...], 0), capacity)
     begin = 0
     if window_left is not None:
@@ -16,7 +15,6 @@ def keys_of_sequence(len_ref, capacity, tokens, window_left):
 
 
 def keys_of_tokens(length, tokens, first, last, window_left):
-    """Return the range of keys that tokens first .. last see, empty if `first` is not a token."""
     diagonal = length - tokens
     end = jnp.where(first < tokens, jnp.maximum(diagonal + last + 1, 0), 0)
     begin = 0
@@ -26,7 +24,6 @@ def keys_of_tokens(length, tokens, first, last, window_left):
 
 
 def tiles_at_edges(position, last_position, first, count, window_left, block):
-    """Return which of tiles first .. first + count need a mask, as a `Visible` from `first` on."""
     before = 0
     if window_left is not None:
         begin = cdiv(jnp.maximum(last_position - window_left, 0), block)
@@ -37,7 +34,6 @@ def tiles_at_edges(position, last_position, first, count, window_left, block):
 
 
 def share_of_tiles(begin, end, split, num_splits, block):
-    """Return a split's tiles of keys begin .. end: (first, count, total of all splits)."""
     first = begin // block
     total = cdiv(end, block) - first
     share = cdiv(total, num_splits)
@@ -69,10 +65,6 @@ def locate_keys(table_ref, start, length, num_pages, page_size, block_kv, sequen
 
 
 def load_rows_at(ref, index, is_row, size, block_size, first=0, step=1):
-    """Load rows ``[*index]`` of the tensor at `ref`, 0 unless `is_row`.
-
-    The `size` columns are first, first + step, ..., padded with zeros to block_size.
-    """
     tile, mask = rows_at(ref, index, is_row, size, block_size, first, step)
     return plt.load(tile, mask=mask, other=0)
 
@@ -84,10 +76,6 @@ def store_rows_at(ref, x, index, is_row, size, block_size, first=0, step=1):
 
 
 def rows_at(ref, index, is_row, size, block_size, first, step):
-    """Return a view of rows ``[*index]``, and which of its elements exist.
-
-    `index` has a scalar or a vector for each leading dimension.
-    """
     shape = (*is_row.shape, block_size)
     cols = jnp.broadcast_to(arange(block_size)[None, :], shape)
     index = (jnp.broadcast_to(x, is_row.shape) for x in index)

@@ -12,10 +12,6 @@ _NO_PAGE = 2**31 - 1
 
 
 def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
-    """Find which of the sequences first .. first + members are the first of a tile.
-
-    Returns the sequences; which are the first of several; and which are alone. Each is [members].
-    """
     own, other = first + arange(tiles.members), arange(tiles.block_batch)
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)
     own_page, own_pages = _begin(table_ref, len_ref, own, page_size, tokens)
@@ -29,7 +25,6 @@ def find_leaders(table_ref, len_ref, tiles, first, page_size, tokens):
 
 
 def find_members(table_ref, len_ref, tiles, leader, page_size, tokens):
-    """Return the sequences of the leader's tile, then -1, and how many keys they share."""
     other, max_pages = arange(tiles.block_batch), table_ref.shape[1]
     page, pages = _begin(table_ref, len_ref, other, page_size, tokens)
     first_page = jnp.max(jnp.where(other == leader, page, -(2**31)), 0)
@@ -61,7 +56,6 @@ def find_members(table_ref, len_ref, tiles, leader, page_size, tokens):
 
 
 def _begin(table_ref, len_ref, sequence, page_size, tokens):
-    """Return the first pages of sequences, and how many pages all their new tokens see in full."""
     batch_size, max_pages = table_ref.shape
     exists = sequence < batch_size
     length = plt.load(len_ref.at[sequence], mask=exists, other=0)

@@ -1,7 +1,6 @@
 """8-bit caches: int8, and float8_e4m3fn.
 
-The decode's helpers here take and return lists of tiles, where the twin has tuples. A latent cache
-has no v_ref: keys and q have further tiles, of the columns after the values'.
+Helpers of the decode use lists of tiles, the twin's tuples. A latent cache has no v_ref.
 """
 
 import functools
@@ -16,9 +15,7 @@ from pallas_attn.kernels.library.scores import attention_scores, dot
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = 448.0  # the largest float8_e4m3fn
-# 1.5 * 2^23 + 2: adding it rounds away the fraction. The last byte of its bits must not be 0:
-# the compiler would take an int8 from the last byte of the float sum, and ptxas 12.8 and 12.9
-# convert the sum instead.
+# The twin says why.
 ROUND_TO_INTEGER = 12582914.0
 ROUND_TO_INTEGER_BITS = 0x4B400002
 
@@ -30,7 +27,6 @@ def as_packed(pages):
 
 
 def with_packed_pools(operands, cache):
-    """Return a decode's operands with pools as it reads them."""
     if not cache.is_quantized:
         return operands
     v_pages = None if operands.v_pages is None else as_packed(operands.v_pages)
@@ -38,7 +34,6 @@ def with_packed_pools(operands, cache):
 
 
 def load_q(ref, index, is_row, scale, v_ref, size, size_v, block_size, block_v, upcast):
-    """Load q's tiles, of the keys' columns, and the scale of each row's scores."""
     q, step = [], 1 if upcast is None else 2
     for first, *columns in _columns(v_ref, size, size_v, block_size, block_v):
         q += [
@@ -52,7 +47,6 @@ def load_q(ref, index, is_row, scale, v_ref, size, size_v, block_size, block_v, 
 
 
 def load_keys(ref, index, v_ref, exists, size, size_v, block_size, block_v, upcast):
-    """Load keys' tiles, without the cache's scale."""
     k = []
     for first, *columns in _columns(v_ref, size, size_v, block_size, block_v):
         k += unpack(load_rows_at(ref, index, exists, *columns, first), upcast)
@@ -68,19 +62,16 @@ def _columns(v_ref, size, size_v, block_size, block_v):
 
 
 def load_values(ref, index, exists, k, size, block_size, upcast):
-    """Load values' tiles, without the cache's scale, or return the keys' first ones."""
     if ref is None:
         return k[: 1 if upcast is None else 2]
     return unpack(load_rows_at(ref, index, exists, size, block_size), upcast)
 
 
 def zero_sums(rows, size, upcast):
-    """Return the tiles of an empty sum of values."""
     return [jnp.zeros((rows, size), jnp.float32) for _ in range(1 if upcast is None else 2)]
 
 
 def unpack(x, upcast):
-    """Return loaded keys or values as tiles, not yet multiplied by the cache's scale."""
     if upcast is None:
         tiles = [x]
     elif upcast.low is None:
@@ -95,7 +86,6 @@ def unpack(x, upcast):
 
 
 def scores(q, k, rule, added=()):
-    """Return `attention_scores` of all columns."""
     more = None
     for x, y in zip(q[1:], k[1:], strict=True):
         product = dot(x, y.T)
@@ -124,7 +114,6 @@ def add_stored(out, ref, index, is_row, factor, size, block_size):
 
 
 def upcast_bytes(x, float8):
-    """Return int8, or a float8_e4m3fn times 2^-8, as float16."""
     if float8:
         magnitude = x.astype(jnp.int16) & 0x7F
         bits = (x.astype(jnp.int16) & 0x80) << 8 | magnitude << 7
@@ -134,7 +123,6 @@ def upcast_bytes(x, float8):
 
 
 def to_float16(tiles):
-    """Return tiles of the same rows as float16, and the power of two that divided each row."""
     factor = jnp.ones(tiles[0].shape[0], jnp.float32)
     if tiles[0].dtype == jnp.bfloat16:
         tiles = [x.astype(jnp.float32) for x in tiles]
@@ -148,17 +136,15 @@ def to_float16(tiles):
 
 
 def round_to_integer(x):
-    """Round float32 below 2^22 to int32, ties to even.
+    """Round float32 below 2^22 to int32, ties to even: the last bits of a sum.
 
-    The sum's last bits are the integer. Subtracting the constant again does not work: XLA folds it
-    away.
+    XLA would fold away a subtraction of the constant.
     """
     bits = lax.bitcast_convert_type(x + ROUND_TO_INTEGER, jnp.int32)
     return bits - ROUND_TO_INTEGER_BITS
 
 
 def quantize(x, scale, dtype, compiled):
-    """Round x / scale to int8 or float8_e4m3fn, ties to even; int8 has 0 for NaN."""
     return round_to(
         divide(x.astype(jnp.float32), jnp.broadcast_to(scale, x.shape), compiled), dtype
     )

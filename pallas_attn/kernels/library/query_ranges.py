@@ -51,7 +51,6 @@ class OwnKeys(NamedTuple):
 
 
 def in_ranges(mask, rows, others, of_keys):
-    """Return which keys are in a range of each query."""
     own, other = rows.rows[:, None], others.rows[None, :]
     in_own, in_other = own < rows.end, other < rows.size_other
     bounds = mask.q_ranges.bounds
@@ -62,7 +61,6 @@ def in_ranges(mask, rows, others, of_keys):
 
 
 def keys_in_ranges(bounds, query, is_query, key, is_key):
-    """Return which pairs are in a range; query: its row in the bounds."""
     seen = []
     for i in range(bounds.shape[1]):
         begin, end = (plt.load(bounds.at[query, i, x], mask=is_query, other=0) for x in (0, 1))
@@ -98,7 +96,6 @@ def own_keys_of(mask, rows):
 
 
 def tiles_in_ranges(ranges, row, exists, block):
-    """Return which tiles at `row` of the other axis ranges show, in part and in full."""
     if not isinstance(ranges, OwnKeys):
         shown, whole = zip(*(x.show(row, row + block) for x in ranges), strict=True)
         return reduce(or_, shown), reduce(or_, whole)

@@ -21,7 +21,6 @@ def scan(start, end, visit, carry):
 
 
 def in_blocks(x: Array, padding: int) -> Array:
-    """Return [B, S, ...] as [B, blocks, BLOCK_TOKENS, ...], the last one filled by `padding`."""
     batch, size, *more = x.shape
     blocks = cdiv(size, BLOCK_TOKENS)
     widths = ((0, 0), (0, blocks * BLOCK_TOKENS - size), *((0, 0),) * len(more))

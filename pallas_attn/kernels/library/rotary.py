@@ -7,7 +7,6 @@ from pallas_attn.kernels.library.tiles import arange
 
 
 def load_rotation(cos_ref, sin_ref, position, pairs, block):
-    """Load cosines and sines of pairs, [1, block] float32; NaN past the tables' positions."""
     num_positions = cos_ref.shape[0]
     pair = arange(block)
     exists = (pair < pairs) & (position >= 0) & (position < num_positions)

@@ -43,7 +43,6 @@ def count_runs(runs, masked):
 
 
 def next_run(runs, tile, masked):
-    """Return the first tile, and the end, of the next run of one kind from `tile` on."""
     count = runs.count
 
     def visit(i, carry):
@@ -60,7 +59,7 @@ def next_run(runs, tile, masked):
 
 
 def walk_runs(runs, masked, walk, carry):
-    """Return the last ``carry = walk(first, count, carry)``, called for all runs of one kind."""
+    """Return the carry after ``carry = walk(first, count, carry)`` for all runs of one kind."""
 
     def walk_next(_run, state):
         end, carry = state

@@ -7,7 +7,6 @@ from twin_attention.targets.schedule import heads_together, programs_of_sm
 
 
 def longest_first(program, num_tiles, num_heads, together):
-    """Return the head and the tile of a program, for heads whose later tiles take longer."""
     place = num_tiles * num_heads - 1 - program  # counted from the end
     together = min(together, num_heads)
     is_last = place < together * num_tiles

@@ -7,10 +7,6 @@ from pallas_attn.kernels.library.softmax import LOG2E
 
 
 def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ieee", added=()):
-    """Compute a · bᵀ in float32, scaled if the exponent cannot scale it, then capped.
-
-    `more`, the product of further columns, is added before the scale, and `added` after it.
-    """
     s = dot(a, b.T, precision)
     if more is not None:
         s = more + s
@@ -24,18 +20,12 @@ def attention_scores(a, b, scale, softcap, scale_first, more=None, precision="ie
 
 
 def add_product(acc, a, b, precision):
-    """Compute acc + a · b in float32.
-
-    An IEEE product is first summed by itself. Its negative is subtracted, because Triton turns an
-    addition back into a product that starts from acc.
-    """
     if a.dtype == jnp.float32 and precision == "ieee":
         return acc - dot(-a, b, precision)
     return acc + dot(a, b, precision)
 
 
 def round_operand(x, precision):
-    """Round an operand of a TF32 product to nearest, ties away from 0, as ``cvt.rna.tf32`` does."""
     if x.dtype == jnp.float32 and precision == "tf32":
         bits = lax.bitcast_convert_type(x, jnp.int32)
         x = x + lax.bitcast_convert_type(bits & -(1 << 23), jnp.float32) * 2**-11
@@ -51,13 +41,11 @@ def as_multiplied(x, precision):
 
 
 def softcap_derivative(s, softcap):
-    """Compute d capped / d score from the capped score: ``1 - tanh²``."""
     t = s / softcap
     return 1.0 - t * t
 
 
 def tanh(x):
-    """Compute tanh to a few float32 ulps, by series near 0, where ``1 - exp`` cancels."""
     e = jnp.exp2(jnp.abs(x) * (-2.0 * LOG2E))
     ratio = (1.0 - e) / (1.0 + e)
     x2 = x * x
@@ -66,7 +54,6 @@ def tanh(x):
 
 
 def attention_mask(s, position, key, end, window_left, window_right):
-    """Set to -inf the scores of keys that a query does not see, and of keys from `end` on."""
     if end is not None:
         s = jnp.where(key < end, s, float("-inf"))
     if window_left is not None:

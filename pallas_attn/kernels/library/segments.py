@@ -22,7 +22,6 @@ class Segments(NamedTuple):
 
 
 def load_segments(ids_ref, start, num_rows, block, padding):
-    """Load the ids, `padding` for padding and past `num_rows`, and which rows are not padding."""
     if ids_ref is None:
         return None, None
     ids = load_rows(ids_ref, start, num_rows, block, padding)
@@ -31,7 +30,6 @@ def load_segments(ids_ref, start, num_rows, block, padding):
 
 
 def meeting_tiles(ids, ranges_ref, size_other, visible, block):
-    """Narrow `visible_tiles` to the tiles that may hold tokens of the resident rows' ids."""
     begin, before, full, after = visible
     least = jnp.min(jnp.where(ids < 0, LARGEST, ids))
     greatest = jnp.max(ids)

@@ -67,11 +67,6 @@ def locate_tile(
 
 
 def locate_tokens(cu_seqlens_ref, tile, num_tokens, rows, block, find=None):
-    """Find the sequence that owns a tile, where each token has `rows` consecutive rows.
-
-    Returns the sequence, its first token and how many it has, and the tile's first row, counted
-    from the sequence's first.
-    """
     owner = (find or find_sequence)(cu_seqlens_ref, tile - cu_seqlens_ref.shape[0], block, rows)
     num_sequences = cu_seqlens_ref.shape[0] - 1
     is_first = tile <= num_sequences
@@ -87,7 +82,6 @@ def first_tile(first, sequence, block):
 
 
 def find_sequence(cu_seqlens_ref, tile, block, rows=None):
-    """Return the last sequence whose tiles begin at or before `tile`, 0 .. N."""
     first = np.int32(0)
     count = cu_seqlens_ref.shape[0]
     while count > 1:
@@ -107,7 +101,6 @@ def find_sequence(cu_seqlens_ref, tile, block, rows=None):
 
 
 def rows_of_sequence(cu_seqlens_ref, sequence, num_rows, end_of_padding):
-    """Return the first row of a sequence and how many rows it has."""
     num_sequences = cu_seqlens_ref.shape[0] - 1
     first = jnp.where(sequence > 0, cu_seqlens_ref[sequence], 0)
     end = cu_seqlens_ref[jnp.minimum(sequence + 1, num_sequences)]

@@ -7,11 +7,6 @@ LN2 = 0.6931471805599453
 
 
 def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
-    """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
-
-    Returns (p, alpha, m_i, l_i), where alpha rescales acc. m_i is in base 2, or the score itself
-    where terms are added.
-    """
     if added:
         m_new = jnp.maximum(m_i, jnp.max(s, 1))
         m_safe = jnp.where(m_new == float("-inf"), 0.0, m_new)
@@ -27,10 +22,6 @@ def online_softmax_update(s, m_i, l_i, exp2_scale, added=False):
 
 
 def add_sink(sink, m_i, l_i, in_base_2=True):
-    """Add one more logit, without a value (Xiao et al. 2023); return (alpha, m_i, l_i).
-
-    in_base_2: m_i is in base 2, otherwise a natural logarithm.
-    """
     scale = 1.0 if in_base_2 else LOG2E
     sink = sink * LOG2E if in_base_2 else sink
     m_new = jnp.maximum(m_i, sink)
@@ -41,14 +32,12 @@ def add_sink(sink, m_i, l_i, in_base_2=True):
 
 
 def row_statistics(m_i, l_i, in_base_2=True):
-    """Return the divisor of a row's sums, and its lse: 1 and -inf without a key or a sink."""
     l_safe = jnp.where(l_i == 0.0, 1.0, l_i)
     maximum = m_i * LN2 if in_base_2 else m_i
     return l_safe, maximum + jnp.log(l_safe)
 
 
 def rest_of_lse(lse, m_i, l_safe):
-    """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``, 0 for a row without a key."""
     log_l = jnp.log(l_safe)
     kept = lse - m_i
     rest = (m_i - (lse - kept)) + (log_l - kept)

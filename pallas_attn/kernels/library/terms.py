@@ -48,10 +48,6 @@ class DecodeTerms(NamedTuple):
 
 
 def load_slopes(terms, head, sequence=None):
-    """Return the slope of each row of a decode; None without slopes.
-
-    `head` counts within the group; `sequence` is given if slopes are not a sequence's own.
-    """
     slopes = terms.slopes
     if slopes is None:
         return None
@@ -61,7 +57,6 @@ def load_slopes(terms, head, sequence=None):
 
 
 def penalties(slope, position, key):
-    """Return what is added to a decode's scores, as `added_scores` does."""
     if slope is None:
         return []
     distance = jnp.abs(key[None, :] - position[:, None]).astype(jnp.float32)
@@ -75,9 +70,9 @@ def adds_terms(terms: Terms) -> bool:
 def added_scores(terms, rows, others, masked, of_keys):
     """Return what is added to a tile's scores, in turn, each [block, block_other] float32.
 
-    terms have relative [2R + 1], slopes [] or, for packed sequences, [N], and bias [Sq or 1, Skv or
-    1]. `Terms` of several heads have these, or 1 for all, as first axis; a bias of all batch
-    elements has the batch axis before that.
+    terms have relative [2R + 1], slopes [] or, if packed, [N], and bias [Sq or 1, Skv or 1]. For
+    several heads these have the heads, or 1, as first axis; a bias of all batch elements has their
+    axis before that.
     """
     if not adds_terms(terms):
         return []
@@ -124,7 +119,6 @@ def added_scores(terms, rows, others, masked, of_keys):
 
 
 def round_steep(slope):
-    """Return a slope; one above STEEP is rounded to 16 bits of mantissa."""
     bits = lax.bitcast_convert_type(slope, jnp.int32)
     rounded = lax.bitcast_convert_type((bits + jnp.int32(128)) & jnp.int32(-256), jnp.float32)
     rounded = jnp.minimum(jnp.maximum(rounded, -STEEPEST), STEEPEST)

@@ -38,10 +38,6 @@ class Visible(NamedTuple):
 
 
 def visible_tiles(start, size, size_other, diagonal, left, right, block, block_other):
-    """Return the `Visible` tiles of the other axis for the rows start .. start + block.
-
-    Row i stands at ``p = i + diagonal`` of the other axis and sees ``p - left .. p + right``.
-    """
     first = start + diagonal
     last = minimum(start + block, size) - 1 + diagonal
     begin = 0
@@ -58,7 +54,6 @@ def visible_tiles(start, size, size_other, diagonal, left, right, block, block_o
 
 
 def tiles_between(begin, full_begin, full_end, end, block):
-    """Return the `Visible` tiles: any row sees begin .. end, all see full_begin .. full_end."""
     visible = cdiv(maximum(end - begin, 0), block)
     before = minimum(cdiv(full_begin - begin, block), visible)
     full = maximum(full_end - begin, 0) // block - before
@@ -67,7 +62,6 @@ def tiles_between(begin, full_begin, full_end, end, block):
 
 
 def count_tiles(visible, masked):
-    """Return the number of tiles of one kind: those at the edges, or the full ones between."""
     return visible.before + visible.after if masked else visible.full
 
 
@@ -95,10 +89,6 @@ def maximum(a, b):
 
 
 def split_step(step, count, group_size):
-    """Return the head of the group and the tile's index at one step over `count` tiles per head.
-
-    A compiler may hoist this out of a loop that makes no step, so `count` may be 0 here.
-    """
     if group_size == 1:
         return np.int32(0), step
     step = lax.convert_element_type(step, jnp.int32)
@@ -122,9 +112,8 @@ def locate_rows(ref, start):
     """Return the reference that holds row `start`, and the row's index in it."""
     if not isinstance(ref, Rows):
         return ref, start
-    # The mask clears no bit. It tells the compiler that the sum does not overflow, so that the rows
-    # of a tile share an address. This saves registers in the forward of head size 64 on SM90
-    # (Triton 3.6): four programs fit an SM.
+    # The mask clears no bit. It tells the compiler that the sum does not overflow, so that a tile's
+    # rows share an address: at head size 64 four programs then fit an SM90 (Triton 3.6).
     bits = max(ref.ref.shape).bit_length()
     return ref.ref, ref.first + (start & (2**bits - 1))
 

@@ -49,7 +49,6 @@ class Branches(NamedTuple):
 
 
 def in_branch(mask, rows, others, of_keys):
-    """Return which keys end after each query, and reach its depth."""
     own, other = rows.rows[:, None], others.rows[None, :]
     position, other_row = own + rows.diagonal, rows.first_other + other
     query, is_query, key, is_key = own, own < rows.end, other_row, other < rows.size_other
@@ -81,7 +80,6 @@ def find_branches(mask, rows, begin):
 
 
 def tiles_in_branches(branches, tile, exists, whole, block):
-    """Return which tiles have a key that ends behind a query, and which whole ones no other."""
     row = branches.row + tile * block
     first_block = row // BLOCK_TOKENS
     last_block = jnp.minimum(row + block - 1, branches.last_row) // BLOCK_TOKENS

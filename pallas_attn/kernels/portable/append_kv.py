@@ -55,8 +55,8 @@ def append_kv_kernel(
     pairs] or None. Grid: (head tiles, tokens, batch).
 
     Packed tokens: all of k_new [Tq, Hkv, D], v_new [Tq, Hkv, Dv], tables [B, max_pages], lens [B]
-    and cu_seqlens [B + 1], otherwise None. Grid: (tiles of one row of `locate_tokens`, head tiles),
-    since only the first axis can have more than 65535 programs.
+    and cu_seqlens [B + 1], otherwise None. Grid: (tiles of one row of `locate_tokens`, head tiles);
+    only the first axis can exceed 65535 programs.
     """
     # Locate the token and its slot.
     num_pages, page_size, heads_kv, _ = k_ref.shape
@@ -132,8 +132,6 @@ def copy_rows(
     interleaved,
     compiled,
 ):
-    """Copy rows, rotated with cos and sin, quantised with a scale; rows not in `reads` are 0."""
-
     def load(*columns):
         return load_rows_at(source, source_index, reads, *columns)
 

@@ -39,7 +39,7 @@ class Cascade(NamedTuple):
     """Running softmaxes over keys that sequences share.
 
     Attributes:
-        prefixes: how many shared keys each sequence begins with, [B] int32.
+        prefixes: shared keys of each sequence, [B] int32.
         accs: [N, B, T, Hq, Dv], float32, not normalised. Splits without keys are not written.
         maxima, sums: [N, B, Hq, T], float32.
     """

@@ -40,8 +40,8 @@ def combine_kernel(
 
     Operands, of this program's row: outs [N, Dv], lses [N] (float32, natural log); the head's sink
     [] float32 or None; len [] int32; out [Dv] and lse []. Grid: (heads and tokens, batch), heads
-    fastest; only the first axis can have more than 65535 programs. With block_keys, out and lse are
-    inputs as well: with one split at most, they hold the result already.
+    fastest; only the first axis can exceed 65535 programs. With block_keys, out and lse are inputs
+    as well.
     """
     # Locate the row.
     if block_keys is not None:

@@ -137,9 +137,9 @@ def flash_bwd_dq_kernel(
 
     Operands, of this program's batch and head: q and dq [Sq, D], k [Skv, D], v [Skv, Dv], dout [Sq,
     Dv], lse2 and delta of `flash_bwd_preprocess_kernel`; the rest as in `flash_fwd_kernel`. carry
-    [Sq, D] float32: the gradient through other keys, to which the gradient through these keys is
-    added; or None. dbias [Sq, Skv]: the gradient of a bias that no two pairs share, which is ds; or
-    None. It is 0 at first, in the memory of the result.
+    [Sq, D] float32, or None: the gradient through other keys. dbias [Sq, Skv]: the gradient of a
+    bias that no two pairs share, which is ds; or None. It is 0 at first, in the memory of the
+    result.
     """
     # Locate the tile of queries.
     rows = own_queries(mask, place(pl.program_id(0)), seq_q, seq_kv, block_q)

@@ -10,5 +10,4 @@ from twin_attention.targets.family import Backend
 def partial_dq(
     like: Array, carry: GradientCarry[Array], spec: PartialSpec, backend: Backend
 ) -> Array:
-    """Return the carry's dq in the dtype of the first array."""
     return carry.dq.astype(like.dtype)

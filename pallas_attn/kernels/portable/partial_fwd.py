@@ -18,8 +18,7 @@ def partial_fwd(
 ) -> tuple[Array, Array]:
     """Return out and lse with the keys added, in the carry's memory where possible.
 
-    carry, lse: [B, Sq, Hq, Dv] and [B, Hq, Sq] float32; None if the spec says that there is none.
-    The last out is in q's dtype, with 0 in rows that saw no key.
+    carry, lse: [B, Sq, Hq, Dv] and [B, Hq, Sq] float32, or None. The last out is in q's dtype.
     """
     result = Result(*result_before(carry, lse, spec))
     out, lse = launch_forward(operands, result, spec, backend)

@@ -205,8 +205,7 @@ def flash_bwd_dkdv_kernel(
     additions is not fixed. num_stages 1: the next dout is fetched after dv, and the next q after
     dk; 2: both during the whole step.
 
-    If a warp can have 32 whole rows, p and ds stay in registers. Otherwise two warps share 32 rows,
-    each with half of the columns, and p and ds go through shared memory.
+    p and ds stay in registers if a warp can have 32 whole rows, as in the twin.
     """
     k_tiles, v_tiles, q_tiles, dout_tiles, p_tiles, ds_tiles = tiles
     # Locate the tile of keys.

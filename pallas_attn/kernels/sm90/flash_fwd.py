@@ -153,9 +153,7 @@ def flash_fwd_kernel(
     """One program computes tiles of block_q rows of a query head, one after the other.
 
     out_sizes: how many columns of out each store takes, all through the same memory; one number if
-    there is room for all. Loop invariant: m_i is at most RESCALE_ABOVE below the row maximum so far
-    (base 2), and with p = exp2(s · exp2_scale - m_i), l_i holds Σ p as 8 partial sums a row and acc
-    is Σ p v.
+    there is room for all. Loop invariant: as in `pallas_attn.kernels.sm80.flash_fwd`.
 
     Packed sequences: instead of a schedule, programs take items from counter [1], which is 0 at
     first. Items are tiles of a head, the last ones first, as they see most keys. tile_q and tile_kv

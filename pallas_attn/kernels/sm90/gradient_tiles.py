@@ -23,8 +23,7 @@ def make_tiles(spec, ds_is_shared, values=None, **counts):
     Args:
         ds_is_shared: ds is in shared memory, and multiplies pieces of q and of k of its width.
         values: names of the tiles that p or ds in registers multiplies. Tiles of 64 rows and two
-            blocks of columns are `value_block_views`: the assembler would run two separate products
-            one after the other.
+            blocks of columns are `value_block_views`: the assembler would serialize two products.
         **counts: (tiles, rows) of each.
     """
     tiles, pieces = {}, {}

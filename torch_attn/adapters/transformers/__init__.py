@@ -1,8 +1,8 @@
 """`torch_attn` as an attention implementation of Hugging Face transformers.
 
 transformers asks a registered function for a mask, once for each kind of layer and forward, and
-hands it to another in every layer. Here the mask is a `Mask`, not a tensor of scores: it holds what
-`flash_attention` is called with.
+hands it to another in every layer. Here the mask is a `Mask`: what `flash_attention` is called
+with.
 """
 
 from __future__ import annotations

@@ -86,10 +86,9 @@ def _add_band(middle, radius, offset, blocks, first_end, last_end):
     """Add a tile within the table, 16 keys a warp; return the sums of the ends.
 
     A pair's distance is 8 · eights + key - 2 · quad - pair: key, quad and pair are an element's
-    place in its eight keys and eight queries, eights the number of eights between them. First,
-    elements of a thread with the same eights and pair are summed. Then rows of 8 are rotated by the
-    difference of a key and its distance, so that threads of a row share a distance, and quads and
-    pairs are summed. middle: pointer to the sum of distance 0.
+    place in its eight keys and eight queries, eights the number of eights between them. A thread
+    sums elements of the same eights and pair. Then rows of 8 are rotated so that threads of a row
+    share a distance, and quads and pairs are summed. middle: pointer to the sum of distance 0.
     """
     EIGHTS: gl.constexpr = blocks.shape[3]
     first, second = gl.split(gl.permute(blocks, (0, 2, 3, 4, 5, 1)))

@@ -147,8 +147,8 @@ def work_item(turn):
 def head_and_tile(item, num_items, together, num_tiles):
     """Return an item's head, and which of its tiles the item is, the longest being 0.
 
-    Of `together` heads at a time, the longest tiles come first. The items of a turn are about
-    equally long, and a program with a longer one has a shorter one in the next turn.
+    Of `together` heads at a time, the longest tiles come first. A program with a longer item in one
+    turn has a shorter one in the next.
     """
     first = item // (together * num_tiles) * together
     rest = item - first * num_tiles
@@ -460,7 +460,7 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
     """Return how many heads' tiles to sort by length, so that all programs end together.
 
     It is the fewest within 1 % of the best balance, since their tiles share the L2 cache. Heads of
-    few tiles are bound by memory: they go in pairs, whose rows are adjacent, if that is within 3 %.
+    few tiles go in pairs, whose rows are adjacent, if that is within 3 %.
     """
     if min(steps) == max(steps):
         return 1
@@ -480,8 +480,7 @@ def heads_together(steps: tuple[int, ...], heads: int, programs: int) -> int:
 def heads_in_cache(steps: tuple[int, ...], heads: int, programs: int) -> int:
     """Return how many heads' tiles to sort where items come from a counter.
 
-    It is the fewest, a power of two, within 2 % of the best balance, since their rows share the L2
-    cache. A program that had a long tile takes a short one of the next heads.
+    It is the fewest, a power of two, within 2 % of the best balance.
     """
     counted = min(heads, triton.cdiv(ITEMS_COUNTED * programs, len(steps)))
     numbers = [x for x in (1, 2, 4, 8, 16, 32) if x <= counted]

@@ -58,9 +58,9 @@ def unfinished_sections(has_unknown_lengths):
 def divide_heads(counter_ptr, problem, UNFINISHED: gl.constexpr, MEMBERS: gl.constexpr):
     """Return the `Sections`; their counts follow the work items' counter.
 
-    So many are begun ahead that each program has two items besides those of UNFINISHED sections: no
-    program waits for a section's last item. There are places for these, for as many as programs
-    convert at a time, and for a few more; more heads need no more memory.
+    So many are begun ahead that each program has two items besides those of UNFINISHED sections:
+    none waits for a section's last item. There are places for these, for those converted at a time,
+    and a few more.
     """
     items = count_sequence_tiles(problem.size, problem.num_sequences, 128)
     pieces = count_sequence_tiles(problem.size_other, problem.num_sequences, PIECE)

@@ -2,7 +2,7 @@
 
 They give the numbers of `library.terms` and `library.dropout`. A thread has rows i and i + 8 of a
 tile, and the same two columns in every eight: what follows from these is computed once, and differs
-from one eight to another by constants.
+between eights by constants.
 
 Scores, of LAYOUT, have queries down or, TRANSPOSED, keys. `own` is a `HeadTerms`; `offset` is from
 a tile's first query to its first key; first_q and first_kv count in the sequence.
@@ -420,8 +420,8 @@ def axis_layout(layout, rank, axis):
 def compare_words(halves):
     """Return the PTX that sets a bit for each word, up to $4, whose lower half is at least $5.
 
-    It compares upper halves of words shifted left by $6. With two halves the upper ones are
-    compared as well, and their bits follow.
+    It compares upper halves of words shifted left by $6; with two halves the bits of the upper ones
+    follow.
     """
     code = ["{ .reg .pred kept; .reg .b32 half; mov.b32 $0, 0;"]
     for i in range(4):

@@ -122,7 +122,7 @@ def rounding_of_one_key(l_i, position, seq_kv, window_left, window_right, dtype:
     """Return the factor of out in a row that sees one key, 1 in other rows.
 
     Without a maximum, p of that key, which is its l_i, is not 1, and p·v uses its rounded value.
-    With the factor, out is exactly v, and the row's ds is 0.
+    With it, out is exactly v, and the row's ds is 0.
     """
     first, last = position * 0, position * 0 + (seq_kv - 1)
     if window_left is not None:

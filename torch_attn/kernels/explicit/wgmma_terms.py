@@ -26,8 +26,8 @@ HUGE = gl.constexpr(2.0**27)
 def _mask_words() -> str:
     """Return the PTX that makes masks of two halves from four words of one column and the next.
 
-    A half stays where it is at least the threshold: the difference borrows nothing, its top bit
-    says so, and fills the mask. $16 has the threshold in both halves, and $17 its negative.
+    A half stays where it is at least the threshold: the top bit of the difference says so, and
+    fills the mask. $16 has the threshold in both halves, and $17 its negative.
     """
     code = ["{ .reg .b32 less, first, next; .reg .pred never;"]
     for i in range(4):
@@ -52,8 +52,7 @@ def scores_to_add(s, terms, own, rule, offset, bias):
     """Return (s, shift, unit): s · unit + shift are the scores, with their terms, of products s.
 
     Where pairs share an entry of the table, and with ALiBi if no slope is steep, s stays products.
-    Terms large enough to round a score are added to each, as the backward adds them, so that p is
-    the same in both.
+    Terms large enough to round a score are added to each, as in the backward.
     """
     quads = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
     layout: gl.constexpr = quads.type.layout
@@ -212,8 +211,8 @@ def draw_masks(
 ):
     """Draw which probabilities of a tile stay: a bit each, for `drop_packed`.
 
-    The seed is loaded for each tile: else the compiler draws between products issued before, and
-    the tensor cores wait.
+    The seed is loaded for each tile: else the compiler draws between products, and the tensor cores
+    wait.
     """
     kept = 0
     if terms.seed is not None:

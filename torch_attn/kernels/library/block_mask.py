@@ -1,8 +1,8 @@
 """Block masks: the tiles that a list keeps, out of those visible to some rows.
 
-A list (`twin_attention.contract.block_mask.BlockMask`) has tiles of the other axis in increasing
-order, so those that the window shows are adjacent. A program walks their concatenated rows like
-dense rows. Lists are unchecked data: counts are clamped to them, tiles to the tensors.
+A list (`twin_attention.contract.block_mask.BlockMask`) is in increasing order, so the tiles that
+the window shows are adjacent. A program walks their concatenated rows like dense rows. Lists are
+unchecked data: counts are clamped to them, tiles to the tensors.
 """
 
 from typing import Any, NamedTuple

@@ -28,9 +28,8 @@ class PoolStrides(NamedTuple):
 class Cache(NamedTuple):
     """A paged KV cache.
 
-    The pools' strides and the page size are compile-time constants, which shortens the way to the
-    first key. The page size is last because of Triton 3.6, see
-    `torch_attn.kernels.library.mask.Mask`.
+    Pools' strides and the page size are constants, for a short way to the first key. The page size
+    is last because of Triton 3.6, see `torch_attn.kernels.library.mask.Mask`.
 
     Attributes:
         v: None if values are the first columns of k; v_scale then is k's.

@@ -4,8 +4,8 @@ A decode reads packed pairs: each int16 holds two columns. Upcast to float16, th
 columns form two tiles, and so do q and the output. A 16-bit cache has one tile, and an UPCAST
 (`twin_attention.targets.ptx.Upcast`) of None.
 
-Keys of a latent cache, and q, have as many tiles again, of the columns after the values'. So each
-key is loaded once, and its first tiles are the value's.
+In a latent cache k and q have as many further tiles, of the columns after the values'. k's first
+tiles are v's, so each key is loaded once.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ from twin_attention.contract.paged_spec import PagedCache
 from twin_attention.targets import ptx
 
 FLOAT8_MAX = tl.constexpr(448.0)  # the largest float8_e4m3fn
-# 1.5 * 2^23 + 2: adding it rounds away the fraction. Without the 2, the last byte of the bits would
-# be 0, and the compiler take an int8 from the float sum, but ptxas 12.8 and 12.9 convert the sum.
+# 1.5 * 2^23 + 2: adding it rounds away the fraction. Without the 2, the compiler would take an int8
+# from the float sum's bits, but ptxas 12.8 and 12.9 convert the sum.
 ROUND_TO_INTEGER = tl.constexpr(12582914.0)
 ROUND_TO_INTEGER_BITS = tl.constexpr(0x4B400002)
 UPCAST_CONSTRAINTS = tl.constexpr(ptx.UPCAST_CONSTRAINTS)
@@ -54,9 +54,9 @@ def as_bits(pages: Tensor) -> Tensor:
 def swizzled_alike(block_dv: int, block_d: int) -> int:
     """Return the padded columns of a packed tile of v that wgmma reads as it reads another tile.
 
-    Tiles of k and v share memory in turn. If their rows need different swizzles (up to 64 columns
-    of float16, 128 bytes), ptxas 12.8 of Triton 3.6 takes v's address from a register that was
-    never written. Can go with Triton 3.6.
+    Tiles of k and v share memory in turn. If their swizzles differ (up to 64 columns of float16),
+    ptxas 12.8 of Triton 3.6 takes v's address from a register that was never written. Can go with
+    Triton 3.6.
     """
     return max(block_dv, min(block_d, 64))
 
@@ -196,9 +196,9 @@ def add_stored(
 
 @triton.jit
 def upcast_bytes(x, FLOAT8: tl.constexpr):
-    """Return int8, or the bits of a float8_e4m3fn, as float16.
+    """Return int8, or a float8_e4m3fn's bits, as float16.
 
-    A float8's bits, shifted to their place in a float16, give the number times 2^-8.
+    A float8's bits, shifted to a float16's, give the number times 2^-8.
     """
     if FLOAT8:
         magnitude = x.to(tl.int16) & 0x7F

@@ -1,8 +1,8 @@
 """Ranges of keys that a query sees, whatever its window and the keys' ends hide.
 
 A tile is skipped if neither the window nor a range shows it, and needs no mask if a range of each
-query has all of it. For kernels that visit queries, the host computes bounds of the ranges of
-every BLOCK_TOKENS queries. Ranges are unchecked data, clamped to the keys.
+query has all of it. Kernels that visit queries read bounds of the ranges of every BLOCK_TOKENS
+queries, from the host. Ranges are unchecked data, clamped to the keys.
 """
 
 from typing import Any, NamedTuple
@@ -125,8 +125,8 @@ def with_number(ranges: QueryRanges | None, spec: AttentionSpec) -> QueryRanges 
 def blocks_of_queries(ranges: QueryRanges | None) -> Tensor | None:
     """Return bounds for every BLOCK_TOKENS queries, [B, blocks, 4, R] int32, or None.
 
-    They are the least begin and the greatest end of ranges that are not empty, then the greatest
-    begin and the least end of all.
+    They are the least begin and the greatest end of nonempty ranges, then the greatest begin and
+    the least end of all.
     """
     if ranges is None:
         return None

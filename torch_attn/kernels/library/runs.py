@@ -1,7 +1,7 @@
 """Runs: the tiles that rows see, where these are not contiguous.
 
-Ends of keys hide tiles of the window from queries, and ranges show others. A tile is visited with a
-mask or without one; tiles of one kind form runs.
+Ends of keys hide tiles of the window, and ranges show others. Tiles visited with a mask, or without
+one, form runs.
 """
 
 import triton

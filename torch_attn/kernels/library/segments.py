@@ -1,9 +1,9 @@
 """Segment ids: which tiles may hold a query's segment, and which tokens do.
 
 Ids come in any order. The host computes their range for every BLOCK_TOKENS tokens. A program visits
-the tiles from the first to the last block whose range overlaps its own, and masks all by ids. Those
-before the first block with padding are loaded without a mask, so their loads do not wait for ids.
-Padding has negative ids and may hold NaN, so it is loaded as 0.
+the tiles from the first to the last block whose range overlaps its own, and masks all by ids.
+Padding has negative ids and may hold NaN, so it is loaded as 0; tiles before it are loaded without
+a mask, and do not wait for ids.
 """
 
 from typing import Any, NamedTuple
@@ -62,7 +62,7 @@ def load_segments(
 def meeting_tiles(rows, begin, before, full, after, BLOCK: tl.constexpr):
     """Narrow the result of `visible_tiles` to tiles that may hold the rows' segments.
 
-    All tiles need their scores masked; the full ones need no mask for their loads.
+    The full ones need no mask for their loads.
     """
     ids, ranges_ptr = rows.ids, rows.ranges
     least = tl.min(tl.where(ids < 0, LARGEST, ids), 0)

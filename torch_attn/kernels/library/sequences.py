@@ -3,8 +3,7 @@
 A tile never holds two sequences, so each gives the same bits as alone. The host does not know the
 lengths, so sequence n owns the tiles from ``cu_seqlens[n] // BLOCK + n`` on, at least as many as it
 needs. Rows after the last offset are padding, and count as sequence N, whose other axis is empty.
-Offsets are unchecked data, clamped to the tensors; the search always ends, and the first counts as
-0.
+Offsets are unchecked data, clamped to the tensors; the first counts as 0.
 """
 
 from typing import Any, NamedTuple
@@ -91,11 +90,10 @@ def locate_tokens(
 ):
     """Find the sequence that owns a tile, where each token has ROWS consecutive rows.
 
-    The first tiles of all sequences come before the others, so that in a batch of single tokens the
-    first programs have all the work. Among the others, sequence n owns the tiles from
-    ``cu_seqlens[n] * ROWS // BLOCK`` on. Return (sequence, first, tokens, start): the sequence's
-    first token and how many it has; the tile's first row, counted from the sequence's, which for a
-    tile too many is after its last.
+    All sequences' first tiles come first: in a batch of single tokens these have all the work. Of
+    the others, sequence n owns the tiles from ``cu_seqlens[n] * ROWS // BLOCK`` on. Return
+    (sequence, first, tokens, start): the sequence's first token and how many it has; the tile's
+    first row, counted from the sequence's, which for a tile too many is after its last.
     """
     owner = find_sequence(cu_seqlens_ptr, tile - num_sequences - 1, num_sequences, BLOCK, ROWS)
     return tokens_of_tile(cu_seqlens_ptr, tile, owner, num_tokens, num_sequences, ROWS, BLOCK)

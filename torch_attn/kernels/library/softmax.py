@@ -1,9 +1,9 @@
 """The running softmax, in base 2: ``exp(x) = exp2(x * log2(e))`` is one hardware instruction.
 
 `exp2_scale` takes a score to base 2, and includes the scale where it can
-(`twin_attention.contract.spec.ScoreRule`). Where terms are ADDED, a score may be any float32
-number, such as -1e9 for a hidden key. The rounding of such a product would be the exponent, so the
-maximum stays a score, and is subtracted first.
+(`twin_attention.contract.spec.ScoreRule`). Where terms are ADDED, a score may be huge, such as -1e9
+for a hidden key, and rounding its product would change p. So the maximum stays a score, and is
+subtracted first.
 """
 
 import triton
@@ -18,8 +18,8 @@ def online_softmax_update(s, m_i, l_i, exp2_scale, ADDED: tl.constexpr = False):
     """Update the running softmax (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
 
     Invariant: m_i is the row maximum so far, in base 2, or the score itself where terms are ADDED;
-    l_i is the sum of ``exp2(s * exp2_scale - m_i)``, or ``exp2((s - m_i) * exp2_scale)``, and the
-    caller's acc the product of that with v. A row without a key so far keeps m_i = -inf, l_i = 0.
+    l_i is the sum of ``exp2(s * exp2_scale - m_i)``, or ``exp2((s - m_i) * exp2_scale)``, and acc
+    the product of that with v. Without a key so far m_i is -inf and l_i 0.
 
     Return (p, alpha, m_i, l_i): alpha rescales acc to the new maximum.
     """
@@ -52,8 +52,8 @@ def row_statistics(m_i, l_i, ADDED: tl.constexpr = False):
 def rest_of_lse(lse, m_i, l_safe):
     """Return what float32 cannot hold of ``lse = m_i + log(l_safe)``; 0 without a key.
 
-    Next to a maximum of -1e9 the whole logarithm is lost; without it p of the backward would be 1
-    for each of n equal scores, not 1 / n (Knuth 1997, the error of a sum).
+    Next to a maximum of -1e9 all of log(l_safe) is lost, and p of n equal scores would be 1, not 1
+    / n (Knuth 1997, the error of a sum).
     """
     log_l = tl.log(l_safe)
     kept = lse - m_i

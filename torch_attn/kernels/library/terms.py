@@ -16,8 +16,8 @@ from torch_attn.launch import KernelCall
 from twin_attention.contract.operands import AttentionOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 
-# The most batch elements whose gradients of a bias are added in its 16 bits. A sum of two is
-# rounded once; one of three would be too coarse where large parts cancel.
+# The most batch elements whose gradients of a bias are added in its 16 bits: one rounding. More
+# would be too coarse where large parts cancel.
 MOST_SHARING = 2
 # Slopes above the first are rounded; all are at most the second.
 STEEP = tl.constexpr(16.0)
@@ -48,7 +48,7 @@ class Bias(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Hold what is added to scores, and dropout's operands; None for what a problem lacks.
+    """What is added to scores, and dropout's operands; None for what a problem lacks.
 
     Kernels compare single attributes: Triton 3.6 cannot compare a tuple that holds None.
 
@@ -164,8 +164,8 @@ def added_scores(terms, rows, others, MASKED: tl.constexpr, OF_KEYS: tl.constexp
 def round_steep(slope):
     """Return a slope; one above STEEP is rounded to 16 bits of mantissa.
 
-    The penalties of up to 256 positions are then exact, and so are sums of two. With such a slope a
-    query sees only its nearest key, and lse changes by less than its budget.
+    Penalties of up to 256 positions, and sums of two, are then exact. A query then sees only its
+    nearest key, and lse stays within its budget.
     """
     rounded = ((slope.to(tl.int32, bitcast=True) + 128) & -256).to(tl.float32, bitcast=True)
     rounded = tl.minimum(tl.maximum(rounded, -STEEPEST), STEEPEST)

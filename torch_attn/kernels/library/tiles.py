@@ -1,9 +1,8 @@
 """Tiles: which tiles a row sees, and how a head's rows and columns are read and written.
 
-A view may span more than 2^31 elements. Indices of rows, heads, pages and parts have 32 bits; every
-kernel widens one to 64 bits before it multiplies it by a stride. Rows within a tile keep 32 bits,
-unless it spans 2^31 elements (`load_tile`), and so do pages and slots of a pool whose heads span
-less.
+A view may span 2^31 elements or more. Indices of rows, heads, pages and parts have 32 bits, and
+kernels widen them before they multiply them by a stride. Rows within a tile keep 32 bits unless it
+spans 2^31 elements (`load_tile`), and so do pages and slots of a pool whose heads span less.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 Key j is seen by the queries before ``ends[j]`` that `causal` allows. The host computes the greatest
 and the least end of every BLOCK_TOKENS keys. A tile of keys is skipped if no end is after the first
-query, and needs no mask if all are after the last. The queries of a tile of keys are contiguous.
+query, and needs no mask if all are after the last.
 
 A window of depths is a second end: ``reach[j]`` is the greatest depth of a query that sees key j.
 Ends and depths are unchecked data: a program visits only tiles that the window shows.

@@ -59,8 +59,8 @@ def append_kv_kernel(
     Padding is not written.
 
     rotation: a `Rotation` of num_positions, or None. It rotates keys in float32, and queries q of
-    the same tokens, or None; q_out is contiguous and 0 in the padding. Tiles of heads cover q's
-    heads, or without q those of keys.
+    the same tokens, or None; q_out is contiguous and 0 in the padding. Tiles cover q's heads, else
+    those of keys.
     """
     # Locate the token and its slot.
     heads: tl.constexpr = HEADS_Q if HEADS_Q > HEADS_KV else HEADS_KV

@@ -1,8 +1,7 @@
 """Cascades: pages that several sequences begin with are read once for a tile of sequences.
 
-The tile's rows see them like rows of one sequence, and each gets a running softmax, which
-`paged_decode` continues over other keys. Ye et al. 2024 (cascade inference); Juravsky et al. 2024
-(Hydragen).
+Each row gets a running softmax, which `paged_decode` continues over other keys. Ye et al. 2024
+(cascade inference); Juravsky et al. 2024 (Hydragen).
 """
 
 from typing import Any, NamedTuple

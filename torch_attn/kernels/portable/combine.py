@@ -55,12 +55,12 @@ def combine_kernel(
     log-sum-exp is subtracted before the conversion to base 2, so equal ones give weights of 1.
 
     BLOCK_KEYS: the states are splits of `paged_decode_kernel`, with tiles of that many keys and
-    lengths lens [B] int32. Only splits with keys are read; if there is at most one, the result is
-    already there. Otherwise BLOCK_KEYS and lens are None.
+    lengths lens [B] int32. Only splits with keys are read; with at most one, the result is already
+    there. Otherwise both are None.
 
     PDL: the launch overlaps the kernel before it (CUDA's programmatic dependent launch), which
-    writes the states but no length. Every program waits for that kernel, even with nothing to do,
-    because the next launch waits for this one alone.
+    writes the states but no length. Every program waits for it, because the next launch waits for
+    this one only.
     """
     # Locate the row.
     head = (tl.program_id(0) % HEADS).to(tl.int64)

@@ -4,8 +4,8 @@ With p recomputed from lse, ``dp = dout vᵀ`` and ``delta = rowsum(dout ∘ out
 ``ds = p ∘ (dp - delta) ∘ dcap``, where dcap is the softcap's derivative, ``dq = scale · ds k``,
 ``dk = scale · dsᵀ q``, ``dv = pᵀ dout``. A sink is a score without a value, so its dp is 0. With
 dropout, dp and the p of dv are multiplied by the weights of `kept_pairs`.
-Dao 2023, FlashAttention-2, algorithm 2, but with a separate kernel for dq instead of atomic
-additions: the same bits every time.
+Dao 2023, FlashAttention-2, algorithm 2, but with a separate kernel for dq, not atomic additions:
+the same bits every time.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """Paged attention: any number of new tokens per sequence over a paged KV cache, split by keys.
 
-Like a paged decode, but with packed tokens (`sequences`). FlashAttention-2 (Dao 2023) and
-Flash-Decoding (Dao et al. 2023) over the pages of PagedAttention (Kwon et al. 2023).
+A `paged_decode` of packed tokens (`sequences`).
 """
 
 import torch

@@ -104,9 +104,9 @@ def paged_decode_kernel(
     UPCAST: the pools are 8-bit, given as packed pairs of columns, and the products are in float16;
     HEAD_DIM and HEAD_DIM_V count pairs. q, k, v, acc and out are tuples of tiles (`quantized`).
 
-    PDL: a launch that depends on this one may begin to start (CUDA's programmatic dependent
-    launch). In a cascade this one has started early itself, and waits for the shared keys. The
-    first split, which always has keys, continues the running softmaxes over them.
+    PDL: a launch that depends on this one may begin to start. In a cascade this one has started
+    early itself, and waits for the shared keys. The first split, which always has keys, continues
+    their running softmaxes.
     """
     if PDL:
         gdc_launch_dependents()

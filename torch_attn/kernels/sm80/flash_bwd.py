@@ -2,7 +2,7 @@
 
 The same formulas as `torch_attn.kernels.portable.flash_bwd`. dq is computed in one of two ways. Its
 own kernel makes the same bits every time, with seven products in all. Or the kernel of dk and dv
-adds it up in float32, in any order, with five. Dao 2023, FlashAttention-2, algorithm 2.
+adds it up in float32, in any order, with five.
 """
 
 from typing import Any

@@ -1,8 +1,7 @@
 """Flash attention, forward, for SM80.
 
 The same formula and loop as `torch_attn.kernels.portable.flash_fwd`. This file spells out what the
-compiler decides there: when each tile is copied, what waits for it, how tiles lie in shared memory,
-and that p stays in registers. Dao 2023, FlashAttention-2, algorithm 1.
+compiler decides there: copies, waits, the layout of shared memory, and that p stays in registers.
 """
 
 import torch
@@ -89,8 +88,7 @@ def flash_fwd_kernel(
     aligned to 16 bytes, see `fetch_tile`.
 
     Tiles at the edges come first, so that the tile after a full one is full and fetched without a
-    mask. Where acc takes most registers they come last: otherwise the compiler copies acc in each
-    step of the full tiles.
+    mask. Where acc takes most registers they come last: else each full step copies acc.
     """
     # Locate the tile of queries.
     dtype: gl.constexpr = q_ptr.dtype.element_ty

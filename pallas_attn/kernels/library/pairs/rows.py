@@ -76,7 +76,6 @@ def own_keys(mask, place, group_size, seq_q, seq_kv, block):
 
 
 def rows_at(mask, ids_ref, element, head, found: TileRows, padded, block, member=None):
-    """Return the `Rows` of a tile; ids_ref: their segments."""
     _sequence, first, start, end, first_other, size_other = found
     rows = start + arange(block)
     return Rows(

@@ -165,21 +165,18 @@ def _seen_tiles(mask, rows, visible, block):
 
 
 def load_keys(k_ref, mask, queries, start, rule, block, size, masked):
-    """Load a tile of keys; return it, and its `Visited`."""
     ids = load_segments(mask.segments.kv_ids, start, queries.size_other, block, VISITED)
     keys = Visited(queries.head, None, start, start + arange(block), *ids)
     return load_values(k_ref, queries, keys, rule, size, masked), keys
 
 
 def load_queries(q_ref, mask, keys, member, start, rule, block, size, masked):
-    """Load a tile of a head's queries; return it, and its `Visited`."""
     ids = load_segments(mask.segments.q_ids, start, keys.size_other, block, VISITED)
     queries = Visited(keys.head + member, member, start, start + arange(block), *ids)
     return load_values(q_ref, keys, queries, rule, size, masked), queries
 
 
 def load_values(ref, rows, others, rule, size, masked):
-    """Load v or dout of a tile of `load_keys` or `load_queries`."""
     start, end, block = others.start, rows.size_other, others.rows.shape[0]
     ref = rows_from(ref, rows.first_other)
     x = load_tile(ref, start, end, block, size, masked, others.exists, others.member)
