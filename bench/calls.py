@@ -17,7 +17,7 @@ Attend = Callable[..., Any]  # out from q, k and v
 def torch_call(
     attend: Attend, operation: str, tensors: Sequence[Tensor], *, heads_first: bool = False
 ) -> Call:
-    """Return a call of `attend` in torch on its arguments and dout, of `tensors`.
+    """Return a torch call of `attend` on `tensors`: its arguments, then dout.
 
     heads_first: `attend` takes and returns views [..., H, S, D].
     """

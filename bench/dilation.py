@@ -78,8 +78,7 @@ def dilated_flops(case: DilatedCase) -> tuple[int, int]:
 def dilated_check(case: DilatedCase, operation: str, tensors: list[Tensor]) -> Check:
     """Return a check of all rows of the first and the last head.
 
-    The oracle only runs on the tokens that each pair keeps. One of the case's rates is 1, and kv
-    heads are not shared.
+    One rate is 1, and kv heads are not shared.
     """
     from twin_attention.interop.parity.check import check_of
 

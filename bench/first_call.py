@@ -1,11 +1,9 @@
 """Make the first calls of a process, and print how long each took.
 
-It runs in a process of its own: ``python -m bench.first_call SIDE FAMILY CASE``, the case as JSON.
-Until the clock starts it imports nothing that a side imports. It prints, as JSON, the seconds of
-importing the framework and the side ("import"), of the first call until its result is there
-("forward"), and of the first backward behind it ("backward"), which in JAX contains a forward; then
-of all that gives gradients with another length ("new shape") and with the other mask, causal or
-none ("new class").
+Run ``python -m bench.first_call SIDE FAMILY CASE``, the case as JSON; it prints seconds as JSON, of
+imports ("import"), the first call ("forward") and the first backward ("backward", in JAX with a
+forward); then of gradients with another length ("new shape") and another mask ("new class").
+Nothing that a side imports may be imported before the clock starts.
 """
 
 from __future__ import annotations

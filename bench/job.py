@@ -31,12 +31,11 @@ class Call(NamedTuple):
     """One implementation on a job's tensors.
 
     Attributes:
-        run: the timed function; launches and does not wait.
-        result: from what `run` returned, the arrays to check: out, gradients, or both; the pools of
-            an append. None if they are not the problem's result.
+        run: launches and does not wait.
+        result: the arrays to check, from what `run` returned; None if they are not the problem's
+            result.
         saved: bytes of a forward's output and saved activations, None if unknown.
-        planned: returns the bytes that its compiler planned, after `run`. None if the timer sees
-            them.
+        planned: returns the bytes that its compiler planned; None if the timer sees them.
     """
 
     run: Callable[[], Any]
@@ -50,12 +49,11 @@ class Job:
     """Several implementations of one operation on the same tensors.
 
     Attributes:
-        flops, bytes: operations and least traffic of one call; 0 for no rate.
+        flops, bytes: of one call, the least; 0 for no rate.
         factories: make each implementation's call from the tensors, or raise `Absent`.
-        check: from the tensors, a function of a result: its worst error over its budget; above 1
-            refuses it. None checks nothing.
+        check: from the tensors, a function of a result: its worst error over its budget.
         reads, writes: `bytes` by direction, for suites that show them.
-        time: times the calls; None for the run's own timer.
+        time: None for the run's own timer.
     """
 
     case: dict[str, Any]

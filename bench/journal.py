@@ -1,8 +1,7 @@
 """Continue after an implementation crashes the process.
 
-`supervise` runs a command in another process, which writes what it measures, and what runs, to a
-`Journal`. After a signal in `CRASHES` a new process continues; after SIGTERM, as from ``timeout``,
-what ran is named.
+`supervise` runs a command in another process, which keeps a `Journal`. After a signal in `CRASHES`
+a new process continues; after SIGTERM, what ran is named.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _MEASURED, _RUNNING = "measured.jsonl", "running.jsonl"
 class Journal:
     """Records of a run that outlive its process, if there is a folder.
 
-    measured: by key, what earlier processes have measured.
+    measured: earlier processes' records, by key.
     crashed: those records among them that name a crash.
     suspects: keys of what ran together when a process ended.
     """
@@ -75,8 +74,7 @@ def supervise(arguments: Sequence[str]) -> int:
         try:
             while True:
                 process = subprocess.Popen(
-                    [*_COMMAND, *arguments],
-                    env=os.environ | {VARIABLE: folder, STARTED: started},
+                    [*_COMMAND, *arguments], env=os.environ | {VARIABLE: folder, STARTED: started}
                 )
                 # A terminal sends Ctrl-C to that process as well.
                 signal.signal(signal.SIGINT, lambda *_: None)

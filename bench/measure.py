@@ -36,7 +36,6 @@ class Setting(NamedTuple):
 
     card: the card's size and limits, None for a CPU.
     path: file that records are appended to, or None.
-    resume: reuse the measurements in `path`.
     memory: fraction of the GPU's memory for an implementation, or None.
     """
 
@@ -124,7 +123,7 @@ def measure(
 ) -> int:
     """Measure a suite's jobs after the device's peaks; return the exit code.
 
-    log: CSV file that samples of clocks and power are appended to.
+    log: CSV file for samples of clocks and power.
     """
     import torch
 

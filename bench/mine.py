@@ -1,7 +1,7 @@
 """Measure this card in five minutes, and write one file that anyone may send.
 
-It runs a few problems of the suites parity, flash, kvcache and packed; what does not fit into the
-time is skipped. The file has no name of a user or a host, no path, and no number of the card.
+What does not fit into the time is skipped. The file has no name of a user or a host, no path, and
+no number of the card.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NAMES = {*FAMILY_NAMES, "torch triton graph", *PEERS}
 class Part(NamedTuple):
     """Some problems of a suite.
 
-    until: the share of the whole time by which they are done; time left over goes to later parts.
+    until: the share of the whole time by which they are done.
     cases: names, in order; None for all.
     """
 

@@ -1,8 +1,7 @@
 """Calls of the two sides' public functions, for each target.
 
-"torch triton compiled" is torch_attn under `torch.compile`; pallas_attn is always jitted. Calls
-named "deterministic" have reproducible backwards. Factories are like peers': they take (case,
-operation, tensors).
+"torch triton compiled" is torch_attn under `torch.compile`; pallas_attn is always jitted. Factories
+take (case, operation, tensors).
 """
 
 from __future__ import annotations

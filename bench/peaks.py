@@ -53,11 +53,7 @@ def datasheet(device: str) -> Datasheet | None:
 
 
 def peak_jobs() -> list[Job]:
-    """Return a bfloat16 matrix product, a read (a sum) and a copy, each by torch.
-
-    Their records have the operation "peak" and the cases "matmul" (TFLOP/s), "read" and "copy"
-    (bytes per second, read and written).
-    """
+    """Return a bfloat16 matrix product, a read (a sum) and a copy, each by torch."""
     square = 2 * _SIZE * _SIZE  # bytes of a matrix
     return [
         _job("matmul", 2 * _SIZE**3, 2 * square, square, _matmul),
@@ -97,10 +93,8 @@ def _copy(_: None) -> Call:
 class Peak:
     """A peak rate of the device.
 
-    name: "bf16 matmul" or "read".
-    unit: "TFLOP/s" or "GB/s".
-    measured: the rate of torch's own kernel in the same run, if any; no bound.
-    datasheet: the rate in the device's datasheet, None if unknown.
+    measured: by torch's own kernel in the same run, if any; no bound.
+    datasheet: None if unknown.
     """
 
     name: str

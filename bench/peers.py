@@ -1,8 +1,7 @@
 """The libraries that the twins are compared with: parity's, as calls to time.
 
-A flash factory takes (case, operation, tensors), with torch's q, k, v, terms and dout
-[B, S, H, D], or packed [T, H, D]; a decode or prefill factory takes (case, tensors), a
-`bench.problems.DecodeTensors`. They return a `bench.job.Call` or raise `Absent`.
+A factory returns a call or raises `Absent`. A flash factory takes (case, operation, tensors):
+torch's q, k, v, terms and dout, [B, S, H, D] or packed [T, H, D].
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def attention(
     name: str, case: AttentionCase, operation: str, tensors: Sequence[Tensor],
     wrap: Callable[[Attend], Attend] = lambda attend: attend, **options: Any,
 ) -> Call:  # fmt: skip
-    """A library's attention; `wrap` may compile it, options are those of its `make`."""
+    """A library's attention; options are those of its `make`."""
     library = _claimed(name, case)
     if operation != "forward" and not library.has_gradients:
         raise Absent("its package has the forward only")
@@ -87,8 +86,7 @@ def padded(
 ) -> Call:
     """A flash peer on the documents, padded to the longest one.
 
-    The batch is premade, its length a multiple of 64. Padding comes last, where causal rows do not
-    see it; its gradient is 0.
+    Padding comes last, where causal rows do not see it; its gradient is 0.
     """
     if not case.causal:
         raise Absent("without a causal mask it would see padding")

@@ -48,9 +48,9 @@ _OUT_OF_MEMORY = re.compile("out of memory|failed to allocate", re.IGNORECASE)
 class Times:
     """Milliseconds of one call.
 
-    median: median over the calls of a round, then over rounds.
+    median: over the calls of a round, then over rounds.
     fastest, slowest: medians of the fastest and of the slowest round.
-    p20, p80: percentiles over all calls; None if calls were not kept.
+    p20, p80: over all calls; None if they were not kept.
     """
 
     median: float
@@ -77,29 +77,26 @@ class Record:
     """One implementation on one case.
 
     Attributes:
-        case: the case's fields, with "name".
+        case: its fields, with "name".
         operation: "forward", "backward", "both", "decode" or "append"; of training also "optimizer"
             and "step" (all three); of inference "prefill"; "peak" is a rate of the device (see
             `bench.peaks`); "parity" compares with the reference, untimed.
         implementation: framework and kernel family, such as "torch triton"; or a peer's name.
-        target: of our own kernels; None for a peer.
+        target: None for a peer.
         status: "planned" until it is measured; "absent" if the peer is not installed or does not do
             the case; "refused by parity" if the result is wrong; "skipped" if time was up.
-        message: the error behind a status that is not "ok".
+        message: the error behind the status.
         times: device time of a call. This and what follows is None unless the status is "ok".
-        span: from the start of a call's first kernel to the end of its last one.
-        host: until a call returns on the host, without a profiler.
-        events: milliseconds between two CUDA events, a cross-check of `span`.
-        kernels: names of the kernels of one call, in order.
+        span, host, kernels: as in `bench.timing.Timing`.
+        events: milliseconds by CUDA events, a cross-check of `span`.
         tflops: 10^12 operations per second, of the pairs that the mask keeps.
         bytes_per_second, reads, writes: least traffic over `times`; its bytes by direction.
         error: the worst error over its budget.
         memory: bytes that a call adds at its peak; of training, all bytes at the peak.
-        held: bytes of a forward's output and its saved activations.
+        held: bytes of a forward's output and saved activations.
         steps: milliseconds of each training step; the first compiles.
-        timeline: bytes by category over a training step (see `bench.training.timeline`).
-        gpu: clocks, power, temperature and throttle reasons meanwhile (see `bench.sampling`).
-        card: the card's size, limits and driver (see `bench.sampling.card`).
+        timeline: bytes by category over a training step.
+        gpu, card: see `bench.sampling`.
     """
 
     suite: str

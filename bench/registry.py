@@ -2,14 +2,12 @@
 
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
-- ``TITLE``, ``NOTE``: of its tables; the note says what one call is and what the columns count;
+- ``TITLE``, ``NOTE``: of its tables;
 - ``jobs(targets)``: a list of `Job`s, `TrainingJob`s, `ParityJob`s or `FirstCallJob`s, for each of
   `targets`, the device's own first; (None,) is a CPU;
-- ``COLUMNS``: its own columns of the table of all rows, also asked for records without a time. The
-  report adds the common ones, unless their titles are taken;
+- ``COLUMNS``: its own columns, also asked for records without a time; a common column of the same
+  title is left out;
 - ``tables(records)``, if it replaces the common tables, by heading.
-
-`bench.timing.time_calls` times jobs that have no timer (`Job.time`).
 """
 
 from __future__ import annotations

@@ -39,8 +39,7 @@ AnyJob = Job | TrainingJob | ParityJob | FirstCallJob
 class Instruments(NamedTuple):
     """The functions that use the device: a timer, a wait for a result, a sampler.
 
-    release: frees memory that nothing refers to.
-    limit: limits an implementation's memory during its first call.
+    limit: of an implementation's memory during its first call.
     """
 
     time: Timer
@@ -66,12 +65,10 @@ def run_suite(
 
     Args:
         origin: the fields that all records share.
-        path: file that records are appended to.
         resume: reuse the measurements in `path`, but try failures again.
-        log: CSV file that samples of clocks and power are appended to.
+        log: CSV file for samples of clocks and power.
         deadline: by `time.monotonic`. A job is skipped if one as long as the longest so far would
             end after it.
-        quiet: print no table.
     """
     records = {}
     if resume and path is not None and path.exists():
@@ -154,8 +151,7 @@ def measure(
 ) -> list[Record]:
     """Fill the planned records of one job; an error becomes the status of what it stopped.
 
-    Implementations are timed together while they fit in memory; one that does not waits until those
-    before it are done.
+    Implementations are timed together while they fit in memory; one that does not waits.
     """
     if not planned:
         return []

@@ -1,8 +1,8 @@
 """Measure calls of either framework: device times with one collector, and host times.
 
-The method is in docs/benchmarks.md. A fill before each call also separates the calls in the trace.
-Calls of torch queue behind the fill, which hides launch latency. JAX's own stream would overtake
-the fill, so its calls wait, and their span includes the host's gaps.
+The method is in docs/benchmarks.md. Fills separate the calls in the trace. Calls of torch queue
+behind them, which hides launch latency. JAX's own stream would overtake them, so its calls wait,
+and their span includes the host's gaps.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ class Timing:
     """The measurements of one call.
 
     Attributes:
-        busy: time in which at least one of its kernels runs, copies and casts included. (A
-            dependent launch may overlap the kernel that it waits for.) Of `time_host` the same as
-            `host`.
+        busy: time in which at least one of its kernels runs, copies and casts included; of
+            `time_host` the same as `host`.
         span: from the start of its first kernel to the end of its last one; None of `time_host`.
         host: until it returns on the host, without the profiler.
         kernels: names of its kernels, in order; none of `time_host`.
@@ -61,9 +60,8 @@ class Timing:
 class Plan(NamedTuple):
     """The counts of a turn of one call.
 
-    warmup, repeats: calls that are not counted, and that are.
     fills: before each call.
-    queued: behind the fills, without waiting for them.
+    queued: do not wait for the fills.
     rest: seconds before a turn.
     """
 
@@ -89,15 +87,12 @@ def wait_for(result: Any) -> None:
 
 
 def time_calls(
-    calls: Mapping[Name, Run],
-    wait: Wait = wait_for,
-    rounds: int = 3,
-    round_ms: float = 20.0,
+    calls: Mapping[Name, Run], wait: Wait = wait_for, rounds: int = 3, round_ms: float = 20.0
 ) -> dict[Name, Timing]:
     """Time several calls, in alternating order (ABBA).
 
-    `round_ms` is the rough duration of a turn's counted calls, which are 3 to 20. Raise
-    RuntimeError if the trace does not show the calls, or no kernel of one.
+    `round_ms` is the rough duration of a turn's counted calls. Raise RuntimeError if the trace does
+    not show the calls, or no kernel of one.
     """
     plans = {name: _plan(call, wait, round_ms) for name, call in calls.items()}
     host: dict[Name, list[list[float]]] = {name: [] for name in calls}
@@ -124,17 +119,12 @@ def time_calls(
 
 
 def time_host(
-    calls: Mapping[Name, Run],
-    wait: Wait = wait_for,
-    rounds: int = 7,
-    repeats: int = 300,
+    calls: Mapping[Name, Run], wait: Wait = wait_for, rounds: int = 7, repeats: int = 300
 ) -> dict[Name, Timing]:
     """Time several calls on the host, in alternating order (ABBA), with `repeats` calls in a turn.
 
-    A turn begins with an idle device and does not wait for it; the device must be faster than the
-    host, which otherwise waits for room in the queue of launches. `host` and `busy` are
-    milliseconds of one
-    call: the median, the fastest and the slowest turn.
+    A turn begins with an idle device, which must be faster than the host: a full queue of launches
+    would make the host wait.
     """
     for call in calls.values():
         _host_turn(call, wait, _HOST_WARMUP)
@@ -219,14 +209,10 @@ def _host_turn(call: Run, wait: Wait, repeats: int) -> float:
     return (end - start) * 1e3 / repeats
 
 
-def _is_torch(result: Any) -> bool:
-    return not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result))
-
-
 def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
     """Plan the calls that take `round_ms` on the host's clock."""
     result = call()
-    queued = _is_torch(result)
+    queued = not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(result))
     wait(result)
     start = time.perf_counter()
     result = call()

@@ -65,8 +65,8 @@ class TreeCase(FlashCase):
 def separate(case: TreeCase, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Copy a tree's paths out of q, k, v and dout [1, S, H, D], one after the other.
 
-    Return q, k, v and dout [T, H, D], and the paths' offsets. dout is 0 except at one copy of each
-    token, so that the gradients are the tree's.
+    Return them, packed, and the paths' offsets. dout is 0 except at one copy of each token, so that
+    the gradients are the tree's.
     """
     import torch
 

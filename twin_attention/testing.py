@@ -1,6 +1,6 @@
 """Put any attention through parity's problems: for authors of kernels, in their own tests.
 
-The oracle runs in PyTorch, on a CPU or a GPU; a JAX function needs JAX as well.
+The oracle runs in PyTorch; a JAX function needs JAX as well.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ def check_attention(
     """Compare an attention with the float64 oracle on named and random problems.
 
     Args:
-        function: takes the operands and options of one of `torch_attn`'s functions by name, as far
-            as it has parameters for them, and returns out, or out and the log-sum-exp.
+        function: takes operands and options of one of `torch_attn`'s functions by name, as far as
+            it has parameters for them, and returns out, or out and the log-sum-exp.
         supports: names of `FEATURES`: the function, dtypes and options that it computes, with
-            "gradients" and "lse" for what it returns; "NaN" if padding may hold it. Other problems
-            are not tried.
+            "gradients" and "lse" for what it returns; "NaN" if padding may hold it.
         suite: of named cases; None for none.
         seconds: of random problems, of `longest` tokens or so.
         problem: only this one, as a failure prints it.
@@ -56,7 +55,7 @@ def check_attention(
     Raises:
         ValueError: a claim that is unknown, or that the function has no parameter for.
         AssertionError: a result is outside of its budget, or raised. The message has the smallest
-            problem that was found, as `problem` takes it.
+            problem found, for `problem`.
 
     Source: the budgets are `twin_attention.contract.tolerances`'.
 
@@ -100,7 +99,7 @@ def _parameters(function: Callable[..., Any], claims: frozenset[str]) -> set[str
 def _bind(
     function: Callable[..., Any], parameters: set[str] | None, case: Case, tensors: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Bind a case's options and known tensors, as far as they are taken."""
+    """Bind a case's options and tensors, as far as they are taken."""
     bound = case.options | {x: y for x, y in tensors.items() if x not in OPERANDS}
     taken = bound.keys() - {"deterministic", "precision"} if parameters is None else parameters
     return partial(function, **{x: y for x, y in bound.items() if x in taken})

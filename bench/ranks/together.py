@@ -140,8 +140,7 @@ def _rounds(run: Run, device: str) -> Iterator[list[float]]:
 def _together(run: Run, device: str) -> float:
     """Return the milliseconds of a call on the slowest rank, of several one after the other.
 
-    All ranks begin together. The calls are queued behind fills, and the host may run ahead, as in
-    training.
+    All ranks begin together, and the host may run ahead, as in training.
     """
     time.sleep(_REST)
     dist.barrier()

@@ -14,7 +14,7 @@ from bench.report.plots import Picture, headline
 from bench.report.sections import SPEEDS, facts, notes, peaks_table, sections
 from bench.report.tables import runs
 from twin_attention.interop.rendering.plots import to_svg
-from twin_attention.interop.rendering.tables import Grid, to_markdown
+from twin_attention.interop.rendering.tables import to_markdown
 
 LETTERS_PER_INCH = 10  # of a picture's title
 
@@ -31,7 +31,8 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
         for card in cards(records):
             parts += [f"## {card.title}", listed(card.facts), CAPTION, to_markdown(card.grid)]
     for run in compared:
-        parts += [f"## {run[0].device}, commit {run[0].commit[:12]}", *_setting(run)]
+        parts += [f"## {run[0].device}, commit {run[0].commit[:12]}", listed(facts(run))]
+        parts += [f"**{note}**" for note in notes(run)]
         if len(grid := peaks_table(run)) > 1:
             parts += ["### Measured peaks", to_markdown(grid)]
         for section in sections(run):
@@ -39,7 +40,11 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
             first = SPEEDS if SPEEDS in tables else next(iter(tables), None)
             parts += [f"### {section.title}", section.note]
             parts += [f"{first}:", to_markdown(tables.pop(first))] if first else []
-            parts += [_folded(*named) for named in tables.items() if "milliseconds" not in named[0]]
+            parts += [
+                f"<details><summary>{title}</summary>\n\n{to_markdown(grid)}\n\n</details>"
+                for title, grid in tables.items()
+                if "milliseconds" not in title
+            ]
     plots = {file: _standalone(picture) for file, picture in pictures.items()}
     return {f"{name}.md": "\n\n".join(parts) + "\n", **plots}
 
@@ -51,16 +56,8 @@ def _title(records: Sequence[Record]) -> str:
     return f"{', '.join(registry.load(suite).TITLE for suite in suites)}: {', '.join(found)}"
 
 
-def _setting(run: Sequence[Record]) -> list[str]:
-    return [listed(facts(run)), *(f"**{note}**" for note in notes(run))]
-
-
 def listed(texts: Mapping[str, str]) -> str:
     return "\n".join(f"- {name}: {text}" for name, text in texts.items())
-
-
-def _folded(title: str, grid: Grid) -> str:
-    return f"<details><summary>{title}</summary>\n\n{to_markdown(grid)}\n\n</details>"
 
 
 def _standalone(picture: Picture) -> str:

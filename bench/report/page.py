@@ -41,7 +41,7 @@ def to_page(
 ) -> str:
     """Return a page with every run's facts, peaks and suites.
 
-    logs: by suite, clocks and power over its run.
+    logs: clocks and power, by suite.
     follow: wraps the iterable of chapters, as a progress bar does.
     """
     compared = runs(records)

@@ -33,9 +33,7 @@ _NEAR = 0.03  # what a cross-check may be off by
 class Section:
     """One suite of one run.
 
-    records: by operation, without peaks.
     peaks: measured with the suite.
-    tables: by heading.
     every: a row for each of `records`, in their order.
     """
 

@@ -15,14 +15,7 @@ from bench.problems import attention_job, dense_case, offsets_of
 from bench.records import Record
 from bench.report.tables import number, ratio
 from bench.report.training import status
-from bench.suites.columns import (
-    MEMORY,
-    PASSES,
-    TFLOPS,
-    of_median,
-    own_times,
-    tables_by_pass,
-)
+from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, own_times, tables_by_pass
 from bench.suites.packed import lognormal
 from twin_attention.interop.parity import cases
 from twin_attention.interop.parity.cases import FlashCase, VarlenCase

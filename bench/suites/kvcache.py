@@ -1,7 +1,6 @@
 """Decoding from a paged cache: a sweep over the cache's length, and batches of sequences.
 
-The sweep runs twice, with tables as wide as needed and with tables for 2^20 keys, which show
-whether a decode's time follows the table's width.
+The sweep runs twice, with narrow and with very wide tables, whose width must cost nothing.
 """
 
 from __future__ import annotations

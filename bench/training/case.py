@@ -15,10 +15,7 @@ DTYPES = {
 }
 # By framework, as in `models.*_attention`. "xla" keeps all scores; if it runs out of memory, JAX
 # has too little for what follows.
-ATTENTIONS = {
-    "torch": ("twin", "eager", "sdpa", "cudnn", "flex"),
-    "jax": ("twin", "cudnn", "xla"),
-}
+ATTENTIONS = {"torch": ("twin", "eager", "sdpa", "cudnn", "flex"), "jax": ("twin", "cudnn", "xla")}
 # Of a model whose attention no other has.
 FORM_ATTENTIONS = {
     "gpt": ("twin", "eager"),  # the form with LayerNorm and GELU is that of older reports
@@ -34,7 +31,6 @@ class TrainingCase:
 
     size: of `models.config.make_config`.
     form: of `make_config`, or "llama": `models.llama` in the modern form's shape.
-    context: tokens of a sequence that the model predicts from.
     dtype: a name of `DTYPES`; "mixed" is bfloat16 arithmetic on float32 parameters.
     """
 

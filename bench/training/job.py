@@ -39,8 +39,7 @@ Observe = Callable[[Any, TrainingCase, Show], Mapping[str, dict[str, Any]]]
 class TrainingJob:
     """One model with one attention, made, observed and freed before the next one.
 
-    start: makes the training or the inference, or raises `Absent`.
-    observe: takes its measurements.
+    start: may raise `Absent`.
     operations: what `observe` returns.
     """
 

@@ -38,8 +38,8 @@ class Owned(NamedTuple):
 def timeline_of(start: Blocks, events: Mapping[str, Sequence[Event]], owned: Owned) -> Timeline:
     """Return the bytes of each category after each event of a step.
 
-    What a forward leaves, its loss included, is a saved activation; unknown memory is "other".
-    `events` are of each phase; ends of blocks unknown to `start` are left out.
+    What a forward leaves, its loss included, is a saved activation; unknown memory is "other". Ends
+    of blocks unknown to `start` are left out.
     """
     found = empty_timeline()
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)

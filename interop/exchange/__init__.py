@@ -1,7 +1,4 @@
-"""Tensors across the frameworks: one memory, seen from PyTorch and from JAX.
-
-`dlpack` passes tensors on, `lifetime` keeps shared GPU memory alive while it is in use.
-"""
+"""Tensors across the frameworks: one memory, seen from PyTorch and from JAX."""
 
 try:
     from twin_attention.interop.exchange.dlpack import to_jax, to_torch

@@ -1,7 +1,7 @@
 """Pass a tensor from one framework to the other through DLPack.
 
-Nothing copies unless asked to; what cannot be shared is refused. The checks come first because the
-frameworks silently narrow 64-bit types, drop a negation bit, or copy unaligned memory.
+What cannot be shared without a copy is refused first, because the frameworks silently narrow 64-bit
+types, drop a negation bit, or copy unaligned memory.
 
 Source: the DLPack protocol, https://dmlc.github.io/dlpack/latest/python_spec.html
 """

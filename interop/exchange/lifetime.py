@@ -1,7 +1,7 @@
 """Keep shared GPU memory alive until the other framework's stream is done with it.
 
 DLPack frees memory with its last reference, perhaps before queued work has run. So the release is
-ordered after the other stream, on the device, without making the host wait.
+queued behind the other stream.
 """
 
 from __future__ import annotations

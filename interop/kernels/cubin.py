@@ -1,8 +1,7 @@
 """Compile a launch of `torch_attn` for a card that torch need not have; describe its parameters.
 
-Triton's own compilation asks its driver for the current device. This uses only the parts that need
-no device, which are private to Triton; if one is missing, JAX launches no such kernel and says so.
-Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
+Triton's own compilation asks its driver for the current device. This uses only private parts that
+need no device. Checked with Triton 3.6 and 3.9; ``tests/kernels/test_cubin.py`` guards it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Lower, compile and launch Mosaic GPU kernels of `pallas_attn` for one of torch's streams.
 
-A C function of JAX's CUDA plugin compiles a module for the current CUDA context, and returns the
-kernel and a C function. The latter takes the kernel, a stream and the addresses of operands, then
-of results; it encodes the TMA descriptors and launches. Checked with jaxlib 0.11.2;
-``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards the lowering.
+JAX's CUDA plugin compiles a module for the current CUDA context, and returns the kernel and a C
+function that takes the kernel, a stream and the addresses of operands, then of results. Checked
+with jaxlib 0.11.2; ``tests/pallas_attn_lowering/test_mosaic_in_torch.py`` guards the lowering.
 
 If a launch fails, C ends the process. So addresses are checked here, and a thread gets its CUDA
 context before its first launch.

@@ -1,7 +1,7 @@
 """Record what a host function does, so that another framework can do it instead.
 
-A host function, such as ``kernels.sm90.flash_bwd.flash_bwd``, allocates memory, computes a little
-and launches kernels: a plan lists these steps, which follow from its operands' shapes.
+A host function allocates memory, computes a little and launches kernels; these steps follow from
+its operands' shapes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
 While JAX traces, the host function is planned on shapes (`torch_host`). Launches become operations
-of JAX's program (`triton_call`), the few others become XLA's. A PyTorch without CUDA will do.
+of JAX's program (`triton_call`), others XLA's.
 """
 
 from __future__ import annotations
@@ -31,21 +31,9 @@ def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - len(pairs)) + pairs, constant_values=value)
 
 
-def _sum(x: jax.Array, axes: tuple[int, ...] | int, keepdims: bool = False) -> jax.Array:
-    return jnp.sum(x, axes, keepdims=keepdims)
-
-
-def _to(x: jax.Array, dtype: Any) -> jax.Array:
-    return x.astype(dtype_name(dtype))
-
-
-def _set(x: jax.Array, axis: int, index: int, values: jax.Array) -> jax.Array:
-    return x.at[(slice(None),) * axis + (index,)].set(values)
-
-
 # What host functions compute besides their launches, by torch's names.
 _OPERATIONS = {
-    "_to_copy": _to,
+    "_to_copy": lambda x, dtype: x.astype(dtype_name(dtype)),
     "add": jnp.add,
     "amax": jnp.max,
     "amin": jnp.min,
@@ -58,10 +46,10 @@ _OPERATIONS = {
     "masked_fill": lambda x, mask, value: jnp.where(mask, value, x),
     "mul": jnp.multiply,
     "neg": jnp.negative,
-    "set": _set,
+    "set": lambda x, axis, index, y: x.at[(slice(None),) * axis + (index,)].set(y),
     "slice": lambda x, axis, *range_: x[(slice(None),) * axis + (slice(*range_),)],
     "sub": jnp.subtract,
-    "sum": _sum,
+    "sum": lambda x, axes, keepdims=False: jnp.sum(x, axes, keepdims=keepdims),
     "unsqueeze": jnp.expand_dims,
     "view": jnp.reshape,
 }

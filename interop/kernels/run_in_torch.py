@@ -1,8 +1,7 @@
 """Run a family of `pallas_attn` inside torch: its Mosaic GPU kernels, on torch's current stream.
 
 The host function is planned once for given shapes (`jax_host`), and its kernels are compiled
-(`mosaic`). A call then allocates and launches what the plan says. Torch computes what XLA would
-compute between the kernels.
+(`mosaic`). Torch computes what XLA would compute between them.
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ def _rows_of_sequences(cu_seqlens: Tensor, num_rows: int, padded_rows: int) -> T
 
 
 # What XLA compiles to kernels (`pallas_attn.fusions`), by its name there.
-FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    "sinks_gradient": _sinks_gradient,
-}
+FUSIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {"sinks_gradient": _sinks_gradient}
 
 
 def new_tensor(value: Value, like: Tensor) -> Tensor:
@@ -155,12 +152,7 @@ def _with_tensors(x: Any, values: dict[int, Tensor]) -> Any:
 
 @lru_cache(maxsize=1024)
 def compiled_plan(
-    operation: str,
-    types: Any,
-    spec: Spec,
-    backend: Backend,
-    device: torch.device,
-    changes: Any,
+    operation: str, types: Any, spec: Spec, backend: Backend, device: torch.device, changes: Any
 ) -> tuple[tuple[_Launch | Operation, ...], Any]:
     """Plan a host function, compile its kernels; return steps and results."""
     # JAX starts on the card to compile for it; it must not reserve most of the memory.

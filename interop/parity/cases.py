@@ -39,10 +39,8 @@ class FlashCase:
         tree: "nested" for a depth-first tree; "any" for arbitrary ends of keys.
         ranges: a kind of `ranges.make_ranges`.
         relative: R of a table of 2R + 1 distances.
-        terms_in_q_dtype: the table and the bias have q's dtype, not float32.
         alibi: slopes, "heads" for one per head; "all" for one per head and sequence.
         bias: the axes, of "bhqk", along which the bias varies; None for no bias.
-        gradients: run the backward as well.
         layout: "contiguous", or "strided" for q, k, v that are views of one packed torch tensor
             (contiguous in JAX).
     """
@@ -102,8 +100,8 @@ class VarlenCase:
     """One call of `flash_attention_varlen`. What is not listed is as in `FlashCase`.
 
     Attributes:
-        lengths: queries and keys of each sequence.
-        padding: tokens after the last sequence, of q and of k and v.
+        lengths: of queries and of keys.
+        padding: tokens after the last sequence.
     """
 
     name: str
@@ -191,7 +189,6 @@ class BlockSparseCase(FlashCase):
     """One call of `block_sparse_attention`. Other fields of `FlashCase` keep their defaults.
 
     Attributes:
-        tile_q, tile_kv: queries and keys of a tile of the mask.
         own_masks: "" for one shared mask; "heads" for one per head; "all" per head and sequence.
         kept: share of the tiles that are kept, at random.
     """
@@ -245,7 +242,6 @@ class ContextCase(FlashCase):
     """One call of `context_attention` on every rank; `seq_kv` equals `seq_q`.
 
     Attributes:
-        sharding: the plan's layout.
         documents: lengths of packed documents, followed by padding; () for one document.
     """
 
@@ -299,7 +295,6 @@ class DecodeCase:
         tokens: new tokens T of each; None for a q without that dimension.
         heads_q ... dtype: of q [B, T, Hq, D] and of the pools.
         latent: values are the first `head_dim_v` columns of the keys.
-        alibi: as in `FlashCase`.
         kv_dtype: of the pools; None is q's.
         scale_shape: of the scales of a quantised cache, () or (heads_kv,).
         tree: "drafts" for random trees of the new tokens; "any" for any ends.
@@ -369,7 +364,6 @@ class PagedCase(DecodeCase):
 
     Attributes:
         new_tokens: how many of the keys are new, packed in q [Tq, Hq, D].
-        ranges: as in `FlashCase`.
         padding: tokens after the last sequence's.
     """
 

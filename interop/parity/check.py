@@ -69,8 +69,8 @@ def sample_check(
 ) -> Callable[[Sequence[Any]], float]:
     """Return a check of results on all rows of a few heads, or a few sequences of a decode.
 
-    The oracle runs at once, on the inputs' device. The check takes torch's or JAX's results, in the
-    order of `names`, and returns their `worst`. `samples` is 2 or more.
+    The oracle runs at once. The check takes results in the order of `names`. `samples` is 2 or
+    more.
     """
     return check_of(expectations(inputs, sample_of(spec, samples)), names)
 
@@ -94,10 +94,7 @@ def _to_torch(x: Any) -> torch.Tensor:
 
 
 def compare(
-    results: Mapping[Subject, Tensors],
-    expected: Sequence[Expectation],
-    case: Case,
-    inputs: Tensors,
+    results: Mapping[Subject, Tensors], expected: Sequence[Expectation], case: Case, inputs: Tensors
 ) -> list[Comparison]:
     """Check every result by its budget, and each torch_attn result against each pallas_attn one.
 
@@ -137,7 +134,7 @@ def check_layout(results: Tensors, inputs: Tensors, spec: Spec, case: str) -> No
     heads = 0 if isinstance(spec, VarlenSpec | PagedSpec) else 1
     alike = {name: (tuple(x.shape), x.dtype) for name, x in inputs.items()}
     layouts = {f"d{name}": layout for name, layout in alike.items()} | {
-        "out": ((*rows, spec.head_dim_v), first.dtype),
+        "out": ((*rows, spec.head_dim_v), first.dtype)
     }
     layouts |= dict.fromkeys(OF_ROWS, ((*rows[:heads], rows[-1], *rows[heads:-1]), torch.float32))
     if isinstance(spec, AppendSpec):  # of the pools, and of rotated queries

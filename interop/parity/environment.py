@@ -25,9 +25,8 @@ BITWISE: dict[str, bool] = (
 def compile_quickly() -> None:
     """Let XLA optimise little if there is no GPU; call it before JAX's first operation.
 
-    An interpreted kernel takes longer to compile than to run. Without its fusion emitters XLA
-    compiles faster, but may round a kernel differently in two programs; `BITWISE` restores them.
-    From jax 0.11 on they are always used.
+    Without its fusion emitters XLA compiles faster, but may round a kernel differently in two
+    programs; `BITWISE` restores them. From jax 0.11 on they are always used.
     """
     if not torch.cuda.is_available():
         quick = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"

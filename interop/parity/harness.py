@@ -19,8 +19,8 @@ from twin_attention.interop.parity.subjects.subject import Subject, taken_by
 def run_case(case: Case, groups: list[list[Subject]], device: str) -> CaseResult:
     """Run every subject on one case and compare; an exception becomes part of the result.
 
-    Subjects of a group return the same and are compared with each other; a group's results are
-    freed before the next one runs.
+    Subjects of a group are compared with each other; its results are freed before the next one
+    runs.
     """
     start = time.perf_counter()
     runs: list[RunRecord] = []

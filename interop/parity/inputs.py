@@ -43,11 +43,10 @@ SMALLEST_SCALE = {"int8": 3.0 / 127, "float8_e4m3fn": 3.0 / 448}
 def make_inputs(case: Case, device: str) -> Tensors:
     """Make the arguments of a case's call and its output gradients, seeded by its name.
 
-    Tensors are normally distributed, with dout and dlse for a call that is differentiated. What a
-    call must not read is NaN or an id of no page: padding, unused pages, slots and table
-    entries, parts that saw no key; not in an append's pools, which are compared whole. A
-    context case has its documents as segment ids, for the oracle; a block-sparse case a mask of
-    booleans.
+    Tensors are normally distributed. What a call must not read is NaN or an id of no page: padding,
+    unused pages, slots and table entries, parts that saw no key; not in an append's pools, which
+    are compared whole. A context case has its documents as segment ids, for the oracle; a
+    block-sparse case a mask of booleans.
 
     Raises:
         ValueError: a "strided" case whose q, k and v do not fit one packed tensor.

@@ -57,9 +57,9 @@ class Part:
     """A part of a problem that can be evaluated separately.
 
     Attributes:
-        where: its index in inputs and results, by name; tensors without one are used whole.
-        inner: its queries and keys that are compared; None compares all.
-        first: the batch element and query head at which it begins.
+        where: its index, by name; other tensors are used whole.
+        inner: what is compared; None for all.
+        first: its first batch element and query head.
     """
 
     spec: Any
@@ -229,7 +229,7 @@ def _terms_of_sinks(inputs: Tensors, results: Tensors) -> torch.Tensor:
 def _as_wrong_as(ref: torch.Tensor, lp: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return lp's sums over many rows, no nearer to ref than their expected errors.
 
-    lp may be right by chance. A sum's expected error is the root of its terms' squared errors.
+    A sum's expected error is the root of its terms' squared errors.
     """
     error = lp.double() - ref
     return ref + torch.copysign(torch.maximum(error.abs(), expected), error)
@@ -272,8 +272,7 @@ def evaluate(
 ) -> Tensors:
     """Run the contract's plain formula in `dtype`; return out, lse, and gradients if there is dout.
 
-    An append returns the pools, and q if given. The problem begins at batch element and query head
-    `first`.
+    An append returns the pools, and q if given. `first` is as in `Part`.
     """
     if isinstance(spec, AppendSpec):
         return _evaluate_append(inputs, spec, dtype)

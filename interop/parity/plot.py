@@ -35,11 +35,7 @@ def _place(output: str) -> tuple[int, str]:
 
 
 def ratio_plot(report: Report) -> Figure:
-    """Draw a lane per output and implementation, a dot per case, and the budget as a line.
-
-    Ratios under `LEFT_EDGE` stand at the left edge; those that are not finite, as crosses, at the
-    right.
-    """
+    """Draw a lane per output and implementation, a dot per case, and the budget as a line."""
     titles = report.titles
     lanes = _lanes(report)
     outputs = sorted({output for output, _ in lanes}, key=_place)

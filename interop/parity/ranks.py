@@ -30,8 +30,7 @@ class Room:
     """Hold what the ranks of a group share. One rank runs at a time, until it waits for another.
 
     Attributes:
-        boxes: mailboxes by receiver, sender and number of the tensor.
-        turn: held by the rank that runs.
+        boxes: by receiver, sender and number of the tensor.
     """
 
     def __init__(self, size: int) -> None:

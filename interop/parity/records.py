@@ -30,7 +30,7 @@ class Comparison:
     """One output of one implementation, compared with the oracle or with a twin.
 
     Attributes:
-        subject: the implementation's label, such as "pallas_attn triton sm80".
+        subject: its label, such as "pallas_attn triton sm80".
         against: `ORACLE`, or the other framework's label.
         output: "out", "lse", or a gradient such as "dq".
     """
@@ -57,8 +57,8 @@ class Comparison:
 class RunRecord:
     """One implementation on one case: how it ran, or the error that stopped it.
 
-    `seconds` include compilation; `ran` is what `explain` says of the call. An error leaves both
-    None, and so does a refusal by a library that claims the case.
+    `seconds` include compilation; `ran` is what `explain` says. An error or a refusal leaves both
+    None.
     """
 
     subject: str
@@ -73,10 +73,8 @@ class CaseResult:
     """The results of one case.
 
     Attributes:
-        problem: the case's fields.
         seconds: wall-clock time of runs, oracle and comparisons.
-        comparisons: every output of every run, against the oracle and between twins.
-        error: the exception that stopped the case outside an implementation.
+        error: of the case, outside an implementation.
         line: the command that repeats a random problem.
     """
 
@@ -164,7 +162,8 @@ def title(subject: str, against: str) -> str:
 
 def problem_text(problem: dict[str, Any]) -> str:
     """Return a case's fields in one line, without defaults."""
-    if problem.get("new_tokens") is not None:
+    get = problem.get
+    if get("new_tokens") is not None:
         lengths, tokens = problem["lengths"], sum(problem["new_tokens"]) + problem["padding"]
         words = [f"B{len(lengths)} Tq{tokens} Skv{max(lengths, default=0)}"]
         words.append("pages {max_pages}x{page_size}".format(**problem))
@@ -184,48 +183,34 @@ def problem_text(problem: dict[str, Any]) -> str:
     if problem["head_dim_v"] is not None:
         words.append(f"Dv{problem['head_dim_v']}")
     words.append(problem["dtype"])
-    if problem.get("precision", "ieee") != "ieee":
+    if get("precision", "ieee") != "ieee":
         words.append(problem["precision"])
-    if problem.get("rotary_dim"):
+    if get("rotary_dim"):
         words.append(f"rotary={problem['rotary_dim']}")
     flags = ("causal", "sinks", "cascade", "latent", "rotary_interleaved")
-    words += [name.removeprefix("rotary_") for name in flags if problem.get(name)]
-    for name in ("kv_dtype", "scale", "window_size", "softcap", "num_splits"):
-        if problem.get(name) is not None:
-            words.append(f"{name}={problem[name]}")
-    if problem.get("bias") is not None:
-        words.append(f"bias={problem['bias'] or 1}")
-    if problem.get("relative") is not None:
-        words.append(f"relative={problem['relative']}")
-    for name in ("alibi", "dropout_rate"):
-        if problem.get(name):
-            words.append(f"{name}={problem[name]}")
-    if problem.get("row_max"):
-        words.append("row_max")
-    if problem.get("common_pages"):
-        words.append(f"up to {problem['common_pages']} pages in common")
-    if problem.get("tree"):
-        words.append(f"tree={problem['tree']}")
-    if problem.get("ranges"):
-        words.append(f"ranges={problem['ranges']}")
-    if problem.get("parents"):
-        words.append(f"tree of {len(problem['parents'])} segments")
-    if problem.get("pattern"):
-        words.append(problem["pattern"])
-    if problem.get("ranks"):
-        words.append(f"{problem['ranks']} ranks {problem['sharding']}")
-    if problem.get("exchange"):
-        words.append(problem["exchange"])
-    if problem.get("documents"):
-        words.append(f"{len(problem['documents'])} documents")
-    if problem.get("dilation_rates"):
-        words.append(f"rates={tuple(problem['dilation_rates'])}")
-    if problem.get("scale_shape"):
-        words.append("scales of heads")
-    if problem.get("layout") == "strided":
-        words.append("strided")
-    if problem.get("gradients") is False:
-        words.append("forward only")
+    words += [name.removeprefix("rotary_") for name in flags if get(name)]
+    given = ("kv_dtype", "scale", "window_size", "softcap", "num_splits")
+    words += [f"{name}={problem[name]}" for name in given if get(name) is not None]
+    said = {
+        f"bias={get('bias') or 1}": get("bias") is not None,
+        f"relative={get('relative')}": get("relative") is not None,
+        f"alibi={get('alibi')}": get("alibi"),
+        f"dropout_rate={get('dropout_rate')}": get("dropout_rate"),
+        "row_max": get("row_max"),
+        f"up to {get('common_pages')} pages in common": get("common_pages"),
+        f"tree={get('tree')}": get("tree"),
+        f"ranges={get('ranges')}": get("ranges"),
+        f"tree of {len(get('parents') or ())} segments": get("parents"),
+        get("pattern"): get("pattern"),
+        f"{get('ranks')} ranks {get('sharding')}": get("ranks"),
+        get("exchange"): get("exchange"),
+        f"{len(get('documents') or ())} documents": get("documents"),
+        f"rates={tuple(get('dilation_rates') or ())}": get("dilation_rates"),
+        "scales of heads": get("scale_shape"),
+        "strided": get("layout") == "strided",
+        "forward only": get("gradients") is False,
+    }
+    words += [text for text, is_so in said.items() if is_so]
     return " ".join(words)
 
 

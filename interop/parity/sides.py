@@ -50,7 +50,7 @@ OUTPUTS = ("out", "lse")
 
 @dataclass(frozen=True)
 class Ours(Subject):
-    """A family of kernels of one side, as a subject; its target is None if nothing is compiled."""
+    """A family of kernels of one side, as a subject."""
 
     side: str
     implementation: str
@@ -171,7 +171,7 @@ def results(
 ) -> Tensors:
     """Call a function, and differentiate it if `inputs` has dout or dlse; return results by name.
 
-    `constants` get no gradient. `append_kv` returns the pools, and q if given.
+    `append_kv` returns the pools, and q if given.
     """
     if constants:
         options["constants"] = tuple(constants)

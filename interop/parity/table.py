@@ -28,7 +28,7 @@ STYLES = {"passed": "green", "failed": "bold red"}
 class CaseTable(Progress):
     """Print a row per case as it ends, above a progress bar on a terminal.
 
-    If the console is too narrow for a column per title, one column has the worst of all.
+    On a narrow console one column has the worst of all.
     """
 
     def __init__(self, console: Console, titles: Sequence[str], names: Sequence[str]):

@@ -27,7 +27,6 @@ def prepare_torch(
     """Return a call of `attend` that may run many times, with the backward's graph already made.
 
     Args:
-        operation: "forward", "backward" or "both".
         dout: gradients of `attend`'s result or of its first parts; unused by a forward.
 
     Returns:
@@ -68,8 +67,8 @@ def by_position(function: Attend, names: Iterable[str]) -> Attend:
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Apply `torch.compile` for fixed shapes, for all problems of a suite.
 
-    Past dynamo's limit of graphs a function would silently run uncompiled. A compiled backward
-    takes over its forward's buffers unless it is told that it will run again.
+    Past dynamo's limit of graphs a function would silently run uncompiled, and a compiled backward
+    must be told that it will run again.
     """
     import torch._dynamo
     import torch._functorch.config

@@ -61,7 +61,7 @@ def run_cases(
     was yielded.
 
     Args:
-        run: makes a case's result; picklable unless it runs in this process.
+        run: picklable unless it runs in this process.
         begin: told the name of each case that begins.
         limit: seconds of silence after which a process is ended and its case fails; a new process
             gets at least START. None waits for ever.

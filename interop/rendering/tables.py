@@ -61,8 +61,7 @@ def to_html(
 ) -> str:
     """Return an HTML table, which page.js sorts by a clicked column.
 
-    `looks` has each row's class of page.css, or None; a `filtered` table is long and scrolls, with
-    a filter field.
+    `looks` has each row's class of page.css; a `filtered` table scrolls and has a filter field.
     """
     body = [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     numbers = numeric([titles, *([cell.text for cell in row] for row in body)])

@@ -1,8 +1,7 @@
 """Search for better configurations on this GPU and write the tables.
 
-The space of a row is compiled without launching, and unfit configurations are dropped. Each other
-one is checked against the oracle, then timed against the best so far. A row changes only if the
-winner, timed once more, beats it by more than the noise. Ctrl-C keeps the finished rows.
+A row changes only if the winner, timed once more, beats it by more than the noise. Ctrl-C keeps the
+finished rows.
 """
 
 from __future__ import annotations

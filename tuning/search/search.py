@@ -31,7 +31,7 @@ Timer = Callable[[Mapping[KernelConfig, Run]], "dict[KernelConfig, Timing]"]
 class Tools(NamedTuple):
     """The functions that use a compiler and a GPU: to survey, call and time configurations.
 
-    calls: prepares a row's case and returns `search`'s `call`.
+    calls: returns a row's `call` for `search`.
     note: the table's comment on a found configuration.
     """
 
@@ -63,7 +63,6 @@ def tune(
 ) -> None:
     """Tune rows one after the other and write each gain at once.
 
-    table: holds the rows and changes with them.
     limit_seconds: for all rows; each has an even share of what is left.
     """
     say = partial(console.print, highlight=False)
@@ -99,7 +98,7 @@ def search(
 
     Return the best candidate if a second timing shows a gain beyond both spreads; else None. `call`
     raises if a configuration's results are wrong or it cannot run. No candidate is begun after
-    `deadline`, of `time.monotonic`. `report` takes a line on each.
+    `deadline`, of `time.monotonic`.
     """
     first = call(present)
     best, run = present, first

@@ -30,7 +30,7 @@ class Survey:
     """One configuration, compiled: the resources of the first problem that failed, or of the first.
 
     reason: why it is not worth a launch, or None.
-    code: a digest of the first problem's code, which identifies equal kernels.
+    code: a digest of the first problem's code.
     """
 
     config: KernelConfig
@@ -42,7 +42,7 @@ class Survey:
 class Plan(NamedTuple):
     """One row and the static gate's problems that read it; each must compile to fit code.
 
-    spec: the problem that the row is timed on.
+    spec: what is timed.
     device: of the launches, such as "sm90"; None if there are none.
     """
 

@@ -14,7 +14,7 @@ _LOOP = re.compile(r"scf\.for %\S+ = %(\S+) to %(\S+) step ")
 def fixed_bounds(before: str, after: str) -> int:
     """Return how many loop bounds a compiler's passes made constant, of two texts in MLIR.
 
-    In these, constants are called "%c", as Triton prints them.
+    Constants are called "%c".
     """
     return max(0, _variable_bounds(before) - _variable_bounds(after))
 

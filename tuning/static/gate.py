@@ -1,8 +1,7 @@
 """Judge every shipped configuration by its compiled code (docs/targets.md).
 
 A kernel also fails if it reads a uniform register that nothing wrote, or lost loop bounds. SM90's
-configurations are chosen by times, which include the cost of spills. Explicit kernels take nearly
-all registers on purpose.
+configurations are chosen by times, which include the cost of spills.
 """
 
 from __future__ import annotations
@@ -192,7 +191,7 @@ class Problem:
 
     dtype: of k and v.
     head_dim: the padded head size of the row.
-    shared_memory: bytes per block on the card, or None for the target's own cards.
+    shared_memory: of a block, in bytes; None for the target's own cards.
     """
 
     framework: str
@@ -361,8 +360,8 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
         compiled = _compile(problem)
     padded = {
         "triton": padded_head_dim,
-        "gluon": partial(_columns, problem.target),
-        "mosaic": _columns_of_mosaic,
+        "gluon": lambda head_dim: sum(_COLUMN_PIECES[problem.target](head_dim)),
+        "mosaic": lambda head_dim: -(-head_dim // 16) * 16,
     }[problem.family]
     cap_functions = 2 if problem.family == "triton" else 1 if problem.target == "sm80" else 0
     verdicts = []
@@ -390,15 +389,6 @@ def _compile(problem: Problem) -> list[tuple[str, KernelConfig, Any]]:
         with suppress(NotImplementedError):
             return compile_kernels(problem.spec, problem.target, lambda kernel: limit, **options)
     return compile_kernels(problem.spec, problem.target, **options)
-
-
-def _columns(target: str, head_dim: int) -> int:
-    """Return the columns of a Gluon kernel's tile for a head."""
-    return sum(_COLUMN_PIECES[target](head_dim))
-
-
-def _columns_of_mosaic(head_dim: int) -> int:
-    return -(-head_dim // 16) * 16
 
 
 def shared_memory_limit(kernel: str, target: str) -> int:

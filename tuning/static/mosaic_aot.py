@@ -70,10 +70,7 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 19 patch: 0 }}
 device_description_str: "{target}"
 """
-_CAPABILITIES = {
-    "sm80": "major: 8",
-    "sm90": "major: 9 feature_extension: ACCELERATED_FEATURES",
-}
+_CAPABILITIES = {"sm80": "major: 8", "sm90": "major: 9 feature_extension: ACCELERATED_FEATURES"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def compile_kernels(
     Return each kernel's name, configuration and code. Raise RuntimeError if the plugin compiled
     nothing, as for a second target in one process.
 
-    shared_memory: bytes per block on the card, or None for the target's own cards.
+    shared_memory: as in `gate.Problem`.
     sinks: give sinks to `flash_attention`; a decode always has them.
     """
     # Set before the plugin is loaded; its other dumps would take hundreds of megabytes.

@@ -30,12 +30,10 @@ def compile_kernels(
 ) -> list[tuple[str, KernelConfig, Any]]:
     """Compile a problem's kernels as `pallas_attn` calls them.
 
-    Return each kernel's name, configuration and Triton's result.
-
     Args:
         limit: bytes of shared memory per block, reached with fewer pipeline stages if need be.
         sinks: give sinks to `flash_attention`; a decode always has them.
-        shared_memory: bytes per block on the card, or None for the target's own cards.
+        shared_memory: as in `gate.Problem`.
     """
     backend = portable_backend("pallas_attn", target)
     # Its backward is always deterministic.

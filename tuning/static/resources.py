@@ -44,12 +44,9 @@ class Resources:
         spill_stores, spill_loads: bytes of a thread's spill instructions, as in ``ptxas -v``.
         loop_spills: both in a step of the main loop, the largest of all warps' loops: the last
             innermost loop with tensor-core products, which has no mask. Not for portable wgmma.
-        stack: bytes of a thread's stack frame.
-        occupancy: blocks resident on an SM.
         serialized: the compiler waits for each wgmma though the PTX does not (ptxas C7512).
         unwritten: reads of uniform registers that nothing wrote, with wgmma.
         overwritten: named barriers whose number is overwritten before it is read, with wgmma.
-        fixed_bounds: loop bounds that Triton made constant.
         mma, wgmma, cp_async, tma, ldmatrix, ex2: instructions in the PTX.
     """
 

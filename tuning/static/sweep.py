@@ -1,8 +1,8 @@
 """Check that no valid problem is refused for want of shared memory, whatever its lengths.
 
 Pallas has static lengths, so a compiler may turn a loop of one known step into plain code, which
-may take more shared memory. So each flash kernel is compiled for every combination of few steps,
-over full, causal and windowed masks. Run-time lengths need only a few problems.
+may take more shared memory. So each flash kernel is compiled for every combination of few steps.
+Run-time lengths need only a few problems.
 """
 
 from __future__ import annotations

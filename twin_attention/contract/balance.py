@@ -1,8 +1,7 @@
 """Deal out documents to ranks with equal causal work, and few documents shared between ranks.
 
 A rank reads a whole document without an exchange, so a document is cut only for equal work. Its
-*degree* is the number of ranks that share it. Each has a part from the front and the matching part
-from the back, as in "zigzag".
+*degree* is the number of ranks that share it, each a part from both ends, as in "zigzag".
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ class _Rank:
 def balanced_owners(offsets: Sequence[int], seq_len: int, size: int) -> np.ndarray:
     """Return the rank that holds each token, [seq_len] int32; all ranks hold the same number.
 
-    Deal out all documents, cut one more of the rank with most work, and repeat until work is equal
-    or no document can be cut further. Padding begins at the last offset.
+    Padding begins at the last offset.
     """
     local_len = seq_len // size
     documents = [_Document(start, end) for start, end in pairwise(offsets) if start < end]
@@ -176,8 +174,7 @@ def _document_to_cut(
 ) -> _Document | None:
     """Return the document to cut further on a rank with too much work.
 
-    It is the shortest whose cut takes enough work, so that the fewest keys travel; otherwise the
-    one whose cut takes most.
+    It is the shortest whose cut takes enough work; otherwise the one whose cut takes most.
     """
     length_least = max(_SHARE_LEAST * local_len, 1)
 

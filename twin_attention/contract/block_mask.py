@@ -5,7 +5,7 @@ axes if heads or sequences have masks of their own. A tile is 64 or 128 queries 
 by lengths and the number of tiles. The last tile may be cut off.
 
 Kernels take the mask as lists, a `BlockMask`, so only kept tiles cost anything. Causal masks and
-windows apply within them; only tiles at their edges are masked.
+windows apply within them.
 
 The functions below make NumPy masks, which ``|`` and ``&`` combine. They count in tiles: tile i of
 the queries stands at tile ``i + tiles_kv - tiles_q`` of the keys.

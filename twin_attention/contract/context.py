@@ -1,8 +1,7 @@
 """Context parallel attention: which rank holds which tokens of a sequence, and who sees whom.
 
-A plan is made on the host from numbers only. A rank's tokens are in the order of the sequence. A
-query sees an interval of any rank's keys, whose bounds never decrease from one query to the next. A
-kernel needs only these bounds (`Intervals`).
+A rank's tokens are in the order of the sequence. A query sees an interval of any rank's keys, whose
+bounds never decrease from one query to the next. A kernel needs only these bounds (`Intervals`).
 """
 
 from __future__ import annotations

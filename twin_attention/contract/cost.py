@@ -1,7 +1,4 @@
-"""Cost of a problem: pairs attended, floating-point operations, bytes of device memory.
-
-Lengths, block masks and trees change a cost, but are no part of a spec: functions take them.
-"""
+"""Cost of a problem: pairs attended, floating-point operations, bytes of device memory."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Philox 4x32 with 7 rounds takes the seed as its key. Its counter is made of batch element, query
 head, and blocks of queries and keys. A call gives 16 bits for each of 8 pairs: queries i and i + 8
-with keys j, j + 8, j + 16 and j + 24. In a tensor core's layout one thread holds these pairs, in a
-tile of queries or of keys, so it draws once for all of them.
+with keys j, j + 8, j + 16 and j + 24. In a tensor core's layout one thread holds these pairs, so it
+draws once for all.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3", table 2: 7 rounds are the
 fewest that pass BigCrush.
@@ -41,11 +41,7 @@ class DropoutRule(NamedTuple):
 
 
 def dropout_weights(
-    xp: Any,
-    seed: Array,
-    counters: tuple[Array, Array, Array, Array],
-    rule: DropoutRule,
-    dtype: Any,
+    xp: Any, seed: Array, counters: tuple[Array, Array, Array, Array], rule: DropoutRule, dtype: Any
 ) -> Array:
     """Return the factors of probabilities: 0 if dropped, otherwise the scale.
 
@@ -73,8 +69,7 @@ def philox(
 ) -> tuple[Array, Array, Array, Array]:
     """Return the four 32-bit words of Philox 4x32 for each counter and key.
 
-    Products are assembled from 16-bit pieces: not every array library has 64-bit or unsigned
-    numbers.
+    Not every array library has 64-bit or unsigned numbers, hence the 16-bit pieces.
     """
     word = _word(xp, counter[3])
     low = xp.asarray(0xFFFF, dtype=word, device=device(counter[3]))

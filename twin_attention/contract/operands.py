@@ -1,7 +1,6 @@
 """The operands of each operation, as one tuple in the order that every function takes them.
 
-A tuple holds tensors, `Operand`s for the argument checks, or layouts for a launch. Optional
-operands come last, and are None.
+A tuple holds tensors, `Operand`s or layouts. Optional operands come last, and are None.
 """
 
 from __future__ import annotations
@@ -150,10 +149,9 @@ class DecodeOperands(NamedTuple, Generic[X]):
             latent cache, whose values are the first columns of its keys.
         block_tables: [B, max_pages] int32; entries past a sequence's last page hold anything.
         seq_lens: [B] int32, including the new tokens.
-        sinks: [Hq] float32, one logit per head in the denominator.
         k_scale, v_scale: [] or [Hkv] float32, factors of the pool's numbers.
         tree_ends: [B, T] int32, the end of the range of new tokens that see each one.
-        alibi_slopes: [Hq] or [B, Hq] float32, as in `FlashOperands`.
+        sinks, alibi_slopes: as in `FlashOperands`.
     """
 
     q: X
@@ -173,7 +171,7 @@ class PagedOperands(NamedTuple, Generic[X]):
 
     Attributes:
         q: [Tq, Hq, D], the new tokens of all sequences one after the other.
-        cu_seqlens_q: [B + 1] int32, offsets of the new tokens, as in `VarlenOperands`.
+        cu_seqlens_q: [B + 1] int32, as in `VarlenOperands`.
         tree_ends: [Tq] int32, counted from the sequence's first new token.
         q_ranges: [Tq, R, 2] int32, as in `VarlenOperands`.
     """
@@ -199,8 +197,8 @@ class AppendOperands(NamedTuple, Generic[X]):
         k_new, v_new: [B, T, Hkv, D] and [B, T, Hkv, Dv], or without T where the public function
             takes them; with `cu_seqlens_q` packed, [Tq, Hkv, D] and [Tq, Hkv, Dv]. v_new is None
             without v_pages.
-        q: [B, T, Hq, D] or [Tq, Hq, D], rotated as the keys are, or None.
-        rotary_cos, rotary_sin: [positions, R / 2], the rotation of each position, or None.
+        q: [B, T, Hq, D] or [Tq, Hq, D], rotated as the keys are.
+        rotary_cos, rotary_sin: [positions, R / 2], the rotation of each position.
     """
 
     k_new: X

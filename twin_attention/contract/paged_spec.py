@@ -41,9 +41,7 @@ class PagedCache:
     ``block_tables[b, j // page_size]``.
 
     Attributes:
-        num_pages: pages in the pool, shared by all sequences.
-        page_size: keys in a page.
-        max_pages: width of the tables.
+        num_pages: in the pool, shared by all sequences.
         dtype: of the pool, one of `DECODE_DTYPES` or `QUANTIZED_DTYPES`.
         latent: values are the first `head_dim_v` columns of keys (0 for an append, which reads
             none).
@@ -113,7 +111,6 @@ class AppendSpec(Traits):
 
     Attributes:
         tokens: new tokens of each sequence, or if `packed` of all of them.
-        dtype: of the new tokens.
         heads_q: query heads that are rotated as well.
         packed: how many tokens each sequence has is data on the device.
         rotary_dim: leading dimensions of a key and of a query that are rotated; 0 is none.
@@ -175,15 +172,12 @@ class DecodeSpec(Traits):
     keys ``p - window_left .. p``.
 
     Attributes:
-        tokens: new tokens of each sequence.
+        tokens: new ones of each sequence.
         dtype: of queries and output.
-        window_left: keys seen to the left of the position; None is unlimited.
         num_splits: parts that each sequence's keys are divided into; None leaves it to the side.
-        has_tree: the new tokens are a tree; its ends are data on the device.
-        ranges: ranges of keys, data on the device, that each new token has of its own.
-        cascade: pages that several sequences begin with are read once. Which these are is data on
-            the device.
-        alibi: slopes times distances are subtracted from the scores.
+        has_tree: the new tokens are a tree.
+        ranges: how many each new token has.
+        cascade: pages that several sequences begin with are read once.
     """
 
     batch: int
@@ -297,13 +291,7 @@ class PagedSpec(DecodeSpec):
     """
 
     @classmethod
-    def of(
-        cls,
-        operands: PagedOperands,
-        dtype: str,
-        kv_dtype: str,
-        options: DecodeOptions,
-    ) -> Self:
+    def of(cls, operands: PagedOperands, dtype: str, kv_dtype: str, options: DecodeOptions) -> Self:
         """Describe matching operands; `kv_dtype` is the pool's."""
         spec = super().of(operands, dtype, kv_dtype, options)  # of a token per sequence
         batch, tokens = operands.cu_seqlens_q.shape[0] - 1, operands.q.shape[0]

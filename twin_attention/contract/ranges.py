@@ -20,12 +20,12 @@ Array = Any
 def prefix_ranges(lengths: Any, tokens: int, cu_seqlens_q: Any = None) -> Any:
     """Return the ranges with which all queries of a sequence see its first keys (prefix-LM).
 
-    It is traced by `jax.jit` and waits for no device, as `span_ranges` does.
+    It can be traced and waits for no device, as `span_ranges` does.
 
     Args:
-        lengths: [B] integers, the keys of each prefix: an array of either framework, which decides
-            that of the result and its device, or of NumPy, or a list.
-        tokens: queries, Sq; Tq of packed sequences.
+        lengths: [B] integers, the keys of each prefix: a list, or an array of any library, whose
+            kind and device the result has.
+        tokens: Sq, or Tq of packed sequences.
         cu_seqlens_q: [B + 1] offsets of packed sequences, None for a batch.
 
     Returns:
@@ -52,15 +52,13 @@ def span_ranges(
 ) -> Any:
     """Return the ranges with which the queries of a span, such as an image, see all of it.
 
-    Queries outside have empty ranges. Of spans that overlap, a query sees from the first start to
-    the last end.
+    Of spans that overlap, a query sees from the first start to the last end.
 
     Args:
         starts, ends: [B, N] integers, positions of keys in each sequence; a span that is missing
             ends where it starts.
         tokens, cu_seqlens_q: as in `prefix_ranges`.
-        first: the position of each sequence's first query, [B] integers or one: of a chunk of a
-            prompt, the keys before it.
+        first: the position of each sequence's first query, [B] integers or one.
 
     Returns:
         int32 [B, tokens, 1, 2], or packed [tokens, 1, 2].
@@ -93,10 +91,10 @@ def block_diffusion_ranges(block: int, length: int | Sequence[int]) -> np.ndarra
 
     Args:
         block: tokens of a block.
-        length: tokens of a sequence, half of those that attention gets; several are packed.
+        length: tokens of a sequence, half of attention's; several are packed.
 
     Returns:
-        int32 [2 · length, 2, 2], one after the other for several lengths. NumPy.
+        int32 [2 · length, 2, 2], NumPy.
 
     Source: Arriola et al. 2025 (BD3-LM), section 3.
 

@@ -93,7 +93,6 @@ class ScoreRule(NamedTuple):
     """The way from q·k to the softmax's exponent, the same in every kernel.
 
     Attributes:
-        scale: factor of q·k.
         softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
         scale_first: multiply q·k by the scale before anything else, as when something is added to
             the score. Otherwise `exp2_scale` contains the scale, which then costs no instruction.
@@ -171,16 +170,13 @@ class AttentionSpec(Traits):
         dtype: one of `DTYPES`.
         window: visibility rule, `causal` included.
         deterministic: a backward gives the same bits every time; False allows sums in any order.
-        precision: how float32 operands multiply, a `Precision`; "ieee" in 16 bits.
-        segmented: there are segment ids. Which keys they hide is data on the device.
-        tree: keys have ends, which are data on the device.
-        depths: the window's left side counts depths, which are data on the device, in place of
-            positions.
-        ranges: ranges of keys, data on the device, that each query has of its own.
+        precision: "ieee" in 16 bits.
+        segmented: there are segment ids.
+        tree: keys have ends.
+        depths: the window's left side counts depths in place of positions.
+        ranges: how many each query has.
         terms: names, from `TERMS`, of the operands that are added to the scores.
         wide_bias: there is a float32 bias with rows and keys.
-        row_max: the forward returns each row's largest score as well.
-        dropout_rate: the share of probabilities that are dropped, by a seed on the device.
         frozen: names, from `FREEZABLE`, of the operands whose gradient a backward leaves out.
         function: the public function's name, for messages.
     """
@@ -211,12 +207,7 @@ class AttentionSpec(Traits):
     frozen: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls,
-        operands: FlashOperands,
-        dtype: str,
-        options: FlashOptions,
-    ) -> AttentionSpec:
+    def of(cls, operands: FlashOperands, dtype: str, options: FlashOptions) -> AttentionSpec:
         """Describe matching operands."""
         return cls(
             batch=operands.q.shape[0],
@@ -300,21 +291,12 @@ def _fields_of(
         "deterministic": bool(options.deterministic),
         "precision": options.precision if dtype == "float32" else "ieee",
         "tree": operands.kv_ends is not None,
-        "depths": _counts_depths(operands, options),
+        "depths": operands.q_depths is not None and options.window_left is not None,
         "ranges": 0 if operands.q_ranges is None else operands.q_ranges.shape[-2],
-        "terms": _terms_of(operands),
+        "terms": tuple(name for name in TERMS if getattr(operands, name, None) is not None),
         "row_max": options.row_max,
         "dropout_rate": options.dropout_rate,
     }
-
-
-def _counts_depths(operands: FlashOperands | VarlenOperands, options: FlashOptions) -> bool:
-    """Return True if a window counts depths; without a window depths have no effect."""
-    return operands.q_depths is not None and options.window_left is not None
-
-
-def _terms_of(operands: FlashOperands | VarlenOperands) -> tuple[str, ...]:
-    return tuple(name for name in TERMS if getattr(operands, name, None) is not None)
 
 
 def _has_wide_bias(operands: FlashOperands) -> bool:
@@ -335,12 +317,7 @@ class VarlenSpec(AttentionSpec):
     num_sequences: int = field(kw_only=True)
 
     @classmethod
-    def of(
-        cls,
-        operands: VarlenOperands,
-        dtype: str,
-        options: FlashOptions,
-    ) -> VarlenSpec:
+    def of(cls, operands: VarlenOperands, dtype: str, options: FlashOptions) -> VarlenSpec:
         """Describe matching operands."""
         num_sequences = operands.cu_seqlens_q.shape[0] - 1
         shared = _fields_of(operands, dtype, options)
@@ -354,10 +331,7 @@ class VarlenSpec(AttentionSpec):
 
 
 def tile_size(length: int, tiles: int) -> int | None:
-    """Return a block mask's tile size from a length and the number of tiles; None if none fits.
-
-    If several sizes fit, there is one tile, and its size does not matter.
-    """
+    """Return a block mask's tile size from a length and the number of tiles; None if none fits."""
     return next((size for size in TILE_SIZES if tiles == -(-length // size)), None)
 
 
@@ -379,10 +353,7 @@ class BlockSparseSpec(AttentionSpec):
 
     @classmethod
     def of(
-        cls,
-        operands: BlockSparseOperands,
-        dtype: str,
-        options: FlashOptions,
+        cls, operands: BlockSparseOperands, dtype: str, options: FlashOptions
     ) -> BlockSparseSpec:
         """Describe matching operands."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
@@ -413,12 +384,7 @@ class PartialSpec(AttentionSpec):
     last: bool = False
 
     @classmethod
-    def of(
-        cls,
-        operands: PartialOperands,
-        dtype: str,
-        options: FlashOptions,
-    ) -> PartialSpec:
+    def of(cls, operands: PartialOperands, dtype: str, options: FlashOptions) -> PartialSpec:
         """Describe matching operands, without the window of the options."""
         dense = FlashOperands(operands.q, operands.k, operands.v)
         options = options._replace(window_left=None, window_right=None)
@@ -441,10 +407,7 @@ class Dilation(NamedTuple):
 
 
 def dilated_calls(dilations: tuple[Dilation, ...]) -> tuple[tuple[Dilation, ...], ...]:
-    """Group pairs that keep the same number of tokens per segment, for one kernel call each.
-
-    The order of groups does not depend on the order of the pairs.
-    """
+    """Group pairs that keep the same number of tokens per segment, for one kernel call each."""
     dilations = tuple(sorted(dilations))
     lengths = dict.fromkeys(x.kept for x in dilations)
     return tuple(tuple(x for x in dilations if x.kept == kept) for kept in lengths)

@@ -1,4 +1,4 @@
-"""The terms added to scores, and their gradients, plainly over any array-API library.
+"""The terms added to scores, and their gradients.
 
 A query's position is the key position that it stands at, [Sq]; a distance is a key's position minus
 a query's.

@@ -53,8 +53,7 @@ MIN_EXPONENT = {"float16": -14, "bfloat16": -126, "tf32": -126, "float32": -126}
 class Agreement:
     """Distance of a result from what it is compared with, and the budget for it.
 
-    max_error, max_budget: largest absolute error.
-    rmse, rmse_budget: root mean square error.
+    max_error, max_budget: of the largest absolute error.
     finite: False if there is an unexpected NaN or infinity, or an expected one is missing.
     each: the worst error of a row or number over its own budget.
     """
@@ -72,9 +71,7 @@ class Agreement:
         if not self.finite:
             return math.inf
         return max(
-            _over(self.max_error, self.max_budget),
-            _over(self.rmse, self.rmse_budget),
-            self.each,
+            _over(self.max_error, self.max_budget), _over(self.rmse, self.rmse_budget), self.each
         )
 
     @property
@@ -103,8 +100,7 @@ def compare_to_reference(
 
     Args:
         dtype: the inputs' dtype name, or "tf32".
-        kind: "output" or "gradient".
-        lse: the oracle's log-sum-exps, of any shape, if it has some.
+        lse: the oracle's log-sum-exps.
         cancelled: from `cancelled_gradient` for what is computed from ds, or from `cancelled_sum`.
         each: what has a budget of its own as well: rows, or numbers that have nothing in common,
             whose root mean square counts too.
@@ -192,8 +188,7 @@ def lse_tolerance(ref: Array, lp: Array, dtype: str) -> float:
 def lse_unit(ref: Array) -> float:
     """Return the smallest |lse| to which errors are relative; above 1 if some exceeds 42.
 
-    A score is a float32 sum. It may cancel, but keeps the error of its terms, which are as large as
-    those of the largest score.
+    A score may cancel, but keeps the error of its terms, as large as those of the largest score.
     """
     return max(1.0, EXPONENT_ERROR / LSE_TOLERANCE * _max_abs(ref))
 

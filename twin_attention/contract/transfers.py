@@ -1,6 +1,6 @@
 """Decide how ranks exchange keys: which way, in which steps, and which rows go where.
 
-All of it follows from a plan and a window, on the host, and every rank gets the same answer.
+Every rank gets the same answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _RANKS_COUNTED = 4  # or a few more, of all, for the slowest
 class Rows(NamedTuple):
     """Rows of tensors that one rank sends to another.
 
-    rank: the other rank.
     start, end: which rows of the sender's tensors.
     token: the first row's index among the tokens of the rank that holds the keys.
     place: the first row's index among the receiver's received rows.

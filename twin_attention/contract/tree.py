@@ -2,8 +2,7 @@
 
 A tree's tokens are in depth-first order, so a token and its descendants are one range. The range's
 end says who sees the token: a query at p sees key j if ``j <= p < ends[j]``, that is, if j is an
-ancestor of p or p itself (FlashMask's causal form, Wang et al. 2024, arXiv 2410.01359). Several
-roots are several trees, such as packed documents.
+ancestor of p or p itself (FlashMask's causal form, Wang et al. 2024, arXiv 2410.01359).
 """
 
 from __future__ import annotations

@@ -7,11 +7,7 @@ from operator import attrgetter
 from typing import TypeGuard
 
 from twin_attention.contract.paged_spec import DecodeSpec
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    VarlenSpec,
-    Window,
-)
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets.kernels import Spec
 from twin_attention.targets.steps import keys_of_query
 from twin_attention.targets.target import NUM_SMS
@@ -20,39 +16,9 @@ from twin_attention.targets.target import NUM_SMS
 KEYS_OF_ONE_SPLIT = 256
 
 
-def _has_softcap(spec: Spec) -> bool:
-    """Capped scores need more registers."""
-    return isinstance(spec, AttentionSpec | DecodeSpec) and spec.softcap is not None
-
-
-def _multiplies_in_tf32(spec: Spec) -> bool:
-    """Tensor cores make the products of these float32 operands."""
-    return isinstance(spec, AttentionSpec) and spec.precision == "tf32"
-
-
-def _has_window(spec: Spec) -> bool:
-    """Queries see keys up to a bound, such as a causal mask."""
-    return isinstance(spec, AttentionSpec) and spec.window != Window()
-
-
-def _has_segments(spec: Spec) -> bool:
-    """Segment ids need more registers."""
-    return isinstance(spec, AttentionSpec) and spec.segmented
-
-
-def _has_tree(spec: Spec) -> bool:
-    """Keys' ends and ranges need more registers."""
-    return isinstance(spec, AttentionSpec) and (spec.tree or spec.ranges > 0)
-
-
 def _has_terms(spec: Spec) -> bool:
     """Terms and dropout need more registers."""
     return isinstance(spec, AttentionSpec) and (bool(spec.terms) or spec.dropout is not None)
-
-
-def _has_wide_bias(spec: Spec) -> bool:
-    """Tiles of a float32 bias of pairs are large."""
-    return isinstance(spec, AttentionSpec) and spec.wide_bias
 
 
 def _has_keys(count: int) -> Callable[[Spec], bool]:
@@ -112,7 +78,7 @@ def _has_few_keys(spec: Spec) -> bool:
 def _has_many_programs(spec: Spec) -> bool:
     """A decode trades pipeline depth for occupancy.
 
-    With the plain row, the last wave of its programs would leave most SMs of an H200 idle.
+    Otherwise its last wave would leave most SMs of an H200 idle.
     """
     if not _chooses_splits(spec):
         return False
@@ -135,13 +101,13 @@ def _chooses_splits(spec: Spec) -> TypeGuard[DecodeSpec]:
 
 # What the tables' column `when` may say.
 CONDITIONS: dict[str, Callable[[Spec], bool]] = {
-    "softcap": _has_softcap,
-    "tf32": _multiplies_in_tf32,
-    "window": _has_window,
-    "segments": _has_segments,
-    "tree": _has_tree,
+    "softcap": lambda x: isinstance(x, AttentionSpec | DecodeSpec) and x.softcap is not None,
+    "tf32": lambda x: isinstance(x, AttentionSpec) and x.precision == "tf32",
+    "window": lambda x: isinstance(x, AttentionSpec) and x.window != Window(),
+    "segments": lambda x: isinstance(x, AttentionSpec) and x.segmented,
+    "tree": lambda x: isinstance(x, AttentionSpec) and (x.tree or x.ranges > 0),
     "terms": _has_terms,
-    "wide bias": _has_wide_bias,
+    "wide bias": lambda x: isinstance(x, AttentionSpec) and x.wide_bias,
     "block mask": attrgetter("has_lists"),
     "packed": attrgetter("is_packed"),
     "part": attrgetter("is_part"),

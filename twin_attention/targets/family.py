@@ -16,21 +16,11 @@ from typing import Any, NamedTuple
 
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.collector import collector_paused
-from twin_attention.targets.config import (
-    config_of_smaller_cards,
-    current_configs,
-    smaller_configs,
-)
+from twin_attention.targets.config import config_of_smaller_cards, current_configs, smaller_configs
 from twin_attention.targets.kernels import KernelConfig, Spec
 
 
-def _every_problem(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Support whatever the argument checks let through."""
-    return None
-
-
-def _never_slower(operation: str, spec: Spec, target: str | None) -> str | None:
-    """Leave no supported problem to later families."""
+def _no_reason(operation: str, spec: Spec, target: str | None) -> str | None:
     return None
 
 
@@ -44,14 +34,13 @@ class Family:
     """One language for kernels on one framework, or the framework's own operations.
 
     Attributes:
-        name: what a caller requests as `implementation`.
-        package: the side that it belongs to, "torch_attn" or "pallas_attn".
+        name: the `implementation` of a call.
+        package: the side, "torch_attn" or "pallas_attn".
         folder: of its kernels in the side's ``kernels``, and of its tables in ``configs``. None for
             the reference, whose functions are in ``kernels/reference.py``.
         has_interpreter: its kernels run on a CPU if requested by name.
         supports: returns why it has no kernels for an operation, a problem and a target, else None.
-            The operation is the name of a function, such as "flash_fwd"; the target is "sm80",
-            "sm90", or None in the interpreter.
+            The target is None in the interpreter.
         slower: returns why implementation None leaves a supported problem to later families; else
             None.
         faster: returns True for a problem on which a foreign family is faster than the families of
@@ -63,8 +52,8 @@ class Family:
     package: str
     folder: str | None = None
     has_interpreter: bool = False
-    supports: Callable[[str, Spec, str | None], str | None] = _every_problem
-    slower: Callable[[str, Spec, str | None], str | None] = _never_slower
+    supports: Callable[[str, Spec, str | None], str | None] = _no_reason
+    slower: Callable[[str, Spec, str | None], str | None] = _no_reason
     faster: Callable[[str, Spec, str | None], bool] = _never_faster
     abroad: Callable[[str], Callable[..., Any]] | None = None
 
@@ -153,8 +142,7 @@ class Backend(NamedTuple):
     """The family that runs a call, and how.
 
     Attributes:
-        target: what its kernels are compiled for, "sm80" or "sm90"; None if nothing is compiled.
-        interpreted: its kernels run in their framework's interpreter.
+        target: "sm80" or "sm90"; None if nothing is compiled.
     """
 
     family: Family
@@ -211,8 +199,8 @@ def choose(
     """Choose the family that runs a problem.
 
     Args:
-        implementation: the name of the requested family, or None for the best.
-        operation: the function to run, such as "flash_fwd".
+        implementation: None for the best.
+        operation: such as "flash_fwd".
         target: "sm80" or "sm90"; None for a device without kernels.
         interpretable: an interpreter can take the device's tensors.
         foreign: None may take a family of the other side, whose framework is then imported.

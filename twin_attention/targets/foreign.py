@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from twin_attention.contract.cost import backward_flops, forward_flops
-from twin_attention.contract.spec import (
-    AttentionSpec,
-    VarlenSpec,
-    Window,
-)
+from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
 from twin_attention.targets.kernels import Spec
 

@@ -1,7 +1,4 @@
-"""The table of kernels: the problem that each solves and the fields that configure it.
-
-Both sides have these kernels under the same names.
-"""
+"""The table of kernels: the problem that each solves and the fields that configure it."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ class FlashConfig(KernelConfig):
     """A kernel that multiplies tiles of queries and keys.
 
     block_q, block_kv: rows of a tile of q and of a tile of k and v.
-    num_warps: warps per program.
-    num_stages: depth of the load pipeline.
     """
 
     block_q: int
@@ -147,7 +142,7 @@ class Kernel:
     """A kernel as the tables and tools see it.
 
     Attributes:
-        function: the function of its family that launches it, alone or with others.
+        function: the function of its family that launches it.
         products: the matrix products of one tile, each by its third size, besides block_q and
             block_kv: "d" is the head dimension of q and k, "dv" that of v.
         accumulators: the float32 accumulators of a program, each by its number of columns.

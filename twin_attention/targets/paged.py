@@ -32,7 +32,11 @@ def supports(spec: Spec) -> str | None:
         return "its kernels take no trees"
     if isinstance(spec, DecodeSpec) and spec.cascade:
         return "its kernels read each sequence's pages"
-    if isinstance(spec, DecodeSpec) and spec.cache.is_quantized and _odd_units(spec):
+    if (
+        isinstance(spec, DecodeSpec)
+        and spec.cache.is_quantized
+        and (spec.head_dim % 16 or spec.head_dim_v % 16)
+    ):
         return "its copies of 16 bytes take head dimensions that are multiples of 16 in 8 bits"
     if isinstance(spec, DecodeSpec) and spec.cache.num_pages * spec.cache.page_size >= 2**31:
         return "its kernels number the keys of a pool in 32 bits"
@@ -54,8 +58,3 @@ def slower(operation: str, spec: Spec, target: str | None) -> str | None:
     if spec.rows > limit:
         return f"the portable kernels are faster above {limit} query rows of a kv head in {bits}"
     return None
-
-
-def _odd_units(spec: DecodeSpec) -> bool:
-    """Return True if rows of 8-bit elements are no multiple of 16 bytes."""
-    return spec.head_dim % 16 != 0 or spec.head_dim_v % 16 != 0

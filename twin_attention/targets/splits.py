@@ -50,9 +50,8 @@ def cascade_tile(spec: DecodeSpec) -> DecodeSpec | None:
 class CascadeTiles(NamedTuple):
     """The numbers of a cascade's tiles of sequences.
 
-    num_states: splits of shared keys, a running softmax each.
+    num_states: splits of shared keys.
     members: sequences of a full tile.
-    block_kv: keys of a tile of shared keys.
     block_keys: a prefix has a multiple of this many keys.
     block_batch: a power of two, at least the batch.
     """
@@ -85,8 +84,7 @@ def num_row_tiles(spec: PagedSpec, rows: int) -> int:
 def skips_masks(spec: PagedSpec) -> bool:
     """Return True if tiles of keys that all rows of a program see get no mask.
 
-    That takes a second loop, which costs a program with few rows more than the masks: each loop has
-    to fill its pipeline first.
+    That takes a second loop, whose pipeline costs a program with few rows more than the masks.
     """
     return decode_kernel(spec) == "paged_attention"
 
@@ -123,8 +121,7 @@ def programs_at_once(head_dim: int, config: DecodeConfig) -> int:
 def choose_splits(spec: DecodeSpec, config: DecodeConfig, num_sms: int) -> int:
     """Return the number of splits: what the caller asked for, or enough to give every SM work.
 
-    It depends only on shapes. Each split takes its share of a sequence's real length, so a short
-    sequence's spare splits cost little. The block table's capacity may leave fewer.
+    It depends only on shapes. The block table's capacity may leave fewer.
     """
     if spec.num_splits is not None:
         return spec.num_splits

@@ -67,7 +67,7 @@ def splits_group(
     """Return whether programs share a tile of keys, each with one query head of the kv head.
 
     If so, they add up dk and dv. With one program for all query heads and few kv heads, most SMs
-    would wait for the longest tiles. The sums have no rows for packed sequences.
+    would wait for the longest tiles.
 
     most_of_mean: how long the longest tile may take, as a multiple of an SM's mean work.
     """

@@ -1,4 +1,4 @@
-"""Coefficients of tanh, as both sides' explicit kernels compute it.
+"""Coefficients of tanh in explicit kernels.
 
 ``tanh(x) = x · P(x²) / Q(x²)`` with x clamped to ±LIMIT, to a relative error of 5e-7. Unlike
 ``1 - 2 / (1 + exp(2x))`` it cancels nowhere, and a softcap far above the scores multiplies its
@@ -9,13 +9,7 @@ LIMIT = 7.6
 
 # From the constant on.
 P = (0.9999999066238479, 0.12960342931783408, 0.002988615223807257, 1.1844820609020526e-05)
-Q = (
-    1.0,
-    0.4629359808804942,
-    0.02396837503657128,
-    0.00024403801042044087,
-    2.5946641978028856e-07,
-)
+Q = (1.0, 0.4629359808804942, 0.02396837503657128, 0.00024403801042044087, 2.5946641978028856e-07)
 
 # tanh(x) = x · NEAR(x²) for |x| <= NEAR_LIMIT, to a relative error of 5e-6.
 NEAR_LIMIT = 0.375

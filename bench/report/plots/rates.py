@@ -47,8 +47,6 @@ def over_length(
 ) -> Figure:
     """Draw a panel for each series of one operation, all on one scale.
 
-    looks: styles by label.
-    columns: panels per row.
     named: name each line at its end instead of above the figure.
     """
     panel_width = 13 / columns  # inches

@@ -87,7 +87,6 @@ def fuzz(
     """Run random problems for some time and return their results.
 
     Args:
-        groups: subjects by target.
         seconds: for drawing problems; shrinking takes more.
         output: folder for ``fuzz.json``.
     """

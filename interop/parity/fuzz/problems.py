@@ -85,10 +85,9 @@ class Problem:
 
     Attributes:
         case: its name seeds the values.
-        rows: layouts of operands by name; others are contiguous.
+        rows: by operand; others are contiguous.
         spread: standard deviation of q and k.
         hiding: one of `HIDING`, put into some values of a term.
-        constants: operands without gradients.
         odd_strides: give dimensions of size 1 unusual strides.
         hook: how tensors saved by autograd return: one of `HOOKS`, or "" for unchanged.
         jax: also run what JAX compiles for each shape: pallas_attn, and its kernels in torch.

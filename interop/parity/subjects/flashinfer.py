@@ -1,7 +1,6 @@
 """FlashInfer's attention over a paged cache, planned outside of the timed call.
 
-It slowly compiles a module for each wrapper, head dimension and pair of dtypes. The first call
-compiles those of the suite kvcache in parallel.
+Its modules compile slowly, so the first call compiles those of the suite kvcache in parallel.
 """
 
 from __future__ import annotations

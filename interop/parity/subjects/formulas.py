@@ -1,6 +1,6 @@
 """A second oracle: the formulas once more in numpy, a head at a time, in float64.
 
-It shares no code with `contract.reference`, and knows neither dropout, depths nor quantised caches.
+It shares no code with `contract.reference`.
 """
 
 from __future__ import annotations

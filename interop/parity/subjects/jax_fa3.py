@@ -1,6 +1,6 @@
 """FlashAttention-3 in JAX, both passes: XLA's calls into the library of dew-flash-attn-cu13.
 
-Only that library is read, so a folder of the package's name on PYTHONPATH is enough.
+A folder of the package's name on PYTHONPATH is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def fa3_varlen(case: VarlenCase, tensors: dict[str, Any]) -> Callable[..., Any]:
 def register() -> None:
     """Register the library's functions with JAX, whose devices load its dependencies.
 
-    Raise `Absent` if it is missing or cannot be loaded, or this card is not Hopper.
+    Raise `Absent` if it cannot be loaded, or this card is not Hopper.
     """
     import jax
 

@@ -32,14 +32,11 @@ class Library(Subject):
     """A library's attention.
 
     Attributes:
-        label: its name; versions differ by `package`.
         make: from a case and the call's tensors, a function of the operands with a gradient by
-            name, that returns out, or out and the log-sum-exp. It imports what it needs, and raises
-            `Absent`.
+            name, that returns out, or out and the log-sum-exp; may raise `Absent`.
         claims: the features (`records.features_of`) that it has, and what it returns besides out:
             "lse", "gradients". Padding holds NaN if it claims "NaN".
         heads_first: its q, k, v and out are [B, H, S, D].
-        on_cpu: what a CPU runs of it.
     """
 
     label: str
@@ -167,10 +164,7 @@ def load(module: str) -> ModuleType:
 
 
 def mask_of(case: Any, tensors: dict[str, Any]) -> np.ndarray | None:
-    """Return which queries see which keys, [B or 1, 1, Sq, Skv] bool; None for all.
-
-    A user of a library without windows or segments passes it such a mask.
-    """
+    """Return which queries see which keys, [B or 1, 1, Sq, Skv] bool; None for all."""
     if not needs_mask(case) and not case.causal:
         return None
     names = ("q_segment_ids", "kv_segment_ids", "kv_ends")

@@ -16,7 +16,6 @@ class Subject:
     """Anything that computes attention.
 
     Attributes:
-        framework: "torch" or "jax".
         target: what is compiled for; None for nothing.
         has_lse, has_gradients: what it returns besides out.
         is_guarded: runs through torch's dispatcher with guarded memory as well.

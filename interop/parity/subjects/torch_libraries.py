@@ -120,8 +120,8 @@ def transformers(implementation: str, case: FlashCase, tensors: Tensors) -> Atte
 def flex(case: Any, tensors: Tensors, *, makes_mask: bool = False, compiles_mask: bool = True):
     """FlexAttention with a premade block mask, compiled on a GPU.
 
-    makes_mask: in each call, as each new tree needs it.
-    compiles_mask: compile the function that makes it, unlike torch's default.
+    makes_mask: in each call.
+    compiles_mask: unlike torch's default.
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -270,7 +270,7 @@ def flash_attn(module: str, case: Any, tensors: Tensors, *, dropout: float | Non
 
 def fa2_varlen(case: VarlenCase, tensors: Tensors) -> Attend:
     """torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
-    attend, ends = _aten()._flash_attention_forward, (*_ends(case, tensors).values(),)
+    attend, ends = torch.ops.aten._flash_attention_forward, (*_ends(case, tensors).values(),)
     options = (*ends, 0.0, case.causal, False)
     return lambda q, k, v: attend(q, k, v, *options, scale=case.scale)[0]
 
@@ -302,11 +302,6 @@ def sdpa_decode(backend: str, case: DecodeCase, tensors: Tensors) -> Attend:
         return own(rows, k, v).transpose(1, 2).reshape(*q.shape[:-1], spec.head_dim_v)
 
     return attend
-
-
-def _aten() -> Any:
-    """Return torch's own operators."""
-    return torch.ops.aten
 
 
 def _mask(case: FlashCase, tensors: Tensors) -> torch.Tensor | None:

@@ -145,12 +145,7 @@ def to_heads(xp: Any, rows: Array, spec: AttentionSpec) -> Array:
 
 
 def scores(
-    xp: Any,
-    q: Array,
-    k: Array,
-    spec: AttentionSpec,
-    seen: Array | None,
-    added: Array | None = None,
+    xp: Any, q: Array, k: Array, spec: AttentionSpec, seen: Array | None, added: Array | None = None
 ) -> tuple[Array, Array | None]:
     """Compute scores after scale, terms, softcap and mask, and the derivative of the softcap."""
     s = product(xp, q, xp.matrix_transpose(k), spec) * spec.scale

@@ -170,8 +170,7 @@ def _scale_within(scale: float | None, softcap: float | None) -> float | None:
 def _check_number(name: str, value: Any, expected: str) -> float:
     """Check a number that kernels take as float32, where numbers below the normal ones are 0.
 
-    It keeps its own precision: `torch.compile` could not trace the rounding of an unknown number.
-    It would also treat globals as unknown numbers, so the bounds are none.
+    `torch.compile` could not trace its rounding, and would treat global bounds as unknown numbers.
     """
     infinite, tiny = 2.0**128 - 2.0**103, 2.0**-126  # what rounds to infinity; the least normal
     if isinstance(value, bool) or not isinstance(value, Real):

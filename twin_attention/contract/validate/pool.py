@@ -48,10 +48,9 @@ def check_page_ids(
     The message names the first sequence whose length exceeds the tables' capacity or whose page id
     is not in the pool, or a page where two sequences have new tokens.
 
-    offsets: [B + 1] integers, of new tokens that are packed, or None.
+    offsets: [B + 1] integers, of packed new tokens.
     num_new_tokens: without packing, how many tokens at the end of each sequence are written; None
         is 1.
-    pool: its pages and the size of a page.
     """
     num_pages, page_size = pool
     if offsets is None:
