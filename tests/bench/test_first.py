@@ -1,6 +1,6 @@
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +8,6 @@ from bench.first import STEPS, FirstCallJob
 from bench.job import Entry
 from bench.records import Times
 from bench.sampling import Sampler
-from bench.suites import first
 from twin_attention.interop.parity.cases import FlashCase
 
 CASE = FlashCase("tiny", 1, 16, 24, 2, 1, 16, dtype="float32", causal=True)
@@ -59,11 +58,3 @@ def test_the_median_of_the_turns_is_kept(monkeypatch, record):
     plan = {"forward": replace(record(), status="planned", times=None)}
     (found,) = job.measure(plan, Sampler(None), lambda step: None)
     assert found.times == Times(2e3, 1e3, 3e3)
-
-
-def test_every_family_is_a_job():
-    jobs = first.jobs(("sm90", "sm80"))
-    assert len(jobs) == 10
-    assert {x.subject.target for x in jobs} == {"sm90"}
-    assert jobs[0].case == asdict(first.CASES[0])
-    assert jobs[0].only(["mosaic"]) is None

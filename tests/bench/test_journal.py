@@ -36,13 +36,6 @@ def test_of_those_that_ran_together_none_is_to_blame_yet(tmp_path, planned):
     assert after.suspects == {r.key for r in together}
 
 
-def test_without_a_folder_nothing_is_kept(record):
-    kept = Journal()
-    kept.begin([record()])
-    kept.end([record()])
-    assert (kept.measured, kept.crashed) == ({}, [])
-
-
 SUITE = """
     import io, os, signal, sys
     from pathlib import Path

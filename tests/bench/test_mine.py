@@ -137,23 +137,6 @@ def test_after_a_crash_it_goes_on_with_what_was_measured(card, tmp_path, monkeyp
     assert len(second) == len(first) + 3
 
 
-def refused(capsys):
-    with pytest.raises(SystemExit) as exit:
-        command.main(["mine"])
-    assert exit.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1].removeprefix("python -m bench mine: error: ")
-
-
-def test_without_a_card_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(environment, "choose_device", lambda: "cpu")
-    message = "expected a CUDA GPU that torch and JAX both see, found "
-    assert refused(capsys) == f"{message}none"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A30")
-    jax = "NVIDIA A30, which JAX does not see (pip install 'jax[cuda13]')"
-    assert refused(capsys) == message + jax
-
-
 @pytest.mark.parametrize("target", ["sm80", "sm90"])
 @pytest.mark.parametrize("part", mine.PARTS, ids=lambda part: part.suite)
 def test_its_problems_are_those_of_the_suites_beside_the_peers(part, target):

@@ -1,14 +1,11 @@
 """A case of parity gives an error for each implementation, and no times."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from bench.job import Entry
 from bench.parity import ParityJob
-from bench.registry import load
-from bench.report.sections import sections
 from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.flash import flash_cases
 from twin_attention.interop.parity.suites.merge import merge_cases
@@ -59,19 +56,3 @@ def test_implementations_are_chosen_by_name():
     job = ParityJob(MERGE, TRITON, "cpu")
     assert job.only(["torch"]).subjects == [Entry("torch triton")]
     assert job.only(["FA2"]) is None
-
-
-def test_the_report_has_a_row_for_each_implementation(record):
-    job = load("parity").jobs(("sm80",))[0]
-    made = record(suite="parity", operation="parity", status="absent")
-    made = replace(made, case=job.case)
-    right, wrong = (replace(made, implementation=name, status=status, error=error) for
-                    name, status, error in (("torch triton", "ok", 0.5),
-                                            ("jax triton", "refused by parity", 1.5)))  # fmt: skip
-    (section,) = sections([made, right, wrong])
-    ((titles, *rows),) = section.tables.values()
-    assert titles[:3] == ["case", "implementation", "error / budget"]
-    assert [row[:3] for row in rows] == [
-        [job.case["name"], "torch triton sm90", "0.500"],
-        [job.case["name"], "jax triton sm90", "1.50"],
-    ]

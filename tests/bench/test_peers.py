@@ -43,6 +43,7 @@ LENGTHS = (5, 12, 1, 9)
 DOCUMENTS = VarlenCase(
     "packed", tuple((n, n) for n in LENGTHS), (0, 0), heads_q=2, heads_kv=1, head_dim=16
 )
+BLOCKS = SparseCase("blocks", 2, 300, 300, head_dim=16, kept=0.4)
 PAGED = DecodeCase(
     "paged", lengths=(5, 33, 16), tokens=1, heads_q=4, heads_kv=2, head_dim=16, page_size=8,
     max_pages=6,
@@ -160,38 +161,28 @@ def test_a_peer_is_right_where_it_is_not_absent(peer, case):
         assert attention_check(case, operation, tensors)(call.result(call.run())) <= 1
 
 
-@pytest.mark.parametrize("peer", [name for name in PACKED if "cuDNN" not in name])
-def test_a_peer_of_packed_sequences_is_right(peer):
-    tensors = attention_tensors(DOCUMENTS, "cpu")
-    # FlexAttention has no backward on a CPU, and FA3's package none at all.
-    operation = "forward" if peer in ("FlexAttention", "FA3 varlen") else "backward"
-    call = PACKED[peer](DOCUMENTS, operation, tensors)
-    assert attention_check(DOCUMENTS, operation, tensors)(call.result(call.run())) <= 1
+MASKED = [
+    (PACKED, DOCUMENTS),
+    (SPARSE, BLOCKS),
+    (SPARSE, replace(BLOCKS, name="local", pattern="local", causal=True)),
+    (TREE, tree_case("tree", (-1, 0, 0, 2, -1), (200, 33, 50, 7, 9), 16, heads_q=2, heads_kv=2)),
+    (TREE, range_case("spans", "spans", 30, 200, 2, 16)),
+    (TREE, range_case("diffusion", "diffusion", 30, 200, 2, 16)),
+]
 
 
-@pytest.mark.parametrize("peer", SPARSE)
-@pytest.mark.parametrize("options", [{}, {"pattern": "local", "causal": True}], ids=str)
-def test_a_peer_of_block_masks_is_right(peer, options):
-    case = SparseCase("blocks", 2, 300, 300, head_dim=16, kept=0.4, **options)
-    tensors = attention_tensors(case, "cpu")
-    call = SPARSE[peer](case, "forward", tensors)
-    assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1
-
-
-@pytest.mark.parametrize("peer", TREE)
 @pytest.mark.parametrize(
-    "case",
-    [
-        tree_case("tree", (-1, 0, 0, 2, -1), (200, 33, 50, 7, 9), 16, heads_q=2, heads_kv=2),
-        range_case("spans", "spans", 30, 200, 2, 16),
-        range_case("diffusion", "diffusion", 30, 200, 2, 16),
-    ],
-    ids=lambda case: case.name,
+    ("makers", "peer", "case"),
+    [(makers, peer, case) for makers, case in MASKED for peer in makers if "cuDNN" not in peer],
+    ids=lambda x: getattr(x, "name", x if isinstance(x, str) else ""),
 )
-def test_a_peer_of_trees_and_ranges_is_right(peer, case):
+def test_a_peer_of_masks_and_packed_sequences_is_right(makers, peer, case):
     tensors = attention_tensors(case, "cpu")
-    call = TREE[peer](case, "forward", tensors)  # FlexAttention has no backward on a CPU
-    assert attention_check(case, "forward", tensors)(call.result(call.run())) <= 1
+    # FlexAttention has no backward on a CPU, and FA3's package none at all.
+    has_backward = makers is PACKED and peer not in ("FlexAttention", "FA3 varlen")
+    operation = "backward" if has_backward else "forward"
+    call = makers[peer](case, operation, tensors)
+    assert attention_check(case, operation, tensors)(call.result(call.run())) <= 1
 
 
 REFUSED = [
@@ -264,38 +255,6 @@ def test_a_peer_that_needs_too_much_or_has_no_such_function_is_absent(monkeypatc
         flash("tokamax Mosaic")
 
 
-REGISTER = jax_fa3.register.__wrapped__  # without its cache
-
-
-def test_fa3_in_jax_needs_its_library_and_hopper(monkeypatch, tmp_path):
-    def expect(reason):
-        with pytest.raises(Absent, match=reason):
-            REGISTER()
-
-    expect("is not installed")
-    path = tmp_path / jax_fa3.PACKAGE / jax_fa3.LIBRARY
-    path.parent.mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    expect("is not installed")
-    path.touch()
-    expect("for Hopper only")
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
-    expect("cannot be loaded")
-
-    functions, found = dict(zip(jax_fa3.TARGETS, range(4), strict=True)), {}
-
-    def keep(name, function, platform):
-        found[name] = function
-        assert platform == "CUDA"
-
-    library = {str(path): SimpleNamespace(**functions)}
-    monkeypatch.setattr(jax_fa3.ctypes.cdll, "LoadLibrary", library.__getitem__)
-    monkeypatch.setattr(jax.ffi, "pycapsule", lambda function: function)
-    monkeypatch.setattr(jax.ffi, "register_ffi_target", keep)
-    REGISTER()
-    assert found == functions
-
-
 @pytest.mark.parametrize(("make", "peer", "kind", "lengths"), [
     (flash, "jax FA3", "mha", ""),
     (packed, "jax FA3 varlen", "mha_varlen", "max_seqlen = 12 : i64, max_seqlen_k = 12 : i64, "),
@@ -321,20 +280,6 @@ def test_xla_is_to_call_fa3_with_the_librarys_types(monkeypatch, make, peer, kin
     for name in ("fwd", "bwd"):
         (line,) = (x for x in text.splitlines() if f"@dew_flash3_{kind}_{name}(" in x)
         assert attributes in line
-
-
-def test_tokamax_is_imported_without_xprof(monkeypatch, tmp_path):
-    source = (
-        "from jax.nn import dot_product_attention as attend\n"
-        "from xprof.cli.tools import get_kernel_stats_tool\n"
-        "def dot_product_attention(*qkv, implementation, **options):\n"
-        "    return attend(*qkv, **options)\n"
-    )
-    (tmp_path / "tokamax.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "tokamax")
-    assert flash("tokamax Mosaic")
-    assert not any(name.startswith("xprof") for name in sys.modules)
 
 
 @pytest.mark.parametrize("backend", ["flash", "cudnn"])

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from bench import __main__ as command
 from bench.records import Times, append, load, stem
@@ -12,7 +11,6 @@ from bench.report.markdown import summary
 from bench.report.page import to_page
 from bench.report.sections import SPEEDS, peaks_table, sections
 from bench.report.tables import best_peer, ratio, runs
-from bench.runner import _print
 from bench.sampling import Sample, Sampler, log_path
 
 ROOT = Path(__file__).parents[2]
@@ -26,11 +24,6 @@ def records(record):
     peer = {"implementation": "FA2", "target": None, "times": Times(3.0, 2.9, 3.2), "tflops": 66.7}
     failed = {"status": "out of memory", "message": "MemoryError: <b> | too large"}
     return [record(), record(**peer), record(keys=2048, **failed), record(keys=2048, **peer)]
-
-
-@pytest.fixture(scope="module")
-def dense():
-    return load(RESULTS / "h100-sm90-peers.jsonl.gz")
 
 
 def markdown(records) -> str:
@@ -111,35 +104,6 @@ def test_every_row_has_its_share_of_the_limits_of_its_own_suite(record):
     ]
     (unknown,) = sections([record()])
     assert not {"of measured bf16 matmul", "of datasheet"} & set(unknown.every[0])
-
-
-def test_the_terminals_table_stands_beside_the_peak_and_the_best_peer(record):
-    peak = replace(record(operation="peak", target=None, tflops=800.0), case={"name": "matmul"})
-    peers = [
-        record(implementation=name, target=None, times=Times(ms, ms, ms))
-        for name, ms in (("FA2", 3.0), ("cuDNN", 1.0))
-    ]
-    absent = record(implementation="peer", target=None, status="absent", message="not installed")
-    failed = record(implementation="[b]other", status="failed", message="RuntimeError")
-    console = Console(width=160)
-    with console.capture() as capture:
-        _print([peak, record(), *peers, absent, failed], console)
-    lines = capture.get().splitlines()
-    cells = {
-        name: line.removeprefix(f"  {name}").split()
-        for name in ("torch triton sm90", "[b]other sm90", "peer ")
-        for line in lines
-        if line.startswith(f"  {name}")
-    }
-    assert cells["torch triton sm90"] == ["2.0000", "10.0%", "100.0", "12.5%", "0.50"]
-    assert cells["[b]other sm90"] == ["failed"]
-    assert "peer " not in cells
-    assert any("1 absent" in line for line in lines)
-
-
-def figure(pictures, title):
-    (found,) = [picture for picture in pictures if picture.title.startswith(title)]
-    return found.figure
 
 
 @pytest.mark.filterwarnings("error")

@@ -220,23 +220,20 @@ def test_an_implementation_that_fails_is_a_row_and_the_run_goes_on(run, error, s
     assert f"torch triton sm90: {status}: {failed.message}" in printed
 
 
-@pytest.mark.parametrize("stage", ["run", "result", "check"])
-def test_a_call_that_fails_is_a_row(run, stage):
-    error = raises(RuntimeError("later"))
+@pytest.mark.parametrize("stage", ["run", "result", "check", "inputs", "oracle", "timer"])
+def test_what_fails_is_a_row_of_each_implementation_and_the_run_goes_on(run, stage):
+    error = raises(MemoryError("out of memory"))
     call = Call(error if stage == "run" else str, error if stage == "result" else lambda x: (x,))
     check = error if stage == "check" else lambda arrays: 0.5
-    broken = job("a", check=lambda tensors: check, factories={PEER: lambda tensors: call})
-    _, records, _ = run(broken, job("b"))
-    assert [r.status for r in records] == ["failed", "ok", "ok"]
-
-
-@pytest.mark.parametrize("stage", ["inputs", "check", "timer"])
-def test_a_case_that_fails_is_a_row_of_each_implementation(run, stage):
-    error = raises(MemoryError("out of memory"))
-    broken = job("a") if stage == "timer" else job("a", **{stage: error})
-    code, records, _ = run(broken, timer=error)
+    made = {
+        "check": lambda tensors: check,
+        "factories": dict.fromkeys(FACTORIES, lambda tensors: call),
+    }
+    of_job = {"inputs": "inputs", "oracle": "check", "timer": "time"}
+    made |= {of_job[stage]: error} if stage in of_job else {}
+    code, records, _ = run(job("a", **made), job("b"))
     assert code == 0
-    assert [r.status for r in records] == ["out of memory"] * 2
+    assert [r.status for r in records] == ["out of memory"] * 2 + ["ok"] * 2
 
 
 def test_what_cannot_be_timed_does_not_take_the_others_with_it(run):

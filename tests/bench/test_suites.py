@@ -18,7 +18,6 @@ from bench.report.plots import of_suite
 from bench.report.sections import SPEEDS, sections
 from bench.report.tables import names
 from bench.suites import context, eager, kvcache, packed, patterns, prefill, ranges, tree
-from bench.trees import separate, separate_pairs
 from twin_attention.contract.cost import forward_flops
 from twin_attention.interop.parity import torch_calls
 from twin_attention.interop.parity.cases import (
@@ -158,21 +157,6 @@ def test_documents_are_the_same_every_time_and_fill_their_tokens():
         assert dense == pytest.approx(job.flops, rel=1e-3)
 
 
-def test_the_paths_of_a_tree_are_its_sequences():
-    case = TREE_CASE
-    assert [path.tolist() for path in case.paths] == [
-        [*range(20), *range(20, 33)],
-        [*range(20), *range(33, 38), *range(38, 40)],
-        [*range(20), *range(33, 38), 40],
-        [*range(41, 50)],
-    ]
-    assert separate_pairs(case) == 2 * sum(n * (n + 1) // 2 for n in (33, 27, 26, 9))
-    (q, _, _, dout), offsets = separate(case, attention_tensors(case, "cpu"))
-    assert offsets.tolist() == [0, 33, 60, 86, 95]
-    assert q.shape == (95, 2, 16)
-    assert (dout != 0).any(-1).any(-1).sum() == case.seq_q  # of one copy of each token
-
-
 PAIRS = 4 * 16 * 4096 * 4097 // 2
 CHUNK_PAIRS = 8 * 32 * sum(range(4096 - 511, 4097))
 CHUNK_BYTES = (
@@ -222,7 +206,6 @@ PACKED_CASE = VarlenCase(
 SPARSE_CASE = SparseCase(
     "random-small", 2, 300, 300, 2, 2, 16, dtype="float32", tile_q=128, tile_kv=128, kept=0.6
 )
-LOCAL_CASE = replace(SPARSE_CASE, name="local-small", pattern="local", causal=True)
 DILATED_CASE = DilatedCase(
     "dilated-small", 2, 64, 64, 3, 3, 16, dtype="float32", segment_lengths=(16, 64),
     dilation_rates=(1, 4),

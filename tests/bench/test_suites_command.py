@@ -8,7 +8,7 @@ import torch
 from bench import __main__ as command
 from bench import measure as measuring
 from bench.job import Entry, Job
-from bench.records import append, load
+from bench.records import append
 from bench.registry import SUITES
 from bench.suites import command as suites
 from twin_attention.interop.parity import arguments as checks
@@ -96,18 +96,6 @@ def _refused(capsys, arguments, message):
         command.main(arguments)
     assert exit.value.code == 2
     assert f"error: {message}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options", [[], ["--resume"]])
-def test_a_line_that_a_killed_run_left_unfinished_is_dropped(
-    gpu, measured, tmp_path, capsys, record, options
-):
-    path = tmp_path / "records.jsonl"
-    append(path, [record(), record(keys=2048)])
-    path.write_bytes(path.read_bytes()[:-20])
-    assert command.main(["flash", "--json", str(path), *options]) == 0
-    assert f"{path}: its last line was cut short and is dropped" in capsys.readouterr().err
-    assert [r.case["name"] for r in load(path)] == ["keys-1024", "keys-1024"]
 
 
 def test_resuming_from_a_file_with_a_broken_line_is_refused(gpu, tmp_path, capsys, record):

@@ -276,6 +276,3 @@ def test_operands_of_decoding_are_on_one_device(check, operands, name):
     message = f"{name}: expected {next(iter(operands))}'s device cpu, got cuda:1"
     with pytest.raises(ValueError, match=f"^{message}$"):
         check(operands | {name: operands[name]._replace(device="cuda:1")})
-
-
-PAGE = "expected one of the pool's 5 pages, got "

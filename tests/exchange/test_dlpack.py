@@ -93,17 +93,11 @@ class TestRoundTrip:
 
 
 class TestAliasing:
-    def test_torch_writes_show_in_jax(self, torch_device):
+    @pytest.mark.parametrize("of_jax", [False, True])
+    def test_torch_writes_show_in_jax(self, of_jax, torch_device):
         tensor = torch.zeros(4, device=torch_device)
-        array = to_jax(tensor)
-        tensor.fill_(7)
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-        assert (array + 1).tolist() == [8.0] * 4
-
-    def test_torch_writes_show_in_the_array_it_came_from(self, torch_device):
-        array = to_jax(torch.zeros(4, device=torch_device), copy=True)
-        tensor = to_torch(array)
+        array = to_jax(tensor, copy=of_jax)
+        tensor = to_torch(array) if of_jax else tensor
         tensor.fill_(7)
         if tensor.is_cuda:
             torch.cuda.synchronize()
@@ -388,16 +382,3 @@ class TestLifetime:
         poison = [torch.full((512, 512), math.nan) for _ in range(4)]
         assert bool((result == 1).all())
         del poison
-
-
-@pytest.mark.parametrize("package", ["jax", "torch"])
-def test_a_missing_framework_is_named_with_what_installs_it(package):
-    program = (
-        f"import sys; sys.modules[{package!r}] = None\n"
-        "try:\n    import twin_attention.interop.exchange\n"
-        "except ModuleNotFoundError as error:\n    print(error)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    install = f"pip install 'twin-attention[{package}]'"
-    expected = f"twin_attention.interop.exchange needs JAX and PyTorch: {install}\n"
-    assert done.stdout == expected, done.stderr

@@ -12,7 +12,6 @@ from tests.models.pairs import TINY
 
 MODERN = TINY["modern"]
 NARROW = make_config("tiny", num_heads=4, num_heads_kv=4)
-on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
 
 
 @pytest.mark.parametrize(
@@ -25,19 +24,18 @@ def test_unknown_names(side, names):
         side.Transformer(MODERN, "flash")
 
 
-@on_a_cpu
-@pytest.mark.parametrize("name", ["cudnn", "flex"])
-def test_torch_attentions_of_a_gpu_alone(name):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them")
+@pytest.mark.parametrize(
+    ("side", "name", "dtype"),
+    [
+        (torch_model, "cudnn", torch.bfloat16), (torch_model, "flex", torch.bfloat16),
+        (jax_model, "cudnn", jnp.bfloat16),
+    ],
+)  # fmt: skip
+def test_attentions_of_a_gpu_alone(side, name, dtype):
     expected = f"attention: expected a CUDA device for '{name}', got cpu"
     with pytest.raises(NotImplementedError, match=expected):
-        torch_model.Transformer(MODERN, name, dtype=torch.bfloat16)
-
-
-@on_a_cpu
-def test_jax_attention_of_a_gpu_alone():
-    expected = "attention: expected a CUDA device for 'cudnn', got cpu"
-    with pytest.raises(NotImplementedError, match=expected):
-        jax_model.Transformer(MODERN, "cudnn", dtype=jnp.bfloat16)
+        side.Transformer(MODERN, name, dtype=dtype)
 
 
 @pytest.mark.parametrize("side", [torch_model, jax_model], ids=["torch", "jax"])

@@ -1,20 +1,12 @@
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from twin_attention.interop.parity import __main__ as command
-from twin_attention.interop.parity import arguments as checks
 from twin_attention.interop.parity.records import ORACLE
-from twin_attention.interop.parity.sides import Ours
-from twin_attention.interop.parity.suites.flash import flash_cases
 from twin_attention.interop.parity.suites.kinds import KINDS
 
-ROOT = Path(__file__).parents[2]
 OUTPUTS = ("out", "lse", "dq", "dk", "dv")
 
 
@@ -66,14 +58,6 @@ def test_a_wrong_element_fails_and_is_named(fake_twins, tmp_path, capsys, output
     assert f"{us}: {output} against {ORACLE}" in page
 
 
-def test_a_nan_fails(fake_twins, tmp_path):
-    fake_twins(lambda subject, case, results: results["dk"].view(-1)[:1].fill_(float("nan")))
-    assert parity(tmp_path, "--filter", "prime-cross") == 1
-    nan = [c for c in verdicts(tmp_path)["prime-cross"]["comparisons"] if c["output"] == "dk"]
-    assert len(nan) == 3
-    assert all(c["status"] == "failed" and not c["finite"] for c in nan)
-
-
 def test_an_exception_fails_its_case_alone(fake_twins, tmp_path, capsys):
     def spoil(subject, case, results):
         if case.name == "gqa" and subject.side == "torch_attn":
@@ -109,25 +93,6 @@ def test_an_interrupt_reports_what_is_done(fake_twins, tmp_path, capsys):
     assert "1 passed, 0 failed, 3 not run (interrupted)" in capsys.readouterr().out
 
 
-def test_a_log_has_one_line_a_case_and_no_progress_bar(fake_twins, tmp_path, capsys):
-    parity(tmp_path, "--filter", "no-")
-    printed = capsys.readouterr().out
-    lines = [line for line in printed.splitlines() if line.endswith("passed")]
-    names = [line.split()[0] for line in lines]
-    assert names == ["no-keys", "no-batch", "decode-no-sequence", "merge-no-state"]
-    assert "elapsed" not in printed
-
-
-def test_the_header_describes_a_case_that_is_not_empty(fake_twins, tmp_path, monkeypatch):
-    monkeypatch.setattr(Ours, "explain", lambda subject, case, inputs: case.name)
-    empty, full = flash_cases("small", "no-keys")[0], flash_cases("small", "one-token")[0]
-    monkeypatch.setattr(command, "KINDS", (lambda suite: [empty, full],))
-    parity(tmp_path)
-    facts = json.loads((tmp_path / "parity.json").read_text())["facts"]
-    assert facts["torch_attn triton"] == facts["pallas_attn triton"] == "one-token"
-    assert facts["processes"] == "1 (small)"
-
-
 def test_a_report_keeps_the_order_of_the_cases(fake_twins, tmp_path, monkeypatch):
     def backwards(cases, run, jobs, begin):
         yield from map(run, reversed(cases))
@@ -146,17 +111,6 @@ def test_list_names_the_chosen_cases_and_runs_nothing(tmp_path, capsys):
     ]
     assert names == expected
     assert not list(tmp_path.iterdir())
-
-
-def test_list_ends_quietly_when_its_reader_does():
-    reader, writer = os.pipe()
-    os.close(reader)
-    arguments = [sys.executable, "-m", "twin_attention.interop.parity", "--list"]
-    try:
-        run = subprocess.run(arguments, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
-    finally:
-        os.close(writer)
-    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -181,33 +135,6 @@ def test_bad_arguments(fake_twins, tmp_path, capsys, arguments, message):
         parity(tmp_path, *arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("folder", ["file", "file/below", "/proc/below"])
-def test_a_folder_that_cannot_be_made_is_refused_before_any_case_runs(
-    fake_twins, tmp_path, capsys, monkeypatch, folder
-):
-    monkeypatch.setattr(command, "run_cases", lambda *_: pytest.fail("a case ran"))
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(SystemExit) as stop:
-        parity(tmp_path / folder)
-    assert stop.value.code == 2
-    message = f"--output: expected a folder that can be made, got '{tmp_path / folder}'"
-    assert message in capsys.readouterr().err
-
-
-def test_a_missing_package_names_the_extra(tmp_path, capsys, monkeypatch):
-    real = importlib.util.find_spec
-    absent = {"rich", "matplotlib"}
-    monkeypatch.setattr(checks, "find_spec", lambda name: None if name in absent else real(name))
-    with pytest.raises(SystemExit) as stop:
-        parity(tmp_path)
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert (
-        "matplotlib, rich missing: in a checkout of twin-attention, pip install '.[parity]'"
-        in error
-    )
 
 
 def test_subjects_are_libraries_and_ours(tmp_path, capsys):

@@ -1,4 +1,3 @@
-import os
 import subprocess
 
 import pytest
@@ -30,16 +29,3 @@ def test_changed_code_is_said_and_changed_results_are_not(repository):
     assert len(committed) == 12
     (repository / "interop/parity/environment.py").write_text("changed\n")
     assert environment._commit() == f"{committed} with local changes"
-
-
-@pytest.mark.parametrize(
-    ("device", "suite", "cores", "cases", "jobs"),
-    [
-        ("cuda", "full", 16, 226, 14), ("cuda", "full", 8, 226, 8), ("cuda", "quick", 16, 16, 8),
-        ("cuda", "quick", 16, 1, 1), ("cuda", "large", 16, 8, 1), ("cpu", "quick", 2, 16, 2),
-        ("cpu", "quick", 16, 16, 4), ("cpu", "quick", None, 16, 1),
-    ],
-)  # fmt: skip
-def test_the_default_number_of_processes(device, suite, cores, cases, jobs, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    assert environment.choose_jobs(device, suite, cases) == jobs

@@ -7,7 +7,7 @@ import pytest
 
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.tolerances import Agreement
-from twin_attention.interop.parity.cases import AppendCase, DecodeCase, FlashCase, PagedCase
+from twin_attention.interop.parity.cases import DecodeCase, FlashCase
 from twin_attention.interop.parity.records import (
     ORACLE,
     CaseResult,
@@ -16,7 +16,6 @@ from twin_attention.interop.parity.records import (
     RunRecord,
     function_of,
     problem_text,
-    title,
 )
 from twin_attention.interop.parity.report import to_page
 from twin_attention.interop.parity.suites.kinds import KINDS
@@ -72,18 +71,6 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert not re.search(r"@import|<link|<iframe|<img|fetch\(", page)
 
 
-def test_every_colour_of_the_picture_is_one_of_the_page():
-    page = to_page(MIXED)
-    style, picture = (
-        page[page.index(f"<{tag}") : page.index(f"</{tag}>")] for tag in ("style", "svg")
-    )
-    assert "prefers-color-scheme: dark" in style
-    assert not re.search("(fill|stroke): #", picture)
-    named = set(re.findall(r"var\(--([\w-]+)\)", picture))
-    assert named >= {"series-1", "budget", "faint", "muted"}
-    assert all(style.count(f"--{name}: ") == 2 for name in named), "light and dark"
-
-
 def test_the_page_lists_failures_first():
     page = to_page(MIXED)
     table = page[page.index("<h2>Every comparison") :]
@@ -92,11 +79,6 @@ def test_the_page_lists_failures_first():
     cases = page[page.index("<h2>Cases") : page.index("<h2>Every comparison")]
     assert re.findall(r'<tr class="(\w+)"', cases) == ["failed", "failed", "passed"]
     assert page.index("<h2>Failures (2)</h2>") < page.index("<svg")
-
-
-def test_a_page_without_results():
-    nothing = Report({}, 3, [])
-    assert "3 not run (interrupted)" in to_page(nothing)
 
 
 @pytest.mark.parametrize(
@@ -109,37 +91,6 @@ def test_a_page_without_results():
 )
 def test_an_error_anywhere_fails_the_case(change, ok):
     assert replace(result("good", GOOD), **change).ok is ok
-
-
-def test_titles_of_twins():
-    assert title("torch_attn triton sm80", ORACLE) == "torch_attn triton sm80"
-    assert title("torch_attn triton sm80", "pallas_attn triton sm80") == "twins triton sm80"
-    mixed = title("torch_attn triton", "pallas_attn reference")
-    assert mixed == "torch_attn triton ~ pallas_attn reference"
-
-
-def test_a_problem_in_one_line():
-    case = FlashCase("x", head_dim_v=32, causal=True, softcap=3.0, gradients=False)
-    expected = "B2 Sq128 Skv128 Hq2 Hkv2 D64 Dv32 bfloat16 causal softcap=3.0 forward only"
-    assert problem_text(asdict(case)) == expected
-
-
-def test_problems_of_caches_in_one_line():
-    case = DecodeCase("x", lengths=(3, 70), tokens=2, kv_dtype="int8", sinks=True, num_splits=4)
-    expected = "B2 T2 Skv70 pages 8x16 Hq4 Hkv2 D64 bfloat16 sinks kv_dtype=int8 num_splits=4"
-    assert problem_text(asdict(case)) == expected
-    heads = DecodeCase("x", lengths=(), head_dim_v=72, kv_dtype="int8", scale_shape=(2,))
-    expected = "B0 T1 Skv0 pages 8x16 Hq4 Hkv2 D64 Dv72 bfloat16 kv_dtype=int8 scales of heads"
-    assert problem_text(asdict(heads)) == expected
-    case = PagedCase("any", (100, 30), new_tokens=(20, 1), padding=3)
-    expected = "B2 Tq24 Skv100 pages 8x16 Hq4 Hkv2 D64 bfloat16"
-    assert problem_text(asdict(case)) == expected
-    packed = AppendCase("x", (9, 40), new_tokens=(4, 1), padding=2, rotary_dim=64, heads_q=4)
-    expected = "B2 Tq7 Skv40 pages 8x16 Hq4 Hkv2 D64 bfloat16 rotary=64"
-    assert problem_text(asdict(packed)) == expected
-    equal = replace(packed, tokens=3, new_tokens=None, padding=0, rotary_interleaved=True)
-    expected = "B2 T3 Skv40 pages 8x16 Hq4 Hkv2 D64 bfloat16 rotary=64 interleaved"
-    assert problem_text(asdict(equal)) == expected
 
 
 def test_the_matrix_has_every_family_in_every_framework():

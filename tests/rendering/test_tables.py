@@ -1,6 +1,4 @@
-from rich.console import Console
-
-from twin_attention.interop.rendering.tables import Cell, numeric, to_html, to_markdown, to_terminal
+from twin_attention.interop.rendering.tables import Cell, numeric, to_html, to_markdown
 
 GRID = [["case", "ms", "best", "heads"], ["4x8", "out of memory", "", "8/2"],
         ["1x2 | a", "1.10 (0.3%)", "0.79 (cuDNN)", "<8>"]]  # fmt: skip
@@ -27,10 +25,3 @@ def test_html():
     assert '<tr class="lost"><td>a&lt;b<td class="number failed">1.5<td class="number">' in page
     assert "<details><summary>2</summary><ol><li>&lt;k&gt;</ol></details>" in page
     assert "<input" not in to_html(["name"], [["a"]])
-
-
-def test_a_terminal_shows_text_as_it_is():
-    console = Console(width=80)
-    with console.capture() as capture:
-        console.print(to_terminal([["a", "ms"], ["[b]x", "1"], ["y", "20"]], ["red", ""]))
-    assert ["[b]x", "1"] in [line.split() for line in capture.get().splitlines()]

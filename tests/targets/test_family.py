@@ -1,4 +1,3 @@
-import gc
 import sys
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from twin_attention.interop.kernels import in_jax
 from twin_attention.interop.parity.cases import FlashCase, PagedCase
 from twin_attention.targets import family, foreign, sm90, versions
 from twin_attention.targets.describe import describe, describe_call
-from twin_attention.targets.family import FAMILIES, FOREIGN, Backend, Family, choose
+from twin_attention.targets.family import FAMILIES, Backend, Family, choose
 from twin_attention.targets.kernels import FAMILY_KERNELS
 from twin_attention.targets.splits import ROWS_OF_CHUNKS, block_rows, decode_kernel
 
@@ -330,22 +329,6 @@ def test_a_triton_without_gluon_is_a_reason(monkeypatch):
     assert passed_over().startswith(expected)
 
 
-def test_no_cycles_are_collected_while_kernels_are_imported(monkeypatch):
-    found = []
-    monkeypatch.setattr(family, "import_module", lambda name: found.append(gc.isenabled()))
-    assert family.import_error.__wrapped__("kernels") is None
-    assert [*found, gc.isenabled()] == [False, True]
-
-
-def test_triton_s_files_are_hashed_before_pytorch_is_imported(monkeypatch):
-    order = []
-    monkeypatch.setattr(private, "hash_triton", lambda: order.append("hashed"))
-    monkeypatch.setattr(family, "import_error", lambda module: order.append(module))
-    gluon = FOREIGN["pallas_attn"][1]
-    gluon.supports("flash_fwd", SPEC, "sm90")
-    assert order[1:4] == ["hashed", "torch_attn.families", "torch_attn.kernels.sm90.flash_fwd"]
-
-
 def test_a_jax_without_mosaic_gpu_is_a_reason(monkeypatch):
     """Too old by its version, without an import, or without a name."""
     mosaic, sm90, _, triton, *_ = FAMILIES["pallas_attn"]
@@ -413,19 +396,6 @@ def test_decodes_of_a_cache_run_in_mosaic_where_that_is_faster(
     assert asked_for.family.folder == "paged"
 
 
-def test_only_the_kernels_of_the_backward_that_is_asked_for():
-    names = ["flash_fwd", "flash_bwd_preprocess"]
-    any_order = [*names, "flash_bwd_fused", "flash_bwd_postprocess"]
-    in_order = [*names, "flash_bwd_dq", "flash_bwd_dkdv"]
-    ordered = replace(SPEC, deterministic=True)
-    assert [*choice("gluon", "sm80")[0].configs(SPEC)] == any_order
-    assert [*choice("gluon", "sm80")[0].configs(ordered)] == in_order
-    for spec in (SPEC, ordered):  # which the portable kernels are either way
-        assert [*choice("triton", "sm80")[0].configs(spec)] == in_order
-    said = described("torch_attn", "sm80", SPEC)
-    assert (said.implementation, [*said.configs]) == ("gluon", any_order)
-
-
 def test_without_a_gpu_kernels_run_in_the_interpreter_when_asked_for():
     reason = "its kernels compile for CUDA devices only"
     assert choice(None, None) == (
@@ -443,17 +413,11 @@ def test_the_first_family_that_supports_the_problem_runs_it(fast):
     assert choice(None, "sm80", large) == (Backend(TRITON, "sm80"), ("fast: it is for sm90",))
 
 
-@pytest.mark.parametrize(
-    ("target", "reason"),
-    [
-        ("sm90", "head dimension 64"),
-        ("sm80", "it is for sm90"),
-        (None, "its kernels compile for CUDA"),
-    ],
-)
-def test_a_name_is_a_request(fast, target, reason):
-    with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'fast': {reason}"):
-        choice("fast", target)
+def test_a_name_is_a_request(fast):
+    reasons = {"sm90": "head dimension 64", "sm80": "it is for sm90"}
+    for target, reason in (reasons | {None: "its kernels compile for CUDA"}).items():
+        with pytest.raises(NotImplementedError, match=f"^implementation: .*, got 'fast': {reason}"):
+            choice("fast", target)
 
 
 def test_an_explanation_names_what_was_passed_over(fast):

@@ -1,7 +1,6 @@
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from tuning.__main__ import main
 from tuning.static import command
@@ -29,25 +28,6 @@ def verdict(kernel: str, feature: str, failures: tuple[str, ...] = (), **problem
                  feature=feature)  # fmt: skip
     config = CONFIGS.get(kernel, FLASH)
     return Verdict(of, kernel, config, LARGE, bound(kernel, of.spec, config, of.target), failures)
-
-
-def rendered(table) -> list[str]:
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().splitlines()
-
-
-def test_a_feature_that_changes_nothing_has_no_row_of_the_bound():
-    rows = [
-        verdict("paged_decode", feature, head_dim=64)
-        for feature in ("decode", "decode-crowded", "decode-16-tokens")
-    ]
-    assert command.resource_table(rows, "").row_count == 3
-    assert command.bound_table(rows, "").row_count == 2
-    text = "\n".join(rendered(command.bound_table(rows, "")))
-    assert "decode-16-tokens" in text
-    assert "decode-crowded" not in text
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`python -m tuning search`, with a stub in place of compilers, GPU and timer."""
 
-import argparse
 from dataclasses import replace
 from itertools import cycle
 from math import inf
@@ -361,27 +360,6 @@ def test_a_trial_runs_the_configuration_and_checks_it(package, kernel, torch_dev
     assert trials.error([results[0] * 1.1, *results[1:]]) > 1
 
 
-def options(**changes):
-    return argparse.Namespace(
-        **{"kernel": None, "head_dim": None, "dtype_bits": None, "when": None} | changes
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "selected"),
-    [
-        ({}, [("flash_fwd", 0), ("flash_fwd", 1), ("flash_fwd", 2), ("combine", 0)]),
-        ({"kernel": ["combine"]}, [("combine", 0)]),
-        ({"head_dim": 64}, [("flash_fwd", 0)]),
-        ({"dtype_bits": 32}, []),
-        ({"when": "softcap"}, [("flash_fwd", 1)]),
-    ],
-)
-def test_options_select_rows(table, changes, selected):
-    found = command.select(table, options(**changes))
-    assert [(row.kernel, row.index) for row in found] == selected
-
-
 def test_a_dry_run_prints_the_space_and_writes_nothing(monkeypatch, tmp_path, capsys):
     shipped = tmp_path / "sm80.toml"
     shipped.write_text(TEXT)
@@ -429,14 +407,3 @@ def test_what_it_cannot_do_it_refuses(monkeypatch, capsys, arguments, message):
         main.main(["search", "--side", "torch_attn", "--target", "sm80", *arguments])
     assert exit.value.code == 2
     assert capsys.readouterr().err.endswith(f"python -m tuning search: error: {message}\n")
-
-
-def test_interrupted_it_returns_130(monkeypatch, tmp_path, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", StubPool)
-    monkeypatch.setattr(survey, "survey", interrupt)
-    arguments = ["--side", "torch_attn", "--target", "sm80", "--dry-run"]
-    assert main.main(["search", *arguments]) == 130
-    assert "Interrupted" in capsys.readouterr().out
