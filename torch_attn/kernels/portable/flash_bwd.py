@@ -207,18 +207,9 @@ def flash_bwd_dkdv_kernel(
                         masked,
                     )  # fmt: skip
                     s, dcap = pair_scores(
-                        k,
-                        q,
-                        mask,
-                        terms,
-                        rule,
-                        rows,
-                        queries,
-                        window_left,
-                        window_right,
-                        masked,
+                        k, q, mask, terms, rule, rows, queries, window_left, window_right, masked,
                         True,
-                    )
+                    )  # fmt: skip
                     # pᵀ = exp(sᵀ - lse)
                     lse2, rest2 = load_lse(lse2_ptr, terms, row, queries.rows)
                     p = probabilities(s, lse2, rest2, terms, rule.exp2_scale, True)
