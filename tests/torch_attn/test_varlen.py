@@ -185,7 +185,7 @@ def test_opcheck(implementation):
     sinks = draw(HEADS).requires_grad_()
     qkv = [x.requires_grad_() for x in (q, k, v)]
     options = (None, None, 0, None, True, "ieee", False, 0.0, implementation)
-    no_tree_nor_terms = (None,) * 6
+    no_tree_nor_terms = (None,) * 7
     for sink in (None, sinks):
         arguments = (*qkv, cu, cu, sink, *no_tree_nor_terms, *options)
         torch.library.opcheck(torch.ops.twin_attention.flash_varlen_fwd.default, arguments)

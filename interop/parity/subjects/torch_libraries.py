@@ -270,7 +270,7 @@ def flash_attn(module: str, case: Any, tensors: Tensors, *, dropout: float | Non
 
 def fa2_varlen(case: VarlenCase, tensors: Tensors) -> Attend:
     """torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
-    attend, ends = torch.ops.aten._flash_attention_forward, (*_ends(case, tensors).values(),)
+    attend, ends = _aten()._flash_attention_forward, (*_ends(case, tensors).values(),)
     options = (*ends, 0.0, case.causal, False)
     return lambda q, k, v: attend(q, k, v, *options, scale=case.scale)[0]
 
@@ -302,6 +302,10 @@ def sdpa_decode(backend: str, case: DecodeCase, tensors: Tensors) -> Attend:
         return own(rows, k, v).transpose(1, 2).reshape(*q.shape[:-1], spec.head_dim_v)
 
     return attend
+
+
+def _aten() -> Any:
+    return torch.ops.aten
 
 
 def _mask(case: FlashCase, tensors: Tensors) -> torch.Tensor | None:
