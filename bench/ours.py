@@ -15,8 +15,8 @@ from typing import Any
 
 from bench.calls import PREPARE, as_torch, jax_call, torch_call
 from bench.job import Call, Entry
-from bench.problems import DecodeTensors, constants_of, offsets_of, varied_terms
-from bench.ranges import RangeCase, visible
+from bench.problems import DecodeTensors, constants_of, named_inputs, offsets_of, varied_terms
+from bench.ranges import RangeCase
 from bench.trees import TreeCase, joined, separate
 from twin_attention.contract.paged_spec import PagedSpec
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
@@ -235,11 +235,12 @@ def _masked(target: str, case: RangeCase, operation: str, tensors: Any) -> Call:
     import torch
 
     from torch_attn import flash_attention
+    from twin_attention.interop.parity.subjects.library import mask_of
 
-    key = torch.arange(case.seq_kv, device=tensors[0].device)
-    seen = visible(case, key.device)(None, None, key[:, None], key)
-    bias = torch.zeros((), dtype=tensors[0].dtype, device=key.device).where(seen, -torch.inf)
-    attend = partial(flash_attention, bias=bias[None, None], implementation="triton")
+    q, mask = tensors[0], mask_of(case, named_inputs(case, tensors[:-1]))
+    seen = torch.from_numpy(mask).to(q.device)
+    bias = torch.zeros((), dtype=q.dtype, device=q.device).where(seen, -torch.inf)
+    attend = partial(flash_attention, bias=bias, implementation="triton")
     with use_target(target):
         call = torch_call(attend, operation, tensors)
     return for_target(call, target)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from twin_attention.contract.ranges import block_diffusion_ranges, prefix_ranges, span_ranges
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.interop.parity.cases import FlashCase
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -39,19 +35,3 @@ class RangeCase(FlashCase):
             starts = np.arange(0, self.seq_q, 2 * self.size)[None]
             return span_ranges(starts, starts + self.size, self.seq_q)
         return block_diffusion_ranges(self.size, self.seq_q // 2)[None]
-
-
-def visible(case: RangeCase, device: Any) -> Any:
-    """Return the mask as FlexAttention's function of (batch, head, query, key)."""
-    import torch
-
-    bounds = torch.from_numpy(case.bounds[0]).to(device)
-    left = case.seq_q if case.window_size is None else case.window_size[0] or 0
-
-    def seen(batch: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
-        found = (key <= query) & (query - key <= left)
-        for i in range(bounds.shape[1]):
-            found = found | ((bounds[query, i, 0] <= key) & (key < bounds[query, i, 1]))
-        return found
-
-    return seen

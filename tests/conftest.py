@@ -70,6 +70,15 @@ def side(request: pytest.FixtureRequest, torch_device: str) -> Side:
     return SIDES[request.param](torch_device)
 
 
+@pytest.fixture
+def one_thread() -> Generator[None]:
+    """Keep torch from splitting tiny operations, which takes longer than they do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", params=SIDES)
 def bitwise_side(request: pytest.FixtureRequest, torch_device: str) -> Side:
     """Each side, compiled so that a kernel gives the same bits in every program."""

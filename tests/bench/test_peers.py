@@ -125,7 +125,7 @@ def stand_ins(monkeypatch):
     )
     fa3_module = SimpleNamespace(flash_attn_func=fa3, flash_attn_varlen_func=varlen)
     operators = SimpleNamespace(_flash_attention_forward=aten)
-    monkeypatch.setattr(torch_libraries, "_aten", lambda: operators)
+    monkeypatch.setattr(torch_libraries, "aten", lambda: operators)
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", fa3_module)
     monkeypatch.setattr(jax_fa3, "register", lambda: None)
     monkeypatch.setattr(jax.ffi, "ffi_call", fa3_call)

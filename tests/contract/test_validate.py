@@ -1,4 +1,4 @@
-"""What `validate` describes and refuses, where both sides cannot show it on a CPU."""
+"""Check what `validate` describes and refuses, where both sides cannot show it on a CPU."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 pytest.importorskip("flax")
 pytest.importorskip("optax")
@@ -9,14 +8,7 @@ from examples.continuous_batching import Request, serve
 from examples.support import jax_text, torch_text
 from models.config import make_config
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Keep torch from splitting tiny operations, which takes longer than they do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def counting(fed):

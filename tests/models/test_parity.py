@@ -15,6 +15,8 @@ from tests.models.pairs import TINY, batch_of, in_float64, make_pair
 from twin_attention.contract.tolerances import compare_to_reference, compare_twins
 from twin_attention.interop.exchange import to_jax, to_torch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS = 50
 LEARNING_RATE = 3e-3
 ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -25,15 +27,6 @@ def ieee_products():
     """Keep JAX on a GPU from rounding float32 products to TF32."""
     with jax.default_matmul_precision("highest"):
         yield
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tiny operations take less time than their splitting."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_alike(of_torch, of_jax, plain, ref, kind):

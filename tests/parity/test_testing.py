@@ -3,21 +3,13 @@
 import time
 
 import pytest
-import torch
 
 from tests.parity.planted import DENSE, FAULTS, PACKED, dense, packed, planted
 from twin_attention.testing import check_attention
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"suite": None, "longest": 12, "shrink_seconds": 0.0}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors are too small for more, which wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("function", "claims"), [(dense, DENSE), (packed, PACKED)])

@@ -63,7 +63,7 @@ def test_empty_ranges_change_nothing(bitwise_side, torch_device):
         want = attention(bitwise_side, inputs, **options)
         empty = position[None, :, None, None].repeat(1, 1, 1, 2)
         got = attention(bitwise_side, inputs | {"q_ranges": empty}, **options)
-    if torch_device == "cuda":
+    if (bitwise_side.api.__name__, torch_device) == ("pallas_attn", "cuda"):
         assert_within_budget(got, inputs, case.spec)
     else:
         assert all(torch.equal(got[name], x) for name, x in want.items())

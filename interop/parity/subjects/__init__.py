@@ -1,1 +1,1 @@
-"""What parity runs: our families of kernels, and other libraries' attention."""
+"""Run our families of kernels, and other libraries' attention, alike."""

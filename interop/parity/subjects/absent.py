@@ -1,4 +1,4 @@
-"""What a library lacks, by one exception."""
+"""Raise one exception for whatever a library lacks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from twin_attention.interop.parity.inputs import Tensors
 Arrays = dict[str, np.ndarray]
 
 
-class Sequence(NamedTuple):
+class OneSequence(NamedTuple):
     """One sequence: where its queries, keys and rows of the log-sum-exp are in each array."""
 
     queries: Any
@@ -69,7 +69,7 @@ def confirm(case: Case, inputs: Tensors, ref: Tensors) -> None:
 
 
 def visible(
-    case: Any, inputs: Arrays, one: Sequence, seq_q: int, seq_kv: int, head: int = 0
+    case: Any, inputs: Arrays, one: OneSequence, seq_q: int, seq_kv: int, head: int = 0
 ) -> np.ndarray:
     """Return the mask [Sq, Skv] of a head of a sequence."""
     window = getattr(case, "window_size", None) or (None, None)
@@ -83,11 +83,14 @@ def visible(
         seen &= key >= position - left
     if right is not None:
         seen &= key <= position + right
+    if "kv_ends" in inputs:
+        seen &= position < inputs["kv_ends"][one.keys]
+    if "q_ranges" in inputs:
+        for begins, ends in np.moveaxis(inputs["q_ranges"][one.queries], (1, 2), (0, 1)):
+            seen |= (begins[:, None] <= key) & (key < ends[:, None])
     if "q_segment_ids" in inputs:
         ids, others = (inputs[f"{x}_segment_ids"][one.batch] for x in ("q", "kv"))
         seen &= (ids[:, None] == others) & (ids[:, None] >= 0)
-    if "kv_ends" in inputs:
-        seen &= position < inputs["kv_ends"][one.keys]
     if "block_mask" in inputs:
         tiles = inputs["block_mask"]
         tiles = tiles[min(one.batch, len(tiles) - 1), min(head, tiles.shape[1] - 1)]
@@ -98,24 +101,24 @@ def visible(
 def is_known(case: Case) -> bool:
     if type(case) not in (FlashCase, BlockSparseCase, VarlenCase, DecodeCase, PagedCase):
         return False
-    asked = ["dropout_rate", "row_max", "depths", "kv_dtype", "cascade", "ranges", "latent"]
+    asked = ["dropout_rate", "row_max", "depths", "kv_dtype", "cascade", "latent"]
     if isinstance(case, DecodeCase):
         asked += ["tree", "alibi"]
     return not any(getattr(case, x, None) for x in asked)
 
 
-def _sequences(case: Case, inputs: Arrays) -> Iterator[Sequence]:
+def _sequences(case: Case, inputs: Arrays) -> Iterator[OneSequence]:
     if isinstance(case, FlashCase):
         for b in range(case.batch):
-            yield Sequence((b,), (b,), (b,), b)
+            yield OneSequence((b,), (b,), (b,), b)
         return
     ends = [inputs[f"cu_seqlens_{x}"] for x in ("q", "kv")]
     for b in range(len(ends[0]) - 1):
         queries, keys = (slice(*x[b : b + 2]) for x in ends)
-        yield Sequence((queries,), (keys,), (slice(None), queries), b)
+        yield OneSequence((queries,), (keys,), (slice(None), queries), b)
 
 
-def _add_head(case: Any, inputs: Arrays, found: Arrays, one: Sequence, head: int) -> None:
+def _add_head(case: Any, inputs: Arrays, found: Arrays, one: OneSequence, head: int) -> None:
     """Add what a query head of a sequence has to all results."""
     kv_head = head // (inputs["q"].shape[-2] // inputs["k"].shape[-2])
     q, out = (x[one.queries][:, head] for x in (inputs["q"].astype(np.float64), found["out"]))
@@ -180,7 +183,7 @@ def _unpaged(case: DecodeCase, inputs: Arrays) -> Arrays:
     """Return a paged problem as a packed one; a decode's tokens are packed as well."""
     lengths, size = inputs["seq_lens"].tolist(), case.page_size
     pages = [inputs["block_tables"][b, : -(-n // size)] for b, n in enumerate(lengths)]
-    found = {x: inputs[x] for x in ("sinks",) if x in inputs}
+    found = {x: inputs[x] for x in ("sinks", "q_ranges") if x in inputs}
     for x in ("k", "v"):
         pool = inputs[f"{x}_pages"]
         rows = [

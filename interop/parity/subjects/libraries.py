@@ -67,7 +67,7 @@ _add(
 )
 _add(
     "torch",
-    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, *TERMS}),
+    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, *TERMS, "ranges"}),
     ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, "window", *FLAT}),
     ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, "window", *FLAT}),
     on_cpu="forward",

@@ -16,8 +16,7 @@ from twin_attention.interop.parity.cases import Case, FlashCase, VarlenCase
 from twin_attention.interop.parity.inputs import GRADIENTS, Tensors
 from twin_attention.interop.parity.records import features_of, function_of
 from twin_attention.interop.parity.subjects.absent import Absent, refusals
-from twin_attention.interop.parity.subjects.formulas import Sequence as OneSequence
-from twin_attention.interop.parity.subjects.formulas import visible
+from twin_attention.interop.parity.subjects.formulas import OneSequence, visible
 from twin_attention.interop.parity.subjects.subject import Run, Subject
 from twin_attention.interop.parity.torch_calls import Attend, call_torch
 
@@ -167,7 +166,7 @@ def mask_of(case: Any, tensors: dict[str, Any]) -> np.ndarray | None:
     """Return which queries see which keys, [B or 1, 1, Sq, Skv] bool; None for all."""
     if not needs_mask(case) and not case.causal:
         return None
-    names = ("q_segment_ids", "kv_segment_ids", "kv_ends")
+    names = ("q_segment_ids", "kv_segment_ids", "kv_ends", "q_ranges")
     ids = {x: tensors[x] for x in names if x in tensors}
     own = {x: np.asarray(y.cpu() if isinstance(y, torch.Tensor) else y) for x, y in ids.items()}
     batch = range(case.batch if own else 1)

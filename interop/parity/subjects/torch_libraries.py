@@ -270,7 +270,7 @@ def flash_attn(module: str, case: Any, tensors: Tensors, *, dropout: float | Non
 
 def fa2_varlen(case: VarlenCase, tensors: Tensors) -> Attend:
     """torch's FlashAttention-2, as `torch.nn.attention.varlen` calls it."""
-    attend, ends = _aten()._flash_attention_forward, (*_ends(case, tensors).values(),)
+    attend, ends = aten()._flash_attention_forward, (*_ends(case, tensors).values(),)
     options = (*ends, 0.0, case.causal, False)
     return lambda q, k, v: attend(q, k, v, *options, scale=case.scale)[0]
 
@@ -304,7 +304,8 @@ def sdpa_decode(backend: str, case: DecodeCase, tensors: Tensors) -> Attend:
     return attend
 
 
-def _aten() -> Any:
+def aten() -> Any:
+    """Return torch's own operators, which a test cannot replace."""
     return torch.ops.aten
 
 

@@ -12,7 +12,7 @@ from pallas_attn.kernels.library.tree import Branches, tiles_in_branches
 
 
 class Runs(NamedTuple):
-    """What tells which tiles are visited, and which without a mask.
+    """Tell which tiles are visited, and which without a mask.
 
     Attributes:
         visible: the tiles to choose from; the full ones need no mask for loads.

@@ -22,7 +22,7 @@ class TreeEnds(NamedTuple):
 
 
 class TokenMask(NamedTuple):
-    """What hides keys from packed new tokens, or shows them, besides a window; None if absent.
+    """Say which keys packed new tokens see besides those of a window; None for what is absent.
 
     `ends` and `stride` are of `TreeEnds`; `bounds` and `number` of `QueryRanges`.
     """

@@ -48,7 +48,7 @@ class Bias(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What is added to scores, and dropout's operands; None for what a problem lacks.
+    """Hold what is added to scores, and dropout's operands; None for what a problem lacks.
 
     Kernels compare single attributes: Triton 3.6 cannot compare a tuple that holds None.
 

@@ -73,8 +73,9 @@ def _own_passes(
         return OwnPasses()
     most = HEAD_BYTES if is_unknown and together == 1 else SECTION_BYTES
     sums = 4 * together * members * num_padded_rows(spec) * columns <= most
-    is_simple = not (spec.segmented or spec.terms or is_wide)
-    beside_rows = is_simple and keys_of_query(spec) >= KEYS_BESIDE_ROWS
+    # One warp prepares these too slowly.
+    has_slow_rows = spec.segmented or spec.terms or is_wide
+    beside_rows = not has_slow_rows and keys_of_query(spec) >= KEYS_BESIDE_ROWS
     pieces = members * (num_padded_rows(spec) // PIECE.value)
     unfinished = unfinished_sections(is_unknown)
     with_sums = heads_with_sums(together, heads, len(steps), pieces, programs, unfinished)
