@@ -40,14 +40,6 @@ settings.register_profile("gpu", deadline=None, derandomize=True, max_examples=6
 settings.load_profile("gpu" if ON_GPU else "cpu")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "one_reference: run the reference of torch_attn only. Both sides' are the same code, and "
-        "test_named_cases runs both.",
-    )
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--suite",
@@ -120,8 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if asked in EXPLICIT:
             decodes = "paged" in (x.folder for x in FAMILIES[package] if x.name == asked)
             has_it = has_it and (decodes or "/test_decode" not in item.nodeid)
-        if asked == "reference" and item.get_closest_marker("one_reference"):
-            has_it = package == "torch_attn"
+        if asked == "reference" and "/semantics/" in item.nodeid:
+            # Both sides' is the same code, and named cases run both.
+            has_it = package == "torch_attn" or "/test_named_cases" in item.nodeid
         has_it = has_it and without_lowering.keeps(item.nodeid)
         (kept if has_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)

@@ -9,8 +9,6 @@ from tests.semantics import test_bias, test_dropout, test_row_max, test_sinks, t
 from tests.sides import attention
 from twin_attention.interop.parity.inputs import make_inputs
 
-pytestmark = pytest.mark.one_reference
-
 WINDOW = {"dtype": "bfloat16", "causal": False, "window_size": (9, 4), "softcap": 3.0}
 NEGATIVE = {"dtype": "float16", "scale": -0.3}
 # A tile one off the diagonal has distances on both sides of R.
