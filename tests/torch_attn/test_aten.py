@@ -177,7 +177,7 @@ def test_nested_tensors(on_cpu, monkeypatch):
         torch.testing.assert_close(out, flash_attention(*(x[None] for x in one), causal=True)[0])
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["BHSD", "SBHD"])
 def test_compiled(on_cpu, order):
     def attend(q, k, v):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] * 2
