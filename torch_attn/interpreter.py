@@ -17,7 +17,7 @@ It uses the private ``triton.runtime.interpreter``. If a name is missing, this i
   then, no Gluon kernel compiles later.
 - `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
 - `_Builder` turns off the slow integer overflow check, which does nothing without `debug`.
-- ``block_type`` and ``tensor`` compute the same sizes for every tensor, a third of the time of a launch.
+- ``block_type`` and ``tensor`` compute the same sizes anew, which took a third of a launch.
 - ``tensor.__index__`` calls ``int`` on an array of one element in Triton 3.6; NumPy 2.4 refuses it.
 """
 
