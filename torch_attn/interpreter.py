@@ -176,7 +176,7 @@ def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> N
 
 def _init_tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _sizes_of(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = _sizes_of(tuple(getattr(type, "shape", ())))
 
 
 @cache
