@@ -30,7 +30,11 @@ __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 ON_GPU = torch.cuda.is_available()
 # Tests of up to a minute: at the end the other workers would wait for them.
-LONG = ("tests/kernels/", "tests/tuning/", "tests/parity/", "tests/test_site.py")
+LONG = (
+    "tests/kernels/", "tests/tuning/", "tests/parity/", "tests/test_site", "tests/test_types",
+    "tests/test_wheel", "tests/pallas_attn/test_context", "tests/pallas_attn/test_private",
+    "tests/pallas_attn/test_sharded",
+)  # fmt: skip
 compile_quickly()
 if without_lowering.HIDDEN:
     without_lowering.ask_for_others()
