@@ -11,21 +11,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, takewhile
 from pathlib import Path
+from threading import Event, Lock
 
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import track
 from rich.text import Text
 
+from twin_attention.interop.parity.cases import Case
 from twin_attention.interop.parity.environment import choose_jobs, facts
 from twin_attention.interop.parity.fuzz.problems import Problem, draw_claimed
 from twin_attention.interop.parity.fuzz.shrink import Failure, failures_of, shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
-from twin_attention.interop.parity.records import CaseResult, failures
+from twin_attention.interop.parity.records import CaseResult, Report, failures, without_rounds
 from twin_attention.interop.parity.subjects.subject import Subject
 from twin_attention.interop.parity.table import print_header
 from twin_attention.interop.parity.workers import run_cases
-from twin_attention.interop.rendering.tables import PROGRESS, progress_columns
 
 # Tokens of a long sequence; an interpreter takes about a second for one.
 LONGEST = {"cpu": 40, "cuda": 700}
@@ -33,7 +35,10 @@ LONGEST = {"cpu": 40, "cuda": 700}
 LIMIT = {"cpu": 300.0, "cuda": 180.0}
 # How many similar failures to shrink, and the seconds for each.
 SHRUNK, SHRINK_SECONDS = 2, 60.0
-MINUTE = 60.0  # between two lines where no bar is shown
+MINUTE = 60.0  # between two lines
+
+Run = Callable[[Problem], CaseResult]
+Failed = tuple[Problem, CaseResult, Run]
 
 
 @dataclass
@@ -79,37 +84,55 @@ class Found:
 def fuzz(
     groups: list[list[Subject]],
     device: str,
-    seconds: float,
+    seconds: float | None,
     seed: int,
     jobs: int | None,
     output: Path,
-) -> list[CaseResult]:
+    named: list[Case] | None = None,
+) -> Report:
     """Run random problems for some time and return their results.
 
     Args:
-        seconds: for drawing problems; shrinking takes more.
+        seconds: for drawing problems; shrinking takes more. None for named ones only.
         output: folder for ``fuzz.json``.
+        named: cases that come first; each group then runs in processes of its own.
     """
     console = Console()
     jobs = jobs or choose_jobs(device, "quick", 1000)
+    subjects = [x for group in groups for x in group]
     header = {
-        "fuzz": f"seed {seed}, {seconds:g} seconds in {jobs} processes",
-        "implementations": ", ".join(x.label for group in groups for x in group),
+        "fuzz": f"seed {seed}, {seconds} seconds in {jobs} processes",
+        **{x.label: f"{x.package} {x.version}" for x in subjects},
         **facts(device),
     }
     print_header(console, header)
-    run = partial(run_problem, groups=groups, device=device)
-    problems = draw_claimed([x for group in groups for x in group], seed, LONGEST[device])
-    tally, results = Tally(), []
-    for problem, result in _run_all(run, problems, device, seconds, jobs, console):
-        tally.add(problem, result)
-        line = "" if result.ok else reproduce(problem, result)
-        results.append((problem, replace(result, line=line)))
-    found = [(problem, result) for problem, result in results if not result.ok]
-    shrunk = _shrink_all(found, run, LIMIT[device], jobs, console)
+    apart = [groups] if named is None else [[group] for group in groups]
+    tally, results, lock, stop = Tally(), [], Lock(), Event()
+
+    def search(own: list[list[Subject]]) -> None:
+        run = partial(run_problem, groups=own, device=device)
+        members = [x for group in own for x in group]
+        cases = [x for x in named or () if any(y.supports(x) is None for y in members)]
+        random = draw_claimed(members, seed, LONGEST[device]) if seconds else ()
+        problems = chain(map(Problem, cases), random)
+        workers = max(1 if len(apart) > 1 else 2, jobs // len(apart))
+        problems = takewhile(lambda _: not stop.is_set(), problems)
+        for problem, result in _run_all(run, problems, device, seconds, workers, console):
+            with lock:
+                tally.add(problem, result)
+                line = "" if result.ok else reproduce(problem, result)
+                results.append((problem, replace(result, line=line), run))
+
+    with ThreadPoolExecutor(min(jobs, len(apart))) as pool:
+        try:
+            [*pool.map(search, apart)]
+        except KeyboardInterrupt:  # report what is done
+            stop.set()
+    found = [x for x in results if not x[1].ok]
+    shrunk = _shrink_all(found, LIMIT[device], jobs, console)
     _print_tally(console, tally, len(found))
     _write(output, header, tally, found, shrunk)
-    return [result for _, result in results]
+    return Report(header, len(results), [without_rounds(result) for _, result, _ in results])
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
@@ -131,42 +154,33 @@ def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
 
 def _run_all(
     run: Callable[[Problem], CaseResult],
-    random: Iterator[Problem],
+    problems: Iterator[Problem],
     device: str,
-    seconds: float,
+    seconds: float | None,
     jobs: int,
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
-    """Yield random problems and their results; print failures."""
+    """Yield problems that begin in time, and their results; print failures."""
     begin, minutes = time.monotonic(), 1.0
-    until = begin + seconds
     drawn: dict[str, Problem] = {}
 
-    def problems() -> Iterator[Problem]:
-        for problem in random:
-            if time.monotonic() > until:
-                _print(console, f"\ntime is up; problems that still run: {len(drawn)}")
+    def in_time() -> Iterator[Problem]:
+        for problem in problems:
+            if seconds is not None and time.monotonic() > begin + seconds:
                 return
             drawn[problem.name] = problem
             yield problem
 
-    bar = Progress(*progress_columns(), console=console, **PROGRESS)
-    task = bar.add_task("seconds", total=seconds)
-    results = run_cases(problems(), run, max(2, jobs), lambda name: None, LIMIT[device])
-    with closing(results), bar:
+    with closing(run_cases(in_time(), run, jobs, lambda name: None, LIMIT[device])) as results:
         for done, result in enumerate(results, 1):
             spent = time.monotonic() - begin
-            title = "seconds" if spent < seconds else "finishing"
-            bar.update(task, completed=min(seconds, spent), description=title)
-            if not console.is_terminal and spent > minutes * MINUTE:
+            if spent > minutes * MINUTE:
                 minutes = spent // MINUTE + 1
-                _print(console, f"{spent:.0f} of {seconds:g} seconds: {done} problems")
+                _print(console, f"{spent:.0f} of {seconds} seconds: {done} problems")
             problem = drawn.pop(result.name)
             if not result.ok:
-                _print(console, f"{problem.name} failed", "bold red")
-                for text in failures(result):
-                    _print(console, f"    {text}", "red")
-                _print(console, f"    {reproduce(problem, result)}")
+                lines = [f"    {x}" for x in (*failures(result), reproduce(problem, result))]
+                _print(console, "\n".join([f"{problem.name} failed", *lines]), "red")
             yield problem, result
 
 
@@ -181,25 +195,24 @@ def reproduce(problem: Problem, result: CaseResult | None = None) -> str:
 
 
 def _shrink_all(
-    found: list[tuple[Problem, CaseResult]],
-    run: Callable[[Problem], CaseResult],
+    found: list[Failed],
     limit: float,
     jobs: int,
     console: Console,
 ) -> list[Found]:
     """Shrink and print a few failures of each kind."""
     chosen, alike = [], Counter()
-    for problem, result in found:
+    for problem, result, run in found:
         failures_found = frozenset(failures_of(result))
         alike[failures_found] += 1
         if alike[failures_found] <= SHRUNK:
-            chosen.append((problem, result, failures_found))
+            chosen.append((problem, result, run, failures_found))
 
     if not chosen:
         return []
 
-    def search(item: tuple[Problem, CaseResult, frozenset[Failure]]) -> Found:
-        problem, result, failures_found = item
+    def search(item: tuple[Problem, CaseResult, Run, frozenset[Failure]]) -> Found:
+        problem, result, run, failures_found = item
         smallest = shrink(problem, set(failures_found), run, limit, SHRINK_SECONDS)
         return Found(failures_found, result, smallest)
 
@@ -234,7 +247,7 @@ def _write(
     folder: Path,
     header: dict[str, str],
     tally: Tally,
-    found: list[tuple[Problem, CaseResult]],
+    found: list[Failed],
     shrunk: list[Found],
 ) -> None:
     names = ("operation", "implementation", "problems", "failed", "worst")
@@ -243,7 +256,7 @@ def _write(
         "problems": tally.problems,
         "runs": [dict(zip(names, row, strict=True)) for row in tally.rows()],
         "failed": [
-            {"problem": problem.to_line(), "lines": failures(result)} for problem, result in found
+            {"problem": x.to_line(), "lines": failures(result)} for x, result, _ in found
         ],
         "smallest": [one.problem.to_line() for one in shrunk],
     }
