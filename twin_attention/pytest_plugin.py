@@ -1,4 +1,4 @@
-"""A fixture of pytest, `check_attention`, for authors of kernels ([conformance](../docs/conformance.md))."""
+"""A plugin of pytest for authors of kernels: the fixture `check_attention`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def check_attention(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`twin_attention.testing.check_attention`, with what the command says in place of arguments."""
+    """`twin_attention.testing.check_attention`, where the command's options come first."""
     from twin_attention import testing  # imports frameworks
 
     given = {x: request.config.getoption(f"--attention-{x}") for x in OPTIONS}

@@ -55,6 +55,8 @@ def with_gradients(attend: Attend, count: int | None = None) -> Attend:
             return (out[: len(dout)], out[len(dout) :]) if isinstance(out, tuple) else (out, ())
 
         out, pull, more = jax.vjp(split, *first, has_aux=True)
-        return (*out, *more) if more else out, *(dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0)
+        return (*out, *more) if more else out, *(
+            dx for dx in pull(dout) if dx.dtype != jax.dtypes.float0
+        )
 
     return both

@@ -15,8 +15,8 @@ from twin_attention.contract.tolerances import Agreement
 FEATURES = (
     "flash_attention", "flash_attention_varlen", "block_sparse_attention", "dilated_attention",
     "paged_decode", "paged_attention", "float16", "bfloat16", "float32", "tf32", "float8_e4m3fn",
-    "int8", "gradients", "lse", "gradient of lse", "NaN", "causal", "Sq != Skv", "window", "scale", "softcap",
-    "sinks", "segments", "tree", "depths", "bias", "relative", "alibi", "wide terms",
+    "int8", "gradients", "lse", "gradient of lse", "NaN", "causal", "Sq != Skv", "window", "scale",
+    "softcap", "sinks", "segments", "tree", "depths", "bias", "relative", "alibi", "wide terms",
     "packed terms", "dropout_rate", "row_max", "GQA", "Dv != D", "D > 128", "D > 256",
     "D not 64, 128 or 256", "rows without a key", "no tokens", "empty sequences",
     "several lengths", "several tokens", "padding", "strided", "cascade", "scale_shape",

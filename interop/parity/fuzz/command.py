@@ -255,9 +255,7 @@ def _write(
         "facts": header,
         "problems": tally.problems,
         "runs": [dict(zip(names, row, strict=True)) for row in tally.rows()],
-        "failed": [
-            {"problem": x.to_line(), "lines": failures(result)} for x, result, _ in found
-        ],
+        "failed": [{"problem": x.to_line(), "lines": failures(result)} for x, result, _ in found],
         "smallest": [one.problem.to_line() for one in shrunk],
     }
     (folder / "fuzz.json").write_text(json.dumps(document, indent=1), encoding="utf-8")

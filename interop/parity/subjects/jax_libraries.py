@@ -82,8 +82,9 @@ def tokamax(implementation: str, case: FlashCase, tensors: dict[str, Any]) -> At
 
 def fa4(case: FlashCase | VarlenCase, tensors: dict[str, Any], *, lse: bool = False) -> Attend:
     """fa4-jax, whose windows are the contract's; rows of padding are 0."""
-    module = load("fa4_jax")
-    options = {"window_size": (*case.spec.window,), "scale": case.scale, "return_lse": lse}
+    module, window = load("fa4_jax"), case.spec.window
+    sides = (window.left, window.right)  # of `causal` too
+    options = {"window_size": sides, "scale": case.scale, "return_lse": lse}
     if isinstance(case, FlashCase):
         return partial(module.flash_attn, **options)
     options |= {f"cu_seqlens_{x[0]}": tensors[f"cu_seqlens_{x}"] for x in ("q", "kv")}

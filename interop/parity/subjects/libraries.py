@@ -16,7 +16,7 @@ from twin_attention.interop.parity.subjects.torch_libraries import CUDNN, EFFICI
 
 DENSE, PACKED, BLOCKS = "flash_attention", "flash_attention_varlen", "block_sparse_attention"
 SIZES = {"D > 128", "D not 64, 128 or 256"}
-HALF = {"float16", "bfloat16", "scale", "causal", "gradients", *SIZES}
+HALF = {"float16", "bfloat16", "scale", "causal", "gradients", "strided", *SIZES}
 LSE = {"lse", "gradient of lse"}
 EDGES = {"GQA", "Sq != Skv"}
 ANY = HALF | EDGES | {"float32", "D > 256", "Dv != D"}
@@ -29,7 +29,8 @@ FLAT = ("empty sequences", "rows without a key")
 
 HEADS_FIRST = (
     torch_libraries.eager, torch_libraries.sdpa, torch_libraries.sdpa_by_default,
-    torch_libraries.flex, torch_libraries.transformers, torch_libraries.jvp_flash,
+    torch_libraries.flex, torch_libraries.transformers, torch_libraries.gpt_oss,
+    torch_libraries.jvp_flash,
 )  # fmt: skip
 Where = Literal["all", "forward", "nothing"]
 LIBRARIES: dict[str, Library] = {}
@@ -84,6 +85,7 @@ _add(
     "transformers",
     ("transformers eager", partial(torch_libraries.transformers, "eager"),
      {DENSE, *MASKED, "softcap"}),
+    ("transformers gpt-oss", torch_libraries.gpt_oss, {DENSE, *MASKED, "sinks"}),
     ("transformers sdpa", partial(torch_libraries.transformers, "sdpa"), {DENSE, *MASKED}),
     on_cpu="all",
 )  # fmt: skip

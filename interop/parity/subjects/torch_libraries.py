@@ -54,9 +54,7 @@ def sdpa(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = False) 
     return attend
 
 
-def sdpa_operator(
-    backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = True
-) -> Attend:
+def sdpa_operator(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = True) -> Attend:
     """The operator behind a backend: [B, H, Sq, D], and [B, H, Sq]."""
     name, options = backend.lower(), {"is_causal": case.causal, "scale": case.scale}
     if backend != FLASH:
@@ -133,6 +131,20 @@ def transformers(implementation: str, case: FlashCase, tensors: Tensors) -> Atte
         if needs_mask(case) or (case.causal and case.seq_q != case.seq_kv):
             options["attention_mask"] = _mask(case, tensors)
     return lambda *qkv: attend(module, *qkv, **options)[0].transpose(1, 2)
+
+
+def gpt_oss(case: FlashCase, tensors: Tensors) -> Attend:
+    """transformers' eager attention with sinks."""
+    attend = load("transformers.models.gpt_oss.modeling_gpt_oss").eager_attention_forward
+    group = case.heads_q // case.heads_kv
+    added = _added(case, tensors, torch.finfo(tensors["q"].dtype).min)
+
+    def with_sinks(q, k, v, sinks=None):
+        sinks = q.new_full((case.heads_q,), float("-inf")) if sinks is None else sinks
+        module = SimpleNamespace(num_key_value_groups=group, training=False, sinks=sinks)
+        return attend(module, q, k, v, added, scaling=case.spec.scale)[0].transpose(1, 2)
+
+    return with_sinks
 
 
 def flex(
