@@ -89,15 +89,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--problem: {error}")
     if options.fuzz is None and not options.subject:
         return _run(suites, groups, device, options)
-    named = [*chain(*suites.values())] if options.subject else None
     asked = (options.fuzz, options.seed, options.jobs, options.output)
-    report = fuzz(groups, device, *asked, named)
-    if options.subject:
-        from twin_attention.interop.parity.report import write, write_table
+    if not options.subject:
+        return int(not fuzz(groups, device, *asked))
+    from twin_attention.interop.parity.report import write_table
 
-        written = [*write(report, options.output), write_table(report, options.output)]
-        print("wrote", *written)
-    return int(not report.ok)
+    named, write = [*chain(*suites.values())], partial(write_table, folder=options.output)
+    return int(not fuzz(groups, device, *asked, named, write))
 
 
 def _list(cases: Iterable[Case]) -> None:

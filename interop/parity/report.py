@@ -53,8 +53,8 @@ def write(report: Report, folder: Path) -> list[Path]:
     return [json_path, html_path]
 
 
-def write_table(report: Report, folder: Path) -> Path:
-    """Write ``conformance.md``: subjects by function and feature, and failures; return its path."""
+def write_table(report: Report, folder: Path) -> None:
+    """Write ``conformance.json`` and ``conformance.md``: subjects by features, and failures."""
     parts = ["# Libraries by properties", _MATRIX]
     parts += ["\n".join(f"- {name}: {value}" for name, value in report.facts.items())]
     for function, rows in _groups(report).items():
@@ -64,15 +64,15 @@ def write_table(report: Report, folder: Path) -> Path:
         grid = [["", *subjects]]
         grid += [[f"*{x}*", *(_passed(cases, y, x).text for y in subjects)] for x in outputs]
         for name, some in rows.items():
-            title = name.removeprefix(f"{function}, ")
+            title = "all" if name == function else name.removeprefix(f"{function}, ")
             grid.append([title, *(_passed(some, subject).text for subject in subjects)])
         parts += [f"## {function}", to_markdown(grid)]
     parts += ["## Failures"] if report.failed else []
     for case in report.failed:
         parts.append("\n".join(["```", *failures(case), *filter(None, [case.line]), "```"]))
-    path = folder / "conformance.md"
-    path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-    return path
+    (folder / "conformance.json").write_text(report.to_json(), encoding="utf-8")
+    (folder / "conformance.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'conformance.md'}")
 
 
 def to_page(report: Report) -> str:

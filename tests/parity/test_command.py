@@ -142,7 +142,7 @@ def test_subjects_are_libraries_and_ours(tmp_path, capsys):
     names = ("FA2", "flax", "torch_attn triton", "all")
     chosen = ("--filter", "one-token", "fp32-causal", "--jobs", "2")
     assert parity(tmp_path, *chosen, "--subject", *names) == 0
-    cases = json.loads((tmp_path / "parity.json").read_text())["cases"]
+    cases = json.loads((tmp_path / "conformance.json").read_text())["cases"]
     ran = {(case["name"], run["subject"]) for case in cases for run in case["runs"]}
     subjects = {"FA2", "FlexAttention", "transformers sdpa", "torch_attn triton"}
     assert {("one-token", x) for x in subjects} | {("fp32-causal", "flax")} <= ran

@@ -89,13 +89,15 @@ def fuzz(
     jobs: int | None,
     output: Path,
     named: list[Case] | None = None,
-) -> Report:
-    """Run random problems for some time and return their results.
+    write: Callable[[Report], object] = lambda report: None,
+) -> bool:
+    """Run random problems for some time; return True if none failed.
 
     Args:
         seconds: for drawing problems; shrinking takes more. None for named ones only.
         output: folder for ``fuzz.json``.
         named: cases that come first; each group then runs in processes of its own.
+        write: takes the results before failures are shrunk.
     """
     console = Console()
     jobs = jobs or choose_jobs(device, "quick", 1000)
@@ -128,11 +130,13 @@ def fuzz(
             [*pool.map(search, apart)]
         except KeyboardInterrupt:  # report what is done
             stop.set()
+    plain = [without_rounds(result) for _, result, _ in results]
+    write(Report(header, len(results), plain))
     found = [x for x in results if not x[1].ok]
     shrunk = _shrink_all(found, LIMIT[device], jobs, console)
     _print_tally(console, tally, len(found))
     _write(output, header, tally, found, shrunk)
-    return Report(header, len(results), [without_rounds(result) for _, result, _ in results])
+    return not found
 
 
 def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
