@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"--problem: {error}")
     if options.fuzz is None and not options.subject:
         return _run(suites, groups, device, options)
-    asked = (options.fuzz, options.seed, options.jobs, options.output)
+    asked = (options.fuzz, options.seed, options.jobs)
     if not options.subject:
         return int(not fuzz(groups, device, *asked))
     from twin_attention.interop.parity.report import write_table

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, takewhile
-from pathlib import Path
-from threading import Event, Lock
+from threading import Event
+from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import track
 from rich.text import Text
 
 from twin_attention.interop.parity.cases import Case
@@ -38,47 +36,15 @@ SHRUNK, SHRINK_SECONDS = 2, 60.0
 MINUTE = 60.0  # between two lines
 
 Run = Callable[[Problem], CaseResult]
-Failed = tuple[Problem, CaseResult, Run]
 
 
-@dataclass
-class Tally:
-    """Counts of what ran; `runs` is by (operation, subject), `worst` the largest error over its
-    budget.
-    """
+class Tried(NamedTuple):
+    """A problem and its result; `run` runs it again, on these libraries."""
 
-    problems: int = 0
-    runs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    failed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    worst: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-
-    def add(self, problem: Problem, result: CaseResult) -> None:
-        self.problems += 1
-        operation = type(problem.case).__name__.removesuffix("Case").lower()
-        subjects = {run.subject for run in result.runs if not run.refused} | {
-            x for x, _ in failures_of(result)
-        }
-        for subject in subjects:
-            self.runs[operation, subject] += 1
-        for subject in {subject for subject, _ in failures_of(result)}:
-            self.failed[operation, subject] += 1
-        for c in result.comparisons:
-            key = operation, c.subject.partition(",")[0]
-            self.worst[key] = max(self.worst[key], c.agreement.ratio)
-
-    def rows(self) -> list[tuple[str, str, int, int, float]]:
-        return [
-            (*key, self.runs[key], self.failed[key], self.worst[key]) for key in sorted(self.runs)
-        ]
-
-
-@dataclass(frozen=True)
-class Found:
-    """A failure, and the smallest problem found that fails alike."""
-
-    failures: frozenset[Failure]
-    result: CaseResult
     problem: Problem
+    result: CaseResult
+    run: Run
+    libraries: Sequence[str]
 
 
 def fuzz(
@@ -87,7 +53,6 @@ def fuzz(
     seconds: float | None,
     seed: int,
     jobs: int | None,
-    output: Path,
     named: list[Case] | None = None,
     write: Callable[[Report], object] = lambda report: None,
 ) -> bool:
@@ -95,7 +60,6 @@ def fuzz(
 
     Args:
         seconds: for drawing problems; shrinking takes more. None for named ones only.
-        output: folder for ``fuzz.json``.
         named: cases that come first; each group then runs in processes of its own.
         write: takes the results before failures are shrunk.
     """
@@ -109,33 +73,33 @@ def fuzz(
     }
     print_header(console, header)
     apart = [groups] if named is None else [[group] for group in groups]
-    tally, results, lock, stop = Tally(), [], Lock(), Event()
+    tried: list[Tried] = []
+    stop = Event()
 
     def search(own: list[list[Subject]]) -> None:
         run = partial(run_problem, groups=own, device=device)
         members = [x for group in own for x in group]
+        libraries = [x.label for x in members if not x.is_guarded]  # none of ours
         cases = [x for x in named or () if any(y.supports(x) is None for y in members)]
         random = draw_claimed(members, seed, LONGEST[device]) if seconds else ()
-        problems = chain(map(Problem, cases), random)
+        problems = takewhile(lambda _: not stop.is_set(), chain(map(Problem, cases), random))
         workers = max(1 if len(apart) > 1 else 2, jobs // len(apart))
-        problems = takewhile(lambda _: not stop.is_set(), problems)
         for problem, result in _run_all(run, problems, device, seconds, workers, console):
-            with lock:
-                tally.add(problem, result)
-                line = "" if result.ok else reproduce(problem, result)
-                results.append((problem, replace(result, line=line), run))
+            line = "" if result.ok else reproduce(problem, libraries)
+            tried.append(Tried(problem, replace(result, line=line), run, libraries))
+            if line:
+                lines = [f"    {x}" for x in (*failures(result), line)]
+                _print(console, "\n".join([f"{problem.name} failed", *lines]), "red")
 
     with ThreadPoolExecutor(min(jobs, len(apart))) as pool:
         try:
             [*pool.map(search, apart)]
         except KeyboardInterrupt:  # report what is done
             stop.set()
-    plain = [without_rounds(result) for _, result, _ in results]
-    write(Report(header, len(results), plain))
-    found = [x for x in results if not x[1].ok]
-    shrunk = _shrink_all(found, LIMIT[device], jobs, console)
-    _print_tally(console, tally, len(found))
-    _write(output, header, tally, found, shrunk)
+    write(Report(header, len(tried), [without_rounds(x.result) for x in tried]))
+    found = [x for x in tried if not x.result.ok]
+    _shrink_all(found, LIMIT[device], jobs, console)
+    _print_tally(console, tried)
     return not found
 
 
@@ -148,12 +112,10 @@ def run_one(groups: list[list[Subject]], device: str, line: str) -> int:
     console, problem = Console(), Problem.of_line(line)
     run = partial(run_problem, groups=groups, device=device)
     (result,) = run_cases([problem], run, 1, lambda name: None, LIMIT[device])
-    tally = Tally()
-    tally.add(problem, result)
     for text in failures(result):
         _print(console, text, "red")
-    _print_tally(console, tally, 0 if result.ok else 1)
-    return 0 if result.ok else 1
+    _print_tally(console, [Tried(problem, result, run, ())])
+    return int(not result.ok)
 
 
 def _run_all(
@@ -164,7 +126,7 @@ def _run_all(
     jobs: int,
     console: Console,
 ) -> Iterator[tuple[Problem, CaseResult]]:
-    """Yield problems that begin in time, and their results; print failures."""
+    """Yield problems that begin in time, and their results."""
     begin, minutes = time.monotonic(), 1.0
     drawn: dict[str, Problem] = {}
 
@@ -181,85 +143,56 @@ def _run_all(
             if spent > minutes * MINUTE:
                 minutes = spent // MINUTE + 1
                 _print(console, f"{spent:.0f} of {seconds} seconds: {done} problems")
-            problem = drawn.pop(result.name)
-            if not result.ok:
-                lines = [f"    {x}" for x in (*failures(result), reproduce(problem, result))]
-                _print(console, "\n".join([f"{problem.name} failed", *lines]), "red")
-            yield problem, result
+            yield drawn.pop(result.name), result
 
 
-def reproduce(problem: Problem, result: CaseResult | None = None) -> str:
-    """Return the command that repeats a problem, on the subjects that fail it."""
-    ran = {run.subject for run in result.runs} if result else set()
-    names = sorted(ran & {subject for subject, _ in failures_of(result)}) if result else []
-    own = any(name.startswith(("torch_attn ", "pallas_attn ")) for name in names)
-    chosen = "" if own or not names else " --subject " + " ".join(map(shlex.quote, names))
+def reproduce(problem: Problem, libraries: Sequence[str] = ()) -> str:
+    """Return the command that repeats a problem, on our kernels or on libraries."""
+    chosen = " --subject " + shlex.join(libraries) if libraries else ""
     line = shlex.quote(problem.to_line())
     return f"python -m twin_attention.interop.parity{chosen} --problem {line}"
 
 
-def _shrink_all(
-    found: list[Failed],
-    limit: float,
-    jobs: int,
-    console: Console,
-) -> list[Found]:
+def _shrink_all(found: list[Tried], limit: float, jobs: int, console: Console) -> None:
     """Shrink and print a few failures of each kind."""
     chosen, alike = [], Counter()
-    for problem, result, run in found:
-        failures_found = frozenset(failures_of(result))
-        alike[failures_found] += 1
-        if alike[failures_found] <= SHRUNK:
-            chosen.append((problem, result, run, failures_found))
+    for x in found:
+        kinds = frozenset(failures_of(x.result))
+        alike[kinds] += 1
+        if alike[kinds] <= SHRUNK:
+            chosen.append((x, kinds))
 
-    if not chosen:
-        return []
-
-    def search(item: tuple[Problem, CaseResult, Run, frozenset[Failure]]) -> Found:
-        problem, result, run, failures_found = item
-        smallest = shrink(problem, set(failures_found), run, limit, SHRINK_SECONDS)
-        return Found(failures_found, result, smallest)
+    def search(item: tuple[Tried, frozenset[Failure]]) -> None:
+        x, kinds = item
+        smallest = shrink(x.problem, set(kinds), x.run, limit, SHRINK_SECONDS)
+        subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(kinds))
+        _print(console, f"\nsmallest with {subjects}\n    {reproduce(smallest, x.libraries)}")
 
     with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
-        smaller = pool.map(search, chosen)
-        shrunk = [*track(smaller, "shrinking", len(chosen), console=console, transient=True)]
-    for one in shrunk:
-        subjects = ", ".join(f"{subject}: {kind}" for subject, kind in sorted(one.failures))
-        _print(console, f"\nsmallest with {subjects}", "bold")
-        _print(console, f"    {reproduce(one.problem, one.result)}")
-    return shrunk
+        [*pool.map(search, chosen)]
 
 
-def _print_tally(console: Console, tally: Tally, num_failed: int) -> None:
-    _print(
-        console,
-        f"\n{'operation':13}{'implementation':26}{'problems':>9}{'failed':>8}{'worst':>8}",
-        "bold",
-    )
-    for operation, subject, runs, failed, worst in tally.rows():
-        style = "red" if failed else ""
-        _print(console, f"{operation:13}{subject:26}{runs:9}{failed:8}{worst:8.2f}", style)
-    style = "bold red" if num_failed else "green"
-    _print(console, f"\n{tally.problems} problems, {num_failed} failed", style)
+def _print_tally(console: Console, tried: Sequence[Tried]) -> None:
+    """Print problems, failures and the largest error over its budget, by operation and subject."""
+    runs, failed, worst = Counter(), Counter(), defaultdict[tuple[str, str], float](float)
+    for x in tried:
+        operation = type(x.problem.case).__name__.removesuffix("Case").lower()
+        wrong = {subject for subject, _ in failures_of(x.result)}
+        for subject in {run.subject for run in x.result.runs if not run.refused} | wrong:
+            runs[operation, subject] += 1
+            failed[operation, subject] += subject in wrong
+        for c in x.result.comparisons:
+            key = operation, c.subject.partition(",")[0]
+            worst[key] = max(worst[key], c.agreement.ratio)
+    titles = f"\n{'operation':13}{'implementation':26}{'problems':>9}{'failed':>8}{'worst':>8}"
+    _print(console, titles, "bold")
+    for key in sorted(runs):
+        row = f"{key[0]:13}{key[1]:26}{runs[key]:9}{failed[key]:8}{worst[key]:8.2f}"
+        _print(console, row, "red" if failed[key] else "")
+    count = sum(not x.result.ok for x in tried)
+    text = f"\n{len(tried)} problems, {count} failed"
+    _print(console, text, "bold red" if count else "green")
 
 
 def _print(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
-
-
-def _write(
-    folder: Path,
-    header: dict[str, str],
-    tally: Tally,
-    found: list[Failed],
-    shrunk: list[Found],
-) -> None:
-    names = ("operation", "implementation", "problems", "failed", "worst")
-    document = {
-        "facts": header,
-        "problems": tally.problems,
-        "runs": [dict(zip(names, row, strict=True)) for row in tally.rows()],
-        "failed": [{"problem": x.to_line(), "lines": failures(result)} for x, result, _ in found],
-        "smallest": [one.problem.to_line() for one in shrunk],
-    }
-    (folder / "fuzz.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
