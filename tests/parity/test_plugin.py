@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TEST = """
 import sys
 
@@ -23,20 +25,19 @@ def test_attention(check_attention):
     check_attention(attention, {CLAIMS}, suite=None, seconds=0.1, longest=9, shrink_seconds=0)
 """
 COMMAND = (sys.executable, "-m", "pytest", "-q", "-p", "twin_attention.pytest_plugin")
+CLAIMED = '"flash_attention", "float32", "scale", "D not 64, 128 or 256"'
+CAUSAL = '{"kind": "FlashCase", "case": {"name": "x", "dtype": "float32", "causal": true}}'
 
 
-def run(folder: Path, claims: str, *arguments: str) -> tuple[int, str]:
-    (folder / "test_own.py").write_text(TEST.replace("CLAIMS", claims))
+@pytest.mark.parametrize(
+    ("claims", "arguments", "said"),
+    [
+        (CLAIMED, (), "1 passed"),
+        (f'{CLAIMED}, "causal"', ("--attention-problem", CAUSAL), "the function, first: out"),
+    ],
+)
+def test_the_fixture_takes_the_commands_options(tmp_path, claims, arguments, said):
+    (tmp_path / "test_own.py").write_text(TEST.replace("CLAIMS", claims))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    found = subprocess.run([*COMMAND, *arguments], cwd=folder, env=environment,
-                           capture_output=True, text=True)  # fmt: skip
-    return found.returncode, found.stdout
-
-
-def test_the_fixture_finds_a_fault_and_its_option_repeats_it(tmp_path):
-    claims = '"flash_attention", "float32", "scale", "D not 64, 128 or 256"'
-    assert run(tmp_path, claims)[0] == 0
-    line = '{"kind": "FlashCase", "case": {"name": "x", "dtype": "float32", "causal": true}}'
-    code, printed = run(tmp_path, f'{claims}, "causal"', "--attention-problem", line)
-    assert code == 1
-    assert "AssertionError: the function, first: out" in printed
+    command, where = [*COMMAND, *arguments], {"cwd": tmp_path, "env": environment}
+    assert said in subprocess.run(command, **where, capture_output=True, text=True).stdout

@@ -93,7 +93,7 @@ def fuzz(
 
     with ThreadPoolExecutor(min(jobs, len(apart))) as pool:
         try:
-            [*pool.map(search, apart)]
+            list(pool.map(search, apart))
         except KeyboardInterrupt:  # report what is done
             stop.set()
     write(Report(header, len(tried), [without_rounds(x.result) for x in tried]))
@@ -169,7 +169,7 @@ def _shrink_all(found: list[Tried], limit: float, jobs: int, console: Console) -
         _print(console, f"\nsmallest with {subjects}\n    {reproduce(smallest, x.libraries)}")
 
     with ThreadPoolExecutor(max(1, jobs // 2)) as pool:
-        [*pool.map(search, chosen)]
+        list(pool.map(search, chosen))
 
 
 def _print_tally(console: Console, tried: Sequence[Tried]) -> None:

@@ -29,7 +29,7 @@ def paged(case: DecodeCase, tensors: dict[str, Any], *, lse: bool = False) -> At
     One token uses BatchDecodeWithPagedKVCacheWrapper without tensor cores, which is faster there.
     """
     load("flashinfer")  # absent before anything is compiled
-    if not isinstance(case, PagedCase):
+    if not (lse or isinstance(case, PagedCase)):
         _compile_ahead(tensors["q"].device.type)
     run, shape = _planned(case, tensors), tensors["q"].shape
 
