@@ -27,8 +27,14 @@ from tuning.static import gate
 from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands, PartialOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.interop.kernels import run_in_jax, triton_call
-from twin_attention.interop.kernels.cubin import Compiled, Descriptor, Number, Pointer
+from twin_attention.interop.kernels import cubin, run_in_jax, triton_call
+from twin_attention.interop.kernels.machine import (
+    Compiled,
+    Descriptor,
+    Number,
+    Pointer,
+    arrange_buffers,
+)
 from twin_attention.interop.parity.cases import ContextCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import Ours
@@ -50,8 +56,8 @@ if REASON is not None and "private names" not in REASON:  # jaxlib launches noth
 LAUNCHED = []  # one list, since what one test has traced another one may run
 
 
-def call(inputs, kernel, card):
-    launch, _, read, written, zeroed = kernel
+def call(inputs, kernel):
+    (question, *_, launch), _, read, written, zeroed = kernel
     layouts = [x for x in leaves(launch.layouts) if x is not None]
     results = triton_call.result_types(inputs, kernel)
 
@@ -66,7 +72,7 @@ def call(inputs, kernel, card):
             tensors[i].view(layouts[i].dtype) if i in tensors else None for i in range(len(layouts))
         )
         LAUNCHED.append(launch.name)
-        with described(card):
+        with described(question.card):
             interpret_launch(launch, every, WRITES_FIRST)
         return [to_numpy(tensors[i]) for i in written]
 
@@ -512,10 +518,10 @@ def simulated(parameters, written, zeroed, monkeypatch):
         return b"code"
 
     monkeypatch.setattr(triton_call, "gpu_triton", jaxlib)
-    monkeypatch.setattr(triton_call, "assemble", assemble)
-    buffers = triton_call.arrange_buffers(parameters, written, zeroed)
+    monkeypatch.setattr(cubin, "assemble", assemble)
+    buffers = arrange_buffers(parameters, written, zeroed)
     compiled = Compiled("f", b"code", 4, 0, (1, 1, 1), parameters, "", None)
-    compiled = triton_call.order_parameters(compiled, buffers)
+    compiled = cubin.order_parameters(compiled, buffers)
     triton_call._opaque("f", compiled, 90, buffers, dict.fromkeys(zeroed, 12))
     (given,) = calls
     # As in jaxlib: each array and each map takes the next buffer, and CUDA the first parameters.

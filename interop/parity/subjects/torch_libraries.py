@@ -270,7 +270,7 @@ def _score_mod(case: Any, terms: Tensors, slopes: torch.Tensor | None) -> Any:
 
     def changed(score, b, h, i, j):
         if bias is not None:
-            place = [x if n > 1 else 0 * x for x, n in zip((b, h, i, j), bias.shape, strict=True)]
+            place = [x if n > 1 else 0 for x, n in zip((b, h, i, j), bias.shape, strict=True)]
             score = score + bias[tuple(place)]
         if table is not None:
             radius = table.shape[1] // 2
