@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain, takewhile
 from threading import Event
@@ -22,7 +22,13 @@ from twin_attention.interop.parity.environment import choose_jobs, facts
 from twin_attention.interop.parity.fuzz.problems import Problem, draw_claimed
 from twin_attention.interop.parity.fuzz.shrink import Failure, failures_of, shrink
 from twin_attention.interop.parity.fuzz.trial import run_problem
-from twin_attention.interop.parity.records import CaseResult, Report, failures, without_rounds
+from twin_attention.interop.parity.records import (
+    CaseResult,
+    Report,
+    RunRecord,
+    failures,
+    without_rounds,
+)
 from twin_attention.interop.parity.subjects.subject import Subject
 from twin_attention.interop.parity.table import print_header
 from twin_attention.interop.parity.workers import run_cases
@@ -85,6 +91,10 @@ def fuzz(
         problems = takewhile(lambda _: not stop.is_set(), chain(map(Problem, cases), random))
         workers = max(1 if len(apart) > 1 else 2, jobs // len(apart))
         for problem, result in _run_all(run, problems, device, seconds, workers, console):
+            if "case" in result.problem:  # its process died or hung
+                runs = [RunRecord(x, error=result.error) for x in libraries[:1]]
+                error = None if runs else result.error
+                result = replace(result, problem=asdict(problem.case), runs=runs, error=error)
             line = "" if result.ok else reproduce(problem, libraries)
             tried.append(Tried(problem, replace(result, line=line), run, libraries))
             if line:
