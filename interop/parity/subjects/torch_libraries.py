@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
+from torch.backends import cuda
 from torch.nn import functional
 
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, VarlenCase
@@ -64,8 +65,12 @@ def sdpa_operator(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool 
         if case.causal and case.seq_q != case.seq_kv:
             options |= {"is_causal": False, "attn_mask": _added(case, tensors, float("-inf"))}
     operator = getattr(aten(), f"_scaled_dot_product_{name}")
+    is_usable = getattr(cuda, f"can_use_{name.removesuffix('_for_cpu')}")
+    asked = (None, 0.0, case.causal and case.seq_q == case.seq_kv, case.heads_q != case.heads_kv)
 
     def attend(*qkv):
+        if qkv[0].is_cuda and not is_usable(cuda.SDPAParams(*qkv, *asked)):
+            raise Absent("No available kernel")
         out, found, *_ = operator(*qkv, **options)
         return out, found.flatten(2)[..., : case.seq_q]  # cuDNN's is [B, H, Sq, 1]
 
