@@ -294,6 +294,41 @@ _INSTRUCTIONS |= {
 }
 
 
+def _show(asm: str, args: Any) -> Any:
+    """Interpret `query_ranges.show_code`, by its instructions."""
+    found: dict[str, Any] = {}
+
+    def value(name: str) -> Any:
+        if name in found or name[0] not in "$0":
+            return found[name]
+        return torch.as_tensor(values_of(args[int(name[1:]) - 1])).long() if name[0] == "$" else 0
+
+    for line in asm.strip("{ }").split("; "):
+        operation, *names = re.findall(r"@?[\w$.]+", line)
+        if operation == "mov.b32":
+            found[names[0]] = torch.tensor(0)
+        elif operation.startswith("@within"):
+            *names, place = names[1:]
+            rows, pointer = found[place]
+            for i, name in enumerate(names):
+                place = pointer + (Tensor(rows) * len(names) + i)
+                found[name] = place.read(Tensor(found["within"]), 0).long()
+        elif operation == "mad.wide.s32":
+            found[names[0]] = value(names[1]), args[int(names[3][1:]) - 1]
+        elif operation == "sub.s32":
+            found[names[0]] = (value(names[1]) - value(names[2])) % 2**32
+        elif operation == "or.pred":
+            found[names[0]] = value(names[1]) | value(names[2])
+        elif operation.startswith("setp"):
+            _, compare, *combined, kind = operation.split(".")
+            other = value(names[2]) % 2**32 if kind == "u32" else value(names[2])
+            holds = _COMPARISONS[compare](value(names[1]), other)
+            if combined:
+                holds = getattr(operator, f"{combined[0]}_")(holds, value(names[3]))
+            found[names[0]] = holds
+    return where(Tensor(found["seen"], args[0].layout), args[0], float("-inf"))
+
+
 @_fake()
 def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: Any) -> Any:
     named = re.fullmatch(r"bar\.(arrive|sync) \$1, (\d+); mov\.u32 \$0, 0;", asm)
@@ -301,6 +336,8 @@ def inline_asm_elementwise(asm: str, _constraints: str, args: list[Any], **_: An
         return _meet(args[0], int(named[2]), waits=named[1] == "sync")
     if slots := re.findall(r"@here bar\.arrive (\d+), (\d+);", asm):
         return _meet(*map(int, slots[args[0]]), waits=False)
+    if ".reg .b32 bound0" in asm:
+        return _show(asm, args)
     for pattern, function in _INSTRUCTIONS.items():
         if re.fullmatch(pattern, asm):
             return function(*args)
