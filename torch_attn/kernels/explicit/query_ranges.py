@@ -81,7 +81,8 @@ def show_queries(s, mask, q_ranges, marks, position, of_queries, limits):
         values = values + (depths[None, :], marks.depths[:, None])
     ranges_ptr, diagonal = marks.ranges
     key = gl.where(exists, position + diagonal, _NO_KEY)
-    values = values + (key, query, num_queries, ranges_ptr)
+    # Triton 3.6 takes no pointer beside numbers.
+    values = values + (key, query, num_queries, gl.cast(ranges_ptr, gl.int64))
     return _show(values, mask, q_ranges, left, True)
 
 
