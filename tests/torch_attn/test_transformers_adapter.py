@@ -490,7 +490,7 @@ def test_blocks_are_ranges(window, padded):
     mistral, x = model("Mistral"), torch.zeros(2, 8, 64)
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[0, 6:] = mask[1, 0] = 0
-    options: dict[str, Any] = {"block_sequence_ids": BLOCKS}
+    options = {"block_sequence_ids": BLOCKS}
     if window == "of all tokens":
         options = {
             "or_mask_function": blockwise_overlay(BLOCKS),
