@@ -53,8 +53,7 @@ def test_lists_hold_what_is_seen(sizes, has_ids, is_sorted, has_ends, has_ranges
     generator = torch.Generator().manual_seed(seed)
     size_q, size_kv = sizes
     has_ends = has_ends or not (has_ids or has_ranges)
-    hides = has_ends or has_ranges
-    window = Window(data.draw(st.sampled_from([None, 70])), 0 if hides else None)
+    window = Window(data.draw(st.sampled_from([None, 70])), 0 if has_ends or has_ranges else None)
     q, kv = torch.zeros(2, size_q, 1, 16).half(), torch.zeros(2, size_kv, 1, 16).half()
     options: dict[str, Any] = {}
     seen = visible(size_q, size_kv, window)[None].repeat(2, 1, 1)

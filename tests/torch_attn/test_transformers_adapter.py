@@ -480,27 +480,19 @@ BLOCKS = torch.tensor([[0, 0, 0, -1, -1, 1, 1, -1], [-1, 4, 4, -1, 5, 5, 5, 6]])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("window", ["", "of causal tokens", "of all tokens"])
 def test_blocks_are_ranges(window, padded):
-    from transformers.masking_utils import (
-        blockwise_overlay,
-        create_causal_mask,
-        create_sliding_window_causal_mask,
-        sliding_window_overlay,
-    )
+    from transformers import masking_utils as theirs
 
     mistral, x = model("Mistral"), torch.zeros(2, 8, 64)
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[0, 6:] = mask[1, 0] = 0
-    options = {"block_sequence_ids": BLOCKS}
+    make, options = theirs.create_causal_mask, {"block_sequence_ids": BLOCKS}
     if window == "of all tokens":
-        options = {
-            "or_mask_function": blockwise_overlay(BLOCKS),
-            "and_mask_function": sliding_window_overlay(2),
-        }
-    is_sliding = window == "of causal tokens"
-    make = create_sliding_window_causal_mask if is_sliding else create_causal_mask
-    eager, ours = both(
-        mistral, lambda m: make(m.config, x, mask if padded else None, None, **options)
-    )
+        blocks, sliding = theirs.blockwise_overlay(BLOCKS), theirs.sliding_window_overlay(2)
+        options = {"or_mask_function": blocks, "and_mask_function": sliding}
+    elif window:
+        make = theirs.create_sliding_window_causal_mask
+    given = mask if padded else None
+    eager, ours = both(mistral, lambda m: make(m.config, x, given, None, **options))
     key, ranges = torch.arange(8), ours.operands.pop("q_ranges")
     assert {*ours.operands} == ({"q_segment_ids", "kv_segment_ids"} if padded else set())
     seen = (key <= key[:, None]) & (key >= key[:, None] - (ours.window.left or 8))

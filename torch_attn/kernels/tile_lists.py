@@ -59,14 +59,14 @@ LANES = tl.constexpr(32)
 @triton.jit(do_not_specialize=[x for x in UNSPECIALIZED if x != "together"])
 def tile_lists_kernel(
     lists_ptr,
-    q_ids_ptr,
-    kv_ids_ptr,
+    ids_ptr,
+    other_ids_ptr,
     ends_ptr,
-    q_depths_ptr,
-    reach_ptr,
+    depths_ptr,
+    other_depths_ptr,
     ranges,
-    cu_seqlens_q_ptr,
-    cu_seqlens_kv_ptr,
+    cu_seqlens_ptr,
+    cu_seqlens_other_ptr,
     seq_q,
     seq_kv,
     diagonal,
@@ -84,25 +84,18 @@ def tile_lists_kernel(
     sizes are powers of two, and divide SCAN_ROWS, the rows read at a time. Grid: (tiles · batch),
     or `count_sequence_tiles` of packed sequences.
 
-    Operands: ids [B, Sq] and [B, Skv], ends [B, Skv] or [Tkv], `Depths`, `QueryRanges`, int32 and
-    contiguous, or None. lists int32: a counter of work items, which is set to 0; then [B, tiles,
-    2 T + HEADER], where T is how many tiles there may be, at least 1. A list's header starts at
-    entry T. After it come the tiles that need no mask; before it, last one first, those that need
-    one. If nothing is visible, tile 0 is in both places and is not counted: a reader may have to
-    fetch one.
+    Operands, of the rows and of the others: ids [B, Sq] and [B, Skv], ends [B, Skv] or [Tkv],
+    `Depths`, `QueryRanges`, int32 and contiguous, or None. lists int32: a counter of work items,
+    which is set to 0; then [B, tiles, 2 T + HEADER], where T is how many tiles there may be, at
+    least 1. A list's header starts at entry T. After it come the tiles that need no mask; before
+    it, last one first, those that need one. If nothing is visible, tile 0 is in both places and is
+    not counted: a reader may have to fetch one.
     """
     # Locate the tile of rows.
     BLOCK: tl.constexpr = BLOCK_Q if OF_KEYS else BLOCK_KV
     OTHER: tl.constexpr = BLOCK_KV if OF_KEYS else BLOCK_Q
-    if OF_KEYS:
-        ids_ptr, other_ids_ptr = q_ids_ptr, kv_ids_ptr
-        depths_ptr, other_depths_ptr = q_depths_ptr, reach_ptr
-        cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_q_ptr, cu_seqlens_kv_ptr
-        size, size_other, left, right = seq_q, seq_kv, window_left, window_right
-    else:
-        ids_ptr, other_ids_ptr = kv_ids_ptr, q_ids_ptr
-        depths_ptr, other_depths_ptr = reach_ptr, q_depths_ptr
-        cu_seqlens_ptr, cu_seqlens_other_ptr = cu_seqlens_kv_ptr, cu_seqlens_q_ptr
+    size, size_other, left, right = seq_q, seq_kv, window_left, window_right
+    if not OF_KEYS:
         size, size_other, left, right = seq_kv, seq_q, window_right, window_left
         diagonal = -diagonal
     num_tiles = count_sequence_tiles(size, num_sequences, BLOCK)
@@ -124,22 +117,11 @@ def tile_lists_kernel(
     # Read the ids, ends and depths of its rows.
     rows = start + tl.arange(0, BLOCK)
     exists = rows < end
-    least, low, high = 0, 0, 0
-    if ids_ptr is not None:
-        ids = tl.load(ids_ptr + row + rows, mask=exists, other=LARGEST)
-        least = tl.min(ids, 0)
-        low = tl.min(tl.where(ids < 0, LARGEST, ids), 0)
-        high = tl.max(tl.where(exists, ids, VISITED), 0)
+    least, low, high = _own_bounds(ids_ptr, row, rows, exists, VISITED)
     first_end, last_end = 0, 0
-    if ends_ptr is not None and not OF_KEYS:
-        ends = tl.load(ends_ptr + row + rows, mask=exists, other=LARGEST)
-        first_end = tl.min(ends, 0)
-        last_end = tl.max(tl.where(exists, ends, 0), 0)
-    least_depth, greatest_depth = 0, 0
-    if depths_ptr is not None:
-        depths = tl.load(depths_ptr + row + rows, mask=exists, other=LARGEST)
-        least_depth = tl.min(depths, 0)
-        greatest_depth = tl.max(tl.where(exists, depths, -LARGEST), 0)
+    if not OF_KEYS:
+        first_end, _, last_end = _own_bounds(ends_ptr, row, rows, exists, 0)
+    least_depth, _, greatest_depth = _own_bounds(depths_ptr, row, rows, exists, -LARGEST)
 
     # List the tiles that its rows may see: of the window, or with ranges of all.
     first_tile, num_shown = begin // OTHER, before + full + after
@@ -187,10 +169,10 @@ def tile_lists_kernel(
             if OF_KEYS:
                 in_part, in_full = tiles_in_bounds(bounds, starts, OTHER)
             else:
-                last = tl.minimum(start + BLOCK, end) - first
                 in_part, in_full = _tiles_in_ranges(
-                    ranges, row_other, starts, tile_exists, size_other, start - first, last, OTHER
-                )
+                    ranges, row_other, starts, tile_exists, size_other, start - first,
+                    tl.minimum(start + BLOCK, end) - first, OTHER,
+                )  # fmt: skip
             seen |= tile_exists & in_part
             whole |= tile_exists & in_part & in_full
         whole &= starts + OTHER <= size_other
@@ -198,18 +180,15 @@ def tile_lists_kernel(
             whole &= start + BLOCK <= end
         bits = tl.zeros([TILES], tl.int32)
         if ids_ptr is not None:
-            other_least, other_high, other_low = _bounds(
-                other_ids_ptr + row_other, starts, tile_exists, size_other, VISITED, OTHER
+            meets, alike, bits = _meeting_tiles(
+                other_ids_ptr + row_other, starts, tile_exists, size_other, least, low, high, OTHER
             )
-            seen &= other_low <= high
-            seen &= other_high >= low
-            alike = (other_least == high) & (other_high == high) & (least == high)
             if not OF_KEYS:
                 # Nonexistent keys are hidden by their ids.
                 alike &= start + BLOCK <= end
-            whole &= alike
-            bits = tl.where(other_least < 0, PADDED, tl.where(alike, ALIKE, 0))
-            whole &= seen
+            bits += tl.where(alike, ALIKE, 0)
+            seen &= meets
+            whole &= seen & alike
         # Count the tiles of both kinds up to each: from bit 16 on, the ones without a mask.
         masked = seen & ~whole
         counts = tl.where(whole, 1 << 16, masked.to(tl.int32))
@@ -233,6 +212,30 @@ def tile_lists_kernel(
     tl.store(middle_ptr + 1, num_whole)
     own_padded = (least < 0).to(tl.int32) if ids_ptr is not None else 0
     tl.store(middle_ptr + 2, own_padded * PADDED + others_padded * OTHERS_PADDED)
+
+
+@triton.jit
+def _meeting_tiles(
+    other_ids_ptr, starts, exists, size, least, low, high, OTHER: tl.constexpr
+):  # fmt: skip
+    """Return which tiles have ids of the rows, which the same single one, and which padding."""
+    other_least, other_high, other_low = _bounds(
+        other_ids_ptr, starts, exists, size, VISITED, OTHER
+    )
+    alike = (other_least == high) & (other_high == high) & (least == high) & (high >= 0)
+    meets = (other_low <= high) & (other_high >= low)
+    return meets, alike, tl.where(other_least < 0, PADDED, 0)
+
+
+@triton.jit
+def _own_bounds(rows_ptr, row, rows, exists, fill):
+    """Return the least, the least nonnegative and the greatest number of the rows that exist."""
+    least, low, greatest = 0, 0, 0
+    if rows_ptr is not None:
+        x = tl.load(rows_ptr + row + rows, mask=exists, other=LARGEST)
+        least, low = tl.min(x, 0), tl.min(tl.where(x < 0, LARGEST, x), 0)
+        greatest = tl.max(tl.where(exists, x, fill), 0)
+    return least, low, greatest
 
 
 @triton.jit
@@ -292,7 +295,9 @@ def listed_mask(
         blocks = config.block_q, config.block_kv
         lists = allocate_lists(operands.q, spec, of_keys, *blocks)
         ids = (None, None) if segments is None else (segments.q, segments.kv)
-        tensors = (lists, *ids, ends, *(depths or (None, None)), ranges, *offsets)
+        pairs = ids, depths or (None, None), offsets
+        ids, both_depths, both_offsets = (x if of_keys else x[::-1] for x in pairs)
+        tensors = (lists, *ids, ends, *both_depths, ranges, *both_offsets)
         launch("tile_lists", tile_lists_kernel, _prepare, tensors, spec, backend, of_keys, *blocks)
         segments = segments and Segments(segments.q, segments.kv, lists)
         tree = None if ends is None else Tree(ends, lists)

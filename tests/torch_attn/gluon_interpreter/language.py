@@ -295,37 +295,31 @@ _INSTRUCTIONS |= {
 
 
 def _show(asm: str, args: Any) -> Any:
-    """Interpret `query_ranges.show_code`, by its instructions."""
-    found: dict[str, Any] = {}
-
-    def value(name: str) -> Any:
-        if name in found or name[0] not in "$0":
-            return found[name]
-        return torch.as_tensor(values_of(args[int(name[1:]) - 1])).long() if name[0] == "$" else 0
-
-    for line in asm.strip("{ }").split("; "):
+    """Interpret the instructions of `query_ranges.show_code`."""
+    found: dict[str, Any] = {f"${i}": x for i, x in enumerate(args, 1)}
+    for i, x in found.items():
+        if not isinstance(x, Pointer):
+            found[i] = torch.as_tensor(values_of(x)).long()
+    for line in asm.strip("{ }").split("; ")[3:-1]:
         operation, *names = re.findall(r"@?[\w$.]+", line)
-        if operation == "mov.b32":
-            found[names[0]] = torch.tensor(0)
-        elif operation.startswith("@within"):
-            *names, place = names[1:]
-            rows, pointer = found[place]
+        a, b, *more = [found.get(x, 0) for x in names[1:]] + [0, 0]
+        if operation == "@within":
+            (rows, pointer), *names = found[names[-1]], *names[1:-1]
             for i, name in enumerate(names):
                 place = pointer + (Tensor(rows) * len(names) + i)
                 found[name] = place.read(Tensor(found["within"]), 0).long()
         elif operation == "mad.wide.s32":
-            found[names[0]] = value(names[1]), args[int(names[3][1:]) - 1]
+            found[names[0]] = a, more[0]
         elif operation == "sub.s32":
-            found[names[0]] = (value(names[1]) - value(names[2])) % 2**32
+            found[names[0]] = (a - b) % 2**32
         elif operation == "or.pred":
-            found[names[0]] = value(names[1]) | value(names[2])
+            found[names[0]] = a | b
         elif operation.startswith("setp"):
             _, compare, *combined, kind = operation.split(".")
-            other = value(names[2]) % 2**32 if kind == "u32" else value(names[2])
-            holds = _COMPARISONS[compare](value(names[1]), other)
+            found[names[0]] = _COMPARISONS[compare](a, b % 2**32 if kind == "u32" else b)
             if combined:
-                holds = getattr(operator, f"{combined[0]}_")(holds, value(names[3]))
-            found[names[0]] = holds
+                combine = getattr(operator, f"{combined[0]}_")
+                found[names[0]] = combine(found[names[0]], more[0])
     return where(Tensor(found["seen"], args[0].layout), args[0], float("-inf"))
 
 

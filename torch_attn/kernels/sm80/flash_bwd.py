@@ -418,28 +418,27 @@ def _load_piece(base, ROWS: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.conste
 
 def _prepare_dq(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dq_kernel`."""
+    mask = listed_argument(call, of_keys=True)
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_q, call.config.block_q)
-    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, True)
+    return (tiles * spec.heads_q * spec.batch,), _arguments(call, tiles, None) | mask
 
 
 def _prepare_dkdv(call: KernelCall) -> Prepared:
     """Return grid and arguments of `flash_bwd_dkdv_kernel`."""
+    mask = listed_argument(call, of_keys=False)
     spec = call.spec
     tiles = num_sequence_tiles(spec, spec.seq_kv, call.config.block_kv)
     heads = spec.heads_kv * spec.batch
     *_, sums, _mask = call.layouts
     summed_heads = None if sums.dq is None else heads
-    return (tiles * heads,), _arguments(call, tiles, False, summed_heads)
+    return (tiles * heads,), _arguments(call, tiles, summed_heads) | mask
 
 
-def _arguments(
-    call: KernelCall, tiles: int, of_keys: bool, summed_heads: int | None = None
-) -> dict[str, Any]:
+def _arguments(call: KernelCall, tiles: int, summed_heads: int | None) -> dict[str, Any]:
     q, k, v, dout, *_ = call.layouts
     arguments = flash_arguments(call.spec) | copy_arguments(q=q, k=k, v=v, dout=dout)
-    arguments |= order_argument(call, tiles, PROGRAMS_OF_SM, summed_heads)
-    return arguments | listed_argument(call, of_keys)
+    return arguments | order_argument(call, tiles, PROGRAMS_OF_SM, summed_heads)
 
 
 flash_bwd = make_flash_bwd(
