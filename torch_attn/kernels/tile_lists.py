@@ -120,8 +120,8 @@ def tile_lists_kernel(
     least, low, high = _own_bounds(ids_ptr, row, rows, exists, VISITED)
     first_end, last_end = 0, 0
     if not OF_KEYS:
-        first_end, _, last_end = _own_bounds(ends_ptr, row, rows, exists, 0)
-    least_depth, _, greatest_depth = _own_bounds(depths_ptr, row, rows, exists, -LARGEST)
+        first_end, _low_end, last_end = _own_bounds(ends_ptr, row, rows, exists, 0)
+    least_depth, _low_depth, greatest_depth = _own_bounds(depths_ptr, row, rows, exists, -LARGEST)
 
     # List the tiles that its rows may see: of the window, or with ranges of all.
     first_tile, num_shown = begin // OTHER, before + full + after
