@@ -296,10 +296,10 @@ _INSTRUCTIONS |= {
 
 def _show(asm: str, args: Any) -> Any:
     """Interpret the instructions of `query_ranges.show_code`."""
-    found: dict[str, Any] = {f"${i}": x for i, x in enumerate(args, 1)}
-    for i, x in found.items():
-        if not isinstance(x, Pointer):
-            found[i] = torch.as_tensor(values_of(x)).long()
+    found: dict[str, Any] = {
+        f"${i}": x if isinstance(x, Pointer) else torch.as_tensor(values_of(x)).long()
+        for i, x in enumerate(args, 1)
+    }
     for line in asm.strip("{ }").split("; ")[3:-1]:
         operation, *names = re.findall(r"@?[\w$.]+", line)
         a, b, *more = [found.get(x, 0) for x in names[1:]] + [0, 0]

@@ -15,12 +15,7 @@ _NO_KEY = gl.constexpr(2**31 - 1)
 
 
 class Limits(NamedTuple):
-    """Hold what says which pairs of a tile are in the window.
-
-    Attributes:
-        start, size: the first visited row, and how many the sequence has.
-        end: the end of keys that stay, as queries are counted; not read where queries stay.
-    """
+    """The first visited row, the end of visited rows and of keys that stay, and the window."""
 
     start: Any
     size: Any
