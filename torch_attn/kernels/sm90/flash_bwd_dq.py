@@ -10,7 +10,6 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
-    are_listed,
     persistent,
 )
 from torch_attn.kernels.explicit.tma import (
@@ -23,7 +22,7 @@ from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume_keys
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
-from torch_attn.kernels.tile_lists import check_lists
+from torch_attn.kernels.tile_lists import listed_argument
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -108,11 +107,11 @@ def flash_bwd_dq_kernel(
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
-        shared = allocate_hand_over(2, are_listed(mask.segments, mask.tree))
+    if are_counted(num_sequences, mask.tiles) or mask.intervals is not None:
+        shared = allocate_hand_over(2, mask.tiles is not None)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
     )  # fmt: skip
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
@@ -120,7 +119,8 @@ def flash_bwd_dq_kernel(
             (consume_keys, (
                 Kernel(
                     tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
-                    terms, window_left, window_right, None, 128, HEAD_DIM, HEAD_DIM_V, EDGES,
+                    terms, window_left, window_right, None, mask.q_ranges, 128, HEAD_DIM,
+                    HEAD_DIM_V, EDGES,
                 ),
                 part,
             ))
@@ -141,7 +141,6 @@ def flash_bwd_dq_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert config.block_q == 128
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts
@@ -155,11 +154,11 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
         "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
-        or spec.segmented
-        or spec.tree
+        or spec.hides_by_data
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         **terms_argument(call),
+        **listed_argument(call, of_keys=True),
     }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)
