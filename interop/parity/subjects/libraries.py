@@ -21,6 +21,7 @@ LSE = {"lse", "gradient of lse"}
 EDGES = {"GQA", "Sq != Skv"}
 ANY = HALF | EDGES | {"float32", "D > 256", "Dv != D"}
 MASKED = ANY | {"window", "segments", "tree"}  # by a mask that the user makes
+SIGNED = "scale of 0 or less"  # which kernels that take row maxima before they scale do not have
 ONE_SIZE, PLAIN = {"Dv != D"}, {"GQA", "scale", "Dv != D"}  # that some do not have
 FORWARD = HALF - {"float16", "gradients"}
 PAGED = {"paged_decode", "float16", "bfloat16", "scale", "several tokens", *EDGES, *SIZES}
@@ -59,9 +60,9 @@ def _flash_attn(module: str) -> Make:
 
 _add(
     "torch",
-    ("eager", torch_libraries.eager, {DENSE, *MASKED}),
+    ("eager", torch_libraries.eager, {DENSE, *MASKED, SIGNED}),
     ("SDPA", torch_libraries.sdpa_by_default, {DENSE, *ANY, "bias"}),
-    ("SDPA math", _sdpa(MATH), {DENSE, *MASKED, "bias"}),
+    ("SDPA math", _sdpa(MATH), {DENSE, *MASKED, SIGNED, "bias"}),
     ("FA2", _sdpa(FLASH), {DENSE, *HALF, *EDGES, "lse"}),
     ("FA2 dense", partial(torch_libraries.sdpa_decode, FLASH), PAGED),
     ("nn.MultiheadAttention", torch_libraries.multi_head, {DENSE, *ANY} - PLAIN),
@@ -69,9 +70,9 @@ _add(
 )
 _add(
     "torch",
-    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, *TERMS, *LSE, "ranges"}),
-    ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, *LSE, "window", *FLAT}),
-    ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, *LSE, "window", *FLAT}),
+    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, SIGNED, *TERMS, *LSE, "ranges"}),
+    ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, SIGNED, *LSE, "window", *FLAT}),
+    ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, SIGNED, *LSE, "window", *FLAT}),
     on_cpu="forward",
 )
 _add(
@@ -84,8 +85,8 @@ _add(
 _add(
     "transformers",
     ("transformers eager", partial(torch_libraries.transformers, "eager"),
-     {DENSE, *MASKED, "softcap"}),
-    ("transformers gpt-oss", torch_libraries.gpt_oss, {DENSE, *MASKED, "sinks"}),
+     {DENSE, *MASKED, SIGNED, "softcap"}),
+    ("transformers gpt-oss", torch_libraries.gpt_oss, {DENSE, *MASKED, SIGNED, "sinks"}),
     ("transformers sdpa", partial(torch_libraries.transformers, "sdpa"), {DENSE, *MASKED}),
     on_cpu="all",
 )  # fmt: skip
@@ -108,7 +109,8 @@ _add("flashinfer-python", ("FlashInfer", flashinfer.paged, {
 }))  # fmt: skip
 _add(
     "jax",
-    ("jax.nn XLA", partial(jax_libraries.jax_nn, "xla"), {DENSE, *MASKED, "bias"} - ONE_SIZE),
+    ("jax.nn XLA", partial(jax_libraries.jax_nn, "xla"),
+     {DENSE, *MASKED, SIGNED, "bias"} - ONE_SIZE),
     ("jax.nn XLA packed", partial(jax_libraries.jax_nn, "xla"),
      {PACKED, *HALF, "float32", "GQA", "empty sequences"}),
     ("jax.nn XLA blocks", partial(jax_libraries.jax_nn, "xla"), {BLOCKS, *ANY} - ONE_SIZE),
