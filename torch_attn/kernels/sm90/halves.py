@@ -1,0 +1,64 @@
+"""Results of more than 256 columns: one consumer has the first ones, another the rest.
+
+An accumulator of all columns would not fit a warpgroup's registers. The first consumer computes the
+scores and hands p (or ds) over in shared memory, with the factor of what was accumulated before.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from torch_attn.kernels.explicit.barriers import P_READ, P_WRITTEN, arrive, wait_for_all
+from torch_attn.kernels.explicit.registers import unpack
+from torch_attn.kernels.explicit.tma import box_layout
+from torch_attn.kernels.explicit.wgmma import product_layout, rescale
+from twin_attention.targets import sm90
+
+
+first_columns = triton.constexpr_function(sm90.first_columns)
+
+
+class Halves(NamedTuple):
+    """What a consumer hands over: a tile of p, and a factor for each row."""
+
+    p: Any
+    factor: Any
+
+
+@gluon.jit
+def allocate_halves(DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
+    p = gl.allocate_shared_memory(DTYPE, [64, COLUMNS], box_layout(COLUMNS, rank=2))
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return Halves(p, gl.allocate_shared_memory(gl.float32, [64], layout))
+
+
+@gluon.jit
+def hand_over(halves, packed, factor, PLACE: gl.constexpr):
+    """Give the other consumer packed p, once it has used the last one."""
+    LAYOUT: gl.constexpr = product_layout(halves.p.shape[1])
+    p = unpack(packed, halves.p.dtype, LAYOUT, PLACE)
+    wait_for_all(P_READ, 256)
+    halves.p.store(gl.convert_layout(p, LAYOUT, assert_trivial=True))
+    if factor is not None:
+        halves.factor.store(factor)
+    fence_async_shared()
+    arrive(P_WRITTEN, 256)
+
+
+@gluon.jit
+def hand_over_factor(halves, factor):
+    """Give the other consumer the factor of its rows' results."""
+    wait_for_all(P_READ, 256)
+    halves.factor.store(factor)
+    arrive(P_WRITTEN, 256)
+
+
+@gluon.jit
+def receive_factor(halves, acc, ON_DEMAND: gl.constexpr):
+    """Wait for what the first consumer hands over, and scale what was accumulated."""
+    wait_for_all(P_WRITTEN, 256)
+    layout: gl.constexpr = gl.SliceLayout(1, product_layout(acc[0].shape[1]))
+    return rescale(acc, halves.factor.load(layout), ON_DEMAND)
