@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from torch_attn.kernels.explicit.barriers import P_READ, P_WRITTEN, arrive, wait_for_all
 from torch_attn.kernels.explicit.registers import unpack
-from torch_attn.kernels.explicit.tma import box_layout
+from torch_attn.kernels.explicit.tma import box_layout, reinterpret
 from torch_attn.kernels.explicit.wgmma import product_layout, rescale
 from twin_attention.targets import sm90
 
@@ -33,6 +33,15 @@ def allocate_halves(DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
     p = gl.allocate_shared_memory(DTYPE, [64, COLUMNS], box_layout(COLUMNS, rank=2))
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return Halves(p, gl.allocate_shared_memory(gl.float32, [64], layout))
+
+
+@gluon.jit
+def halves_in(tile, COLUMNS: gl.constexpr):
+    """Return a `Halves` without factors, whose p lies in a single tile that was multiplied."""
+    COUNT: gl.constexpr = tile[0].shape[3] * tile[0].shape[4] // (64 * COLUMNS)
+    layout: gl.constexpr = box_layout(COLUMNS, rank=2)
+    p = reinterpret(tile[0].index(0), tile[0].dtype, [COUNT, 64, COLUMNS], layout)
+    return Halves(p.index(0), None)
 
 
 @gluon.jit
