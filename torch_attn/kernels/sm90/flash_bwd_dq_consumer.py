@@ -403,7 +403,7 @@ def _finish_ds(
         store_bias(kernel.terms.dbias, ds, queries.pairs, start, work.rows.end, work.keys.size)
     packed = pack(ds, kernel.tiles[0][0].dtype)
     if kernel.halves is not None:
-        hand_over(kernel.halves, packed, None, PLACE)
+        hand_over(kernel.halves, packed, (), PLACE)
         arrive(V_READ + slot_v, READERS)
     return packed
 

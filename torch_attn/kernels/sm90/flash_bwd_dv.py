@@ -83,7 +83,7 @@ def _hand_over(kernel, keys, packed, step, index, MASKED: gl.constexpr, PLACE: g
         clear_queries(
             kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index, index
         )
-    hand_over(kernel.results[2], packed, None, PLACE)
+    hand_over(kernel.results[2], packed, (), PLACE)
 
 
 @gluon.jit

@@ -40,7 +40,7 @@ from torch_attn.kernels.explicit.tma import (
 from torch_attn.kernels.explicit.wgmma import add_shared, wait_sums, zeros
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.sm90 import flash_bwd_dk, flash_bwd_dv
-from torch_attn.kernels.sm90.halves import allocate_halves, first_columns, halves_in
+from torch_attn.kernels.sm90.halves import Halves, allocate_halves, first_columns, place_in
 from torch_attn.kernels.sm90.queries import (
     Barriers,
     Kernel,
@@ -110,7 +110,7 @@ def flash_bwd_large_kernel(
         result_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     halves = None
     if IN_HALVES and dv is None:
-        halves = halves_in(do_tile, BLOCK_Q)
+        halves = Halves(place_in(do_tile, BLOCK_Q), ())
     elif IN_HALVES:
         halves = allocate_halves(dtype, BLOCK_Q)
     lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)

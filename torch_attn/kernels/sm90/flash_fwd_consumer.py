@@ -234,7 +234,7 @@ def _visit_first(kernel, softmax, queries, ahead, step, turn, CONSUMER: gl.const
     if kernel.edges:
         clear_visited((v_tile,), (v_full,), step, kernel.problem, queries, 0, start)
     if kernel.halves is not None:
-        hand_over(kernel.halves, packed, alpha, "first")
+        hand_over(kernel.halves, packed, (alpha,), "first")
     return packed, m_i, l_i, acc
 
 
@@ -307,7 +307,7 @@ def _visit(
     if MASKED:
         clear_visited((v_tile,), (v_full,), step, kernel.problem, queries, index, start)
     if kernel.halves is not None:
-        hand_over(kernel.halves, packed, alpha, "edge, given" if MASKED else "full, given")
+        hand_over(kernel.halves, packed, (alpha,), "edge, given" if MASKED else "full, given")
     return packed, m_i, l_i, acc
 
 

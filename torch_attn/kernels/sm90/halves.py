@@ -22,7 +22,7 @@ first_columns = triton.constexpr_function(sm90.first_columns)
 
 
 class Halves(NamedTuple):
-    """What a consumer hands over: a tile of p, and a factor for each row."""
+    """What a consumer hands over: a tile of p, and in a forward a factor for each row."""
 
     p: Any
     factor: Any
@@ -36,23 +36,23 @@ def allocate_halves(DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def halves_in(tile, COLUMNS: gl.constexpr):
-    """Return a `Halves` without factors, whose p lies in a single tile that was multiplied."""
+def place_in(tile, COLUMNS: gl.constexpr):
+    """Return a tile of p in the memory of a single tile, which is multiplied before."""
     COUNT: gl.constexpr = tile[0].shape[3] * tile[0].shape[4] // (64 * COLUMNS)
     layout: gl.constexpr = box_layout(COLUMNS, rank=2)
     p = reinterpret(tile[0].index(0), tile[0].dtype, [COUNT, 64, COLUMNS], layout)
-    return Halves(p.index(0), None)
+    return p.index(0)
 
 
 @gluon.jit
-def hand_over(halves, packed, factor, PLACE: gl.constexpr):
-    """Give the other consumer packed p, once it has used the last one."""
+def hand_over(halves, packed, factors, PLACE: gl.constexpr):
+    """Give the other consumer packed p, once it has used the last one; factors: (), or one."""
     LAYOUT: gl.constexpr = product_layout(halves.p.shape[1])
     p = unpack(packed, halves.p.dtype, LAYOUT, PLACE)
     wait_for_all(P_READ, 256)
     halves.p.store(gl.convert_layout(p, LAYOUT, assert_trivial=True))
-    if factor is not None:
-        halves.factor.store(factor)
+    for i in gl.static_range(len(factors)):
+        halves.factor.store(factors[i])
     fence_async_shared()
     arrive(P_WRITTEN, 256)
 
