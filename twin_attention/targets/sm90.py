@@ -56,8 +56,8 @@ def _too_wide(operation: str, spec: Spec) -> str | None:
     reason = sm80.too_wide(spec)
     if reason is None or operation not in _WITH_TERMS or not isinstance(spec, AttentionSpec):
         return reason
-    if isinstance(spec, BlockSparseSpec):
-        return f"with block masks {reason}"
+    if isinstance(spec, BlockSparseSpec) or spec.is_part:
+        return f"with block masks or a result over other keys {reason}"
     if spec.head_dim != spec.head_dim_v:
         return f"unless they are equal, {reason}"
     if operation == "flash_bwd" and (spec.is_packed or spec.terms):
