@@ -145,7 +145,7 @@ def build(row: Model, implementation: str) -> torch.nn.Module:
     for name, x in model.named_parameters():
         if "mm_input_projection_weight" in name:  # zeros, before a norm
             torch.nn.init.normal_(x, std=0.2)
-        if config_class == "Gemma4Text" and name.endswith("q_norm.weight"):  # its scores' only scale
+        if row.name == "Gemma 4" and "q_norm" in name:  # the only scale of its scores
             torch.nn.init.constant_(x, x.numel() ** -0.5)
     return model
 

@@ -21,7 +21,7 @@ from torch_attn.kernels.explicit.tma import (
 )
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
-from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume_ds, consume_keys
+from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.halves import Halves, first_columns, place_in
 from torch_attn.kernels.tile_lists import check_lists
@@ -124,21 +124,13 @@ def flash_bwd_dq_kernel(
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
-            (consume_keys, (
+            (consume, (
                 Kernel(
                     tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
                     terms, window_left, window_right, None, halves, 64 * TILES, HEAD_DIM,
                     HEAD_DIM_V, EDGES,
                 ),
                 part,
-            ))
-            if part < TILES
-            else (consume_ds, (
-                Kernel(
-                    tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
-                    terms, window_left, window_right, None, halves, 64, HEAD_DIM, HEAD_DIM_V,
-                    EDGES,
-                ),
             ))
             if part < 2
             else (produce_keys, (

@@ -80,7 +80,15 @@ class RowStatistics(NamedTuple):
 
 
 @gluon.jit
-def consume_keys(kernel, CONSUMER: gl.constexpr):
+def consume(kernel, CONSUMER: gl.constexpr):
+    if kernel.halves is not None and CONSUMER == 1:
+        _consume_ds(kernel)
+    else:
+        _consume_keys(kernel, CONSUMER)
+
+
+@gluon.jit
+def _consume_keys(kernel, CONSUMER: gl.constexpr):
     q_tile, _do_tile, _out_tile, k_tile, _v_tile = kernel.tiles
     Q_STAGES: gl.constexpr = stages_of_queries(q_tile)
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -226,7 +234,7 @@ def stages_of_queries(q_tile):
 
 
 @gluon.jit
-def consume_ds(kernel):
+def _consume_ds(kernel):
     """Compute the other columns of each item, from the ds that the first consumer hands over."""
     q_tile, _do_tile, _out_tile, k_tile, v_tile = kernel.tiles
     _q_full, _do_full, _out_full, q_read, k_full, _v_full = kernel.barriers

@@ -39,8 +39,9 @@ def produce_keys(
     step = 0  # counted over all items
     turn = 0
     item, place = next_item(
-        turn, problem, shared, counter_ptr, BLOCK_Q, True, row_ptrs, (), problem.heads_q, BLOCK_KV, True
-    )
+        turn, problem, shared, counter_ptr, BLOCK_Q, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
+        True,
+    )  # fmt: skip
     while item < problem.num_items:
         batch, head, rows, keys, visible = locate_queries(
             item, place, problem, window_left, window_right, None, BLOCK_Q, BLOCK_KV
@@ -76,6 +77,6 @@ def produce_keys(
             step += 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, BLOCK_Q, True, row_ptrs, (), problem.heads_q, BLOCK_KV,
-            True,
+            turn, problem, shared, counter_ptr, BLOCK_Q, True, row_ptrs, (), problem.heads_q,
+            BLOCK_KV, True,
         )  # fmt: skip

@@ -80,9 +80,7 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
 def _hand_over(kernel, keys, packed, step, index, MASKED: gl.constexpr, PLACE: gl.constexpr):
     """Give the other consumer pᵀ, and a tile of dout that has no rows of others."""
     if MASKED:
-        clear_queries(
-            kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index, index
-        )
+        clear_queries(kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index, index)
     hand_over(kernel.results[2], packed, (), PLACE)
 
 

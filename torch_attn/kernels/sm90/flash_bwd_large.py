@@ -141,21 +141,13 @@ def flash_bwd_large_kernel(
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
-            (consume_queries, (
+            (consume, (
                 Kernel(
                     tiles, barriers, shared, (dk if dv is None else dv, result_tile, halves),
                     problem, rule, terms, window_left, window_right, GROUP_SIZE, GROUP_SIZE, False,
                     HEAD_DIM, HEAD_DIM_V, EDGES,
                 ),
                 part,
-            ))
-            if part < KEY_TILES
-            else (consume_handed, (
-                Kernel(
-                    tiles, barriers, shared, (dk if dv is None else dv, result_tile, halves),
-                    problem, rule, terms, window_left, window_right, GROUP_SIZE, GROUP_SIZE, False,
-                    HEAD_DIM, HEAD_DIM_V, EDGES,
-                ),
             ))
             if part < 2
             else (produce_queries, (
@@ -172,7 +164,15 @@ def flash_bwd_large_kernel(
 
 
 @gluon.jit
-def consume_queries(kernel, CONSUMER: gl.constexpr):
+def consume(kernel, CONSUMER: gl.constexpr):
+    if kernel.results[2] is not None and CONSUMER == 1:
+        _consume_handed(kernel)
+    else:
+        _consume_queries(kernel, CONSUMER)
+
+
+@gluon.jit
+def _consume_queries(kernel, CONSUMER: gl.constexpr):
     """Compute 64 rows of dk or dv of each item.
 
     `kernel.results` are the gradient's descriptors, the tile from which it is stored, and `Halves`.
@@ -235,8 +235,8 @@ def consume_queries(kernel, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def consume_handed(kernel):
-    """Compute the other columns of each item, from the pᵀ or dsᵀ that the first consumer hands over."""
+def _consume_handed(kernel):
+    """Compute the other columns of each item, from pᵀ or dsᵀ of the first consumer."""
     IS_DK: gl.constexpr = len(kernel.tiles.v) > 0
     SIZE: gl.constexpr = kernel.head_dim if IS_DK else kernel.head_dim_v
     q_tile, do_tile, halves = kernel.tiles.q, kernel.tiles.dout, kernel.results[2]

@@ -25,7 +25,7 @@ from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import allocate_tile, maps_of, stored_maps_of
 from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.terms import terms_argument, terms_of
-from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume_keys, consume_values
+from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd_rows import Results
 from torch_attn.kernels.sm90.halves import allocate_halves, first_columns
@@ -86,8 +86,8 @@ def flash_fwd_kernel(
 ):
     """One program computes tiles of BLOCK_Q rows of query heads, one after the other.
 
-    BLOCK_Q / 64 consumer warpgroups have 64 rows each (docs/reading-the-twins.md). Above 256 columns
-    of out, there is one, and another for the rest of the columns (`halves`).
+    BLOCK_Q / 64 consumer warpgroups have 64 rows each (docs/reading-the-twins.md). If out has more
+    than 256 columns, there is one, and another for the rest of the columns (`halves`).
     PING_PONG: the consumers issue in turn; at 2, only the first waits for tiles of keys and values
     in the main loop.
 
@@ -145,21 +145,13 @@ def flash_fwd_kernel(
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
         [
-            (consume_keys, (
+            (consume, (
                 Kernel(
                     tiles, barriers, shared, results, terms, problem, rule, window_left,
                     window_right, sinks_ptr, mask.lists, halves, BLOCK_Q, HEAD_DIM, HEAD_DIM_V,
                     PING_PONG, EDGES, AHEAD,
                 ),
                 part,
-            ))
-            if part < NUM_CONSUMERS
-            else (consume_values, (
-                Kernel(
-                    tiles, barriers, shared, results, terms, problem, rule, window_left,
-                    window_right, sinks_ptr, mask.lists, halves, BLOCK_Q, HEAD_DIM, HEAD_DIM_V,
-                    PING_PONG, EDGES, AHEAD,
-                ),
             ))
             if part < NUM_CONSUMERS + HALVES
             else (produce_keys, (

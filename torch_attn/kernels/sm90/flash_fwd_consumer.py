@@ -104,7 +104,15 @@ class Softmax(NamedTuple):
 
 
 @gluon.jit
-def consume_keys(kernel, CONSUMER: gl.constexpr):
+def consume(kernel, CONSUMER: gl.constexpr):
+    if kernel.halves is not None and CONSUMER == 1:
+        _consume_values(kernel)
+    else:
+        _consume_keys(kernel, CONSUMER)
+
+
+@gluon.jit
+def _consume_keys(kernel, CONSUMER: gl.constexpr):
     q_tile, k_tile, _v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, q_read, _k_full, _v_full = kernel.barriers
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
@@ -365,7 +373,7 @@ def _finish_rows(
 
 
 @gluon.jit
-def consume_values(kernel):
+def _consume_values(kernel):
     """Compute the other columns of each item, from the p that the first consumer hands over."""
     _q_tile, k_tile, v_tile, _out_tile, _bias_tile = kernel.tiles
     _q_full, q_read, _k_full, v_full = kernel.barriers

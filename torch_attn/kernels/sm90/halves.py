@@ -17,7 +17,6 @@ from torch_attn.kernels.explicit.tma import box_layout, reinterpret
 from torch_attn.kernels.explicit.wgmma import product_layout, rescale
 from twin_attention.targets import sm90
 
-
 first_columns = triton.constexpr_function(sm90.first_columns)
 
 
