@@ -8,7 +8,7 @@ from itertools import product
 
 from bench import ours
 from bench.job import Entry, Job
-from bench.peers import FLASH, PACKED
+from bench.peers import FLASH, PACKED, WIDE
 from bench.problems import Factories, absent, attention_jobs
 from bench.records import Record
 from bench.registry import Column
@@ -35,6 +35,11 @@ LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
 MORE = (
     (2, 8192, 16, 16, 128), (8, 2048, 32, 8, 128), (4, 3000, 16, 4, 128), (1, 12288, 16, 16, 128),
     (4, 4096, 32, 32, 128), (2, 6144, 8, 8, 256), (16, 1024, 16, 16, 96),
+)  # fmt: skip
+# Length, heads, head dimension and keys before a query.
+WIDE_SHAPES = (
+    (4096, 4, 512, None), (8192, 4, 512, None), (16384, 4, 512, None), (16384, 4, 512, 1023),
+    (4096, 6, 320, None),
 )  # fmt: skip
 DOCUMENTS = (1531, 6145, 377, 2567, 8191, 1013, 1797, 647, 4099, 2041, 1291, 3069)
 MORE_PEERS = ("FA2", "FA3", "FA4", "jax FA3", "cuDNN", "tokamax Mosaic")
@@ -68,7 +73,8 @@ ONE_SHAPE = (
 
 def jobs(targets: Sequence[str]) -> list[Job]:
     factories = partial(_factories, targets)
-    return attention_jobs([*cases(), *more_cases()], ("forward", "backward"), factories)
+    every = [*cases(), *more_cases(), *wide_cases()]
+    return attention_jobs(every, ("forward", "backward"), factories)
 
 
 def cases() -> list[FlashCase]:
@@ -77,6 +83,20 @@ def cases() -> list[FlashCase]:
         batch, heads = TOKENS // length, CHANNELS // head_dim
         name = f"{batch}x{length}x{heads}x{head_dim}" + ("-causal" if causal else "")
         found.append(FlashCase(name, batch, length, length, heads, heads, head_dim, causal=causal))
+    return found
+
+
+def wide_cases() -> list[FlashCase]:
+    """Return causal cases of Gemma 4's head dimension, one with a window, and one of 320."""
+    found = []
+    for length, heads, head_dim, left in WIDE_SHAPES:
+        window = "" if left is None else f"-window-{left}"
+        name = f"{TOKENS // length}x{length}x{heads}x{head_dim}-causal{window}"
+        case = FlashCase(
+            name, TOKENS // length, length, length, heads, heads, head_dim, causal=True,
+            window_size=(left, None),
+        )  # fmt: skip
+        found.append(case)
     return found
 
 
@@ -96,6 +116,10 @@ def _factories(targets: Sequence[str], case: FlashCase | VarlenCase) -> Factorie
     if isinstance(case, VarlenCase):
         peers = {Entry(name): PACKED[name] for name in PACKED_PEERS}
         return ours.packed_factories(targets[:1]) | peers
+    if case in wide_cases():
+        factories = ours.flash_factories(targets[:1])
+        peers = {Entry(name): factory for name, factory in WIDE.items()}
+        return {x: make for x, make in factories.items() if x[0] not in ONE_SHAPE} | peers
     if case in more_cases():
         factories = ours.flash_factories(targets[:1])
         peers = {Entry(name): FLASH[name] for name in MORE_PEERS}

@@ -476,6 +476,7 @@ def test_a_mask_function_of_the_users_is_a_bias(options, position_ids):
 
 CHOSEN = {
     "Gemma 2": ["padded", "static cache"],
+    "Gemma 4": ["training", "generate"],  # with the sizes of real heads
     "gpt-oss": ["padded", "generate", "static cache"],
     "Llama 4": ["padded", "generate", "static cache"],
     "T5": ["padded", "generate", "static cache", "compile"],

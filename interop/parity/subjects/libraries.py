@@ -28,7 +28,7 @@ FLAT = ("empty sequences", "rows without a key")
 
 HEADS_FIRST = (
     torch_libraries.eager, torch_libraries.sdpa, torch_libraries.sdpa_by_default,
-    torch_libraries.flex, torch_libraries.transformers,
+    torch_libraries.flex, torch_libraries.transformers, torch_libraries.ffpa_attn,
 )  # fmt: skip
 Where = Literal["all", "forward", "nothing"]
 LIBRARIES: dict[str, Library] = {}
@@ -74,7 +74,7 @@ _add(
 )
 _add(
     "torch",
-    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32"}),
+    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32", "D > 256"}),
     ("cuDNN", _sdpa(CUDNN), {DENSE, *HALF, "GQA"}),
     ("FA2 varlen", torch_libraries.fa2_varlen, {PACKED, *HALF, "GQA", "empty sequences"}),
     ("cuDNN dense", partial(torch_libraries.sdpa_decode, CUDNN), PAGED - {"several tokens"}),
@@ -98,6 +98,7 @@ _add(
      {PACKED, *HALF, "GQA", "Dv != D", "empty sequences"}),
 )  # fmt: skip
 _add("flash-attn", ("flash-attn", _flash_attn("flash_attn"), {DENSE, *HALF, *EDGES, "alibi"}))
+_add("ffpa-attn", ("ffpa-attn", torch_libraries.ffpa_attn, {DENSE, *HALF, "GQA", "D > 256"}))
 _add("flashinfer-python", ("FlashInfer", flashinfer.paged, {
     *PAGED, "paged_attention", "several lengths", "softcap", "window", "float8_e4m3fn",
 }))  # fmt: skip

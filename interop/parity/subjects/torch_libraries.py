@@ -52,6 +52,15 @@ def sdpa(backend: str, case: FlashCase, tensors: Tensors) -> Attend:
     return attend
 
 
+def ffpa_attn(case: FlashCase, tensors: Tensors) -> Attend:
+    if case.head_dim < 320:
+        raise Absent("its kernels are for head dimensions from 320 on")
+    return partial(
+        load("ffpa_attn").ffpa_attn_func, is_causal=case.causal, scale=case.spec.scale,
+        enable_gqa=case.heads_q != case.heads_kv, backend="cutedsl",
+    )  # fmt: skip
+
+
 def sdpa_by_default(case: FlashCase, tensors: Tensors) -> Attend:
     """The backend that torch chooses."""
     from torch.nn.attention.bias import causal_lower_right
