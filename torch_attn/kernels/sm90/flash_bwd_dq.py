@@ -23,7 +23,7 @@ from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
-from torch_attn.kernels.sm90.halves import Halves, first_columns, place_in
+from torch_attn.kernels.sm90.halves import first_columns, halves_in
 from torch_attn.kernels.tile_lists import check_lists
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
@@ -103,7 +103,7 @@ def flash_bwd_dq_kernel(
     halves = None
     if IN_HALVES:
         gl.static_assert(V_STAGES == 1)
-        halves = Halves(place_in(v_tile, BLOCK_KV), ())
+        halves = halves_in(v_tile, BLOCK_KV)
     q_full = allocate_barriers(2 * Q_STAGES)
     do_full = allocate_barriers(2 * Q_STAGES)
     out_full = allocate_barriers(2 * Q_STAGES)

@@ -33,18 +33,16 @@ from torch_attn.kernels.explicit.tma import (
 )
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
-    add_shared,
     product_layout,
     product_scores,
     wait_product,
-    wait_sums,
     zeros,
 )
 from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles
 from torch_attn.kernels.library.softmax import LOG2E
 from torch_attn.kernels.library.tiles import ROW_PADDING, head_base
-from torch_attn.kernels.sm90.halves import first_columns, hand_over
+from torch_attn.kernels.sm90.halves import add_handed, first_columns, hand_over
 from torch_attn.kernels.sm90.work import clear_visited, own_queries
 
 
@@ -250,9 +248,7 @@ def _consume_ds(kernel):
         for _ in range(before + full + after):
             slot, slot_v = step % k_tile[0].shape[0], step % v_tile[0].shape[0]
             wait_for_all(P_WRITTEN, 256)
-            wait_for_step(k_full, step)
-            dq = wait_sums(add_shared(dq, kernel.halves.p, k_tile[1:], slot), 0)
-            arrive(P_READ, 256)
+            dq = add_handed(kernel.halves, dq, k_tile, k_full, step)
             arrive(V_READ + slot_v, READERS)
             arrive(K_READ + slot, READERS)
             step += 1

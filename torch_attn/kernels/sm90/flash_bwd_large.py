@@ -17,7 +17,6 @@ from torch_attn.kernels.explicit.barriers import (
     allocate_barriers,
     arrive,
     wait_for_all,
-    wait_for_step,
 )
 from torch_attn.kernels.explicit.items import (
     Problem,
@@ -37,10 +36,10 @@ from torch_attn.kernels.explicit.tma import (
     store_result,
     stored_maps_of,
 )
-from torch_attn.kernels.explicit.wgmma import add_shared, wait_sums, zeros
+from torch_attn.kernels.explicit.wgmma import zeros
 from torch_attn.kernels.library.terms import terms_argument
 from torch_attn.kernels.sm90 import flash_bwd_dk, flash_bwd_dv
-from torch_attn.kernels.sm90.halves import Halves, allocate_halves, first_columns, place_in
+from torch_attn.kernels.sm90.halves import add_handed, allocate_halves, first_columns, halves_in
 from torch_attn.kernels.sm90.queries import (
     Barriers,
     Kernel,
@@ -110,7 +109,7 @@ def flash_bwd_large_kernel(
         result_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
     halves = None
     if IN_HALVES and dv is None:
-        halves = Halves(place_in(do_tile, BLOCK_Q), ())
+        halves = halves_in(do_tile, BLOCK_Q)
     elif IN_HALVES:
         halves = allocate_halves(dtype, BLOCK_Q)
     lse2_row = allocate_row(NUM_STAGES + 1, BLOCK_Q)
@@ -216,20 +215,9 @@ def _consume_queries(kernel, CONSUMER: gl.constexpr):
 
         if IS_DK:
             sums = flash_bwd_dk.add_last(kernel, packed, sums, step)
-            sums = scale_all(sums, kernel.rule.scale)
         else:
             sums = flash_bwd_dv.add_last(kernel, packed, sums, step)
-            if kernel.terms.seed is not None:
-                sums = scale_all(sums, kernel.terms.dropout.scale)
-        # No other warpgroup reads these rows of k.
-        store_result(
-            kernel.results[0], kernel.results[1], CONSUMER, sums, keys.batch,
-            keys.head // kernel.group_size, keys.first, keys.rows.end,
-            kernel.problem.heads_q // kernel.group_size, kernel.problem.num_sequences is not None,
-            SIZE,
-        )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(kernel.barriers.kv_read.index(CONSUMER), count=1)
+        _store_rows(kernel, keys, sums, CONSUMER, 0)
         turn += 1
         item, place = own_item(turn, kernel.problem, kernel.shared, CONSUMER)
 
@@ -252,30 +240,33 @@ def _consume_handed(kernel):
             slot_q, slot = step % q_tile[0].shape[0], step % do_tile[0].shape[0]
             wait_for_all(P_WRITTEN, 256)
             if IS_DK:
-                wait_for_step(kernel.barriers.q_full, step)
-                sums = add_shared(sums, halves.p, q_tile[1:], slot_q)
+                sums = add_handed(halves, sums, q_tile, kernel.barriers.q_full, step)
             else:
-                wait_for_step(kernel.barriers.do_full, step)
-                sums = add_shared(sums, halves.p, do_tile[1:], slot)
-            sums = wait_sums(sums, 0)
-            arrive(P_READ, 256)
+                sums = add_handed(halves, sums, do_tile, kernel.barriers.do_full, step)
             arrive(Q_READ + slot_q, READERS)
             arrive(DO_READ + slot, READERS)
             step += 1
-        if IS_DK:
-            sums = scale_all(sums, kernel.rule.scale)
-        elif kernel.terms.seed is not None:
-            sums = scale_all(sums, kernel.terms.dropout.scale)
-        store_result(
-            kernel.results[0], kernel.results[1], 0, sums, keys.batch,
-            keys.head // kernel.group_size, keys.first, keys.rows.end,
-            kernel.problem.heads_q // kernel.group_size, kernel.problem.num_sequences is not None,
-            SIZE, 1,
-        )  # fmt: skip
-        tma.store_wait(0)
-        mbarrier.arrive(kernel.barriers.kv_read.index(1), count=1)
+        _store_rows(kernel, keys, sums, 1, 1)
         turn += 1
         item, place = own_item(turn, kernel.problem, kernel.shared, 1)
+
+
+@gluon.jit
+def _store_rows(kernel, keys, sums, CONSUMER: gl.constexpr, FIRST: gl.constexpr):
+    """Store column pieces from the FIRST on, where rows of k were that nobody reads any more."""
+    IS_DK: gl.constexpr = len(kernel.tiles.v) > 0
+    if IS_DK:
+        sums = scale_all(sums, kernel.rule.scale)
+    elif kernel.terms.seed is not None:
+        sums = scale_all(sums, kernel.terms.dropout.scale)
+    store_result(
+        kernel.results[0], kernel.results[1], CONSUMER - FIRST, sums, keys.batch,
+        keys.head // kernel.group_size, keys.first, keys.rows.end,
+        kernel.problem.heads_q // kernel.group_size, kernel.problem.num_sequences is not None,
+        kernel.head_dim if IS_DK else kernel.head_dim_v, FIRST,
+    )  # fmt: skip
+    tma.store_wait(0)
+    mbarrier.arrive(kernel.barriers.kv_read.index(CONSUMER), count=1)
 
 
 def prepare_dk(call: KernelCall) -> Prepared:

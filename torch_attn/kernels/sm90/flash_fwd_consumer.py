@@ -28,7 +28,6 @@ from torch_attn.kernels.explicit.terms import TileTerms, adds_terms, load_bias, 
 from torch_attn.kernels.explicit.tma import num_pieces, piece
 from torch_attn.kernels.explicit.wgmma import (
     add_product,
-    add_shared,
     product_layout,
     product_scores,
     rescale,
@@ -54,6 +53,7 @@ from torch_attn.kernels.explicit.wgmma_terms import (
 )
 from torch_attn.kernels.sm90.flash_fwd_rows import start_rows, store_out, store_statistics
 from torch_attn.kernels.sm90.halves import (
+    add_handed,
     first_columns,
     hand_over,
     hand_over_factor,
@@ -387,12 +387,10 @@ def _consume_values(kernel):
         _begin, before, full, after = queries.work.visits
         acc = zeros(64, COLUMNS)
         for _ in range(before + full + after):
-            slot = step % v_tile[0].shape[0]
             acc = receive_factor(kernel.halves, acc, True)
-            wait_for_step(v_full, step)
-            acc = wait_sums(add_shared(acc, kernel.halves.p, v_tile[1:], slot), 0)
-            arrive(P_READ, 256)
-            arrive(V_READ + slot, _readers_of_values(kernel.block_q, kernel.halves is None))
+            acc = add_handed(kernel.halves, acc, v_tile, v_full, step)
+            slot = step % v_tile[0].shape[0]
+            arrive(V_READ + slot, _readers_of_values(kernel.block_q, False))
             step += 1
         acc = receive_factor(kernel.halves, acc, False)
         arrive(P_READ, 256)

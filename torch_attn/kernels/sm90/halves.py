@@ -11,10 +11,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from torch_attn.kernels.explicit.barriers import P_READ, P_WRITTEN, arrive, wait_for_all
+from torch_attn.kernels.explicit.barriers import (
+    P_READ,
+    P_WRITTEN,
+    arrive,
+    wait_for_all,
+    wait_for_step,
+)
 from torch_attn.kernels.explicit.registers import unpack
 from torch_attn.kernels.explicit.tma import box_layout, reinterpret
-from torch_attn.kernels.explicit.wgmma import product_layout, rescale
+from torch_attn.kernels.explicit.wgmma import add_shared, product_layout, rescale, wait_sums
 from twin_attention.targets import sm90
 
 first_columns = triton.constexpr_function(sm90.first_columns)
@@ -35,12 +41,12 @@ def allocate_halves(DTYPE: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def place_in(tile, COLUMNS: gl.constexpr):
-    """Return a tile of p in the memory of a single tile, which is multiplied before."""
+def halves_in(tile, COLUMNS: gl.constexpr):
+    """Return a `Halves` without factors in the memory of a single tile, multiplied before."""
     COUNT: gl.constexpr = tile[0].shape[3] * tile[0].shape[4] // (64 * COLUMNS)
     layout: gl.constexpr = box_layout(COLUMNS, rank=2)
     p = reinterpret(tile[0].index(0), tile[0].dtype, [COUNT, 64, COLUMNS], layout)
-    return p.index(0)
+    return Halves(p.index(0), ())
 
 
 @gluon.jit
@@ -70,3 +76,12 @@ def receive_factor(halves, acc, ON_DEMAND: gl.constexpr):
     wait_for_all(P_WRITTEN, 256)
     layout: gl.constexpr = gl.SliceLayout(1, product_layout(acc[0].shape[1]))
     return rescale(acc, halves.factor.load(layout), ON_DEMAND)
+
+
+@gluon.jit
+def add_handed(halves, acc, tile, full, step):
+    """Add the product of p, which is there, and the other columns of a step's tile."""
+    wait_for_step(full, step)
+    acc = wait_sums(add_shared(acc, halves.p, tile[1:], step % tile[0].shape[0]), 0)
+    arrive(P_READ, 256)
+    return acc
