@@ -89,7 +89,7 @@ def _pack_ds(kernel, p, dp, of_tile, slot, PLACE: gl.constexpr):
     delta = read_row(kernel.tiles.delta, slot, layout)
     dp = drop_scaled(dp, kernel.terms, of_tile, True)
     ds = pack(p * (dp - delta[None, :]), kernel.tiles.q[0].dtype)
-    if kernel.results[2] is not None:
+    if len(kernel.results[2]) > 0:
         hand_over(kernel.results[2], ds, (), PLACE)
     arrive(DO_READ + slot, READERS)
     return ds

@@ -33,7 +33,7 @@ def visit_first(kernel, keys, step, turn, CONSUMER: gl.constexpr):
     power, _dcap, of_tile = exponents_of_step(kernel, keys, s, step, 0, kernel.edges)
     p = gl.exp2(power)
     packed = pack(drop(p, kernel.terms, of_tile.kept, True), q_tile[0].dtype)
-    if kernel.results[2] is not None:
+    if len(kernel.results[2]) > 0:
         _hand_over(kernel, keys, packed, step, 0, kernel.edges, "first")
     return packed
 
@@ -52,7 +52,7 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     if MASKED:
         # dout's next tile may take this one's place: it does not arrive before.
         clear_queries(kernel, keys, q_tile, q_full, step - index, index)
-        if kernel.results[2] is None:
+        if len(kernel.results[2]) == 0:
             clear_queries(kernel, keys, do_tile, do_full, step - index, index - 1)
     slot, previous = step % q_tile[0].shape[0], (step - 1) % do_tile[0].shape[0]
     # sᵀ = scale · k qᵀ, and dv += pᵀ dout for the previous tile
@@ -70,7 +70,7 @@ def visit(kernel, keys, index, step, packed, dv, MASKED: gl.constexpr, CONSUMER:
     dv, left = wait_product(dv, left)
     arrive(DO_READ + previous, READERS)
     packed = pack(drop(p, kernel.terms, of_tile.kept, True), dtype)
-    if kernel.results[2] is not None:
+    if len(kernel.results[2]) > 0:
         place: gl.constexpr = "edge, given" if MASKED else "full, given"
         _hand_over(kernel, keys, packed, step, index, MASKED, place)
     return packed, dv

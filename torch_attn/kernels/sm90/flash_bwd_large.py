@@ -107,7 +107,7 @@ def flash_bwd_large_kernel(
     result_tile = k_tile
     if not IN_K:
         result_tile = allocate_tile(dtype, 2, 64, HEAD_DIM_V)
-    halves = None
+    halves = ()
     if IN_HALVES and dv is None:
         halves = halves_in(do_tile, BLOCK_Q)
     elif IN_HALVES:
@@ -164,7 +164,7 @@ def flash_bwd_large_kernel(
 
 @gluon.jit
 def consume(kernel, CONSUMER: gl.constexpr):
-    if kernel.results[2] is not None and CONSUMER == 1:
+    if len(kernel.results[2]) > 0 and CONSUMER == 1:
         _consume_handed(kernel)
     else:
         _consume_queries(kernel, CONSUMER)
@@ -207,7 +207,7 @@ def _consume_queries(kernel, CONSUMER: gl.constexpr):
                     )
                 index += 1
                 step += 1
-            if masked and not IS_DK and kernel.results[2] is None:
+            if masked and not IS_DK and len(kernel.results[2]) == 0:
                 clear_queries(
                     kernel, keys, kernel.tiles.dout, kernel.barriers.do_full, step - index,
                     index - 1,
