@@ -6,24 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from twin_attention.targets.target import (
     NUM_SMS,
     SHARED_MEMORY_LIMIT,
+    Card,
     resolve_target,
 )
-
-
-class Card(NamedTuple):
-    """A GPU to compile kernels for, present or not; `shared_memory` is bytes per block."""
-
-    capability: int
-    num_sms: int
-    shared_memory: int
-
 
 _described: ContextVar[Card | None] = ContextVar("described", default=None)
 

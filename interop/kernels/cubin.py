@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from contextvars import copy_context
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from threading import RLock, Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -31,8 +28,17 @@ from torch_attn.driver import pairs
 from torch_attn.launch import Launch
 from torch_attn.layouts import Layout, placeholders_of
 from torch_attn.overlap import in_turn
-from torch_attn.targets import Card, described
+from torch_attn.targets import described
 from torch_attn.tensor_maps import TensorMap
+from twin_attention.interop.kernels.machine import (
+    Buffers,
+    Compiled,
+    Descriptor,
+    Number,
+    Parameter,
+    Pointer,
+)
+from twin_attention.targets.target import Card
 
 # Without one of these, or a name above, this import fails.
 _pack_args = JITFunction._pack_args
@@ -40,79 +46,12 @@ _make_cubin: Any = CUDABackend.make_cubin
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # of CUtensorMapDataType
 
 
-class Pointer(NamedTuple):
-    """A parameter that is the address of one of the launch's tensors."""
-
-    operand: int
-
-
-class Descriptor(NamedTuple):
-    """A parameter that is a TMA descriptor of one of the launch's tensors.
-
-    `element` and `swizzle` are CUDA's numbers; sizes are in elements.
-    """
-
-    operand: int
-    element: int
-    swizzle: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-
-
-class Number(NamedTuple):
-    """A number as a parameter; `kind` is Triton's, such as "i32"."""
-
-    value: int | float
-    kind: str
-
-
-Parameter = Pointer | Descriptor | Number
-
-
-class Compiled(NamedTuple):
-    """A kernel for JAX to launch.
-
-    Two unused addresses of scratch memory follow `parameters`. `metadata` is Triton's.
-    """
-
-    name: str
-    cubin: bytes
-    num_warps: int
-    shared: int
-    grid: tuple[int, int, int]
-    parameters: tuple[Parameter, ...]
-    ptx: str
-    metadata: Any
-
-
+@lru_cache(maxsize=1024)
 def compile_launch(launch: Launch, card: Card) -> Compiled:
     """Return a launch's kernel for a card.
 
     Raise `NotImplementedError` if no configuration fits the card's shared memory.
     """
-    with lock_of(launch, card):
-        return _compiled(launch, card)
-
-
-def compile_in_thread(compile: Callable[[], object]) -> None:
-    """Call a function in a thread; who needs its result calls it again, and sees what is wrong."""
-
-    def run() -> None:
-        with suppress(Exception):
-            compile()
-
-    Thread(target=copy_context().run, args=(run,)).start()
-
-
-@lru_cache(maxsize=1024)
-def lock_of(launch: Launch, card: Card) -> RLock:
-    """Return what a thread holds while it compiles a launch."""
-    return RLock()
-
-
-@lru_cache(maxsize=1024)
-def _compiled(launch: Launch, card: Card) -> Compiled:
     compile = partial(_compile, card.capability)
     with described(card):
         config, compiled = launch.compile(compile, card.shared_memory)
@@ -140,6 +79,18 @@ def without_ptx(cubin: bytes) -> bytes:
         if elf.startswith(b".nv_debug_ptx_txt\0", sections[names][4] + name):
             elf[start : start + length] = bytes(length)
     return bytes(elf)
+
+
+def order_parameters(compiled: Compiled, buffers: Buffers) -> Compiled:
+    """Return a kernel that takes its parameters in the order of the buffers."""
+    parameters = compiled.parameters
+    last = [x.parameter for x in buffers.results if x.parameter is not None]
+    before = [x.parameter for x in buffers.operands if x.parameter is not None]
+    if not last or last[0] > max(before):
+        return compiled
+    order = [*(i for i in range(len(parameters)) if i not in last), *last]
+    moved = tuple(parameters[i] for i in order)
+    return compiled._replace(cubin=assemble(compiled, order), parameters=moved)
 
 
 def assemble(compiled: Compiled, order: Sequence[int]) -> bytes:

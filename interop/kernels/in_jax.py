@@ -6,7 +6,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from pallas_attn import private
-from twin_attention.targets import family, sm80, sm90
+from twin_attention.interop.kernels import known
+from twin_attention.targets import sm80, sm90
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
 
@@ -25,15 +26,11 @@ def supports(folder: str, operation: str, spec: Spec, target: str | None) -> str
                 f"{package} is not installed: its kernels are written in Triton, and PyTorch, "
                 "of which a build for CPUs will do, prepares their launches"
             )
-    private.hash_triton()
     return (
         _RULES[folder](operation, spec, target)
-        or family.import_error("torch_attn.families")
-        or family.own_family("torch_attn", folder).supports(operation, spec, target)
         or private.missing("foreign")
-        or family.import_error("twin_attention.interop.kernels.torch_host")
-        or family.import_error("twin_attention.interop.kernels.cubin")
         or sm90.jax_leaves(operation, spec, target)
+        or known.refusal(folder, operation, spec, target)
     )
 
 

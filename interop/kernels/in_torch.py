@@ -40,7 +40,8 @@ def run(backend: Backend, operation: str, spec: Spec, *operands: Any) -> Any:
     """Run an operation's function."""
     from twin_attention.interop.kernels import run_in_torch
 
-    return run_in_torch.run(backend, operation, spec, *operands)
+    own = family.own_family("pallas_attn", backend.family.folder)
+    return run_in_torch.run(backend._replace(family=own), operation, spec, *operands)
 
 
 def _no_plugin() -> str | None:

@@ -10,6 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
+class Type(NamedTuple):
+    """The shape of an array, and its dtype's name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Value:
     """A contiguous array of a plan, as a step sees it.
@@ -41,7 +48,7 @@ class Kernel(NamedTuple):
     """The launch of a kernel.
 
     Attributes:
-        code: a `torch_attn.launch.Launch`, or the operation of a JAX trace.
+        code: a `known.Code` of `torch_attn`, or the operation of a JAX trace.
         operands: its memory, results included; NumPy arrays are constants, None is unused memory.
         read: which operands have values before the launch, by position.
         written: which may have new values after it.

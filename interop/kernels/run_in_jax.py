@@ -1,7 +1,7 @@
 """Run a family of `torch_attn` inside JAX: jaxlib launches its Triton or Gluon kernels.
 
-While JAX traces, the host function is planned on shapes (`torch_host`). Launches become operations
-of JAX's program (`triton_call`), others XLA's.
+While JAX traces, the host function is planned on shapes (`known`). Launches become operations of
+JAX's program (`triton_call`), others XLA's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn.targets import capability, num_sms, shared_memory
-from torch_attn.operands import dtype_name
-from torch_attn.targets import Card
 from twin_attention.contract.operands import TERMS
-from twin_attention.contract.spec import AttentionSpec, PartialSpec
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.errors import fail
-from twin_attention.interop.kernels.plan import Kernel, Value
-from twin_attention.interop.kernels.torch_host import operand_of, plan_of
+from twin_attention.interop.kernels.known import Question, plan_of
+from twin_attention.interop.kernels.plan import Kernel, Type, Value
 from twin_attention.interop.kernels.triton_call import kernel_call
 from twin_attention.targets.family import Backend
 from twin_attention.targets.kernels import Spec
+from twin_attention.targets.target import Card
 
 
 def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
@@ -33,11 +32,11 @@ def _pad(x: jax.Array, widths: tuple[int, ...], value: float = 0) -> jax.Array:
 
 # What host functions compute besides their launches, by torch's names.
 _OPERATIONS = {
-    "_to_copy": lambda x, dtype: x.astype(dtype_name(dtype)),
+    "_to_copy": lambda x, dtype: x.astype(dtype),
     "add": jnp.add,
     "amax": jnp.max,
     "amin": jnp.min,
-    "clone": lambda x, memory_format=None: x,
+    "clone": lambda x: x,
     "constant_pad_nd": _pad,
     "exp2": jnp.exp2,
     "flip": jnp.flip,
@@ -98,36 +97,12 @@ def _has_sinks(operands: tuple[Any, ...]) -> bool:
     return any(getattr(x, name, None) is not None for x in operands for name in names)
 
 
-def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Any, ...]:
-    """Return the operands that torch writes in place: JAX's results."""
-    written: tuple[Any, ...] = ()
-    if operation == "append_kv":
-        written = (operands[0].k_pages, operands[0].v_pages)
-    elif operation == "partial_fwd":
-        assert isinstance(spec, PartialSpec)
-        _, carry, lse = operands
-        written = (lse,) if spec.last else (carry, lse)
-    elif operation == "partial_bwd":
-        *_, carry = operands
-        written = () if carry is None else (carry.dq,)
-    return tuple(x for x in written if x is not None)
-
-
 def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]) -> Any:
     assert backend.target is not None
     card = Card(capability(backend.target), num_sms(backend.target), shared_memory(backend.target))
-    tensors = jax.tree.map(lambda x: operand_of(x.shape, x.dtype.name), operands)
-    function = backend.family.function(operation)
-    written = _written(operation, tensors, spec)
-
-    def host_function() -> Any:
-        found = function(*tensors, spec, backend)
-        if operation != "append_kv":
-            return found
-        pools = tensors[0].k_pages, tensors[0].v_pages
-        return (*pools, *([] if found is None else [found]))
-
-    plan = plan_of(host_function, tuple(jax.tree.leaves(tensors)), card, written)
+    types = jax.tree.map(lambda x: Type(x.shape, x.dtype.name), operands)
+    assert backend.family.folder is not None
+    plan = plan_of(Question(backend.family.folder, operation, spec, backend.target, card, types))
     values = dict(enumerate(jax.tree.leaves(operands)))
 
     def value_of(x: Any) -> Any:
@@ -139,7 +114,7 @@ def _run(backend: Backend, operation: str, spec: Spec, operands: tuple[Any, ...]
 
     for step in plan.steps:
         if isinstance(step, Kernel):
-            results = kernel_call([value_of(step.operands[i]) for i in step.read], step, card)
+            results = kernel_call([value_of(step.operands[i]) for i in step.read], step)
             for i, x in zip(step.written, results, strict=True):
                 values[step.operands[i].number] = x
             continue

@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from torch_attn import private
+from torch_attn.families import PACKAGE
 from torch_attn.launch import Launch
 from torch_attn.layouts import Layout, leaves, replace_leaves
 from torch_attn.operands import dtype_name
 from torch_attn.replay import Capture, CapturedLaunch, Step
-from torch_attn.targets import Card, described
+from torch_attn.targets import described
 from torch_attn.tensor_maps import TensorMap
-from twin_attention.interop.kernels.plan import Kernel, Operation, Plan, Value
+from twin_attention.contract.spec import PartialSpec
+from twin_attention.interop.kernels.plan import Kernel, Operation, Plan, Type, Value
+from twin_attention.targets.family import Backend, own_family
+from twin_attention.targets.kernels import Spec
+from twin_attention.targets.target import Card
 
 if private.TorchDispatchMode is object:
     raise ImportError(
@@ -27,9 +32,65 @@ if private.TorchDispatchMode is object:
     )
 
 
+def plan_operation(
+    folder: str, operation: str, spec: Spec, target: str, card: Card, types: Any
+) -> Plan:
+    """Describe what the function of an operation does.
+
+    `types` are its operands in tuples, with a `Type` for each tensor. The code of each `Kernel` is
+    a pair: its `Launch`, and the types of the launch's operands.
+    """
+    tensors = _tensors_of(types)
+    family = own_family(PACKAGE, folder)
+    function = family.function(operation)
+
+    def host_function() -> Any:
+        found = function(*tensors, spec, Backend(family, target))
+        if operation != "append_kv":
+            return found
+        pools = tensors[0].k_pages, tensors[0].v_pages
+        return (*pools, *([] if found is None else [found]))
+
+    operands = tuple(x for x in leaves(tensors) if x is not None)
+    plan = plan_of(host_function, operands, card, _written(operation, tensors, spec))
+    return plan._replace(steps=tuple(map(_with_types, plan.steps)))
+
+
 def operand_of(shape: tuple[int, ...], dtype: str) -> Tensor:
     """Return an operand for `plan_of`."""
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def _tensors_of(types: Any) -> Any:
+    if isinstance(types, Type):
+        return operand_of(*types)
+    if not isinstance(types, tuple):
+        return types
+    items = map(_tensors_of, types)
+    return type(types)(*items) if hasattr(types, "_fields") else tuple(items)
+
+
+def _with_types(step: Operation | Kernel) -> Operation | Kernel:
+    if isinstance(step, Operation):
+        return step
+    found = (x for x in leaves(step.code.layouts) if x is not None)
+    types = tuple(Type(tuple(x.shape), dtype_name(x.dtype)) for x in found)
+    return step._replace(code=(step.code, types))
+
+
+def _written(operation: str, operands: tuple[Any, ...], spec: Spec) -> tuple[Tensor, ...]:
+    """Return the operands that torch writes in place: JAX's results."""
+    written: tuple[Any, ...] = ()
+    if operation == "append_kv":
+        written = (operands[0].k_pages, operands[0].v_pages)
+    elif operation == "partial_fwd":
+        assert isinstance(spec, PartialSpec)
+        _, carry, lse = operands
+        written = (lse,) if spec.last else (carry, lse)
+    elif operation == "partial_bwd":
+        *_, carry = operands
+        written = () if carry is None else (carry.dq,)
+    return tuple(x for x in written if x is not None)
 
 
 def plan_of(
@@ -91,6 +152,8 @@ class _TorchWriter:
         def value_in(x: Any) -> Any:
             if isinstance(x, Tensor):
                 return self._value(x)
+            if isinstance(x, torch.dtype):
+                return dtype_name(x)
             return tuple(x) if isinstance(x, list) else x
 
         return replace_leaves(x, value_in)
@@ -100,8 +163,12 @@ class _TorchWriter:
     ) -> None:
         self._name(result)
         self._unwritten.pop(self._numbers[id(result)], None)
-        values = self.values_in(args)
-        self.steps.append(Operation(name, values, kwargs, (self._value(result),)))
+        kwargs = {
+            name: self.values_in(x)
+            for name, x in kwargs.items()
+            if not isinstance(x, torch.memory_format)  # all arrays are contiguous
+        }
+        self.steps.append(Operation(name, self.values_in(args), kwargs, (self._value(result),)))
 
     def _launch(self, launch: Launch, tensors: tuple[Tensor, ...]) -> None:
         # A carry that is written and the result in its memory are one operand.

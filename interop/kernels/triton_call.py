@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import ShapedArray
@@ -25,22 +25,9 @@ from jax.interpreters import mlir
 from pallas_attn.own_memory import lower_with_own_memory
 from pallas_attn.private import gpu_triton
 from pallas_attn.targets import cuda_devices
-from torch_attn.launch import Launch
-from torch_attn.layouts import leaves
-from torch_attn.operands import dtype_name
-from torch_attn.targets import Card
 from twin_attention.contract.validate.errors import fail
-from twin_attention.interop.kernels.cubin import (
-    Compiled,
-    Descriptor,
-    Number,
-    Parameter,
-    Pointer,
-    assemble,
-    compile_in_thread,
-    compile_launch,
-    lock_of,
-)
+from twin_attention.interop.kernels.known import begin, kernel_of
+from twin_attention.interop.kernels.machine import Buffers, Compiled, Descriptor, Parameter, Pointer
 from twin_attention.interop.kernels.plan import Kernel
 
 _TARGET = "triton_kernel_call_ffi"
@@ -49,32 +36,14 @@ kernel_call_p = core.Primitive("torch_attn_kernel")
 kernel_call_p.multiple_results = True
 
 
-class Buffer(NamedTuple):
-    """A buffer: which of the launch's tensors, and the parameter that takes it, or None."""
-
-    operand: int
-    parameter: int | None
-
-
-class Buffers(NamedTuple):
-    """The buffers of a call, in jaxlib's order.
-
-    A result among the operands shares that result's memory. Results that a parameter takes come
-    first.
-    """
-
-    operands: tuple[Buffer, ...]
-    results: tuple[Buffer, ...]
-
-
-def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel, card: Card) -> list[jax.Array]:
+def kernel_call(inputs: Sequence[jax.Array], kernel: Kernel) -> list[jax.Array]:
     """Launch a kernel on the operands that it reads; return what it writes, in order.
 
     What it reads and writes is a result in the memory of an operand.
     """
     if cuda_devices():  # without one, few traced programs are lowered for a GPU
-        compile_in_thread(partial(arranged, kernel.code, kernel.written, kernel.zeroed, card))
-    return kernel_call_p.bind(*inputs, kernel=kernel._replace(operands=()), card=card)
+        begin(kernel.code, kernel.written, kernel.zeroed)
+    return kernel_call_p.bind(*inputs, kernel=kernel._replace(operands=()))
 
 
 def result_types(inputs: Sequence[Any], kernel: Kernel) -> list[jax.ShapeDtypeStruct]:
@@ -82,24 +51,23 @@ def result_types(inputs: Sequence[Any], kernel: Kernel) -> list[jax.ShapeDtypeSt
 
     A result that is also read has the input's type, even if the kernel sees only its bits.
     """
-    layouts = [x for x in leaves(kernel.code.layouts) if x is not None]
     given = dict(zip(kernel.read, inputs, strict=True))
     return [
         jax.ShapeDtypeStruct(given[i].shape, given[i].dtype)
         if i in given
-        else jax.ShapeDtypeStruct(tuple(layouts[i].shape), dtype_name(layouts[i].dtype))
+        else jax.ShapeDtypeStruct(*kernel.code.types[i])
         for i in kernel.written
     ]
 
 
 @kernel_call_p.def_abstract_eval
-def _abstract(*inputs, kernel, card):
+def _abstract(*inputs, kernel):
     return [ShapedArray(x.shape, x.dtype) for x in result_types(inputs, kernel)]
 
 
-def _call(*inputs, kernel, card):
-    launch, _, read, written, zeroed = kernel
-    compiled, buffers = arranged(launch, written, zeroed, card)
+def _call(*inputs, kernel):
+    code, _, read, written, zeroed = kernel
+    compiled, buffers = kernel_of(code, written, zeroed)
     types = dict(zip(written, result_types(inputs, kernel), strict=True))
     values = dict(zip(read, inputs, strict=True))
     for i in {*written} - {*read}:
@@ -115,63 +83,9 @@ def _call(*inputs, kernel, card):
         custom_call_api_version=4,
     )
     sizes = {i: types[i].size * types[i].dtype.itemsize for i in zeroed}
-    opaque = _opaque(launch.name, compiled, card.capability, buffers, sizes)
+    opaque = _opaque(code.name, compiled, code.question.card.capability, buffers, sizes)
     found = call(*(values[x.operand] for x in buffers.operands), opaque=opaque)
     return [found[results.index(i)] for i in written]
-
-
-def arrange_buffers(
-    parameters: Sequence[Parameter], written: tuple[int, ...], zeroed: tuple[int, ...]
-) -> Buffers:
-    """Return the buffers of a call, from numbers of operands.
-
-    Raise `NotImplementedError` if a result has more parameters than jaxlib can give it.
-    """
-    operands: list[Buffer] = []
-    again: dict[int, list[int]] = {x: [] for x in written}
-    for i, x in enumerate(parameters):
-        if not isinstance(x, Number):
-            if x.operand in written and any(y.operand == x.operand for y in operands):
-                again[x.operand].append(i)
-            else:
-                operands.append(Buffer(x.operand, i))
-    # jaxlib can zero a buffer that it passes as an address, but not one behind a descriptor.
-    counts = {x: 1 + len(found) + (x in zeroed and bool(found)) for x, found in again.items()}
-    if (most := max(counts.values())) > 2:
-        expected = "kernels whose results have at most two descriptors, as jaxlib passes them"
-        fail(NotImplementedError, "implementation", expected, most)
-    results = [Buffer(x, found[0] if found else None) for x, found in again.items()]
-    results.sort(key=lambda x: len(parameters) if x.parameter is None else x.parameter)
-    return Buffers(tuple(operands), tuple(results))
-
-
-def arranged(
-    launch: Launch, written: tuple[int, ...], zeroed: tuple[int, ...], card: Card
-) -> tuple[Compiled, Buffers]:
-    """Return a launch's kernel, whose parameters are in the order of its buffers, and these."""
-    with lock_of(launch, card):
-        return _arranged(launch, written, zeroed, card)
-
-
-@lru_cache(maxsize=1024)
-def _arranged(
-    launch: Launch, written: tuple[int, ...], zeroed: tuple[int, ...], card: Card
-) -> tuple[Compiled, Buffers]:
-    compiled = compile_launch(launch, card)
-    buffers = arrange_buffers(compiled.parameters, written, zeroed)
-    return order_parameters(compiled, buffers), buffers
-
-
-def order_parameters(compiled: Compiled, buffers: Buffers) -> Compiled:
-    """Return a kernel that takes its parameters in the order of the buffers."""
-    parameters = compiled.parameters
-    last = [x.parameter for x in buffers.results if x.parameter is not None]
-    before = [x.parameter for x in buffers.operands if x.parameter is not None]
-    if not last or last[0] > max(before):
-        return compiled
-    order = [*(i for i in range(len(parameters)) if i not in last), *last]
-    moved = tuple(parameters[i] for i in order)
-    return compiled._replace(cubin=assemble(compiled, order), parameters=moved)
 
 
 def _opaque(
@@ -225,8 +139,8 @@ def _descriptor(x: Descriptor) -> Any:
     )  # fmt: skip
 
 
-def _lower(ctx, *inputs, kernel, card):
-    rule = partial(mlir.lower_fun(_call, multiple_results=True), kernel=kernel, card=card)
+def _lower(ctx, *inputs, kernel):
+    rule = partial(mlir.lower_fun(_call, multiple_results=True), kernel=kernel)
     in_place = [i for i, x in enumerate(kernel.read) if x in kernel.written]
     return lower_with_own_memory(rule, ctx, inputs, in_place)
 

@@ -6,32 +6,23 @@ update of Triton compare that function in ``triton/runtime/jit.py``.
 
 import re
 import sys
-import threading
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
-from typing import Any
 
 import pytest
 import torch
 
-from torch_attn.targets import Card
 from tuning.static import triton_aot
 from tuning.static.operands import flash_operands, run_kernels
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec
-from twin_attention.interop.kernels import cubin
-from twin_attention.interop.kernels.cubin import (
-    Descriptor,
-    Number,
-    Pointer,
-    compile_launch,
-    without_ptx,
-)
+from twin_attention.interop.kernels.cubin import compile_launch, without_ptx
+from twin_attention.interop.kernels.machine import Descriptor, Number, Pointer
 from twin_attention.interop.kernels.plan import Kernel, Operation
 from twin_attention.interop.kernels.torch_host import operand_of, plan_of
 from twin_attention.targets import family as families
 from twin_attention.targets.family import FAMILIES, Backend
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT, Card
 
 DENSE = AttentionSpec(1, 300, 2048, 4, 2, 64, 64, "bfloat16", 0.1)
 PACKED = VarlenSpec(**vars(replace(DENSE, seq_kv=300)), num_sequences=3)
@@ -143,30 +134,6 @@ def test_the_grid_follows_the_card():
         card, found = planned(("gluon", "sm90"), "sm90", spec, "flash_fwd")
         grids.append(compile_launch(kernels_of(found)[0].code, card._replace(num_sms=num_sms)).grid)
     assert grids == [(132, 1, 1), (78, 1, 1)]
-
-
-def test_a_thread_compiles_what_is_asked_for_later(monkeypatch):
-    ran = []
-
-    @cache
-    def compiled(launch, card):
-        ran.append(threading.current_thread())
-        return len(ran) if launch == "works" else 1 / 0
-
-    monkeypatch.setattr(cubin, "_compiled", compiled)
-    names: list[Any] = ["fails", "works"]
-    card = Card(90, 1, 1)
-    for launch in names:
-        before = {*threading.enumerate()}
-        cubin.compile_in_thread(partial(compile_launch, launch, card))
-        for thread in {*threading.enumerate()} - before:
-            thread.join()
-    main = threading.current_thread()
-    assert main not in ran
-    assert compile_launch(names[1], card) == len(ran) == 2
-    with pytest.raises(ZeroDivisionError):  # what failed is compiled again
-        compile_launch(names[0], card)
-    assert ran[2:] == [main]
 
 
 def test_a_smaller_card_gets_fewer_stages():

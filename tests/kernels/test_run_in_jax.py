@@ -27,8 +27,14 @@ from tuning.static import gate
 from tuning.static.operands import flash_operands
 from twin_attention.contract.operands import FlashOperands, PartialOperands, VarlenOperands
 from twin_attention.contract.spec import AttentionSpec
-from twin_attention.interop.kernels import run_in_jax, triton_call
-from twin_attention.interop.kernels.cubin import Compiled, Descriptor, Number, Pointer
+from twin_attention.interop.kernels import cubin, run_in_jax, triton_call
+from twin_attention.interop.kernels.machine import (
+    Compiled,
+    Descriptor,
+    Number,
+    Pointer,
+    arrange_buffers,
+)
 from twin_attention.interop.parity.cases import ContextCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import Ours
@@ -50,8 +56,8 @@ if REASON is not None and "private names" not in REASON:  # jaxlib launches noth
 LAUNCHED = []  # one list, since what one test has traced another one may run
 
 
-def call(inputs, kernel, card):
-    launch, _, read, written, zeroed = kernel
+def call(inputs, kernel):
+    (question, *_, launch), _, read, written, zeroed = kernel
     layouts = [x for x in leaves(launch.layouts) if x is not None]
     results = triton_call.result_types(inputs, kernel)
 
@@ -66,7 +72,7 @@ def call(inputs, kernel, card):
             tensors[i].view(layouts[i].dtype) if i in tensors else None for i in range(len(layouts))
         )
         LAUNCHED.append(launch.name)
-        with described(card):
+        with described(question.card):
             interpret_launch(launch, every, WRITES_FIRST)
         return [to_numpy(tensors[i]) for i in written]
 
@@ -215,12 +221,15 @@ def test_segment_ids_in_a_tree(family, target, launches):
     check(family, target, operands, dout, launches, **options)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_ranges(number, launches):
+@pytest.mark.parametrize(
+    ("family", "target", "number"),
+    [(TORCH_TRITON, "sm80", 2), (GLUON, "sm80", 1), (GLUON_SM90, "sm90", 2)],
+)
+def test_ranges(family, target, number, launches):
     ranges = jnp.arange(70 * number * 2, dtype=jnp.int32).reshape(1, 70, number, 2) % 70
     operands, dout = dense(32, "float16", q_ranges=ranges)
     options = {"causal": True, "window_size": (9, None), "deterministic": True}
-    check(TORCH_TRITON, "sm80", operands, dout, launches, **options)
+    check(family, target, operands, dout, launches, **options)
 
 
 @pytest.mark.parametrize("heads", [4, 1])
@@ -512,10 +521,10 @@ def simulated(parameters, written, zeroed, monkeypatch):
         return b"code"
 
     monkeypatch.setattr(triton_call, "gpu_triton", jaxlib)
-    monkeypatch.setattr(triton_call, "assemble", assemble)
-    buffers = triton_call.arrange_buffers(parameters, written, zeroed)
+    monkeypatch.setattr(cubin, "assemble", assemble)
+    buffers = arrange_buffers(parameters, written, zeroed)
     compiled = Compiled("f", b"code", 4, 0, (1, 1, 1), parameters, "", None)
-    compiled = triton_call.order_parameters(compiled, buffers)
+    compiled = cubin.order_parameters(compiled, buffers)
     triton_call._opaque("f", compiled, 90, buffers, dict.fromkeys(zeroed, 12))
     (given,) = calls
     # As in jaxlib: each array and each map takes the next buffer, and CUDA the first parameters.

@@ -28,7 +28,6 @@ from torch_attn.dispatch import choose
 from torch_attn.flash_ops import DENSE
 from torch_attn.launch import tensors_of
 from torch_attn.replay import Capture
-from torch_attn.targets import Card
 from tuning.static.operands import decode_operands, flash_operands
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.paged_spec import DecodeSpec, PagedCache
@@ -37,7 +36,7 @@ from twin_attention.contract.spec import Placement
 from twin_attention.interop.kernels.torch_host import operand_of, plan_of
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.targets.family import FAMILIES, Backend, portable_backend
-from twin_attention.targets.target import SHARED_MEMORY_LIMIT, use_target
+from twin_attention.targets.target import SHARED_MEMORY_LIMIT, Card, use_target
 
 SPEC = FlashCase("", 1, 128, 128, 2, 2, 64, dtype="float16").spec
 SM90 = portable_backend("torch_attn", "sm90")

@@ -15,10 +15,11 @@ import torch
 
 from torch_attn import calls, flash_ops, overlap
 from torch_attn.flash_ops import DENSE
-from torch_attn.targets import Card, described, shared_memory
+from torch_attn.targets import described, shared_memory
 from twin_attention.contract.operands import FlashOperands
 from twin_attention.contract.spec import AttentionSpec
 from twin_attention.targets.family import FAMILIES, Backend
+from twin_attention.targets.target import Card
 
 CARD = Card(90, 132, 232448)
 SECONDS = 20  # until a test gives up

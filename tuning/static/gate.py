@@ -160,7 +160,7 @@ _EXPLICIT_FEATURES = {
     ("packed", "sm80"), ("packed", "sm90"), ("tiles-of-128", "sm90"), ("few-kv-heads", "sm90"),
     ("few-kv-heads-window", "sm90"), ("softcap", "sm90"), ("part", "sm90"), ("long", "sm90"),
     ("tree-depths", "sm80"),
-    *product(("segments", "tree", "tree-packed"), TARGETS),
+    *product(("segments", "tree", "tree-packed", "ranges", "ranges-packed"), TARGETS),
     *product(_TERM_FEATURES, ("sm90",)),
 }  # fmt: skip
 # The explicit kernels' head sizes: each row's largest, and all in two column pieces.

@@ -111,7 +111,6 @@ def foreign_family(
     def function(operation: str) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             *operands, spec, backend = arguments
-            backend = backend._replace(family=own_family(package, folder))
             return import_module(bridge).run(backend, operation, spec, *operands)
 
         return run

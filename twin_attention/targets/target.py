@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from twin_attention.contract.validate.errors import fail
 from twin_attention.contract.validate.options import check_choice
@@ -25,6 +26,16 @@ TARGETS = ("sm80", "sm90")
 SHARED_MEMORY_LIMIT = {"sm80": 163 * 1024, "sm90": 227 * 1024}
 SHARED_MEMORY_OF_SMALLER_CARDS = 99 * 1024  # compute capability 8.6, 8.9 and 12.0
 NUM_SMS = {"sm80": 108, "sm90": 132}  # of an A100 and of an H100 or H200
+
+
+class Card(NamedTuple):
+    """A GPU to compile kernels for, present or not; `shared_memory` is bytes per block."""
+
+    capability: int
+    num_sms: int
+    shared_memory: int
+
+
 _VARIABLE = "TWIN_ATTENTION_TARGET"
 _environment = os.environ.get(_VARIABLE) or None
 _override: str | None = None

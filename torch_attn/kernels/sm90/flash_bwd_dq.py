@@ -10,7 +10,6 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
-    are_listed,
     persistent,
 )
 from torch_attn.kernels.explicit.tma import (
@@ -24,7 +23,7 @@ from torch_attn.kernels.library.tiles import strides_of
 from torch_attn.kernels.sm90.flash_bwd_dq_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_bwd_dq_producer import produce_keys
 from torch_attn.kernels.sm90.halves import first_columns, halves_in
-from torch_attn.kernels.tile_lists import check_lists
+from torch_attn.kernels.tile_lists import listed_argument
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared
 from twin_attention.contract.spec import PartialSpec, VarlenSpec, Window
 from twin_attention.targets import sm90
@@ -115,11 +114,11 @@ def flash_bwd_dq_kernel(
     tiles = (q_tile, do_tile, out_tile, k_tile, v_tile)
     barriers = (q_full, do_full, out_full, q_read, k_full, v_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or mask.intervals is not None:
-        shared = allocate_hand_over(2, are_listed(mask.segments, mask.tree))
+    if are_counted(num_sequences, mask.tiles) or mask.intervals is not None:
+        shared = allocate_hand_over(2, mask.tiles is not None)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
     )  # fmt: skip
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
@@ -127,7 +126,8 @@ def flash_bwd_dq_kernel(
             (consume, (
                 Kernel(
                     tiles, barriers, shared, out, out_strides, statistics, dq, problem, rule,
-                    terms, window_left, window_right, None, halves, 64 * TILES, HEAD_DIM,
+                    terms, window_left, window_right, None, mask.q_ranges, halves, 64 * TILES,
+                    HEAD_DIM,
                     HEAD_DIM_V, EDGES,
                 ),
                 part,
@@ -149,7 +149,6 @@ def flash_bwd_dq_kernel(
 
 
 def prepare_dq(call: KernelCall) -> Prepared:
-    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     q, k, v, dout, out, _statistics, dq, *_ = call.layouts
     large = sm90.has_large_heads(spec)
@@ -162,11 +161,11 @@ def prepare_dq(call: KernelCall) -> Prepared:
         "out_strides": strides_of(out=out).out if large else None,
         "dq": stored_maps_of(spec, dq, 64),
         "EDGES": isinstance(spec, VarlenSpec | PartialSpec)
-        or spec.segmented
-        or spec.tree
+        or spec.hides_by_data
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         **terms_argument(call),
+        **listed_argument(call, of_keys=True),
     }
     steps = steps_of_queries(spec, config.block_q, config.block_kv)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments)

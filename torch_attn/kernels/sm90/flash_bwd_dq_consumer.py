@@ -20,6 +20,7 @@ from torch_attn.kernels.explicit.barriers import (
 from torch_attn.kernels.explicit.carry import add_carry, head_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
 from torch_attn.kernels.explicit.items import own_item
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.registers import copy_layout, pack, scale_all, unpack
 from torch_attn.kernels.explicit.steps import rows_have_padding, step_start
 from torch_attn.kernels.explicit.terms import adds_terms, drop_scaled, prepare_tile, store_bias
@@ -62,6 +63,7 @@ class Kernel(NamedTuple):
     left: Any
     right: Any
     lists: Any
+    q_ranges: Any
     halves: Any
     block_q: Any
     head_dim: Any
@@ -377,19 +379,24 @@ def _probabilities(kernel, queries, statistics, s, start, of_keys, of_tile, MASK
     ADDS: gl.constexpr = adds_terms(
         kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes
     )
-    left, right = kernel.left, kernel.right
+    end, left, right = queries.work.keys.size, kernel.left, kernel.right
     if kernel.problem.intervals is not None:
         left, right = 0, queries.right[:, None]
+    if kernel.q_ranges is not None:
+        end, left, right = None, None, None
     rest2 = statistics.rest2
     if ADDS:
         rest2 = rest2[:, None]
     key = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
     s, scale, dcap = visible_scores(
-        s, queries.position[:, None], key[None, :], queries.work.keys.size, kernel.rule, left,
-        right, MASKED, kernel.terms, queries.terms, of_tile,
+        s, queries.position[:, None], key[None, :], end, kernel.rule, left, right, MASKED,
+        kernel.terms, queries.terms, of_tile,
     )  # fmt: skip
     if MASKED:
-        s = hide_keys(s, kernel.problem, queries.marks, queries.position, of_keys)
+        limits = Limits(start, queries.work.keys.size, None, kernel.left, kernel.right)
+        s = hide_keys(
+            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
+        )
     return gl.exp2(exponents(s, scale, statistics.lse2[:, None], rest2, ADDS)) * dcap
 
 

@@ -22,7 +22,6 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
-    are_listed,
     own_item,
 )
 from torch_attn.kernels.explicit.registers import scale_all
@@ -131,11 +130,11 @@ def flash_bwd_large_kernel(
     tiles = SharedTiles(k_tile, v_tile, q_tile, do_tile, lse2_row, delta_row, (), rest2_row)
     barriers = Barriers(k_full, v_full, kv_read, q_full, do_full)
     shared = ()
-    if are_counted(num_sequences, mask.segments, mask.tree):
-        shared = allocate_hand_over(2, are_listed(mask.segments, mask.tree))
+    if are_counted(num_sequences, mask.tiles):
+        shared = allocate_hand_over(2, mask.tiles is not None)
     problem = Problem(
         seq_kv, seq_q, diagonal, heads_q, num_items, together, mask.offsets.kv, mask.offsets.q,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
     )  # fmt: skip
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
@@ -143,8 +142,8 @@ def flash_bwd_large_kernel(
             (consume, (
                 Kernel(
                     tiles, barriers, shared, (dk if dv is None else dv, result_tile, halves),
-                    problem, rule, terms, window_left, window_right, GROUP_SIZE, GROUP_SIZE, False,
-                    HEAD_DIM, HEAD_DIM_V, EDGES,
+                    problem, rule, terms, window_left, window_right, mask.q_ranges, GROUP_SIZE,
+                    GROUP_SIZE, False, HEAD_DIM, HEAD_DIM_V, EDGES,
                 ),
                 part,
             ))

@@ -17,19 +17,17 @@ from torch_attn.kernels.explicit.items import (
     Problem,
     allocate_hand_over,
     are_counted,
-    are_listed,
     item_counter,
     persistent,
 )
 from torch_attn.kernels.explicit.terms import allocate_bias_boxes, bias_boxes
 from torch_attn.kernels.explicit.tma import allocate_tile, maps_of, stored_maps_of
-from torch_attn.kernels.library.mask import mask_argument
 from torch_attn.kernels.library.terms import terms_argument, terms_of
 from torch_attn.kernels.sm90.flash_fwd_consumer import Kernel, consume
 from torch_attn.kernels.sm90.flash_fwd_producer import produce_keys
 from torch_attn.kernels.sm90.flash_fwd_rows import Results
 from torch_attn.kernels.sm90.halves import allocate_halves, first_columns
-from torch_attn.kernels.tile_lists import check_lists, listed_mask
+from torch_attn.kernels.tile_lists import listed_argument, listed_mask
 from torch_attn.launch import UNSPECIALIZED, KernelCall, Prepared, launch, rule_argument
 from torch_attn.targets import num_sms
 from twin_attention.contract.operands import AttentionOperands
@@ -131,8 +129,8 @@ def flash_fwd_kernel(
     tiles = (q_tile, k_tile, v_tile, out_tile, bias_tile)
     barriers = (q_full, q_read, k_full, v_full)
     shared, carried = (), ()
-    if are_counted(num_sequences, mask.segments, mask.tree) or counter_ptr is not None:
-        shared = allocate_hand_over(NUM_CONSUMERS + HALVES, are_listed(mask.segments, mask.tree), 2)
+    if are_counted(num_sequences, mask.tiles) or counter_ptr is not None:
+        shared = allocate_hand_over(NUM_CONSUMERS + HALVES, mask.tiles is not None, 2)
     if results.carry is not None:
         carried = (results.carry,)
     halves = None
@@ -140,7 +138,7 @@ def flash_fwd_kernel(
         halves = allocate_halves(dtype, BLOCK_KV)
     problem = Problem(
         seq_q, seq_kv, diagonal, heads_q, num_items, together, mask.offsets.q, mask.offsets.kv,
-        num_sequences, mask.segments, mask.tree, mask.depths, mask.intervals,
+        num_sequences, mask.segments, mask.tree, mask.depths, mask.tiles, mask.intervals,
     )  # fmt: skip
     # Variables would turn constants into tensors. The last partition loads.
     gl.warp_specialize(
@@ -148,8 +146,8 @@ def flash_fwd_kernel(
             (consume, (
                 Kernel(
                     tiles, barriers, shared, results, terms, problem, rule, window_left,
-                    window_right, sinks_ptr, mask.lists, halves, BLOCK_Q, HEAD_DIM, HEAD_DIM_V,
-                    PING_PONG, EDGES, AHEAD,
+                    window_right, sinks_ptr, mask.lists, mask.q_ranges, halves, BLOCK_Q, HEAD_DIM,
+                    HEAD_DIM_V, PING_PONG, EDGES, AHEAD,
                 ),
                 part,
             ))
@@ -200,7 +198,6 @@ def launch_forward(
 
 
 def _prepare(call: KernelCall) -> Prepared:
-    check_lists(call, of_keys=True)
     spec, config = call.spec, call.config
     assert isinstance(spec, AttentionSpec)
     assert isinstance(config, SpecializedConfig)
@@ -226,8 +223,7 @@ def _prepare(call: KernelCall) -> Prepared:
         "terms": terms._replace(bias=terms.bias._replace(boxes=boxes)),
         # A list may be empty; then one tile is visited, and hides all.
         "EDGES": isinstance(spec, VarlenSpec | BlockSparseSpec | PartialSpec)
-        or spec.segmented
-        or spec.tree
+        or spec.hides_by_data
         or spec.window != Window()
         or spec.seq_kv % config.block_kv != 0,
         # A consumer reads a tile of the bias when it has the item's rows.
@@ -235,7 +231,7 @@ def _prepare(call: KernelCall) -> Prepared:
         and boxes is None
         and _room_for(spec, config, 2),
     }
-    arguments |= mask_argument(call, of_keys=True)
+    arguments |= listed_argument(call, of_keys=True)
     return persistent(call, steps, spec.heads_q * spec.batch, arguments, counter is not None)
 
 

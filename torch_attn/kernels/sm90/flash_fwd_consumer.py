@@ -20,7 +20,8 @@ from torch_attn.kernels.explicit.barriers import (
 from torch_attn.kernels.explicit.block_mask import kept_start
 from torch_attn.kernels.explicit.carry import keep_rows
 from torch_attn.kernels.explicit.hidden import hide_keys, load_keys
-from torch_attn.kernels.explicit.items import are_listed, own_item
+from torch_attn.kernels.explicit.items import own_item
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.registers import join_columns, pack, split_columns, unpack
 from torch_attn.kernels.explicit.softmax import rescales_on_demand
 from torch_attn.kernels.explicit.steps import step_is_alike
@@ -80,6 +81,7 @@ class Kernel(NamedTuple):
     right: Any
     sinks_ptr: Any
     lists: Any
+    q_ranges: Any
     halves: Any
     block_q: Any
     head_dim: Any
@@ -123,7 +125,7 @@ def _consume_keys(kernel, CONSUMER: gl.constexpr):
     ASKED: gl.constexpr = kernel.results.row_max is not None
     IS_PLAIN: gl.constexpr = (
         kernel.problem.intervals is None  # a row that sees one key is known
-        and not are_listed(kernel.problem.segments, kernel.problem.tree)
+        and kernel.problem.tiles is None
         and not adds_terms(kernel.terms.bias.entries, kernel.terms.relative, kernel.terms.slopes)
         and kernel.terms.seed is None
     )
@@ -478,8 +480,13 @@ def _scores(kernel, queries, s, offset, bias, of_keys, start, MASKED: gl.constex
         left, right = kernel.left, kernel.right
         if kernel.problem.intervals is not None:
             left, right = 0, queries.right
-        s = hide(s, queries.position, start, queries.work.keys.size, left, right)
-        s = hide_keys(s, kernel.problem, queries.marks, queries.position, of_keys)
+        size = queries.work.keys.size
+        if kernel.q_ranges is None:
+            s = hide(s, queries.position, start, size, left, right)
+        limits = Limits(start, size, None, left, right)
+        s = hide_keys(
+            s, kernel.problem, kernel.q_ranges, queries.marks, queries.position, of_keys, limits
+        )
     return s, shift, unit
 
 

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from torch_attn.kernels.explicit.barriers import K_READ, V_READ, wait_for_all
 from torch_attn.kernels.explicit.block_mask import kept_start
 from torch_attn.kernels.explicit.carry import head_rows, prefetch_carry
-from torch_attn.kernels.explicit.items import are_listed, next_item, own_item
+from torch_attn.kernels.explicit.items import next_item, own_item
 from torch_attn.kernels.explicit.terms import bias_box_bytes, load_bias_box
 from torch_attn.kernels.explicit.tma import load_pieces, load_tile, tile_bytes
 from torch_attn.kernels.sm90.work import locate_queries
@@ -52,7 +52,7 @@ def produce_keys(
     BLOCK_KV: gl.constexpr = k_tile[0].shape[3]
     READERS: gl.constexpr = 128 * NUM_CONSUMERS + 32
     NUM_HALVES: gl.constexpr = q_read.shape[0] - NUM_TILES_Q  # consumers with other columns
-    HAS_LISTS: gl.constexpr = are_listed(problem.segments, problem.tree)
+    HAS_LISTS: gl.constexpr = problem.tiles is not None
     step = 0  # counted over all items
     turn = 0
     next_item(

@@ -20,13 +20,13 @@ from torch_attn.kernels.explicit.intervals import load_windows
 from torch_attn.kernels.explicit.items import (
     Own,
     are_counted,
-    are_listed,
     head_and_tile,
     locate_pairs,
     next_item,
     persistent,
     tiles_of_list,
 )
+from torch_attn.kernels.explicit.query_ranges import Limits
 from torch_attn.kernels.explicit.sections import await_begun, section_of
 from torch_attn.kernels.explicit.steps import (
     group_step,
@@ -53,6 +53,7 @@ from torch_attn.kernels.explicit.wgmma import product_layout
 from torch_attn.kernels.explicit.wgmma_scores import exponents, visible_scores
 from torch_attn.kernels.library.sequences import count_sequence_tiles, first_tile, rows_of_sequence
 from torch_attn.kernels.library.tiles import ROW_PADDING, visible_tiles
+from torch_attn.kernels.tile_lists import listed_argument
 from torch_attn.launch import KernelCall, Prepared
 from twin_attention.contract.spec import AttentionSpec, PartialSpec, VarlenSpec, Window
 from twin_attention.targets.kernels import FlashConfig
@@ -107,6 +108,7 @@ class Kernel(NamedTuple):
     terms: Any
     left: Any
     right: Any
+    q_ranges: Any
     group_size: Any
     members: Any
     fused: Any
@@ -158,7 +160,7 @@ def locate_keys(
     first_q, first_row = 0, 0
     if problem.intervals is not None:
         index, _tile, start_kv, begin, before, full, after = place
-    elif problem.num_sequences is None and are_listed(problem.segments, problem.tree):
+    elif problem.num_sequences is None and problem.tiles is not None:
         index, tile, start_kv = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
@@ -171,7 +173,7 @@ def locate_keys(
         first_row = first_tile(first_q, sequence, ROW_PADDING) * ROW_PADDING
         rows_q = seq_q
     batch, head = head_of_item(index, problem, num_tiles, MEMBERS)
-    if are_listed(problem.segments, problem.tree):
+    if problem.tiles is not None:
         begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_KV, BLOCK_Q)
     else:
         if problem.intervals is None:
@@ -196,9 +198,7 @@ def locate_keys(
 def head_index(item, place, problem):
     """Return an item's head of all, as items count them."""
     index = place.head
-    if problem.intervals is None and not are_counted(
-        problem.num_sequences, problem.segments, problem.tree
-    ):
+    if problem.intervals is None and not are_counted(problem.num_sequences, problem.tiles):
         num_tiles = gl.cdiv(problem.size, 128)
         index, _tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
     return index
@@ -207,7 +207,7 @@ def head_index(item, place, problem):
 @gluon.jit
 def head_of_item(index, problem, num_tiles, MEMBERS: gl.constexpr):
     heads = problem.heads_q // MEMBERS
-    is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.segments, problem.tree)
+    is_counted: gl.constexpr = are_counted(problem.num_sequences, problem.tiles)
     if problem.elements_adjoin and not is_counted and problem.intervals is None:
         elements = problem.num_items // num_tiles // heads
         index = index % elements * heads + index // elements
@@ -232,7 +232,7 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
         end_of_keys = gl.where(queries.size > 0, end_of_keys, -(2**30))
     if problem.intervals is not None:
         position, left = load_windows(problem.intervals, position + diagonal, end)
-    marks = _mark_rows(problem, place, batch, rows, position)
+    marks = _mark_rows(problem, kernel.q_ranges, place, batch, rows, position)
     pairs = locate_pairs(problem, place, batch, head, first, first - diagonal)
     return Keys(
         batch, head, rows, queries, visits, first, position, end_of_keys, left, marks, pairs
@@ -240,9 +240,10 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _mark_rows(problem, place, batch, rows, position):
+def _mark_rows(problem, q_ranges, place, batch, rows, position):
     first = 0
-    if problem.num_sequences is not None and problem.tree is not None:
+    has_positions: gl.constexpr = problem.tree is not None or q_ranges is not None
+    if problem.num_sequences is not None and has_positions:
         first, _size = rows_of_sequence(
             problem.offsets, place.sequence, problem.size, problem.num_sequences, problem.size
         )
@@ -251,7 +252,7 @@ def _mark_rows(problem, place, batch, rows, position):
     if problem.num_sequences is not None:
         row_q += place.first_other
     return mark_keys(
-        problem, row_q, row_kv, position + rows.diagonal, rows.end, rows.diagonal - first
+        problem, q_ranges, row_q, row_kv, position + rows.diagonal, rows.end, rows.diagonal - first
     )
 
 
@@ -452,6 +453,8 @@ def exponents_of_keys(
     end, left, right = None, kernel.left, kernel.right
     if kernel.problem.intervals is not None:
         left, right = keys.left[:, None], 0
+    elif kernel.q_ranges is not None:
+        left, right = None, None
     elif kernel.fused:
         end = keys.end
     rows = start + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
@@ -460,7 +463,10 @@ def exponents_of_keys(
         kernel.terms, own, of_tile, True, FAR,
     )  # fmt: skip
     if MASKED:
-        s = hide_queries(s, kernel.problem, keys.marks, start, of_queries)
+        limits = Limits(start, keys.queries.size, keys.end, kernel.left, kernel.right)
+        s = hide_queries(
+            s, kernel.problem, kernel.q_ranges, keys.marks, keys.position, of_queries, limits
+        )
     lse2, rest2 = lse
     return exponents(s, scale, lse2, rest2, kernel.terms.rest2 is not None), dcap
 
@@ -500,9 +506,9 @@ def persistent_keys(
     """
     spec = call.spec
     steps, heads = items_of_keys(spec, call.config, members)
-    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.segmented or spec.tree
+    hides = isinstance(spec, VarlenSpec | PartialSpec) or spec.hides_by_data
     edges = hides or spec.window != Window() or ragged
-    arguments = arguments | {"EDGES": edges}
+    arguments = arguments | listed_argument(call, of_keys=False) | {"EDGES": edges}
     return persistent(call, steps, heads, arguments, is_counted, has_sections)
 
 
