@@ -511,6 +511,7 @@ def test_blocks_are_ranges(window, padded):
 
 CHOSEN = {
     "Gemma 2": ["padded", "static cache"],
+    "Gemma 4": ["training", "generate"],  # with the sizes of real heads
     "gpt-oss": ["padded", "generate", "static cache"],
     "Llama 4": ["padded", "generate", "static cache"],
     "T5": ["padded", "generate", "static cache", "compile"],

@@ -59,6 +59,9 @@ MODELS = [
           ALTERNATING | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}),
     Model("Gemma 3", "decoder", "Gemma3Text Gemma3ForCausalLM",
           ALTERNATING | {"query_pre_attn_scalar": 16}),
+    Model("Gemma 4", "decoder", "Gemma4Text Gemma4ForCausalLM", ALTERNATING | {
+        "head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 64, "num_kv_shared_layers": 0}),
     Model("Qwen 2", "decoder", "Qwen2 Qwen2ForCausalLM"),
     Model("Qwen 3", "decoder", "Qwen3 Qwen3ForCausalLM"),
     Model("Qwen 3 MoE", "decoder", "Qwen3Moe Qwen3MoeForCausalLM", EXPERTS),
@@ -142,6 +145,8 @@ def build(row: Model, implementation: str) -> torch.nn.Module:
     for name, x in model.named_parameters():
         if "mm_input_projection_weight" in name:  # zeros, before a norm
             torch.nn.init.normal_(x, std=0.2)
+        if row.name == "Gemma 4" and "q_norm" in name:  # the only scale of its scores
+            torch.nn.init.constant_(x, x.numel() ** -0.5)
     return model
 
 

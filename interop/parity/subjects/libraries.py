@@ -31,7 +31,7 @@ FLAT = ("empty sequences", "rows without a key")
 HEADS_FIRST = (
     torch_libraries.eager, torch_libraries.sdpa, torch_libraries.sdpa_by_default,
     torch_libraries.flex, torch_libraries.transformers, torch_libraries.gpt_oss,
-    torch_libraries.jvp_flash,
+    torch_libraries.jvp_flash, torch_libraries.ffpa_attn,
 )  # fmt: skip
 Where = Literal["all", "forward", "nothing"]
 LIBRARIES: dict[str, Library] = {}
@@ -77,7 +77,7 @@ _add(
 )
 _add(
     "torch",
-    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32", "lse"}),
+    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32", "D > 256", "lse"}),
     ("cuDNN", _sdpa(CUDNN), {DENSE, *HALF, "GQA", "lse"}),
     ("FA2 varlen", torch_libraries.fa2_varlen, {PACKED, *HALF, "GQA", "empty sequences", "lse"}),
     ("cuDNN dense", partial(torch_libraries.sdpa_decode, CUDNN), PAGED - {"several tokens"}),
@@ -103,6 +103,7 @@ _add(
 )  # fmt: skip
 _add("flash-attn", ("flash-attn", _flash_attn("flash_attn"),
                     {DENSE, *HALF, *EDGES, "alibi", "lse"}))  # fmt: skip
+_add("ffpa-attn", ("ffpa-attn", torch_libraries.ffpa_attn, {DENSE, *HALF, "GQA", "D > 256"}))
 _add("jvp-flash-attention", ("jvp-flash-attention", torch_libraries.jvp_flash, {DENSE, *HALF}))
 _add("flashinfer-python", ("FlashInfer", flashinfer.paged, {
     *PAGED, "paged_attention", "several lengths", "softcap", "window", "float8_e4m3fn", "lse",

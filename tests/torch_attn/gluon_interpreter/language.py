@@ -267,7 +267,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = (
     | {
         re.escape(cap_scores(count, **kind)): functools.partial(_cap, **kind)
         for count, kind in product(
-            (32, 64), ({"exact": False}, {"exact": False, "close": True}, {"exact": True})
+            (16, 32, 64), ({"exact": False}, {"exact": False, "close": True}, {"exact": True})
         )
     }
 )

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -147,6 +148,7 @@ def locate_keys(
     FUSED: gl.constexpr,
     MEMBERS: gl.constexpr,
     BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr = 128,
 ):
     """Return batch, first query head, keys, queries and tiles of queries of an item.
 
@@ -154,7 +156,7 @@ def locate_keys(
     sequences they belong to another sequence, and do not.
     """
     seq_kv, seq_q, diagonal = problem.size, problem.size_other, problem.diagonal
-    num_tiles = gl.cdiv(seq_kv, 128)
+    num_tiles = gl.cdiv(seq_kv, BLOCK_KV)
     first_q, first_row = 0, 0
     if problem.intervals is not None:
         index, _tile, start_kv, begin, before, full, after = place
@@ -162,7 +164,7 @@ def locate_keys(
         index, tile, start_kv = place.head, place.tile, place.start
     elif problem.num_sequences is None:
         index, tile = head_and_tile(item, problem.num_items, problem.together, num_tiles)
-        start_kv = tile * 128
+        start_kv = tile * BLOCK_KV
         rows_q = gl.cdiv(seq_q, BLOCK_Q) * BLOCK_Q
     else:
         index, tile, start_kv, seq_kv = place.head, place.tile, place.start, place.end
@@ -172,11 +174,11 @@ def locate_keys(
         rows_q = seq_q
     batch, head = head_of_item(index, problem, num_tiles, MEMBERS)
     if problem.tiles is not None:
-        begin, before, full, after = tiles_of_list(problem, place, batch, 128, BLOCK_Q)
+        begin, before, full, after = tiles_of_list(problem, place, batch, BLOCK_KV, BLOCK_Q)
     else:
         if problem.intervals is None:
             begin, before, full, after = visible_tiles(
-                start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, 128, BLOCK_Q
+                start_kv, seq_kv, rows_q, -diagonal, window_right, window_left, BLOCK_KV, BLOCK_Q
             )
         total = before + full + after
         # Where nothing is visible, visit one masked tile, so that each consumer has one.
@@ -184,7 +186,7 @@ def locate_keys(
         before = gl.where(total == 0, 1, before)
         if FUSED:
             # Hide missing keys in every tile: dq multiplies their ds by 0, so it must be finite.
-            ragged = start_kv + 128 > seq_kv
+            ragged = start_kv + BLOCK_KV > seq_kv
             before = gl.where(ragged, gl.maximum(total, 1), before)
             full = gl.where(ragged, 0, full)
             after = gl.where(ragged, 0, after)
@@ -217,8 +219,9 @@ def own_keys(kernel, item, place, CONSUMER: gl.constexpr):
     problem = kernel.problem
     BLOCK_Q: gl.constexpr = kernel.tiles.q[0].shape[3]
     batch, head, rows, queries, visits = locate_keys(
-        item, place, problem, kernel.left, kernel.right, kernel.fused, kernel.members, BLOCK_Q
-    )
+        item, place, problem, kernel.left, kernel.right, kernel.fused, kernel.members, BLOCK_Q,
+        _keys_of_item(kernel.tiles.k, kernel.barriers.k_full),
+    )  # fmt: skip
     start, end, diagonal = rows
     first = start + CONSUMER * 64
     position = first + gl.arange(0, 64, gl.SliceLayout(1, product_layout(BLOCK_Q))) - diagonal
@@ -253,6 +256,11 @@ def _mark_rows(problem, q_ranges, place, batch, rows, position):
     )
 
 
+@triton.constexpr_function
+def _keys_of_item(k_tile, k_full):
+    return 64 * k_tile[0].shape[0] // k_full.shape[0]
+
+
 @gluon.jit
 def produce_queries(
     tiles,
@@ -283,6 +291,7 @@ def produce_queries(
     k, v, q, dout, lse2, delta, bias, rest2 = loads
     BIAS_BYTES: gl.constexpr = bias_box_bytes(bias.boxes, q_tile[0].shape[3], 128)
     KV_STAGES: gl.constexpr = k_full.shape[0]
+    BLOCK_KV: gl.constexpr = _keys_of_item(k_tile, k_full)
     Q_STAGES: gl.constexpr = q_tile[0].shape[0]
     DO_STAGES: gl.constexpr = do_tile[0].shape[0]
     BLOCK_Q: gl.constexpr = q_tile[0].shape[3]
@@ -294,11 +303,11 @@ def produce_queries(
     begun = -1  # the last section that was awaited
     heads = problem.heads_q // MEMBERS
     item, place = next_item(
-        turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
+        turn, problem, shared, counter_ptr, BLOCK_KV, False, (), sections, heads, BLOCK_Q
     )
     while item < problem.num_items:
         batch, first_head, keys, queries, visible = locate_keys(
-            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q
+            item, place, problem, window_left, window_right, FUSED, MEMBERS, BLOCK_Q, BLOCK_KV
         )
         start_kv = keys.start
         head_kv = first_head // GROUP_SIZE
@@ -328,14 +337,14 @@ def produce_queries(
                 for half in gl.static_range(2):
                     mbarrier.wait(kv_read.index(2 * stage + half), (turn // KV_STAGES & 1) ^ 1)
                 ready = k_full.index(stage)
-                mbarrier.expect(ready, tile_bytes(128, HEAD_DIM))
-                for half in gl.static_range(2):
+                mbarrier.expect(ready, tile_bytes(BLOCK_KV, HEAD_DIM))
+                for half in gl.static_range(BLOCK_KV // 64):
                     tile, row_kv = 2 * stage + half, start_kv + 64 * half
                     load_pieces(k, k_tile, tile, batch, head_kv, row_kv, ready, HEAD_DIM)
                 if WITH_V:
                     ready = v_full.index(stage)
-                    mbarrier.expect(ready, tile_bytes(128, HEAD_DIM_V))
-                    for half in gl.static_range(2):
+                    mbarrier.expect(ready, tile_bytes(BLOCK_KV, HEAD_DIM_V))
+                    for half in gl.static_range(BLOCK_KV // 64):
                         tile, row_kv = 2 * stage + half, start_kv + 64 * half
                         load_pieces(v, v_tile, tile, batch, head_kv, row_kv, ready, HEAD_DIM_V)
             slot = step % DO_STAGES
@@ -356,7 +365,7 @@ def produce_queries(
             step += 1
         turn += 1
         item, place = next_item(
-            turn, problem, shared, counter_ptr, 128, False, (), sections, heads, BLOCK_Q
+            turn, problem, shared, counter_ptr, BLOCK_KV, False, (), sections, heads, BLOCK_Q
         )
 
 
