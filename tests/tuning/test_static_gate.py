@@ -30,6 +30,7 @@ from tuning.static.shared_memory import only_shared_memory
 from twin_attention.interop.kernels.cubin import compile_launch
 from twin_attention.interop.parity.cases import AppendCase
 from twin_attention.targets import sm90
+from twin_attention.targets.config import use_configs
 from twin_attention.targets.kernels import (
     FAMILY_KERNELS,
     CombineConfig,
@@ -133,7 +134,8 @@ def test_gate_judges_a_changed_configuration(monkeypatch):
     monkeypatch.setattr(triton_aot, "run_kernels", partial(run_kernels, deterministic=()))
     problem = Problem("torch", "sm80", "bfloat16", 64, "causal")
     greedy = {"block_q": 128, "block_kv": 128, "num_warps": 4, "num_stages": 8}
-    (forward,) = check(problem, {"flash_fwd": greedy})
+    with use_configs({"flash_fwd": greedy}, "torch_attn"):
+        (forward,) = check(problem)
     assert forward.config == FlashConfig(**greedy)
     spills, shared = forward.failures
     assert spills.startswith("spills ")
