@@ -2,7 +2,7 @@
 
 Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It offers:
 
-- ``TITLE``, ``NOTE``: of its tables;
+- ``TITLE``, ``NOTE``: of its tables; most notes are in `notes.toml`;
 - ``jobs(targets)``: a list of `Job`s, `TrainingJob`s, `ParityJob`s or `FirstCallJob`s, for each of
   `targets`, the device's own first; (None,) is a CPU;
 - ``COLUMNS``: its own columns, also asked for records without a time; a common column of the same
@@ -12,8 +12,10 @@ Suite "a-b" is the module `bench.suites.a_b`, imported when its command runs. It
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from bench.records import Record
@@ -40,6 +42,7 @@ SUITES = {
     "end-to-end": "training steps, prefill and decode of transformers with each attention",
     "memory": "a training step's memory by category, with our attention and without",
 }
+NOTES = tomllib.loads(Path(__file__).with_name("suites").joinpath("notes.toml").read_text("utf-8"))
 ON_CPU = ("end-to-end", "memory")  # run a tiny model there
 
 

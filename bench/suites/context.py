@@ -13,6 +13,7 @@ from bench.job import Call, Entry, Job, Operation
 from bench.ours import for_target
 from bench.problems import attention_job, dense_case, offsets_of
 from bench.records import Record
+from bench.registry import NOTES
 from bench.report.tables import number, ratio
 from bench.report.training import status
 from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, own_times, tables_by_pass
@@ -28,18 +29,7 @@ if TYPE_CHECKING:
     from bench.timing import Run
 
 TITLE = "Context parallel attention"
-NOTE = (
-    "bfloat16, causal, 2048 channels, exchange 'ring'. 'dense' is flash_attention, or of packed "
-    "documents flash_attention_varlen, over the whole sequence on one GPU: its time divided by the "
-    "number of ranks. 'triton dense' runs the portable kernels. 'rank' is the "
-    "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
-    "hand: the kernels without the exchange; 'gather' reads them in one step, and 'host keys' "
-    "copies them from host memory while it reads those before. 'ring' and 'gather' are ranks on as "
-    "many GPUs, with that exchange: in torch a process each, calls one after the other by CUDA "
-    "events of the slowest rank, in jax one process. The lengths of 'lognormal' documents are "
-    "those of the suite 'packed', around a mean of 1024. FLOPs are a rank's share of the pairs "
-    "that are seen."
-)
+NOTE = NOTES["context"]
 
 CHANNELS, HEADS = 2048, 2  # HEADS are checked
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")

@@ -7,6 +7,7 @@ from functools import partial
 
 from bench.job import Entry
 from bench.records import Record
+from bench.registry import NOTES
 from bench.report.tables import status
 from bench.report.training import GAINS, gains, inference, mfu, phases, warmups
 from bench.suites.columns import MEMORY, MODEL, SAVED
@@ -16,23 +17,7 @@ from bench.training.steps import OPERATIONS, WARMUPS, observe
 from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Training steps and inference"
-NOTE = (
-    "A step is a forward with its loss, a backward and an AdamW update, of a transformer of "
-    "`models/` on random tokens. A case is a size, batch x context, and a dtype: 'mixed' is "
-    "bfloat16 products on float32 parameters. Names are the framework and its attention; "
-    "'compiled' has each block under torch.compile, and JAX is jitted. In torch the phases of a "
-    "step lie between events on the device, and the step is all of them; in JAX each phase is a "
-    "program of its own and the step another one, which the host waits for. Means are of up to 10 "
-    "steps after a warm-up of 0, 1 or 5; the first step compiles what is not in a cache on disk. "
-    "FLOPs are the model's, with a backward of two forwards and no optimizer; MFU is their rate "
-    "over the datasheet's for bfloat16, whatever the dtype. Saved is what a forward leaves for its "
-    "backward, memory all that is allocated at the peak, parameters and optimizer included; of JAX "
-    "it is what XLA plans. A CPU's memory is not known to torch. 'llama' is Hugging Face's Llama "
-    "in the same shapes: 'twin' is our attention by the library's adapter, the others are "
-    "transformers' own. A prefill takes a prompt of the context's length until the first token is "
-    "there, a decode from there to the second one, over a cache that grows (DynamicCache); the "
-    "host waits for both, and there are no gradients."
-)
+NOTE = NOTES["end-to-end"]
 
 TINY = (TrainingCase("tiny", 2, 64), TrainingCase("tiny", 2, 64, "bfloat16", "llama"))
 # By value, because a run may be cut off.

@@ -15,25 +15,12 @@ from bench.job import Call, Entry, Job
 from bench.peers import DECODE
 from bench.problems import DecodeFactories, DecodeTensors, decode_job
 from bench.records import Record
-from bench.registry import Column
+from bench.registry import NOTES, Column
 from bench.suites.columns import HOST, of_median, scaled
 from twin_attention.interop.parity.cases import DecodeCase
 
 TITLE = "Paged decode"
-NOTE = (
-    "One call decodes T new tokens of each sequence from a paged cache, whose pages lie in random "
-    "order; what no sequence uses holds NaN. The sweep over lengths runs twice: with page tables "
-    "as wide as the sequence needs, and with tables for 2^20 keys, where a decode that splits its "
-    "work by the table's width is slow. GPU time is that in which one of the call's kernels runs, "
-    "CPU time what the call takes on the host; noise is half the distance between the 20th and "
-    "the 80th percentile, over the median. Reads are q, the keys and values seen, their table "
-    "entries and the lengths; writes are the output and its log-sum-exp; elements are those of "
-    "the keys and values. New tokens are causal among themselves, or 'drafts' of a random "
-    "tree. Of 'shared' pages, with which all sequences begin, a 'cascade' reads each once for 16 "
-    "sequences; bytes count them for every sequence. 'torch triton graph' is the torch operator "
-    "replayed as a CUDA graph, as servers call it. Dense peers read a copy of the cache "
-    "without pages."
-)
+NOTE = NOTES["kvcache"]
 
 SWEEP = tuple(1 << n for n in range(5, 16))
 # Lengths also run with SM80 code and in JAX, which compiles for every shape.

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.job import Entry
 from bench.records import Record
-from bench.registry import Column
+from bench.registry import NOTES, Column
 from bench.report.tables import number, status
 from bench.report.training import PEAKS
 from bench.suites.columns import MEMORY, MODEL
@@ -19,14 +19,7 @@ from bench.training.timeline import CATEGORIES, peak, shortened, totals
 from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Memory of a training step"
-NOTE = (
-    "One step of a forward with its loss, a backward and an AdamW update, of a transformer of "
-    "`models/` on random tokens, not the first: the optimizer's state is there before. A case is a "
-    "size, batch x context, and a dtype. Saved activations are what a forward leaves for its "
-    "backward. Of torch every allocation is counted, from the allocator's history; of JAX the "
-    "arrays that are there and what XLA plans for the program of each phase. 'Other' is temporary, "
-    "but for tokens and constants."
-)
+NOTE = NOTES["memory"]
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 JAX_CONTEXTS = (4096, 16384)  # JAX compiles for every shape

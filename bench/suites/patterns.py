@@ -23,6 +23,7 @@ from bench.problems import (
     dense_case,
 )
 from bench.records import Record
+from bench.registry import NOTES
 from bench.report.tables import by_case, by_operation, groups, ratio_text, status
 from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, tables_by_pass
 from twin_attention.interop.parity.cases import DilatedCase, FlashCase
@@ -38,21 +39,7 @@ PatternCase = SparseCase | DilatedCase
 Attend = Callable[..., Any]
 
 TITLE = "Block-sparse and dilated attention"
-NOTE = (
-    "'random' keeps 10 % of the tiles of 128 queries by 128 keys, the diagonal's among them; "
-    "'local' is causal, with a band of 8 tiles and one global tile. 'dilated' has LongNet's "
-    "segments of 2048 to 32768 tokens and rates of 1 to 16 in bfloat16, as far as they fit; in "
-    "float32 segments of 128 to 512 and rates of 1 to 4, which are 1 where it is 'undilated'. "
-    "'dense' is flash_attention without the pattern, 'standard' the formula of dilated attention: "
-    "a call of flash_attention for each pair, merged by the framework's operations. 'module' is "
-    "the multi-head module, whose FLOPs leave out its four projections; in float32 they multiply "
-    "without TF32. Of its results the output is checked. Ours run with "
-    "the implementation that they choose. FlexAttention is compiled, with a block mask made "
-    "beforehand; jax.nn XLA makes its mask of pairs in each call. FLOPs are those of the pairs "
-    "that the pattern keeps, of the dense rows as well, so that rates compare as times do. Memory "
-    "is what a call adds at its peak, of JAX what XLA plans. What compiles for every shape, or "
-    "takes over a second, is timed at the lengths that the message beside it says."
-)
+NOTE = NOTES["patterns"]
 
 TILE, KEPT = 128, 0.1  # share of the tiles of a random mask
 DILATIONS = {2048: 1, 4096: 2, 8192: 4, 16384: 8, 32768: 16}  # LongNet's rates of segments

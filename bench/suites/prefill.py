@@ -10,19 +10,12 @@ from bench import ours
 from bench.job import Call, Entry, Job
 from bench.peers import PREFILL
 from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode_job
+from bench.registry import NOTES
 from bench.suites.columns import TFLOPS, scaled
 from twin_attention.interop.parity.cases import DecodeCase, PagedCase
 
 TITLE = "Prefill over pages"
-NOTE = (
-    "bfloat16, 32 query heads and 8 kv heads of size 128. One call of paged_attention has the new "
-    "tokens of all sequences, each of which sees the cache up to itself: chunks of 512 tokens, "
-    "chunks beside single tokens ('mixed'), or single tokens alone ('single'), where "
-    "'paged_decode' is that function of the same side on the same tensors. The pages lie in "
-    "random order. FLOPs are those of the pairs of a token and a key that it sees; the least "
-    "traffic counts each key once. FlashInfer is its BatchPrefillWithPagedKVCacheWrapper, planned "
-    "outside of the timing."
-)
+NOTE = NOTES["prefill"]
 
 CHUNK, CHUNKS = 512, 8
 LENGTHS = (4096, 8192, 16384, 32768)  # keys, those of the chunk counted in

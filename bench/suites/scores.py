@@ -11,6 +11,7 @@ from bench.job import Entry, Job, Operation
 from bench.peers import SCORES
 from bench.problems import attention_job
 from bench.records import Record
+from bench.registry import NOTES
 from bench.report.tables import ratio_text
 from bench.suites.columns import (
     MEMORY,
@@ -24,14 +25,7 @@ from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Terms of scores, and dropout"
-NOTE = (
-    "bfloat16, 16 heads of 128, 4096 tokens in all. 'bias' is a bias of pairs [1, H, S, S] in "
-    "bfloat16, 'relative' a table of the distances from -128 to 128 and 'alibi' ALiBi's slopes, "
-    "with the gradients of the first two; 'dropout' drops a tenth, 'row-max' returns row maxima, "
-    "'plain' has none of these. FlexAttention has them in its score_mod and is compiled; SDPA gets "
-    "the bias as attn_mask. FLOPs are those of 'plain'. What a peer drops is its own choice, so "
-    "that its result is not checked."
-)
+NOTE = NOTES["scores"]
 
 HEADS_CHECKED = 2
 TERMS: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from bench.job import Entry, Job, Operation
 from bench.peers import TREE
 from bench.problems import attention_job
 from bench.records import Record
+from bench.registry import NOTES
 from bench.report.tables import ratio_text
 from bench.suites.columns import (
     MEMORY,
@@ -24,16 +25,7 @@ from twin_attention.contract.cost import tree_pairs
 from twin_attention.interop.rendering.tables import Grid
 
 TITLE = "Trees of tokens"
-NOTE = (
-    "bfloat16, 2048 channels, causal. 'tree-8192-16x1024' is a prompt of 8192 tokens and 16 "
-    "continuations of 1024, 'documents' are 16 of 1024 that share nothing. 'tree' gives "
-    "flash_attention the ends of keys, 'segments' gives it segment ids; 'separate' is "
-    "flash_attention_varlen on a copy of each path from a root to a leaf, which is made "
-    "beforehand, as FlexAttention's block mask is unless it is 'made' in each call. FLOPs "
-    "count the tree's pairs, for 'separate' as well, so that rates compare as times do; 'pairs' "
-    "counts what the implementation works on, which is more where it is 'separate'. FlexAttention "
-    "and the function that makes its mask are compiled, the latter not where it says so."
-)
+NOTE = NOTES["tree"]
 
 CHANNELS = 2048
 HEADS = 2  # whose rows are checked
