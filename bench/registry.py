@@ -40,10 +40,11 @@ SUITES = {
     "host": "the host's share of calls on small problems",
     "first": "first calls in new processes, with empty caches",
     "end-to-end": "training steps, prefill and decode of transformers with each attention",
+    "hugging-face": "training steps and generated tokens of Hugging Face's models",
     "memory": "a training step's memory by category, with our attention and without",
 }
 NOTES = tomllib.loads(Path(__file__).with_name("suites").joinpath("notes.toml").read_text("utf-8"))
-ON_CPU = ("end-to-end", "memory")  # run a tiny model there
+ON_CPU = ("end-to-end", "hugging-face", "memory")  # run a tiny model there
 
 
 class Suite(Protocol):

@@ -36,6 +36,7 @@ from pallas_attn.axes import Division, axes_of, divide, of_device, partition, sh
 from pallas_attn.switches import promoting
 from pallas_attn.varying import alike
 from twin_attention import __version__
+from twin_attention.contract.spec import AttentionSpec
 from twin_attention.contract.validate.errors import fail
 from twin_attention.targets.kernels import Spec
 
@@ -108,7 +109,13 @@ def _device_program(
         devices = prod(mesh[x] for x in division["h"])
         return lax.axis_index(division["h"]) // (devices // operation.spec.heads_kv)
 
+    def start(letter: str, size: int) -> Array | int:
+        return lax.axis_index(division[letter]) * size if letter in division else 0
+
     def take(names: str, x: Array) -> Array:
+        if "s" in names and isinstance(own, AttentionSpec):
+            first = jnp.array([0, 0, start("b", own.batch), start("h", own.heads_q)], x.dtype)
+            return jnp.concatenate([x, jnp.zeros_like(x)], -1)[..., :4] + first
         if shares and "g" in names:
             return lax.dynamic_slice_in_dim(x, own_head(), 1, names.index("g"))
         return x

@@ -1,4 +1,4 @@
-"""Training steps and inference of `models/` with each attention, in both frameworks."""
+"""Training steps of `models/` with each attention, in both frameworks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from bench.job import Entry
 from bench.records import Record
 from bench.registry import NOTES
 from bench.report.tables import status
-from bench.report.training import GAINS, gains, inference, mfu, phases, warmups
+from bench.report.training import GAINS, gains, mfu, phases, warmups
 from bench.suites.columns import MEMORY, MODEL, SAVED
-from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, INFERENCE, TrainingCase
-from bench.training.job import TrainingJob, start, start_inference
+from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, TrainingCase
+from bench.training.job import TrainingJob, start
 from bench.training.steps import OPERATIONS, WARMUPS, observe
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Training steps and inference"
+TITLE = "Training steps"
 NOTE = NOTES["end-to-end"]
 
-TINY = (TrainingCase("tiny", 2, 64), TrainingCase("tiny", 2, 64, "bfloat16", "llama"))
+TINY = (TrainingCase("tiny", 2, 64),)
 # By value, because a run may be cut off.
 CASES = (
     *(TrainingCase("M", 1, context) for context in (4096, 16384)),
-    TrainingCase("M", 1, 4096, "bfloat16", "llama"),
     TrainingCase("M", 4, 4096),
     *(TrainingCase("S", 1, context) for context in (1024, 4096, 16384, 65536)),
     *(TrainingCase("S", 4, 1024, dtype) for dtype in ("mixed", "float32", "bfloat16")),
@@ -59,17 +58,14 @@ def _jobs(case: TrainingCase, framework: str, target: str | None) -> Iterator[Tr
             name = f"{framework} {attention}{mode}"
             subject = Entry(name, target if attention == "twin" else None)
             device = "cpu" if target is None else "cuda"
-            if case.form == "llama":
-                begin = partial(start_inference, case, attention, device)
-                yield TrainingJob(case, subject, begin, observe, INFERENCE)
             begin = partial(start, case, framework, attention, device, compiled=bool(mode))
             yield TrainingJob(case, subject, begin, observe, OPERATIONS)
 
 
 def _tokens_per_second(record: Record) -> float | None:
-    length = {"optimizer": 0, "decode": 1}.get(record.operation, record.case["context"])
-    tokens = record.case["batch"] * length
-    return 1e3 * tokens / record.times.median if tokens and record.times else None
+    tokens = record.case["batch"] * record.case["context"]
+    counts = record.operation != "optimizer"
+    return 1e3 * tokens / record.times.median if counts and record.times else None
 
 
 COLUMNS = MODEL | {
@@ -85,6 +81,5 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
     return {
         GAINS: gains(records),
         f"Phases after a warm-up of {WARMUPS[-1]} steps ({deviation})": phases(records),
-        f"Inference after a warm-up of {WARMUPS[-1]} prompts ({deviation})": inference(records),
         f"Phases after a warm-up of {after} steps, ms ({deviation})": warmups(records),
     }

@@ -496,11 +496,17 @@ def _negate_slopes(inputs):
     inputs["alibi_slopes"].neg_()
 
 
+def _drop_as_a_part(inputs):
+    first = torch.tensor([3, 5], dtype=torch.int32)
+    inputs["dropout_seed"] = torch.cat([inputs["dropout_seed"], first])
+
+
 @pytest.mark.parametrize(
     ("case", "change"),
     [
         (FlashCase("hidden", 1, 100, 256, 1, 1, bias="qk"), _hide_by_bias),
         (FlashCase("rising", 1, 100, 330, 2, 1, alibi="heads"), _negate_slopes),
+        (FlashCase("dropout", 1, 70, 90, 2, 1, dropout_rate=0.3), _drop_as_a_part),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )

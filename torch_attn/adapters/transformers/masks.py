@@ -201,11 +201,12 @@ def _packed_sequences(mask_function: Callable[..., Any]) -> Tensor | None:
     """Return the segment ids of a mask of packed sequences, None for any other mask function.
 
     The ids are in the closure of `packed_sequence_mask_function`'s result, which must be joined
-    with transformers' causal or sliding mask, in either order; their positions count within a
-    sequence.
+    with transformers' causal or sliding mask, in either order; whether their positions count within
+    a sequence makes no difference.
     """
     packed, remapped = _split(mask_function, "packed_sequence_mask_function")
-    within = _closure(remapped, "remap_positions_for_packed_sequence").get("mask_function")
+    remap = _closure(remapped, "remap_positions_for_packed_sequence")  # from 5.23 on
+    within = remap.get("mask_function", remapped)
     _, rest = _split(within, "sliding_window_overlay")
     if not packed or rest is not causal_mask_function:
         return None
