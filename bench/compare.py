@@ -76,7 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(found: Sequence[Change]) -> list[str]:
-    """Count the ranges that meet and that do not, and summarise the medians' differences."""
     meet = sum(change.gap == 0 for change in found)
     near = sum(0 < change.gap <= _NEAR for change in found)
     lines = [

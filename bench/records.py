@@ -158,7 +158,6 @@ class Record:
 
 
 def origin(suite: str, facts: dict[str, str], card: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the fields that all records of a suite's run share."""
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
     shared = {"suite": suite, "versions": versions, "card": card}

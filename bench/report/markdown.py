@@ -50,7 +50,6 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
 
 
 def _title(records: Sequence[Record]) -> str:
-    """Return what was measured, on which cards."""
     suites = dict.fromkeys(record.suite for record in records if record.operation != "peak")
     found = dict.fromkeys(record.device.split(" (")[0].split(" 80GB")[0] for record in records)
     return f"{', '.join(registry.load(suite).TITLE for suite in suites)}: {', '.join(found)}"

@@ -128,7 +128,6 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def _jobs(name: str, targets: Sequence[Any], pattern: str) -> list[AnyJob]:
-    """Return a suite's jobs whose title (case and pass) contains a pattern."""
     return [job for job in load(name).jobs(targets) if pattern in job.title]
 
 

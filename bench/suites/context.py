@@ -161,7 +161,6 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
 
 
 def _shares(records: Sequence[Record]) -> Grid:
-    """Return a W-th of the whole sequence's time over that of ranks."""
     rows = [["case", "pass", "implementation", "ms", "dense / this", "triton dense / this"]]
     for operation, by_name, case, record in own_times(records):
         if record.implementation in RANKS and record.times:

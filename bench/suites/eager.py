@@ -41,7 +41,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
-    """Return single causal heads, short to long, and batches without a mask."""
     single = [
         FlashCase(f"{short}-d{d}-{n}", 1, n, n, 1, 1, d, dtype=dtype, causal=True)
         for (dtype, short), (d, lengths) in product(DTYPES.items(), LENGTHS.items())

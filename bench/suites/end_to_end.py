@@ -75,7 +75,6 @@ COLUMNS = MODEL | {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the gain of attention per step, phases with memory, and means by warm-up."""
     after = ", ".join(map(str, WARMUPS))
     deviation = "mean ± standard deviation"
     return {

@@ -41,8 +41,6 @@ SHARED = ((64, 8704, 32, 8, 512), (64, 8704, 32, 8, 0), (64, 1024, 32, 8, 0))
 
 
 def _noise(field: str) -> Column:
-    """Return a column of half the percentiles' distance over the median."""
-
     def cell(record: Record) -> str | None:
         times = getattr(record, field)
         if times is None or times.p20 is None or times.p80 is None:
@@ -129,7 +127,6 @@ def _cascade(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) ->
 def _sharing(
     inputs: Callable[..., DecodeTensors], pages: int, device: str = "cuda"
 ) -> DecodeTensors:
-    """Make tensors of sequences that share the first one's first pages."""
     tensors = inputs(device)
     tensors.block_tables[:, :pages] = tensors.block_tables[:1, :pages].clone()
     return tensors

@@ -122,7 +122,6 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return speed-ups, what twice the tokens cost, and a row for each implementation."""
     return {GAINS: _gains(records), DOUBLINGS: _doublings(records)} | tables_by_pass(
         records, COLUMNS
     )
@@ -145,7 +144,6 @@ def _gains(records: Sequence[Record]) -> Grid:
 
 
 def _doublings(records: Sequence[Record]) -> Grid:
-    """Return how the time of one sequence grows with its length."""
     grid = [["pattern", "pass", "implementation", "tokens", "twice / this"]]
     single = (r for r in records if r.times and r.case["batch"] == 1 and not r.is_yardstick)
     series = groups(single, lambda r: (r.case["name"].partition("-")[0], r.operation, r.label))

@@ -35,7 +35,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[PagedCase]:
-    """Return chunks over every length, chunks among single tokens, and single tokens."""
     chunks = (CHUNK,) * CHUNKS
     found = [
         _case(f"chunks-{CHUNKS}x{length}-page{page_size}", chunks, length, page_size)

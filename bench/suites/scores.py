@@ -53,7 +53,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[FlashCase]:
-    """Return every term at the longest length, the bias at the others as well."""
     found = []
     for length in LENGTHS:
         batch = TOKENS // length
@@ -76,14 +75,12 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the time of "plain" divided by the time with each term, and a row for each record."""
     return {
         SHARES: _shares(records), "Every implementation": every_implementation(records, COLUMNS)
     }  # fmt: skip
 
 
 def _shares(records: Sequence[Record]) -> Grid:
-    """Return the time of 'plain' over each term's, and those of peers over it."""
     peers = list(dict.fromkeys(r.label for r in records if r.is_peer and r.times))
     grid = [["case", "pass", "implementation", "plain / this", *(f"{x} / this" for x in peers)]]
     for operation, by_name, name, record in own_times(records):

@@ -87,7 +87,6 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the others' time over ours, then a row for each implementation."""
     return {GAINS: _gains(records), "Every implementation": every_implementation(records, COLUMNS)}
 
 

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.tuning.conftest import FIT
 from tuning.__main__ import main
 from tuning.static import command
 from tuning.static.bound import bound
 from tuning.static.gate import Problem, Verdict
-from tuning.static.resources import Resources
 from twin_attention.targets.kernels import DecodeConfig, FlashConfig, PreprocessConfig
 
 FLASH = FlashConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
@@ -14,20 +14,13 @@ CONFIGS = {
     "flash_bwd_preprocess": PreprocessConfig(block_q=128, num_warps=8),
     "paged_decode": DecodeConfig(max_rows=128, block_kv=128, num_warps=8, num_stages=3),
 }
-LARGE = Resources(
-    registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024, shared=166912,
-    warps=8, occupancy=1, serialized=False, unwritten=0, overwritten=0,
-    fixed_bounds=0,
-    mma=1024, wgmma=0, cp_async=128, tma=0,
-    ldmatrix=256, ex2=512,
-)  # fmt: skip
 
 
 def verdict(kernel: str, feature: str, failures: tuple[str, ...] = (), **problem) -> Verdict:
     of = Problem(**{"framework": "torch", "target": "sm80", "dtype": "bfloat16", **problem},
                  feature=feature)  # fmt: skip
     config = CONFIGS.get(kernel, FLASH)
-    return Verdict(of, kernel, config, LARGE, bound(kernel, of.spec, config, of.target), failures)
+    return Verdict(of, kernel, config, FIT, bound(kernel, of.spec, config, of.target), failures)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from multiprocessing import get_context
 import pytest
 
 from tests.kernels.test_cubin import kernels_of, planned
+from tests.tuning.conftest import FIT
 from tuning.static import triton_aot
 from tuning.static.gate import (
     FLASH_FEATURES,
@@ -25,7 +26,7 @@ from tuning.static.gate import (
     problems,
 )
 from tuning.static.operands import run_kernels
-from tuning.static.resources import Resources, measure
+from tuning.static.resources import measure
 from tuning.static.shared_memory import only_shared_memory
 from twin_attention.interop.kernels.cubin import compile_launch
 from twin_attention.interop.parity.cases import AppendCase
@@ -174,13 +175,6 @@ def test_compiled_kernels_take_the_exponentials_that_the_bound_counts():
         assert scores <= verdict.resources.ex2 * threads < 1.05 * scores
 
 
-FIT = Resources(
-    registers=128, spill_stores=0, spill_loads=0, loop_spills=0, stack=0, shared=48 * 1024, warps=4,
-    occupancy=4, serialized=False, unwritten=0, overwritten=0,
-    fixed_bounds=0,
-    mma=64, wgmma=64, cp_async=16, tma=16, ldmatrix=16,
-    ex2=64,
-)  # fmt: skip
 SMALL = FlashConfig(block_q=64, block_kv=64, num_warps=4, num_stages=2)
 FEW_KEYS = replace(SMALL, block_kv=32)
 FWD = FwdConfig(block_q=64, block_kv=64, num_warps=4, num_stages=1, q_in_registers=0)

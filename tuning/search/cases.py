@@ -99,7 +99,6 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
 
 
 def _paged_cases() -> Iterator[PagedCase]:
-    """Yield chunks of 512 tokens in the middle of their prompts."""
     base = PagedCase(
         "", (4096,) * 8, new_tokens=(512,) * 8, heads_q=32, heads_kv=8, page_size=16, max_pages=256,
         sinks=True,
@@ -114,7 +113,6 @@ def _paged_cases() -> Iterator[PagedCase]:
 
 
 def _latent(base: C, kind: str, dtype: str, cache: dict[str, Any]) -> C:
-    """Return a latent cache's case, with the widest keys."""
     sizes = {"head_dim": LATENT_DIM_MAX, "head_dim_v": 512, "heads_q": 128, "heads_kv": 1}
     scales = {"scale_shape": (1,)} if cache else {}
     name = _name(f"{kind}-latent", dtype, LATENT_DIM_MAX, None)

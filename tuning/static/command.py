@@ -161,7 +161,6 @@ def _check_all(selected: Sequence[Problem], console: Console) -> list[Verdict]:
 
 
 def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int:
-    """Compile problems of short lengths and list misfits; return 1 if one is refused."""
     selected = [
         problem
         for problem in _select(arguments)
@@ -182,7 +181,6 @@ def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int
 
 
 def _fuzz(arguments: argparse.Namespace, console: Console, begin: float) -> int:
-    """Compile random problems and list the compilers' mistakes; return 1 if there is one."""
     selected = [
         each
         for target in arguments.target or TARGETS
@@ -227,7 +225,6 @@ def _in_processes(
 
 
 def resource_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
-    """Return a row of resources per kernel; fewer columns if it must be narrow."""
     titles = [*_LABELS, "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes",
               "blocks", "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2", "verdict"]  # fmt: skip
     grid, styles = [titles], []

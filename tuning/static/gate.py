@@ -338,7 +338,6 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
 
 
 def not_compiled(problem: Problem) -> str | None:
-    """Return why this machine cannot compile a problem's kernels, or None."""
     if problem.family != "mosaic":
         return None
     return import_module(_AOT["jax", "mosaic"]).missing(problem.spec, problem.target)
@@ -351,7 +350,6 @@ def compiler(
 
 
 def check(problem: Problem) -> list[Verdict]:
-    """Compile the kernels of one problem and judge them."""
     padded = {
         "triton": padded_head_dim,
         "gluon": lambda head_dim: sum(_COLUMN_PIECES[problem.target](head_dim)),

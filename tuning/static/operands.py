@@ -83,7 +83,6 @@ def run_kernels(
 
 
 def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:
-    """Return a flash problem's operands: segment ids, ends, depths and terms as it has them."""
     is_packed = isinstance(spec, VarlenSpec)
     queries, keys = ((x,) if is_packed else (spec.batch, x) for x in (spec.seq_q, spec.seq_kv))
     common: dict[str, Any] = {
@@ -135,7 +134,6 @@ def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
 
 
 def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:
-    """Return a part's operands, its result, and one over other keys with its lse; no sinks."""
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     rows = (spec.batch, spec.seq_q, spec.heads_q)
     part = PartialOperands(

@@ -69,7 +69,6 @@ def bars(
     colours: Mapping[str, Any],
     unit: str,
 ) -> None:
-    """Draw a row per name: its parts end to end, and a text behind them."""
     for place, (_, parts, text) in enumerate(rows):
         left = 0.0
         for part, width in parts.items():
