@@ -30,17 +30,11 @@ def test_lists_hold_the_tiles_that_are_kept_both_ways(shape):
             assert tiles[place][: counts[place]].tolist() == want.tolist()
 
 
-def test_a_band_stands_at_the_end():
+def test_bands_stand_at_the_end_strides_count_from_the_own_tile_and_global_ones_see_all():
     assert text(local_tiles(4, 4, 1, 0)) == ["#...", "##..", ".##.", "..##"]
     assert text(local_tiles(2, 4, 0, 1)) == ["..##", "...#"]
     assert text(local_tiles(4, 2, 1, 0)) == ["..", "..", "#.", "##"]
-
-
-def test_a_stride_counts_from_the_own_tile():
     assert text(strided_tiles(3, 5, 2)) == ["#.#.#", ".#.#.", "#.#.#"]
-
-
-def test_global_tiles_see_all_and_are_seen_by_all():
     assert text(global_tiles(3, 4, 1)) == ["####", "#...", "#..."]
 
 
