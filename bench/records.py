@@ -129,6 +129,10 @@ class Record:
         return " ".join(filter(None, (self.implementation, self.target)))
 
     @property
+    def framework(self) -> str:
+        return self.implementation.split()[0]
+
+    @property
     def is_peer(self) -> bool:
         return self.target is None
 

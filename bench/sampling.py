@@ -168,14 +168,9 @@ def card() -> dict[str, Any]:
         "watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
         "sm_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
         "memory_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-        "driver": lambda: _text(nvml.nvmlSystemGetDriverVersion()),
+        "driver": nvml.nvmlSystemGetDriverVersion,
     }
     for name, read in reads.items():
         with suppress(nvml.NVMLError):  # some cards do not tell
             found[name] = read()
     return found
-
-
-def _text(value: str | bytes) -> str:
-    """Decode what older versions of nvidia-ml-py give as bytes."""
-    return value.decode() if isinstance(value, bytes) else value

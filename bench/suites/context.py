@@ -164,8 +164,9 @@ def _shares(records: Sequence[Record]) -> Grid:
     rows = [["case", "pass", "implementation", "ms", "dense / this", "triton dense / this"]]
     for operation, by_name, case, record in own_times(records):
         if record.implementation in RANKS and record.times:
-            side = record.implementation.split()[0]
-            wholes = (f"{side} {name} {record.target}" for name in ("dense", "triton dense"))
+            wholes = (
+                f"{record.framework} {name} {record.target}" for name in ("dense", "triton dense")
+            )
             found = (ratio(by_name[case], record.label, whole) for whole in wholes)
             texts = ("" if x is None else f"{x:.2f}" for x in found)
             milliseconds = number(record.times.median)

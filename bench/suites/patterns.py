@@ -135,7 +135,7 @@ def _gains(records: Sequence[Record]) -> Grid:
     rows_of = {operation: by_case(group) for operation, group in by_operation(records).items()}
     for record in ours:
         row = rows_of[record.operation][record.case["name"]]
-        own = {_kind(r): r.label for r in row.values() if _framework(r) == _framework(record)}
+        own = {_kind(r): r.label for r in row.values() if r.framework == record.framework}
         others = [own.get(kind) for kind in _OWN] + peers
         name = PASSES[record.operation].lower()
         found = [ratio_text(row, record.label, other) for other in others]
@@ -154,10 +154,6 @@ def _doublings(records: Sequence[Record]) -> Grid:
                 name = PASSES[operation].lower()
                 grid.append([pattern, name, label, str(length), f"{twice / own:.2f}"])
     return grid
-
-
-def _framework(record: Record) -> str:
-    return record.implementation.split()[0]
 
 
 def _kind(record: Record) -> str:

@@ -113,13 +113,9 @@ def _gains(records: Sequence[Record]) -> Grid:
 
 
 def _fastest_separate(row: dict[str, Record], record: Record) -> Record | None:
-    alike = (r for r in row.values() if r.times and _framework(r) == _framework(record))
+    alike = (r for r in row.values() if r.times and r.framework == record.framework)
     own = (r for r in alike if not r.is_peer and _kind(r) == SEPARATE)
     return min(own, key=lambda r: r.times.median if r.times else 0.0, default=None)
-
-
-def _framework(record: Record) -> str:
-    return record.implementation.split()[0]
 
 
 def _kind(record: Record) -> str:
