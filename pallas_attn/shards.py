@@ -161,10 +161,7 @@ def _over_mesh(operation: _Operation, args: tuple[Any, ...], mesh: Any) -> list[
         for x, place in zip(arrays, places, strict=True)
     )
 
-    def run(spec: Spec, *arrays: Array) -> list[Array | None]:
-        return _bind(_Operation(operation.run, spec, operation.name), arrays)
-
-    program = _device_program(replace(operation, run=run), division, sizes)
+    program = _device_program(_hidden(operation), division, sizes)
     if not used:
         return program(*arrays)
     return jax.shard_map(
@@ -177,6 +174,17 @@ def _over_mesh(operation: _Operation, args: tuple[Any, ...], mesh: Any) -> list[
     )(*placed)
 
 
+def _hidden(operation: _Operation) -> _Operation:
+    """Return an operation that only its lowering looks into: `custom_partitioning` and `shard_map`
+    see neither its constants nor its types.
+    """
+
+    def run(spec: Spec, *arrays: Array) -> list[Array | None]:
+        return _bind(_Operation(operation.run, spec, operation.name), arrays)
+
+    return replace(operation, run=run)
+
+
 _shards = Primitive("attention_on_shards")
 _shards.multiple_results = True
 
@@ -187,7 +195,8 @@ def _bind(operation: _Operation, arrays: Sequence[Array]) -> list[Array | None]:
     places: list[bool] = []
 
     def run(*arrays: Array) -> list[Array]:
-        found = operation.run(operation.spec, *arrays)
+        own = _hidden(operation) if operation.axes else operation
+        found = own.run(operation.spec, *arrays)
         places[:] = [x is not None for x in found]
         pairs = zip(operation.results, found, strict=False)
         kept[:] = [names for names, x in pairs if x is not None]
@@ -217,7 +226,7 @@ def _partitioned(
 
     def place(mesh: Any, arrays: Sequence[Any], _: Any) -> tuple[Any, ...]:
         division, of_results = divided(mesh, arrays)
-        program = _device_program(operation, division, dict(mesh.shape))
+        program = _device_program(_hidden(operation), division, dict(mesh.shape))
 
         def on_device(*arrays: Array) -> list[Array]:
             return [x for x in program(*arrays) if x is not None]

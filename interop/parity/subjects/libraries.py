@@ -21,6 +21,7 @@ LSE = {"lse", "gradient of lse"}
 EDGES = {"GQA", "Sq != Skv"}
 ANY = HALF | EDGES | {"float32", "D > 256", "Dv != D"}
 MASKED = ANY | {"window", "segments", "tree"}  # by a mask that the user makes
+SIGNED = "scale of 0 or less"  # which kernels that take row maxima before they scale do not have
 ONE_SIZE, PLAIN = {"Dv != D"}, {"GQA", "scale", "Dv != D"}  # that some do not have
 FORWARD = HALF - {"float16", "gradients"}
 PAGED = {"paged_decode", "float16", "bfloat16", "scale", "several tokens", *EDGES, *SIZES}
@@ -30,7 +31,7 @@ FLAT = ("empty sequences", "rows without a key")
 HEADS_FIRST = (
     torch_libraries.eager, torch_libraries.sdpa, torch_libraries.sdpa_by_default,
     torch_libraries.flex, torch_libraries.transformers, torch_libraries.gpt_oss,
-    torch_libraries.jvp_flash,
+    torch_libraries.jvp_flash, torch_libraries.ffpa_attn,
 )  # fmt: skip
 Where = Literal["all", "forward", "nothing"]
 LIBRARIES: dict[str, Library] = {}
@@ -59,9 +60,9 @@ def _flash_attn(module: str) -> Make:
 
 _add(
     "torch",
-    ("eager", torch_libraries.eager, {DENSE, *MASKED}),
+    ("eager", torch_libraries.eager, {DENSE, *MASKED, SIGNED}),
     ("SDPA", torch_libraries.sdpa_by_default, {DENSE, *ANY, "bias"}),
-    ("SDPA math", _sdpa(MATH), {DENSE, *MASKED, "bias"}),
+    ("SDPA math", _sdpa(MATH), {DENSE, *MASKED, SIGNED, "bias"}),
     ("FA2", _sdpa(FLASH), {DENSE, *HALF, *EDGES, "lse"}),
     ("FA2 dense", partial(torch_libraries.sdpa_decode, FLASH), PAGED),
     ("nn.MultiheadAttention", torch_libraries.multi_head, {DENSE, *ANY} - PLAIN),
@@ -69,14 +70,14 @@ _add(
 )
 _add(
     "torch",
-    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, *TERMS, *LSE, "ranges"}),
-    ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, *LSE, "window", *FLAT}),
-    ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, *LSE, "window", *FLAT}),
+    ("FlexAttention", torch_libraries.flex, {DENSE, *MASKED, SIGNED, *TERMS, *LSE, "ranges"}),
+    ("FlexAttention packed", torch_libraries.flex, {PACKED, *ANY, SIGNED, *LSE, "window", *FLAT}),
+    ("FlexAttention blocks", torch_libraries.flex, {BLOCKS, *ANY, SIGNED, *LSE, "window", *FLAT}),
     on_cpu="forward",
 )
 _add(
     "torch",
-    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32", "lse"}),
+    ("efficient", _sdpa(EFFICIENT), {DENSE, *HALF, "float32", "D > 256", "lse"}),
     ("cuDNN", _sdpa(CUDNN), {DENSE, *HALF, "GQA", "lse"}),
     ("FA2 varlen", torch_libraries.fa2_varlen, {PACKED, *HALF, "GQA", "empty sequences", "lse"}),
     ("cuDNN dense", partial(torch_libraries.sdpa_decode, CUDNN), PAGED - {"several tokens"}),
@@ -84,8 +85,8 @@ _add(
 _add(
     "transformers",
     ("transformers eager", partial(torch_libraries.transformers, "eager"),
-     {DENSE, *MASKED, "softcap"}),
-    ("transformers gpt-oss", torch_libraries.gpt_oss, {DENSE, *MASKED, "sinks"}),
+     {DENSE, *MASKED, SIGNED, "softcap"}),
+    ("transformers gpt-oss", torch_libraries.gpt_oss, {DENSE, *MASKED, SIGNED, "sinks"}),
     ("transformers sdpa", partial(torch_libraries.transformers, "sdpa"), {DENSE, *MASKED}),
     on_cpu="all",
 )  # fmt: skip
@@ -102,13 +103,15 @@ _add(
 )  # fmt: skip
 _add("flash-attn", ("flash-attn", _flash_attn("flash_attn"),
                     {DENSE, *HALF, *EDGES, "alibi", "lse"}))  # fmt: skip
+_add("ffpa-attn", ("ffpa-attn", torch_libraries.ffpa_attn, {DENSE, *HALF, "GQA", "D > 256"}))
 _add("jvp-flash-attention", ("jvp-flash-attention", torch_libraries.jvp_flash, {DENSE, *HALF}))
 _add("flashinfer-python", ("FlashInfer", flashinfer.paged, {
     *PAGED, "paged_attention", "several lengths", "softcap", "window", "float8_e4m3fn", "lse",
 }))  # fmt: skip
 _add(
     "jax",
-    ("jax.nn XLA", partial(jax_libraries.jax_nn, "xla"), {DENSE, *MASKED, "bias"} - ONE_SIZE),
+    ("jax.nn XLA", partial(jax_libraries.jax_nn, "xla"),
+     {DENSE, *MASKED, SIGNED, "bias"} - ONE_SIZE),
     ("jax.nn XLA packed", partial(jax_libraries.jax_nn, "xla"),
      {PACKED, *HALF, "float32", "GQA", "empty sequences"}),
     ("jax.nn XLA blocks", partial(jax_libraries.jax_nn, "xla"), {BLOCKS, *ANY} - ONE_SIZE),

@@ -55,6 +55,15 @@ def sdpa(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = False) 
     return attend
 
 
+def ffpa_attn(case: FlashCase, tensors: Tensors) -> Attend:
+    if case.head_dim < 320:
+        raise Absent("its kernels are for head dimensions from 320 on")
+    return partial(
+        load("ffpa_attn").ffpa_attn_func, is_causal=case.causal, scale=case.spec.scale,
+        enable_gqa=case.heads_q != case.heads_kv, backend="cutedsl",
+    )  # fmt: skip
+
+
 def sdpa_operator(backend: str, case: FlashCase, tensors: Tensors, *, lse: bool = True) -> Attend:
     """The operator behind a backend: [B, H, Sq, D], and [B, H, Sq]."""
     name, options = backend.lower(), {"is_causal": case.causal, "scale": case.scale}

@@ -319,7 +319,7 @@ def terms_argument(call: KernelCall) -> dict[str, Any]:
         count = batch if is_own else batch + 1
     terms = terms._replace(bias=with_strides(terms.bias), dbias=with_strides(terms.dbias))
     numbers = {"radius": radius, "of_batch": of_batch, "count": count, "dropout": spec.dropout}
-    falling = tl.constexpr(spec.bounded_window.right == 0)
+    falling = tl.constexpr(spec.bounded_window.right == 0 and not spec.ranges)
     of_part = tl.constexpr(terms.seed is not None and terms.seed.shape[0] == 4)
     return {"terms": terms._replace(**numbers, falling=falling, of_part=of_part)}
 
