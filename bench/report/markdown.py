@@ -52,7 +52,7 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
 def _title(records: Sequence[Record]) -> str:
     suites = dict.fromkeys(record.suite for record in records if record.operation != "peak")
     found = dict.fromkeys(record.device.split(" (")[0].split(" 80GB")[0] for record in records)
-    return f"{', '.join(registry.load(suite).TITLE for suite in suites)}: {', '.join(found)}"
+    return f"{', '.join(registry.SUITES[suite].title for suite in suites)}: {', '.join(found)}"
 
 
 def listed(texts: Mapping[str, str]) -> str:

@@ -13,7 +13,6 @@ from bench.job import Call, Entry, Job, Operation
 from bench.ours import for_target
 from bench.problems import attention_job, dense_case, offsets_of
 from bench.records import Record
-from bench.registry import NOTES
 from bench.report.tables import number, ratio
 from bench.report.training import status
 from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, own_times, tables_by_pass
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
     from bench.timing import Run
 
-TITLE = "Context parallel attention"
-NOTE = NOTES["context"]
 
 CHANNELS, HEADS = 2048, 2  # HEADS are checked
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")

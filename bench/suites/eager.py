@@ -10,12 +10,8 @@ from bench import ours
 from bench.job import Entry, Job
 from bench.peers import FLASH, SDPA
 from bench.problems import Factories, attention_jobs
-from bench.registry import NOTES
 from bench.suites.columns import MEMORY, SAVED
 from twin_attention.interop.parity.cases import FlashCase
-
-TITLE = "Flash attention against eager attention"
-NOTE = NOTES["eager"]
 
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 LENGTHS = {  # by head dimension; fewer for two of them, as the suite is to take minutes

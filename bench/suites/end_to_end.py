@@ -7,7 +7,6 @@ from functools import partial
 
 from bench.job import Entry
 from bench.records import Record
-from bench.registry import NOTES
 from bench.report.tables import status
 from bench.report.training import GAINS, gains, mfu, phases, warmups
 from bench.suites.columns import MEMORY, MODEL, SAVED
@@ -15,9 +14,6 @@ from bench.training.case import ATTENTIONS, FORM_ATTENTIONS, TrainingCase
 from bench.training.job import TrainingJob, start
 from bench.training.steps import OPERATIONS, WARMUPS, observe
 from twin_attention.interop.rendering.tables import Grid
-
-TITLE = "Training steps"
-NOTE = NOTES["end-to-end"]
 
 TINY = (TrainingCase("tiny", 2, 64),)
 # By value, because a run may be cut off.

@@ -10,12 +10,8 @@ from bench import ours
 from bench.job import Entry, Job
 from bench.peers import FLASH
 from bench.problems import Factories, attention_jobs
-from bench.registry import NOTES
 from bench.suites.columns import TFLOPS, of_gpu, yes_no
 from twin_attention.interop.parity.cases import FlashCase
-
-TITLE = "FlashAttention-2's shapes"
-NOTE = NOTES["fa2"]
 
 HEADS_Q, HEAD_DIM = 32, 128
 SHAPES = ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))  # batch, queries, keys

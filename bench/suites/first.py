@@ -8,12 +8,8 @@ from itertools import product
 from bench.first import FirstCallJob
 from bench.job import Entry
 from bench.ours import CHOSEN_NAMES
-from bench.registry import NOTES
 from bench.suites.columns import OPERATION, of_median
 from twin_attention.interop.parity.cases import FlashCase
-
-TITLE = "First calls"
-NOTE = NOTES["first"]
 
 # 16384 tokens of 2048 channels.
 CASES = (

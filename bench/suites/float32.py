@@ -10,13 +10,9 @@ from bench import ours
 from bench.job import Entry, Job
 from bench.peers import EFFICIENT
 from bench.problems import Factories, attention_jobs
-from bench.registry import NOTES
 from bench.suites.columns import OPERATION, TFLOPS, yes_no
 from twin_attention.contract.spec import PRECISIONS
 from twin_attention.interop.parity.cases import FlashCase
-
-TITLE = "Flash attention in float32"
-NOTE = NOTES["float32"]
 
 HEAD_DIMS = (64, 128)
 COLUMNS = {

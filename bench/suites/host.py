@@ -21,7 +21,6 @@ from bench.problems import (
     decode_job,
     decode_tensors,
 )
-from bench.registry import NOTES
 from bench.suites.columns import of_median
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 
     from bench.timing import Timing
 
-TITLE = "The host's share of a call"
-NOTE = NOTES["host"]
 
 FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
 CACHE = DecodeCase("2-sequences", (100, 120), heads_q=8, heads_kv=8, page_size=16)

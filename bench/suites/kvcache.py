@@ -15,13 +15,10 @@ from bench.job import Call, Entry, Job
 from bench.peers import DECODE, flash_mla
 from bench.problems import DecodeFactories, DecodeTensors, decode_job
 from bench.records import Record
-from bench.registry import NOTES, Column
+from bench.registry import Column
 from bench.suites.columns import HOST, of_median, scaled
 from twin_attention.contract.paged_spec import LATENT_DIM_MAX
 from twin_attention.interop.parity.cases import DecodeCase
-
-TITLE = "Paged decode"
-NOTE = NOTES["kvcache"]
 
 SWEEP = tuple(1 << n for n in range(5, 16))
 # Lengths also run with SM80 code and in JAX, which compiles for every shape.

@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.job import Entry
 from bench.records import Record
-from bench.registry import NOTES, Column
+from bench.registry import Column
 from bench.report.tables import number, status
 from bench.report.training import PEAKS
 from bench.suites.columns import MEMORY, MODEL
@@ -17,9 +17,6 @@ from bench.training.job import Show, Training, TrainingJob, start
 from bench.training.steps import fields
 from bench.training.timeline import CATEGORIES, peak, shortened, totals
 from twin_attention.interop.rendering.tables import Grid
-
-TITLE = "Memory of a training step"
-NOTE = NOTES["memory"]
 
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 JAX_CONTEXTS = (4096, 16384)  # JAX compiles for every shape

@@ -21,15 +21,12 @@ from bench.problems import (
     document_lengths,
 )
 from bench.records import YARDSTICKS
-from bench.registry import NOTES
 from bench.suites.columns import HOST, OPERATION, TFLOPS
 from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TITLE = "Packed documents"
-NOTE = NOTES["packed"]
 
 CHANNELS, MEAN_LENGTH, SIGMA = 2048, 1024, 1.0
 SEED = 43  # with which the documents drawn have 1092 and 1040 tokens on average

@@ -9,14 +9,10 @@ from bench.job import Entry
 from bench.ours import FAMILY_NAMES, has_kernels
 from bench.parity import ParityJob
 from bench.records import Record
-from bench.registry import NOTES
 from bench.report.tables import to_grid
 from twin_attention.interop.parity.records import problem_text
 from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.interop.rendering.tables import Grid
-
-TITLE = "Parity"
-NOTE = NOTES["parity"]
 
 # Each operation, all options, 32 and 8 bits, and the largest tiles.
 CASES = (

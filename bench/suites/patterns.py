@@ -23,7 +23,6 @@ from bench.problems import (
     dense_case,
 )
 from bench.records import Record
-from bench.registry import NOTES
 from bench.report.tables import by_case, by_operation, groups, ratio_text, status
 from bench.suites.columns import MEMORY, PASSES, TFLOPS, of_median, tables_by_pass
 from twin_attention.interop.parity.cases import DilatedCase, FlashCase
@@ -38,8 +37,6 @@ C = TypeVar("C", bound=FlashCase)
 PatternCase = SparseCase | DilatedCase
 Attend = Callable[..., Any]
 
-TITLE = "Block-sparse and dilated attention"
-NOTE = NOTES["patterns"]
 
 TILE, KEPT = 128, 0.1  # share of the tiles of a random mask
 DILATIONS = {2048: 1, 4096: 2, 8192: 4, 16384: 8, 32768: 16}  # LongNet's rates of segments

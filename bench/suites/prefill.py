@@ -10,12 +10,8 @@ from bench import ours
 from bench.job import Call, Entry, Job
 from bench.peers import PREFILL
 from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode_job
-from bench.registry import NOTES
 from bench.suites.columns import TFLOPS, scaled
 from twin_attention.interop.parity.cases import DecodeCase, PagedCase
-
-TITLE = "Prefill over pages"
-NOTE = NOTES["prefill"]
 
 CHUNK, CHUNKS = 512, 8
 LENGTHS = (4096, 8192, 16384, 32768)  # keys, those of the chunk counted in

@@ -11,7 +11,6 @@ from bench.job import Entry, Job, Operation
 from bench.peers import SCORES
 from bench.problems import attention_job
 from bench.records import Record
-from bench.registry import NOTES
 from bench.report.tables import ratio_text
 from bench.suites.columns import (
     MEMORY,
@@ -23,9 +22,6 @@ from bench.suites.columns import (
 )
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.rendering.tables import Grid
-
-TITLE = "Terms of scores, and dropout"
-NOTE = NOTES["scores"]
 
 HEADS_CHECKED = 2
 TERMS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,6 @@ from bench.job import Entry, Job, Operation
 from bench.peers import TREE
 from bench.problems import attention_job
 from bench.records import Record
-from bench.registry import NOTES
 from bench.report.tables import ratio_text
 from bench.suites.columns import (
     MEMORY,
@@ -23,9 +22,6 @@ from bench.suites.columns import (
 from bench.trees import TreeCase, separate_pairs
 from twin_attention.contract.cost import tree_pairs
 from twin_attention.interop.rendering.tables import Grid
-
-TITLE = "Trees of tokens"
-NOTE = NOTES["tree"]
 
 CHANNELS = 2048
 HEADS = 2  # whose rows are checked

@@ -417,7 +417,7 @@ def test_a_page_tells_cases_apart_and_shows_what_failed(suite, record, tmp_path)
     apart = names(records)[1]
     assert len(set(apart.values())) == len(apart) or suite == "kvcache"
     (section,) = sections(records)
-    assert section.title == load(suite).TITLE
+    assert section.title == SUITES[suite].title
     titles, failed, *_ = section.every
     assert failed[titles.index("status")] in ("failed", "error (RuntimeError: no)")
     if suite in ("patterns", "tree", "ranges", "context", "scores"):
