@@ -14,7 +14,7 @@ from tuning import __main__ as main
 from tuning import workers
 from tuning.search import command, survey
 from tuning.search import search as rows
-from tuning.search.search import faster, search
+from tuning.search.search import search
 from tuning.search.space import TUNED, candidates, may_fit
 from tuning.search.survey import Plan, Survey, compile_one
 from tuning.search.table import ConfigTable
@@ -180,13 +180,6 @@ def test_no_candidate_is_begun_when_the_time_is_over(table, tmp_path):
         output = tmp_path / str(seconds)
         rows.tune(table, "sm80", list(table.rows("flash_fwd"))[:1], tools, output, seconds, console)
         assert output.exists() == written
-
-
-def test_a_gain_counts_from_the_spreads_of_both():
-    wide, narrow = Times(1.0, 0.9, 1.1), Times(0.75, 0.74, 0.76)
-    assert faster(narrow, wide)
-    assert not faster(replace(narrow, median=0.79), wide)
-    assert not faster(wide, narrow)
 
 
 def test_each_candidate_is_timed_against_the_best_so_far():
