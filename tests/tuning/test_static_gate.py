@@ -234,6 +234,7 @@ OVER_99_KIB = "101377 B of shared memory, of 101376"
         (WIDE_80, "flash_fwd", WIDE, {"shared": 163 * 1024}, None),
         (WIDE_80, "flash_fwd", WIDE, {"shared": 163 * 1024 + 1},
          "166913 B of shared memory, of 166912"),
+        (GLUON_80, "flash_fwd", FWD, {"mma": 0}, "no mma.sync"),
         (GLUON_80, "flash_fwd", FWD, {"cp_async": 0}, "no cp.async"),
         (GLUON_80, "flash_fwd", FWD, {"ldmatrix": 0}, "no ldmatrix"),
         (GLUON_90, "flash_fwd", SPECIALIZED, {"mma": 0, "cp_async": 0, "ldmatrix": 0}, None),
