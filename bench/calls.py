@@ -37,13 +37,19 @@ def torch_call(
 
 def jax_call(attend: Attend, operation: str, tensors: Sequence[Tensor]) -> Call:
     """Return a jitted call in JAX, on the memory of torch's tensors."""
+    import jax
+
     from twin_attention.interop.exchange import to_jax
     from twin_attention.interop.parity.jax_calls import prepare_jax
     from twin_attention.interop.parity.torch_calls import leaves
 
     *inputs, dout = map(to_jax, tensors)
     run = prepare_jax(attend, operation, inputs, dout)
-    return Call(run, leaves, planned=partial(_planned, run))
+
+    def result(found: Any) -> list[Any]:
+        return [x for x in leaves(found) if x.dtype != jax.dtypes.float0]  # that of integers
+
+    return Call(run, result, planned=partial(_planned, run))
 
 
 PREPARE: dict[str, Callable[..., Call]] = {"torch_attn": torch_call, "pallas_attn": jax_call}

@@ -13,6 +13,7 @@ from bench.records import Record, Times, load
 from twin_attention.interop.rendering.tables import Grid, console_of, to_terminal
 
 _LOG_WIDTH = 120  # of the table where nothing says how wide the output is
+_NEAR = 0.01  # ranges that lie apart by more are shown
 
 
 class Change(NamedTuple):
@@ -53,43 +54,33 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("before", type=Path, metavar="BEFORE", help="records, JSON lines")
     parser.add_argument("after", type=Path, metavar="AFTER", help="records, JSON lines")
-    parser.add_argument("--filter", default="", metavar="TEXT", help="part of a case's name")
-    parser.add_argument(
-        "--percent",
-        type=float,
-        default=1.0,
-        metavar="N",
-        help="show what lies apart by more than this (default: 1)",
-    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Return 1 if one of ours is slower, 2 if nothing can be compared."""
     try:
-        runs = [load(path) for path in (arguments.before, arguments.after)]
-        found = [c for c in changes(*runs) if arguments.filter in c.record.case["name"]]
+        found = changes(*map(load, (arguments.before, arguments.after)))
         if not found:
             raise ValueError("expected a measurement with times in both files, got none")
     except (OSError, ValueError) as error:
         print(f"python -m bench compare: {error}", file=sys.stderr)
         return 2
-    apart = [change for change in found if change.gap > arguments.percent / 100]
+    apart = [change for change in found if change.gap > _NEAR]
     console = console_of(_LOG_WIDTH)
     if apart:
         console.print(to_terminal(_grid(sorted(apart, key=lambda change: change.relative))))
-    for line in summary(found, arguments.percent):
+    for line in summary(found):
         console.print(line, highlight=False, soft_wrap=True)
     return int(any(not change.record.is_peer and change.relative > 0 for change in apart))
 
 
-def summary(found: Sequence[Change], percent: float) -> list[str]:
-    """Count the ranges that meet and that do not, and summarise the medians' differences."""
+def summary(found: Sequence[Change]) -> list[str]:
     meet = sum(change.gap == 0 for change in found)
-    near = sum(0 < change.gap <= percent / 100 for change in found)
+    near = sum(0 < change.gap <= _NEAR for change in found)
     lines = [
         f"{len(found)} measured in both runs: ranges of {meet} meet, {near} lie apart by up to "
-        f"{percent:g} %, {len(found) - meet - near} by more"
+        f"{_NEAR:.0%}, {len(found) - meet - near} by more"
     ]
     for name, is_peer in (("ours", False), ("peers", True)):
         if group := [change for change in found if change.record.is_peer == is_peer]:

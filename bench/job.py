@@ -72,7 +72,6 @@ class Job:
         return f"{self.case['name']} {self.operation}"
 
     def only(self, texts: Sequence[str]) -> Job | None:
-        """Return the job with the implementations that match the texts; None without any."""
         chosen = {s: make for s, make in self.factories.items() if Entry(*s).is_one_of(texts)}
         return replace(self, factories=chosen) if chosen else None
 

@@ -17,7 +17,7 @@ from bench.first import FirstCallJob
 from bench.journal import VARIABLE, Journal
 from bench.parity import ParityJob
 from bench.records import origin
-from bench.registry import load
+from bench.registry import SUITES
 from bench.runner import NO_JOURNAL, AnyJob, Instruments, run_suite
 from bench.sampling import Sampler, card, nvml_reader
 from twin_attention.interop.parity.arguments import Refuse
@@ -133,7 +133,7 @@ def measure(
     uses_card = not all(isinstance(job, ParityJob | FirstCallJob) for job in jobs)
     peaks = peak_jobs() if setting.device == "cuda" and uses_card else []
     console = console_of(_LOG_WIDTH)
-    console.rule(load(name).TITLE)
+    console.rule(SUITES[name].title)
     if not quiet:
         console.print(*(f"{name} {value}" for name, value in setting.facts.items()), sep=", ")
     reader = nvml_reader()

@@ -26,13 +26,14 @@ from bench.records import load as read
 from bench.registry import load
 from bench.report.cards import CAPTION, cards
 from bench.runner import INTERRUPTED, AnyJob
-from twin_attention.interop.parity.arguments import count, make_folder
+from twin_attention.interop.parity.arguments import make_folder
 from twin_attention.interop.rendering.tables import NARROW, to_terminal
 
 PEERS = (
     "FA2", "FA3", "FA4", "cuDNN", "FA2 dense", "cuDNN dense", "FlashInfer", "FA2 varlen",
     "FA3 varlen", "FA4 varlen", "cuDNN padded", "jax FA3", "jax FA3 varlen",
 )  # fmt: skip
+SECONDS = 300  # no problem is begun that would end later
 NAMES = {*FAMILY_NAMES, "torch triton graph", *PEERS}
 
 
@@ -78,13 +79,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="FOLDER",
         help="where the file goes (default: reports)",
     )
-    parser.add_argument(
-        "--seconds",
-        type=count,
-        default=300,
-        metavar="N",
-        help="begin no problem that would end later (default: 300)",
-    )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
@@ -101,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         append(path, setting.journal.crashed)
         setting = setting._replace(path=path)
         for part in PARTS:
-            deadline = start + part.until * arguments.seconds
+            deadline = start + part.until * SECONDS
             code = measure(part.suite, chosen(part, target), setting, deadline=deadline, quiet=True)
             if code == INTERRUPTED:
                 break

@@ -13,7 +13,7 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from bench.calls import PREPARE, as_torch, jax_call, torch_call
+from bench.calls import PREPARE, as_torch, torch_call
 from bench.job import Call, Entry
 from bench.problems import DecodeTensors, constants_of, named_inputs, offsets_of, varied_terms
 from bench.ranges import RangeCase
@@ -166,29 +166,12 @@ def _packed(name: str, target: str, case: VarlenCase, operation: str, tensors: A
     side, family = _CALLS[name]
     attention = import_module(side).flash_attention_varlen
     attention = partial(attention, **case.options, implementation=family)
-    offsets: Any = offsets_of(case, tensors[0].device)
 
-    def attend(q, k, v):
+    def attend(q, k, v, offsets):
         return attention(q, k, v, offsets, offsets)
 
-    if side == "torch_attn":
-        with use_target(target):
-            call = torch_call(attend, operation, tensors)
-        return for_target(call, target)
-
-    import jax
-
-    from twin_attention.interop.exchange import to_jax
-
-    offsets = to_jax(offsets)
-    with use_target(target):
-        if operation == "forward":
-            # As constants the offsets would be folded into the compiled code.
-            arrays = (*map(to_jax, tensors[:3]), offsets, offsets)
-            call = Call(partial(jax.jit(attention), *arrays), lambda out: (out,))
-        else:
-            call = jax_call(attend, operation, tensors)
-    return for_target(call, target)
+    offsets = offsets_of(case, tensors[0].device)
+    return _with_integers(side, target, attend, operation, tensors, offsets)
 
 
 def _tree(kind: str, name: str, target: str, case: TreeCase, operation: str, tensors: Any) -> Call:

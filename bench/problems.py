@@ -154,7 +154,6 @@ def dense_case(case: FlashCase) -> FlashCase:
 def attention_check(
     case: AttentionCase, operation: str, tensors: list[Tensor], heads: int | None = None
 ) -> Check:
-    """Return a `sample_check` of a few heads of an operation's result."""
     if isinstance(case, DilatedCase):
         return dilated_check(case, operation, tensors)
     from twin_attention.interop.parity.check import sample_check
@@ -170,7 +169,6 @@ def attention_check(
 
 
 def named_inputs(case: AttentionCase, operands: list[Tensor]) -> dict[str, Tensor]:
-    """Return the operands and constants of a call by name."""
     import torch
 
     inputs = dict(zip(("q", "k", "v", *varied_terms(case)), operands, strict=True))
@@ -224,7 +222,6 @@ class DecodeTensors:
 
 
 def fitted(case: DecodeCase) -> DecodeCase:
-    """Return the case with tables only as wide as its longest sequence."""
     return replace(case, max_pages=-(-max(case.lengths) // case.page_size))
 
 

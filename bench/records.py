@@ -16,18 +16,6 @@ Status = Literal[
 ]
 PARITY = "parity"  # the operation of a check that times nothing
 
-# Former names in earlier records, by field, and today's.
-FORMER_NAMES = {
-    "suite": {"flash-vs-eager": "eager", "eager-attention": "eager"},
-    "operation": {"ceiling": "peak"},
-    "implementation": {
-        "Triton": "torch triton",
-        "Triton compiled": "torch triton compiled",
-        "Triton graph": "torch triton graph",
-        "Triton without softmax": "torch triton without softmax",
-        "Pallas": "jax triton",
-    },
-}
 # Fields of cases that earlier records lack, and their defaults.
 LATER_FIELDS = {
     "sinks": False, "deterministic": False, "segments": "", "precision": "ieee", "tree": "",
@@ -141,6 +129,10 @@ class Record:
         return " ".join(filter(None, (self.implementation, self.target)))
 
     @property
+    def framework(self) -> str:
+        return self.implementation.split()[0]
+
+    @property
     def is_peer(self) -> bool:
         return self.target is None
 
@@ -170,7 +162,6 @@ class Record:
 
 
 def origin(suite: str, facts: dict[str, str], card: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the fields that all records of a suite's run share."""
     apart = ("device", "commit", "date")
     versions = {name: value for name, value in facts.items() if name not in apart}
     shared = {"suite": suite, "versions": versions, "card": card}
@@ -215,7 +206,7 @@ def drop_unfinished_line(path: Path) -> bool:
 
 
 def load(path: Path) -> list[Record]:
-    """Read what `append` wrote, perhaps compressed (".gz"), with today's names (`FORMER_NAMES`).
+    """Read what `append` wrote, perhaps compressed (".gz").
 
     Raises:
         ValueError: a line is no record; the message gives file and line.
@@ -231,9 +222,6 @@ def load(path: Path) -> list[Record]:
             fields = json.loads(line)
             for name in ("times", "span", "host"):
                 fields[name] = None if fields[name] is None else Times(**fields[name])
-            for name, today in FORMER_NAMES.items():
-                if (former := fields.get(name)) in today:
-                    fields[name] = today[former]
             for name in ("kernels", "steps"):
                 fields[name] = tuple(fields.get(name, ()))
             records.append(Record(**fields))

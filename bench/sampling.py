@@ -72,7 +72,6 @@ class Sampler:
                 return
 
     def summary(self) -> dict[str, Any] | None:
-        """Return medians, extremes and throttle reasons; None without a sample."""
         if not self.samples:
             return None
         _, sm, memory, watts, celsius, throttle = zip(*self.samples, strict=True)
@@ -89,7 +88,6 @@ class Sampler:
         }
 
     def write(self, path: Path, title: str) -> None:
-        """Append the samples to a CSV file, each with a title."""
         path.parent.mkdir(parents=True, exist_ok=True)
         new = not path.exists()
         with path.open("a", encoding="utf-8", newline="") as file:
@@ -127,7 +125,6 @@ def open_nvml() -> tuple[Any, Any] | None:
 
 
 def nvml_reader() -> Callable[[], Sample] | None:
-    """Return a function that samples torch's current GPU; None without nvidia-ml-py or NVML."""
     opened = open_nvml()
     if opened is None:
         return None
@@ -171,14 +168,9 @@ def card() -> dict[str, Any]:
         "watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
         "sm_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM),
         "memory_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_MEM),
-        "driver": lambda: _text(nvml.nvmlSystemGetDriverVersion()),
+        "driver": nvml.nvmlSystemGetDriverVersion,
     }
     for name, read in reads.items():
         with suppress(nvml.NVMLError):  # some cards do not tell
             found[name] = read()
     return found
-
-
-def _text(value: str | bytes) -> str:
-    """Decode what older versions of nvidia-ml-py give as bytes."""
-    return value.decode() if isinstance(value, bytes) else value

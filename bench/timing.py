@@ -184,7 +184,6 @@ def covered(kernels: Iterable[Kernel]) -> float:
 
 
 def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, Times]:
-    """Return the busy time and the span of a call, from rounds of traced calls."""
     busy = [[covered(call) / 1e3 for call in calls] for calls in rounds]
     span = [
         [(max(k.end for k in call) - min(k.start for k in call)) / 1e3 for call in calls]
@@ -194,12 +193,10 @@ def device_times(rounds: Sequence[Sequence[Sequence[Kernel]]]) -> tuple[Times, T
 
 
 def _order(calls: Mapping[Name, Run], turn: int) -> list[Name]:
-    """Return the names in order, reversed in every other turn."""
     return list(calls) if turn % 2 == 0 else list(calls)[::-1]
 
 
 def _host_turn(call: Run, wait: Wait, repeats: int) -> float:
-    """Return a call's milliseconds on the host, the mean of `repeats` calls."""
     result = None
     start = time.perf_counter()
     for _ in range(repeats):
@@ -230,7 +227,6 @@ def _plan(call: Run, wait: Wait, round_ms: float) -> Plan:
 
 
 def _trace(turns: Iterable[tuple[Run, Plan]], wait: Wait) -> list[Kernel]:
-    """Return all kernels of these turns, uncounted calls included."""
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     # Avoids a warning about more than one cycle.
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
@@ -263,7 +259,6 @@ def _host_latencies(call: Run, wait: Wait, repeats: int) -> list[float]:
 
 
 def _peak_memory(call: Run) -> int:
-    """Return the peak of the bytes that torch allocates during a call."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -34,7 +34,6 @@ class TreeCase(FlashCase):
 
     @property
     def has_roots_alone(self) -> bool:
-        """Return True for documents that share nothing."""
         return set(self.parents) == {-1}
 
     @cached_property

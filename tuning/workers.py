@@ -9,10 +9,10 @@ from multiprocessing import get_context
 
 
 @contextmanager
-def workers(count: int | None) -> Iterator[Executor]:
-    """Start processes that use no GPU, one per core unless `count` is given."""
+def workers() -> Iterator[Executor]:
+    """Start processes that use no GPU, one per core."""
     context = get_context("spawn")  # JAX runs threads, which a fork does not survive
-    with ProcessPoolExecutor(count, context, initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(None, context, initializer=_start_worker) as pool:
         try:
             yield pool
         finally:

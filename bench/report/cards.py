@@ -45,7 +45,6 @@ def are_several(records: Iterable[Record]) -> bool:
 
 
 def title(run: Sequence[Record]) -> str:
-    """Return a card's name without its compute capability."""
     return run[0].device.partition(" (")[0]
 
 
@@ -62,7 +61,6 @@ def _card(run: Sequence[Record]) -> Card:
 
 
 def _grid(run: Sequence[Record]) -> Grid:
-    """Return a row for each problem that a framework's default has."""
     timed = [record for record in run if record.operation != PARITY and record.suite != "host"]
     rows = []
     for suite in groups(timed, lambda record: record.suite).values():
@@ -76,7 +74,6 @@ def _grid(run: Sequence[Record]) -> Grid:
 
 
 def _cells(row: dict[str, Record], ours: Sequence[Record | None], peak: Peak) -> Iterator[str]:
-    """Return a problem's rates, the fastest peer, and its times over ours."""
     for record in (*ours, *(_first(row, labels) for labels in _PEERS.values())):
         if record is None or record.times is None:
             yield "" if record is None else record.status

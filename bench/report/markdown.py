@@ -50,10 +50,9 @@ def summary(name: str, records: Sequence[Record]) -> dict[str, str]:
 
 
 def _title(records: Sequence[Record]) -> str:
-    """Return what was measured, on which cards."""
     suites = dict.fromkeys(record.suite for record in records if record.operation != "peak")
     found = dict.fromkeys(record.device.split(" (")[0].split(" 80GB")[0] for record in records)
-    return f"{', '.join(registry.load(suite).TITLE for suite in suites)}: {', '.join(found)}"
+    return f"{', '.join(registry.SUITES[suite].title for suite in suites)}: {', '.join(found)}"
 
 
 def listed(texts: Mapping[str, str]) -> str:

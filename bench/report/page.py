@@ -84,7 +84,6 @@ def number_of_chapters(records: Sequence[Record]) -> int:
 
 
 def _cards(records: Sequence[Record]) -> Iterator[tuple[str, str]]:
-    """Return each card's name, facts and table; tables have the same columns."""
     for card in cards(records):
         titles, *rows = card.grid
         cells = ([Cell(text, _LOOKS.get(text, "")) for text in row] for row in rows)

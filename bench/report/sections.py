@@ -55,7 +55,8 @@ def sections(run: Sequence[Record]) -> list[Section]:
             tables = make(records) if make else _tables(records, suite.COLUMNS, own)
             tables = {heading: grid for heading, grid in tables.items() if len(grid) > 1}
             rows = every(records, suite.COLUMNS, own)
-            found.append(Section(suite.TITLE, suite.NOTE, records, own, tables, rows))
+            _, title, note = registry.SUITES[name]
+            found.append(Section(title, note, records, own, tables, rows))
     return found
 
 

@@ -116,12 +116,10 @@ def percent(value: float) -> str:
 
 
 def rates(records: Sequence[Record], peak: Peak) -> Grid:
-    """Return rates of one operation: cases down, implementations across."""
     return _pivot(records, lambda r: r.status if r.times is None else _text(peak.rate(r)))
 
 
 def milliseconds(records: Sequence[Record]) -> Grid:
-    """Return times of one operation with the spread between rounds in brackets."""
     return _pivot(
         records,
         lambda r: f"{number(r.times.median)} ({percent(r.times.spread)})" if r.times else r.status,
@@ -129,8 +127,6 @@ def milliseconds(records: Sequence[Record]) -> Grid:
 
 
 def memory(records: Sequence[Record]) -> Grid:
-    """Return megabytes that one operation's calls add, and in brackets what a forward saved."""
-
     def cell(record: Record) -> str:
         if record.memory is None:  # of JAX it may be unknown
             return "" if record.times else record.status
@@ -155,7 +151,6 @@ def speeds(records: Sequence[Record]) -> Grid:
 
 
 def every(records: Sequence[Record], columns: Mapping[str, Column], bounds: Peaks) -> Grid:
-    """Return a row for each record: the suite's columns, then the common ones."""
     cases = {name: by_case(group) for name, group in by_operation(records).items()}
     rows = []
     for record in records:

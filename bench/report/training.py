@@ -29,7 +29,6 @@ def mean_text(record: Record, warmup: int) -> str:
 
 
 def gains(records: Sequence[Record]) -> Grid:
-    """Return each step's gain over other attention of its framework and mode."""
     rows = [["case", "implementation", "step, ms", "best other", "best other / this",
              f"{_BEFORE} / this"]]  # fmt: skip
     steps = [record for record in records if record.operation == "step"]
@@ -40,7 +39,6 @@ def gains(records: Sequence[Record]) -> Grid:
 
 
 def phases(records: Sequence[Record]) -> Grid:
-    """Return a row per implementation of a case: phases, rate, memory, status."""
     rows = []
     for group in trainings(records):
         whole = group["step"]
@@ -58,7 +56,6 @@ def phases(records: Sequence[Record]) -> Grid:
 
 
 def warmups(records: Sequence[Record]) -> Grid:
-    """Return a row per implementation of a case: its means after each warm-up."""
     rows = []
     for group in trainings(records):
         whole = group["step"]
@@ -74,7 +71,6 @@ def warmups(records: Sequence[Record]) -> Grid:
 
 
 def attention(record: Record) -> str:
-    """Return the attention of an implementation such as "torch twin compiled"."""
     return record.implementation.split()[1]
 
 

@@ -54,7 +54,6 @@ PASSES = {"forward": "Forward", "both": "Forward and backward"}
 
 
 def tables_by_pass(records: Sequence[Record], columns: Mapping[str, Column]) -> dict[str, Grid]:
-    """Return a table for each pass, with a row for each implementation that is there."""
     return {
         PASSES[operation]: to_grid([{"implementation": r.label} | cells(columns, r) for r in group])
         for operation, group in by_operation(r for r in records if r.status != "absent").items()

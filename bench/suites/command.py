@@ -21,8 +21,8 @@ from twin_attention.targets.target import TARGETS
 
 
 def add_parsers(commands: argparse._SubParsersAction) -> None:
-    for name, text in SUITES.items():
-        parser = commands.add_parser(name, help=f"measure {text}", description=f"Measure {text}.")
+    for name, (about, *_) in SUITES.items():
+        parser = commands.add_parser(name, help=f"measure {about}", description=f"Measure {about}.")
         parser.add_argument("--json", type=Path, metavar="FILE", help="append records")
         parser.add_argument(
             "--gpu-log", type=Path, metavar="FILE", help="append clocks and power, as CSV"
@@ -128,7 +128,6 @@ def _choose(names: Sequence[str], arguments: argparse.Namespace) -> list[str]:
 
 
 def _jobs(name: str, targets: Sequence[Any], pattern: str) -> list[AnyJob]:
-    """Return a suite's jobs whose title (case and pass) contains a pattern."""
     return [job for job in load(name).jobs(targets) if pattern in job.title]
 
 

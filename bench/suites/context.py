@@ -27,19 +27,6 @@ if TYPE_CHECKING:
 
     from bench.timing import Run
 
-TITLE = "Context parallel attention"
-NOTE = (
-    "bfloat16, causal, 2048 channels, exchange 'ring'. 'dense' is flash_attention, or of packed "
-    "documents flash_attention_varlen, over the whole sequence on one GPU: its time divided by the "
-    "number of ranks. 'triton dense' runs the portable kernels. 'rank' is the "
-    "slowest of the ranks that run in turn on one GPU, each alone, with the keys of the others at "
-    "hand: the kernels without the exchange; 'gather' reads them in one step, and 'host keys' "
-    "copies them from host memory while it reads those before. 'ring' and 'gather' are ranks on as "
-    "many GPUs, with that exchange: in torch a process each, calls one after the other by CUDA "
-    "events of the slowest rank, in jax one process. The lengths of 'lognormal' documents are "
-    "those of the suite 'packed', around a mean of 1024. FLOPs are a rank's share of the pairs "
-    "that are seen."
-)
 
 CHANNELS, HEADS = 2048, 2  # HEADS are checked
 OPERATIONS: tuple[Operation, ...] = ("forward", "both")
@@ -171,12 +158,12 @@ def tables(records: Sequence[Record]) -> dict[str, Grid]:
 
 
 def _shares(records: Sequence[Record]) -> Grid:
-    """Return a W-th of the whole sequence's time over that of ranks."""
     rows = [["case", "pass", "implementation", "ms", "dense / this", "triton dense / this"]]
     for operation, by_name, case, record in own_times(records):
         if record.implementation in RANKS and record.times:
-            side = record.implementation.split()[0]
-            wholes = (f"{side} {name} {record.target}" for name in ("dense", "triton dense"))
+            wholes = (
+                f"{record.framework} {name} {record.target}" for name in ("dense", "triton dense")
+            )
             found = (ratio(by_name[case], record.label, whole) for whole in wholes)
             texts = ("" if x is None else f"{x:.2f}" for x in found)
             milliseconds = number(record.times.median)

@@ -13,20 +13,6 @@ from bench.problems import Factories, attention_jobs
 from bench.suites.columns import MEMORY, SAVED
 from twin_attention.interop.parity.cases import FlashCase
 
-TITLE = "Flash attention against eager attention"
-NOTE = (
-    "Cases named by a dtype are causal attention of one head of one sequence; the others are 8 "
-    "sequences of one head in float32, without a mask. Eager is the formula in torch operations "
-    "with a mask made beforehand, jax.nn XLA the same in JAX under jit, SDPA the kernel that torch "
-    "chooses by itself. FLOPs are those of the pairs that the mask keeps. Backward is timed by "
-    "itself, on a graph that is made beforehand. Saved is the memory of a forward's output and its "
-    "saved activations; memory is what a call allocates beyond that at its peak. What needs more "
-    "memory than there is, or than --memory-cap leaves, is a row without a time. JAX compiles for "
-    "every shape and is timed at few. In float32 all of them multiply in float32, as TF32 is off "
-    "in torch and jax.nn XLA runs at the highest precision: eager and XLA in the libraries' "
-    "kernels, ours in Triton's."
-)
-
 DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 LENGTHS = {  # by head dimension; fewer for two of them, as the suite is to take minutes
     64: (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
@@ -51,7 +37,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def _cases() -> tuple[list[FlashCase], list[FlashCase]]:
-    """Return single causal heads, short to long, and batches without a mask."""
     single = [
         FlashCase(f"{short}-d{d}-{n}", 1, n, n, 1, 1, d, dtype=dtype, causal=True)
         for (dtype, short), (d, lengths) in product(DTYPES.items(), LENGTHS.items())

@@ -15,21 +15,6 @@ from bench.training.job import TrainingJob, start
 from bench.training.steps import OPERATIONS, WARMUPS, observe
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Training steps"
-NOTE = (
-    "A step is a forward with its loss, a backward and an AdamW update, of a transformer of "
-    "`models/` on random tokens. A case is a size, batch x context, and a dtype: 'mixed' is "
-    "bfloat16 products on float32 parameters. Names are the framework and its attention; "
-    "'compiled' has each block under torch.compile, and JAX is jitted. In torch the phases of a "
-    "step lie between events on the device, and the step is all of them; in JAX each phase is a "
-    "program of its own and the step another one, which the host waits for. Means are of up to 10 "
-    "steps after a warm-up of 0, 1 or 5; the first step compiles what is not in a cache on disk. "
-    "FLOPs are the model's, with a backward of two forwards and no optimizer; MFU is their rate "
-    "over the datasheet's for bfloat16, whatever the dtype. Saved is what a forward leaves for its "
-    "backward, memory all that is allocated at the peak, parameters and optimizer included; of JAX "
-    "it is what XLA plans. A CPU's memory is not known to torch."
-)
-
 TINY = (TrainingCase("tiny", 2, 64),)
 # By value, because a run may be cut off.
 CASES = (
@@ -86,7 +71,6 @@ COLUMNS = MODEL | {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the gain of attention per step, phases with memory, and means by warm-up."""
     after = ", ".join(map(str, WARMUPS))
     deviation = "mean ± standard deviation"
     return {

@@ -13,16 +13,6 @@ from bench.problems import Factories, attention_jobs
 from bench.suites.columns import TFLOPS, of_gpu, yes_no
 from twin_attention.interop.parity.cases import FlashCase
 
-TITLE = "FlashAttention-2's shapes"
-NOTE = (
-    "float16, 32 query heads, head size 128, forward. FLOPs of a causal rectangle are those of "
-    "the pairs that its mask keeps, not half of all; the mask is aligned to the last query and "
-    "key. Earlier records have two more builds of the portable kernel: 'without softmax', with p = "
-    "s, whose result is wrong on purpose, and 'with barriers', whose warps wait for each other "
-    "before the softmax of each tile and after it. Clocks and power are in the log beside the "
-    "records."
-)
-
 HEADS_Q, HEAD_DIM = 32, 128
 SHAPES = ((16, 1024, 1024), (4, 1024, 4096), (1, 4096, 4096))  # batch, queries, keys
 HEADS_KV = (32, 8)

@@ -11,16 +11,6 @@ from bench.ours import CHOSEN_NAMES
 from bench.suites.columns import OPERATION, of_median
 from twin_attention.interop.parity.cases import FlashCase
 
-TITLE = "First calls"
-NOTE = (
-    "Each turn is a new process whose caches of compiled code are empty: Triton's, CUDA's and "
-    "JAX's. 'import' is the framework and our side; then the inputs are made, which starts the "
-    "device; 'forward' is the first call until its result is there, and 'backward' the first "
-    "backward behind it, in JAX a program of its own, with a forward in it. 'new shape' is what "
-    "gives gradients with 128 more rows, 'new class' with the other mask. 'second' is a second "
-    "process, with the first one's caches on disk. A number is the median of three turns."
-)
-
 # 16384 tokens of 2048 channels.
 CASES = (
     FlashCase("4x4096x32x64", 4, 4096, 4096, 32, 32, 64),

@@ -16,20 +16,6 @@ from bench.registry import Column
 from bench.suites.columns import HOST, OPERATION, TFLOPS, yes_no
 from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 
-TITLE = "Flash attention"
-NOTE = (
-    "bfloat16; batch and heads follow from 16384 tokens and 2048 channels, but for 13 more "
-    "shapes, all causal, for which nothing was tuned; one is packed, B documents of S tokens in "
-    "all. "
-    "FLOPs are those of the "
-    "pairs that the mask keeps, 2.5 times as many backward. A backward is timed by itself, on a "
-    "graph that is made beforehand; torch gets tensors in its own layout, without a copy. "
-    "FA2 and cuDNN run through torch's scaled_dot_product_attention. FA2 is SM80 code, and the bar "
-    "for our SM80 code; FA3, FA4 and cuDNN are the bar for Hopper code. Peers run with their "
-    "defaults, not tuned for the shape. For a peer that takes long to compile, the message beside "
-    "it says where it is timed."
-)
-
 TOKENS, CHANNELS = 16384, 2048
 LENGTHS, HEAD_DIMS = (512, 4096, 16384), (64, 128, 256)
 # Batch, length, query heads, kv heads and head dimension.

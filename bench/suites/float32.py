@@ -14,16 +14,6 @@ from bench.suites.columns import OPERATION, TFLOPS, yes_no
 from twin_attention.contract.spec import PRECISIONS
 from twin_attention.interop.parity.cases import FlashCase
 
-TITLE = "Flash attention in float32"
-NOTE = (
-    "4 sequences of 4096 tokens in 16 heads. The precision is our option, and that of the budget "
-    "which results are held to. SDPA efficient is torch's memory-efficient attention at its "
-    "default precision: each product is made of three TF32 products, about as exact as IEEE's. "
-    "Beside either precision it is the same call. FLOPs are those of the pairs that the mask "
-    "keeps, 2.5 times as many backward. A backward is timed by itself, on a graph that is made "
-    "beforehand."
-)
-
 HEAD_DIMS = (64, 128)
 COLUMNS = {
     "d": "head_dim", "causal": yes_no("causal"), "precision": "precision", "pass": OPERATION,

@@ -29,22 +29,6 @@ if TYPE_CHECKING:
 
     from bench.timing import Timing
 
-TITLE = "The host's share of a call"
-NOTE = (
-    "All times are the host's, not the device's: how long a call takes to return to Python. The "
-    "kernels take less, so the device waits for the host. A turn is 300 calls in a row (100 of "
-    "'both') without waiting for the device, and begins when it is idle; a number is the median "
-    "of 7 turns, the implementations in alternating order. 'both' is a forward and "
-    "torch.autograd.grad, or one jitted function of JAX. Ours run as a user calls them, with "
-    "every option but causal or num_splits at its default, and 'triton' is what the side chooses;"
-    " gluon, mosaic and torch_triton are asked for by name; 'torch mosaic', 'jax gluon' and 'jax "
-    "torch_triton' are kernels of the other framework. Calls of JAX are jitted functions called "
-    "from Python, and 'compiled' is under torch.compile. SDPA is torch's "
-    "scaled_dot_product_attention with the backend that torch chooses; FA2 and cuDNN are the "
-    "operators of those backends, called without that choice. FlashInfer's plan is made "
-    "beforehand. 2-chunks is a paged_attention, 2-sequences an append_kv to the cache that the "
-    "decodes read."
-)
 
 FLASH_CASE = FlashCase("1x128x8x64-causal", 1, 128, 128, 8, 8, 64, causal=True)
 CACHE = DecodeCase("2-sequences", (100, 120), heads_q=8, heads_kv=8, page_size=16)

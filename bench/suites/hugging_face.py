@@ -14,16 +14,6 @@ from bench.training.case import TrainingCase
 from bench.training.job import TrainingJob
 from twin_attention.interop.parity.subjects.absent import Absent
 
-TITLE = "Hugging Face's models"
-NOTE = (
-    "Models of transformers with random weights in bfloat16: the heads of real ones, fewer and "
-    "narrower layers. Step is a forward with its loss, a backward and an AdamW update, of batch x "
-    "context tokens without padding; generate has 64 greedy tokens after prompts of 512, over a "
-    "cache that grows. 'twin' is our attention by the library's adapter, the others are "
-    "transformers' own. The judge is the same model in float32 with eager attention. Judged is, of "
-    "a step, how far the first loss is from the judge's, as a share of it; of generate the share "
-    "of tokens that the judge prefers too, after the same tokens."
-)
 CASES = (
     *(TrainingCase(name, 4, 2048, "bfloat16") for name in ("Llama", "Gemma 3", "gpt-oss")),
     *(TrainingCase(name, 16, 512, "bfloat16") for name in ("T5", "BERT")),

@@ -20,22 +20,6 @@ from bench.suites.columns import HOST, of_median, scaled
 from twin_attention.contract.paged_spec import LATENT_DIM_MAX
 from twin_attention.interop.parity.cases import DecodeCase
 
-TITLE = "Paged decode"
-NOTE = (
-    "One call decodes T new tokens of each sequence from a paged cache, whose pages lie in random "
-    "order; what no sequence uses holds NaN. The sweep over lengths runs twice: with page tables "
-    "as wide as the sequence needs, and with tables for 2^20 keys, where a decode that splits its "
-    "work by the table's width is slow. GPU time is that in which one of the call's kernels runs, "
-    "CPU time what the call takes on the host; noise is half the distance between the 20th and "
-    "the 80th percentile, over the median. Reads are q, the keys and values seen, their table "
-    "entries and the lengths; writes are the output and its log-sum-exp; elements are those of "
-    "the keys and values. New tokens are causal among themselves, or 'drafts' of a random "
-    "tree. Of 'shared' pages, with which all sequences begin, a 'cascade' reads each once for 16 "
-    "sequences; bytes count them for every sequence. 'torch triton graph' is the torch operator "
-    "replayed as a CUDA graph, as servers call it. Dense peers read a copy of the cache "
-    "without pages."
-)
-
 SWEEP = tuple(1 << n for n in range(5, 16))
 # Lengths also run with SM80 code and in JAX, which compiles for every shape.
 SWEEP_IN_FULL = (32, 64, 128, 256, 1024, 8192, 32768)
@@ -56,8 +40,6 @@ SHARED = ((64, 8704, 32, 8, 512), (64, 8704, 32, 8, 0), (64, 1024, 32, 8, 0))
 
 
 def _noise(field: str) -> Column:
-    """Return a column of half the percentiles' distance over the median."""
-
     def cell(record: Record) -> str | None:
         times = getattr(record, field)
         if times is None or times.p20 is None or times.p80 is None:
@@ -146,7 +128,6 @@ def _cascade(factory: ours.Factory, case: DecodeCase, tensors: DecodeTensors) ->
 def _sharing(
     inputs: Callable[..., DecodeTensors], pages: int, device: str = "cuda"
 ) -> DecodeTensors:
-    """Make tensors of sequences that share the first one's first pages."""
     tensors = inputs(device)
     tensors.block_tables[:, :pages] = tensors.block_tables[:1, :pages].clone()
     return tensors

@@ -18,16 +18,6 @@ from bench.training.steps import fields
 from bench.training.timeline import CATEGORIES, peak, shortened, totals
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Memory of a training step"
-NOTE = (
-    "One step of a forward with its loss, a backward and an AdamW update, of a transformer of "
-    "`models/` on random tokens, not the first: the optimizer's state is there before. A case is a "
-    "size, batch x context, and a dtype. Saved activations are what a forward leaves for its "
-    "backward. Of torch every allocation is counted, from the allocator's history; of JAX the "
-    "arrays that are there and what XLA plans for the program of each phase. 'Other' is temporary, "
-    "but for tokens and constants."
-)
-
 CONTEXTS = (1024, 2048, 4096, 8192, 16384)
 JAX_CONTEXTS = (4096, 16384)  # JAX compiles for every shape
 TINY = TrainingCase("tiny", 2, 64)

@@ -27,17 +27,6 @@ from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 if TYPE_CHECKING:
     from torch import Tensor
 
-TITLE = "Packed documents"
-NOTE = (
-    "bfloat16, causal within each document, 2048 channels. The lengths of 'lognormal' documents "
-    "are drawn once, log-normal around a mean of 1024, and the last one is cut to fill the tokens; "
-    "'equal' documents have 1024 tokens each. FLOPs are those of the pairs within documents, 2.5 "
-    "times as many backward, also of an implementation that works on more. 'dense' is the portable "
-    "kernel of flash_attention on other tensors with as many visible pairs: the equal documents as "
-    "a batch, or else one sequence. 'padded' peers get the documents as a batch padded to the "
-    "longest one, which is made beforehand, as FlexAttention's block mask is. FA2 varlen is the "
-    "FlashAttention-2 in torch."
-)
 
 CHANNELS, MEAN_LENGTH, SIGMA = 2048, 1024, 1.0
 SEED = 43  # with which the documents drawn have 1092 and 1040 tokens on average

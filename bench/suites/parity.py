@@ -14,12 +14,6 @@ from twin_attention.interop.parity.records import problem_text
 from twin_attention.interop.parity.suites.kinds import KINDS
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Parity"
-NOTE = (
-    "Results and gradients beside the same formula in float64, and beside the other framework's. "
-    "An error is the largest over its budget, so that up to 1 is right. Nothing is timed."
-)
-
 # Each operation, all options, 32 and 8 bits, and the largest tiles.
 CASES = (
     "all-options", "full-bf16-d256-causal", "mqa-d128", "varlen-all-options",

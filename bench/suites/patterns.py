@@ -37,22 +37,6 @@ C = TypeVar("C", bound=FlashCase)
 PatternCase = SparseCase | DilatedCase
 Attend = Callable[..., Any]
 
-TITLE = "Block-sparse and dilated attention"
-NOTE = (
-    "'random' keeps 10 % of the tiles of 128 queries by 128 keys, the diagonal's among them; "
-    "'local' is causal, with a band of 8 tiles and one global tile. 'dilated' has LongNet's "
-    "segments of 2048 to 32768 tokens and rates of 1 to 16 in bfloat16, as far as they fit; in "
-    "float32 segments of 128 to 512 and rates of 1 to 4, which are 1 where it is 'undilated'. "
-    "'dense' is flash_attention without the pattern, 'standard' the formula of dilated attention: "
-    "a call of flash_attention for each pair, merged by the framework's operations. 'module' is "
-    "the multi-head module, whose FLOPs leave out its four projections; in float32 they multiply "
-    "without TF32. Of its results the output is checked. Ours run with "
-    "the implementation that they choose. FlexAttention is compiled, with a block mask made "
-    "beforehand; jax.nn XLA makes its mask of pairs in each call. FLOPs are those of the pairs "
-    "that the pattern keeps, of the dense rows as well, so that rates compare as times do. Memory "
-    "is what a call adds at its peak, of JAX what XLA plans. What compiles for every shape, or "
-    "takes over a second, is timed at the lengths that the message beside it says."
-)
 
 TILE, KEPT = 128, 0.1  # share of the tiles of a random mask
 DILATIONS = {2048: 1, 4096: 2, 8192: 4, 16384: 8, 32768: 16}  # LongNet's rates of segments
@@ -135,7 +119,6 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return speed-ups, what twice the tokens cost, and a row for each implementation."""
     return {GAINS: _gains(records), DOUBLINGS: _doublings(records)} | tables_by_pass(
         records, COLUMNS
     )
@@ -149,7 +132,7 @@ def _gains(records: Sequence[Record]) -> Grid:
     rows_of = {operation: by_case(group) for operation, group in by_operation(records).items()}
     for record in ours:
         row = rows_of[record.operation][record.case["name"]]
-        own = {_kind(r): r.label for r in row.values() if _framework(r) == _framework(record)}
+        own = {_kind(r): r.label for r in row.values() if r.framework == record.framework}
         others = [own.get(kind) for kind in _OWN] + peers
         name = PASSES[record.operation].lower()
         found = [ratio_text(row, record.label, other) for other in others]
@@ -158,7 +141,6 @@ def _gains(records: Sequence[Record]) -> Grid:
 
 
 def _doublings(records: Sequence[Record]) -> Grid:
-    """Return how the time of one sequence grows with its length."""
     grid = [["pattern", "pass", "implementation", "tokens", "twice / this"]]
     single = (r for r in records if r.times and r.case["batch"] == 1 and not r.is_yardstick)
     series = groups(single, lambda r: (r.case["name"].partition("-")[0], r.operation, r.label))
@@ -169,10 +151,6 @@ def _doublings(records: Sequence[Record]) -> Grid:
                 name = PASSES[operation].lower()
                 grid.append([pattern, name, label, str(length), f"{twice / own:.2f}"])
     return grid
-
-
-def _framework(record: Record) -> str:
-    return record.implementation.split()[0]
 
 
 def _kind(record: Record) -> str:

@@ -13,17 +13,6 @@ from bench.problems import DecodeFactories, DecodeFactory, DecodeTensors, decode
 from bench.suites.columns import TFLOPS, scaled
 from twin_attention.interop.parity.cases import DecodeCase, PagedCase
 
-TITLE = "Prefill over pages"
-NOTE = (
-    "bfloat16, 32 query heads and 8 kv heads of size 128. One call of paged_attention has the new "
-    "tokens of all sequences, each of which sees the cache up to itself: chunks of 512 tokens, "
-    "chunks beside single tokens ('mixed'), or single tokens alone ('single'), where "
-    "'paged_decode' is that function of the same side on the same tensors. The pages lie in "
-    "random order. FLOPs are those of the pairs of a token and a key that it sees; the least "
-    "traffic counts each key once. FlashInfer is its BatchPrefillWithPagedKVCacheWrapper, planned "
-    "outside of the timing."
-)
-
 CHUNK, CHUNKS = 512, 8
 LENGTHS = (4096, 8192, 16384, 32768)  # keys, those of the chunk counted in
 PAGE_SIZES = (16, 64)
@@ -42,7 +31,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[PagedCase]:
-    """Return chunks over every length, chunks among single tokens, and single tokens."""
     chunks = (CHUNK,) * CHUNKS
     found = [
         _case(f"chunks-{CHUNKS}x{length}-page{page_size}", chunks, length, page_size)

@@ -16,15 +16,6 @@ from bench.suites.columns import of_median as median
 from twin_attention.interop.parity.cases import VarlenCase
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Ranges of keys"
-NOTE = (
-    "bfloat16, 2048 channels, one sequence. 'prefix-2048' sees 2048 of 8192 tokens in full, "
-    "'spans-256' has spans of 256 with as much text between them, 'diffusion-32' has 4096 noisy "
-    "tokens in blocks of 32 and 4096 clean ones; 'causal' is flash_attention_varlen on one plain "
-    "causal sequence, whose rate of visible pairs the others are compared with. 'bias' hides "
-    "pairs by a bias that is made beforehand, as FlexAttention's mask is unless it is 'made'. "
-    "FLOPs count the visible pairs."
-)
 CHANNELS, TOKENS, HEADS = 2048, 8192, 2  # rows of so many heads are checked
 PATTERNS = (("prefix", 2048), ("spans", 256), ("diffusion", 32))
 HEAD_DIMS = (128, 64)

@@ -23,16 +23,6 @@ from bench.suites.columns import (
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Terms of scores, and dropout"
-NOTE = (
-    "bfloat16, 16 heads of 128, 4096 tokens in all. 'bias' is a bias of pairs [1, H, S, S] in "
-    "bfloat16, 'relative' a table of the distances from -128 to 128 and 'alibi' ALiBi's slopes, "
-    "with the gradients of the first two; 'dropout' drops a tenth, 'row-max' returns row maxima, "
-    "'plain' has none of these. FlexAttention has them in its score_mod and is compiled; SDPA gets "
-    "the bias as attn_mask. FLOPs are those of 'plain'. What a peer drops is its own choice, so "
-    "that its result is not checked."
-)
-
 HEADS_CHECKED = 2
 TERMS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -59,7 +49,6 @@ def jobs(targets: Sequence[str]) -> list[Job]:
 
 
 def cases() -> list[FlashCase]:
-    """Return every term at the longest length, the bias at the others as well."""
     found = []
     for length in LENGTHS:
         batch = TOKENS // length
@@ -82,14 +71,12 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the time of "plain" divided by the time with each term, and a row for each record."""
     return {
         SHARES: _shares(records), "Every implementation": every_implementation(records, COLUMNS)
     }  # fmt: skip
 
 
 def _shares(records: Sequence[Record]) -> Grid:
-    """Return the time of 'plain' over each term's, and those of peers over it."""
     peers = list(dict.fromkeys(r.label for r in records if r.is_peer and r.times))
     grid = [["case", "pass", "implementation", "plain / this", *(f"{x} / this" for x in peers)]]
     for operation, by_name, name, record in own_times(records):

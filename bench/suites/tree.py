@@ -23,18 +23,6 @@ from bench.trees import TreeCase, separate_pairs
 from twin_attention.contract.cost import tree_pairs
 from twin_attention.interop.rendering.tables import Grid
 
-TITLE = "Trees of tokens"
-NOTE = (
-    "bfloat16, 2048 channels, causal. 'tree-8192-16x1024' is a prompt of 8192 tokens and 16 "
-    "continuations of 1024, 'documents' are 16 of 1024 that share nothing. 'tree' gives "
-    "flash_attention the ends of keys, 'segments' gives it segment ids; 'separate' is "
-    "flash_attention_varlen on a copy of each path from a root to a leaf, which is made "
-    "beforehand, as FlexAttention's block mask is unless it is 'made' in each call. FLOPs "
-    "count the tree's pairs, for 'separate' as well, so that rates compare as times do; 'pairs' "
-    "counts what the implementation works on, which is more where it is 'separate'. FlexAttention "
-    "and the function that makes its mask are compiled, the latter not where it says so."
-)
-
 CHANNELS = 2048
 HEADS = 2  # whose rows are checked
 # Tokens of a prompt, continuations, tokens of each, head dimension.
@@ -95,7 +83,6 @@ COLUMNS = {
 
 
 def tables(records: Sequence[Record]) -> dict[str, Grid]:
-    """Return the others' time over ours, then a row for each implementation."""
     return {GAINS: _gains(records), "Every implementation": every_implementation(records, COLUMNS)}
 
 
@@ -122,13 +109,9 @@ def _gains(records: Sequence[Record]) -> Grid:
 
 
 def _fastest_separate(row: dict[str, Record], record: Record) -> Record | None:
-    alike = (r for r in row.values() if r.times and _framework(r) == _framework(record))
+    alike = (r for r in row.values() if r.times and r.framework == record.framework)
     own = (r for r in alike if not r.is_peer and _kind(r) == SEPARATE)
     return min(own, key=lambda r: r.times.median if r.times else 0.0, default=None)
-
-
-def _framework(record: Record) -> str:
-    return record.implementation.split()[0]
 
 
 def _kind(record: Record) -> str:

@@ -53,7 +53,6 @@ class TrainingCase:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Return the models' dtype arguments."""
         dtype, compute_dtype = DTYPES[self.dtype]
         return {"dtype": dtype, "compute_dtype": compute_dtype}
 

@@ -99,7 +99,6 @@ class JaxTraining:
         return loss, self.params
 
     def time_step(self) -> dict[str, float]:
-        """Return the milliseconds of each phase, and of another whole step."""
         found = {}
         with jax.default_matmul_precision(self.precision) if self.precision else nullcontext():
             for name in (*PHASES, "step"):

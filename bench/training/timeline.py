@@ -85,7 +85,6 @@ def totals(timeline: Timeline) -> list[int]:
 
 
 def peak(timeline: Timeline) -> dict[str, int]:
-    """Return the bytes of each category at the point with the most."""
     total = totals(timeline)
     at = total.index(max(total))
     return {category: timeline[category][at] for category in CATEGORIES}

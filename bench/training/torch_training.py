@@ -86,7 +86,6 @@ def make_model(case: TrainingCase, attention: str, device: str) -> Transformer:
 
 
 def make_tokens(case: TrainingCase, device: str) -> torch.Tensor:
-    """Return random tokens [batch, context + 1]."""
     shape = (case.batch, case.context + 1)
     return torch.randint(case.config.vocab_size, shape, device=device)
 

@@ -16,6 +16,15 @@ ORIGIN = {
 }
 
 
+def raises(error: Exception) -> Callable[..., Any]:
+    """A function that takes anything and raises an error."""
+
+    def function(*arguments: Any) -> Any:
+        raise error
+
+    return function
+
+
 @pytest.fixture
 def origin() -> dict[str, Any]:
     return ORIGIN

@@ -18,7 +18,7 @@ from bench.training.case import PHASES, TrainingCase
 from bench.training.job import TrainingJob
 from bench.training.steps import OPERATIONS, REPEATS, WARMUPS, mean_after, observe
 from models.config import make_config
-from tests.bench.conftest import ORIGIN
+from tests.bench.conftest import ORIGIN, raises
 
 CASE = TrainingCase("tiny", 2, 64)
 OURS, EAGER, SDPA = Entry("torch twin", "sm90"), Entry("torch eager"), Entry("torch sdpa")
@@ -39,13 +39,6 @@ class Fake:
 
     def memory(self):
         return 500, dict(zip(OPERATIONS, (1000, 3000, 2000, 3000), strict=True))
-
-
-def raises(error):
-    def begin():
-        raise error
-
-    return begin
 
 
 def job(subject=OURS, begin=Fake, case=CASE):

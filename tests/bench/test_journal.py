@@ -39,22 +39,13 @@ def test_of_those_that_ran_together_none_is_to_blame_yet(tmp_path, planned):
 SUITE = """
     import io, os, signal, sys
     from pathlib import Path
-    from types import SimpleNamespace
     from rich.console import Console
-    from bench.job import Call, Job, Entry
+    from bench.job import Call, Entry
     from bench.journal import VARIABLE, Journal
-    from bench.records import Times, append
-    from bench.runner import Instruments, run_suite
-    from bench.sampling import Sampler
-
-    def timer(calls):
-        for call in calls.values():
-            call()
-        time = Times(2.0, 2.0, 2.0)
-        timing = SimpleNamespace(
-            busy=time, span=time, host=time, kernels=(), events=2.0, memory=None
-        )
-        return dict.fromkeys(calls, timing)
+    from bench.records import append
+    from bench.runner import run_suite
+    from tests.bench.conftest import ORIGIN
+    from tests.bench.test_runner import INSTRUMENTS, job
 
     def factory(bad):
         calls = []
@@ -66,14 +57,11 @@ SUITE = """
 
     path = Path(sys.argv[-1])
     factories = {Entry(name): factory(name == "bad") for name in ("good", "bad", "better")}
-    jobs = [Job({"name": "a"}, "forward", 0, 0, lambda: None, factories)]
-    origin = {"suite": "s", "device": "GPU", "versions": {}, "commit": "c", "date": "d"}
-    instruments = Instruments(timer, lambda x: x, lambda: Sampler(None), lambda: None)
     journal = Journal(Path(os.environ[VARIABLE]))
     append(path, journal.crashed)
     print("started", file=sys.stderr)
-    console = Console(file=io.StringIO())
-    sys.exit(run_suite(jobs, origin, instruments, console, path, journal=journal))
+    jobs, console = [job("a", factories=factories)], Console(file=io.StringIO())
+    sys.exit(run_suite(jobs, ORIGIN, INSTRUMENTS, console, path, journal=journal))
 """
 
 

@@ -21,7 +21,8 @@ from bench.training.timeline import (
 )
 from bench.training.torch_memory import events_of
 from bench.training.torch_training import TorchTraining
-from tests.bench.test_end_to_end import Fake, raises, run
+from tests.bench.conftest import raises
+from tests.bench.test_end_to_end import Fake, run
 
 TRACE = [
     {"action": "segment_alloc", "addr": 0x1000, "size": 2**21, "stream": 0},

@@ -28,24 +28,6 @@ def test_a_file_gives_back_what_was_appended_compressed_or_not(tmp_path, record)
     assert stem(compressed) == stem(path) == "records"
 
 
-def test_names_of_earlier_versions_are_translated(tmp_path, record):
-    path = tmp_path / "records.jsonl"
-    former = {
-        "Triton": "torch triton",
-        "Triton compiled": "torch triton compiled",
-        "Triton graph": "torch triton graph",
-        "Triton without softmax": "torch triton without softmax",
-        "Pallas": "jax triton",
-        "tokamax Triton": "tokamax Triton",
-    }
-    append(path, [record(implementation=name) for name in former])
-    append(path, [record(suite="flash-vs-eager"), record(suite="eager-attention")])
-    append(path, [record(operation="ceiling")])
-    *back, first, second, peak = load(path)
-    assert [r.implementation for r in back] == list(former.values())
-    assert (first.suite, second.suite, peak.operation) == ("eager", "eager", "peak")
-
-
 @pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}" * 99, mtime=0)[:-9]])
 def test_a_file_that_is_not_compressed_as_it_says_is_named(tmp_path, content):
     path = tmp_path / "records.jsonl.gz"

@@ -9,8 +9,7 @@ from bench import __main__ as command
 from bench.records import Times, append, load, stem
 from bench.report.markdown import summary
 from bench.report.page import to_page
-from bench.report.sections import SPEEDS, peaks_table, sections
-from bench.report.tables import best_peer, ratio, runs
+from bench.report.sections import peaks_table, sections
 from bench.sampling import Sample, Sampler, log_path
 
 ROOT = Path(__file__).parents[2]
@@ -26,68 +25,9 @@ def records(record):
     return [record(), record(**peer), record(keys=2048, **failed), record(keys=2048, **peer)]
 
 
-def markdown(records) -> str:
-    return summary("name", records)["name.md"]
-
-
-def table(markdown: str, heading: str) -> list[list[str]]:
-    _, rest = re.split(rf"{re.escape(heading)}(?:</summary>|:)?\n\n", markdown, maxsplit=1)
-    lines = rest.split("\n\n")[0].splitlines()
-    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
-    return [rows[0], *rows[2:]]
-
-
 def column(section, title: str) -> list[str]:
     titles, *rows = section.every
     return [row[titles.index(title)] for row in rows]
-
-
-def test_markdown_shows_numbers_and_statuses(records):
-    text = markdown(records)
-    assert table(text, "Forward, TFLOP/s") == [
-        ["case (all B2 H2 D64 bfloat16 window_size=(48, 16))", "torch triton sm90", "FA2"],
-        ["S1024", "100", "66.7"],
-        ["S2048", "out of memory", "66.7"],
-    ]
-    (section,) = sections(records)
-    assert section.tables["Forward, milliseconds (spread between rounds)"][1:] == [
-        ["S1024", "2.00 (10.0%)", "3.00 (10.0%)"],
-        ["S2048", "out of memory", "3.00 (10.0%)"],
-    ]
-    assert table(text, SPEEDS) == [
-        ["operation", "implementation", "best peer", "FA2"],
-        ["forward", "torch triton sm90", "1.50 to 1.50", "1.50 to 1.50"],
-    ]
-    assert table(text, "Without a time")[1] == [
-        "forward", "torch triton sm90", "out of memory", "MemoryError: <b> \\| too large",
-        "keys-2048",
-    ]  # fmt: skip
-    assert "- versions: torch 2.0\n- commit: 0123456789ab\n- date: 2026-11-21\n" in text
-    assert "- our rows: 1 measured, 1 out of memory\n- peers' rows: 2 measured\n" in text
-
-
-def test_what_is_one_measurement_and_what_is_compared(record, records):
-    late = record(tflops=321.0)
-    assert runs([record(), late]) == [[late]]
-    other = record(commit="ba9876543210", implementation="FA2", target=None)
-    assert list(map(len, runs([*records, other]))) == [4, 1]
-    text = markdown([record(), other])
-    assert text.count("## Fake GPU") == 2
-    assert "1.00 to 1.00" not in text
-
-
-def test_a_ratio_above_one_is_ours_being_faster_than_the_fastest_peer_with_a_time(record):
-    def peer(name, ms):
-        return record(implementation=name, target=None, times=Times(ms, ms, ms))
-
-    found = (record(), peer("FA2", 3.0), peer("cuDNN", 2.5),
-             record(implementation="FA3", target=None, status="failed"))  # fmt: skip
-    row = {r.label: r for r in found}
-    assert best_peer(row) == "cuDNN"
-    assert best_peer({"ours": record()}) is None
-    assert ratio(row, "torch triton sm90", "FA2") == 1.5
-    assert ratio(row, "torch triton sm90", "FA3") is None
-    assert ratio(row, "torch triton sm90", "FA9") is None
 
 
 def test_every_row_has_its_share_of_the_limits_of_its_own_suite(record):

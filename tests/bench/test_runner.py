@@ -15,6 +15,7 @@ from bench.records import Times, load
 from bench.runner import NO_JOURNAL, Instruments, run_suite
 from bench.sampling import Sample, Sampler
 from bench.timing import Timing
+from tests.bench.conftest import raises
 from twin_attention.interop.parity.subjects.absent import Absent
 
 OURS, PEER = Entry("torch triton", "sm90"), Entry("FA2")
@@ -26,14 +27,6 @@ TIMING = Timing(
 
 def fake_timer(calls):
     return {subject: replace(TIMING, kernels=(call(),)) for subject, call in calls.items()}
-
-
-def raises(error):
-
-    def call(*arguments):
-        raise error
-
-    return call
 
 
 def factory(name, result=lambda result: (result,)):
@@ -59,6 +52,9 @@ def read():
     return Sample(0.0, 1980.0, 3201.0, 500.0, 60.0, 0)
 
 
+INSTRUMENTS = Instruments(fake_timer, lambda x: x, lambda: Sampler(read), lambda: None)
+
+
 @pytest.fixture
 def run(tmp_path, origin):
     path = tmp_path / "records.jsonl"
@@ -68,8 +64,7 @@ def run(tmp_path, origin):
         journal=NO_JOURNAL, deadline=math.inf, **changes,
     ):  # fmt: skip
         console = Console(file=io.StringIO(), width=200)
-        instruments = Instruments(timer, lambda x: x, lambda: Sampler(read), lambda: None)
-        instruments = instruments._replace(**changes)
+        instruments = INSTRUMENTS._replace(time=timer, **changes)
         code = run_suite(jobs, origin, instruments, console, path, resume, log, journal, deadline)
         records = load(path) if path is not None and path.exists() else []
         return code, records, console.file.getvalue()

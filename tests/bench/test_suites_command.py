@@ -26,8 +26,8 @@ def gpu(monkeypatch):
     monkeypatch.setattr(measuring, "nvml_reader", lambda: None)
 
 
-def suite(name, jobs):
-    return SimpleNamespace(TITLE=name, NOTE="", jobs=lambda targets: jobs)
+def suite(jobs):
+    return SimpleNamespace(jobs=lambda targets: jobs)
 
 
 def job(*names):
@@ -138,8 +138,7 @@ def test_a_memory_cap_holds_both_frameworks(gpu, monkeypatch):
             raise MemoryError
         return 0
 
-    monkeypatch.setattr(suites, "load", lambda name: suite(name, [job("torch triton")]))
-    monkeypatch.setattr(measuring, "load", suites.load)
+    monkeypatch.setattr(suites, "load", lambda name: suite([job("torch triton")]))
     monkeypatch.setattr(measuring, "run_suite", run_suite)
     assert command.main(["flash", "--memory-cap", "20"]) == 0
     assert taken == [0.25, 1.0]
@@ -155,8 +154,7 @@ def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, 
         return 130
 
     found = [job("torch triton", "jax triton", "FA2"), job("torch triton")]
-    monkeypatch.setattr(suites, "load", lambda name: suite("The title", found))
-    monkeypatch.setattr(measuring, "load", suites.load)
+    monkeypatch.setattr(suites, "load", lambda name: suite(found))
     monkeypatch.setattr(measuring, "run_suite", run_suite)
     path, log = tmp_path / "records.jsonl", tmp_path / "gpu.csv"
     options = ["--json", str(path), "--resume", "--gpu-log", str(log), "--only", "jax", "FA2"]
@@ -166,7 +164,7 @@ def test_a_suite_runs_after_the_peaks_of_the_device(gpu, monkeypatch, tmp_path, 
     assert list(jobs[-1].factories) == [Entry("jax triton", "sm90"), Entry("FA2", "sm90")]
     assert origin["suite"] == "eager"
     assert rest == [path, True, log]
-    assert "The title" in capsys.readouterr().out
+    assert SUITES["eager"].title in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -9,12 +9,7 @@ from twin_attention.contract.block_mask import (
     random_tiles,
     strided_tiles,
 )
-from twin_attention.contract.operands import BlockSparseOperands
-from twin_attention.contract.reference.block_sparse import (
-    block_sparse_backward,
-    block_sparse_forward,
-)
-from twin_attention.contract.spec import BlockSparseSpec, Window, tile_size
+from twin_attention.contract.spec import tile_size
 
 
 def text(kept):
@@ -35,17 +30,11 @@ def test_lists_hold_the_tiles_that_are_kept_both_ways(shape):
             assert tiles[place][: counts[place]].tolist() == want.tolist()
 
 
-def test_a_band_stands_at_the_end():
+def test_bands_stand_at_the_end_strides_count_from_the_own_tile_and_global_ones_see_all():
     assert text(local_tiles(4, 4, 1, 0)) == ["#...", "##..", ".##.", "..##"]
     assert text(local_tiles(2, 4, 0, 1)) == ["..##", "...#"]
     assert text(local_tiles(4, 2, 1, 0)) == ["..", "..", "#.", "##"]
-
-
-def test_a_stride_counts_from_the_own_tile():
     assert text(strided_tiles(3, 5, 2)) == ["#.#.#", ".#.#.", "#.#.#"]
-
-
-def test_global_tiles_see_all_and_are_seen_by_all():
     assert text(global_tiles(3, 4, 1)) == ["####", "#...", "#..."]
 
 
@@ -88,36 +77,3 @@ def test_the_number_of_tiles_tells_their_size():
     assert [tile_size(1000, tiles) for tiles in (16, 8, 9)] == [64, 128, None]
     assert tile_size(0, 0) is not None
     assert tile_size(64, 1) == 64  # of 128 as well: there is one tile
-
-
-def test_the_reference_is_the_formula():
-    rng, spec = np.random.default_rng(0), BlockSparseSpec(
-        1, 130, 70, 2, 1, 16, 24, "float32", 0.3, Window(None, 0),
-        tile_q=64, tile_kv=64, mask_batch=1, mask_heads=2,
-    )  # fmt: skip
-    q, k, v = rng.normal(size=(1, 130, 2, 16)), rng.normal(size=(1, 70, 1, 16)), None
-    v = rng.normal(size=(1, 70, 1, 24))
-    kept = np.array([[[0, 0], [1, 0], [1, 1]], [[0, 0], [0, 1], [0, 1]]], bool)
-    operands = BlockSparseOperands(q, k, v, *BlockMask.of(kept))
-    out, lse = block_sparse_forward(operands, spec, np.float64)
-    for head, i in np.ndindex(2, 130):
-        seen = [j for j in range(70) if kept[head, i // 64, j // 64] and j <= i - 60]
-        if not seen:
-            assert (out[0, i, head] == 0).all()
-            assert lse[0, head, i] == -np.inf
-            continue
-        s = 0.3 * k[0, seen, 0] @ q[0, i, head]
-        np.testing.assert_allclose(lse[0, head, i], np.log(np.exp(s).sum()), rtol=1e-12)
-        p = np.exp(s) / np.exp(s).sum()
-        np.testing.assert_allclose(out[0, i, head], p @ v[0, seen, 0], rtol=1e-11, atol=1e-14)
-    dout, dlse = rng.normal(size=out.shape), rng.normal(size=lse.shape)
-    got = block_sparse_backward(dout, dlse, operands, spec, np.float64)
-
-    def loss(**changed):
-        out, lse = block_sparse_forward(operands._replace(**changed), spec, np.float64)
-        return (out * dout).sum() + (np.where(np.isinf(lse), 0, lse) * dlse).sum()
-
-    for name in "qkv":
-        x, step = getattr(operands, name), rng.normal(size=getattr(operands, name).shape)
-        slope = (loss(**{name: x + 1e-6 * step}) - loss(**{name: x - 1e-6 * step})) / 2e-6
-        np.testing.assert_allclose((getattr(got, name) * step).sum(), slope, rtol=1e-6)

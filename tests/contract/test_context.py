@@ -57,6 +57,10 @@ def test_each_token_has_one_rank(plan: ContextPlan):
 def test_intervals_say_who_sees_whom_from_both_axes(plan: ContextPlan, window: Window):
     seen, covered = whole_mask(plan, window), np.zeros((plan.seq_len,) * 2, int)
     for rank in range(plan.size):
+        begins, ends, _, _ = plan.intervals(rank, window)  # of the whole sequence
+        key = np.arange(plan.seq_len)
+        by_query = (key >= begins[:, None]) & (key < ends[:, None])
+        assert (by_query == seen[plan.positions(rank)]).all()
         for distance in plan.distances(window):
             rank_kv = (rank - distance) % plan.size
             rows, cols = plan.positions(rank), plan.positions(rank_kv)
@@ -71,15 +75,6 @@ def test_intervals_say_who_sees_whom_from_both_axes(plan: ContextPlan, window: W
             assert plan.pairs(window)[rank, rank_kv] == expected.sum()
             covered[np.ix_(rows, cols)] += expected
     assert (covered == seen).all()
-
-
-@given(plans(), st.sampled_from(WINDOWS))
-def test_intervals_of_the_whole_sequence(plan: ContextPlan, window: Window):
-    seen, key = whole_mask(plan, window), np.arange(plan.seq_len)
-    for rank in range(plan.size):
-        kb, ke, _, _ = plan.intervals(rank, window)
-        by_query = (key >= kb[:, None]) & (key < ke[:, None])
-        assert (by_query == seen[plan.positions(rank)]).all()
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "stripe", "balanced"])

@@ -122,14 +122,6 @@ def test_flops_of_a_decode():
     assert decode_flops(DECODE, LENGTHS) == 2 * (16 + 24) * pairs
 
 
-def test_bytes_of_a_decode():
-    q, out, lse = 2 * 3 * 2 * 4 * 16, 2 * 3 * 2 * 4 * 24, 4 * 3 * 4 * 2
-    keys = 2 * (7 + 20) * 2 * (16 + 24)
-    tables, lengths = 4 * (2 + 4), 4 * 3
-    assert cache_bytes(DECODE, LENGTHS) == keys
-    assert decode_bytes(DECODE, LENGTHS) == q + keys + tables + lengths + out + lse
-
-
 def test_a_paged_attention_costs_what_its_sequences_do():
     spec = PagedSpec(**vars(replace(DECODE, tokens=6)))
     sequences = [(0, 7), (5, 20), (1, 9)]
@@ -138,17 +130,6 @@ def test_a_paged_attention_costs_what_its_sequences_do():
     each = [decode_bytes(spec.sequence(tokens), [keys]) for tokens, keys in sequences]
     assert each[0] == 4  # its length
     assert paged_bytes(spec, sequences) == sum(each) + 4 * 4
-
-
-def test_keys_before_the_window_are_not_read():
-    """Tokens at 18 and 19 see 15 .. 18 and 16 .. 19: only the last page."""
-    spec = replace(DECODE, batch=1, window_left=3)
-    assert decode_flops(spec, (20,)) == 2 * (16 + 24) * 4 * (4 + 4)
-    assert cache_bytes(spec, (20,)) == 2 * 5 * 2 * (16 + 24)
-    all_keys, all_pages = 2 * 15 * 2 * (16 + 24), 4 * 3
-    assert decode_bytes(replace(DECODE, batch=1), (20,)) - decode_bytes(spec, (20,)) == (
-        all_keys + all_pages
-    )
 
 
 def test_keys_that_hold_their_values_are_read_once():

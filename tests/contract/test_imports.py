@@ -9,20 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 GROUND = ", ".join(
-    f"twin_attention.{module}"
-    for module in (
-        "contract.cost", "contract.explain", "contract.paged_spec", "contract.reference.kinds",
-        "contract.reference.paged", "contract.reference.partial", "contract.reference.rotary",
-        "contract.spec", "contract.tolerances",
-        "contract.validate.attention", "contract.validate.block_mask",
-        "contract.validate.context", "contract.validate.dilated", "contract.validate.errors",
-        "contract.validate.layers", "contract.validate.merge", "contract.validate.offsets",
-        "contract.validate.operands", "contract.validate.options", "contract.validate.paged",
-        "contract.validate.pool",
-        "targets.config", "targets.describe", "targets.family", "targets.ptx", "targets.target",
-    )
-)  # fmt: skip
-
+    ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("contract", "targets")
+    for file in sorted((ROOT / "twin_attention" / folder).rglob("[!_]*.py"))
+)
 
 WITHOUT = """
 class Missing:

@@ -1,4 +1,4 @@
-"""Ends of keys, depths, ids and ranges in the reference, against the formula pair by pair."""
+"""The reference, against the formula pair by pair: scores, sinks and all masks."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -7,18 +7,24 @@ import numpy as np
 import pytest
 import torch
 
+from twin_attention.contract.block_mask import BlockMask
 from twin_attention.contract.cost import range_pairs, tree_pairs, visible_pairs
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
+from twin_attention.contract.operands import BlockSparseOperands, FlashOperands, VarlenOperands
 from twin_attention.contract.reference.attention import attention_backward, attention_forward
+from twin_attention.contract.reference.block_sparse import (
+    block_sparse_backward,
+    block_sparse_forward,
+)
 from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
-from twin_attention.interop.parity.cases import FlashCase, VarlenCase
+from twin_attention.interop.parity.cases import BlockSparseCase, FlashCase, VarlenCase
 from twin_attention.interop.parity.inputs import make_inputs
 
 CASE = FlashCase(
-    "tree", batch=2, seq_q=13, seq_kv=17, head_dim=16, dtype="float32", causal=True, sinks=True,
-    segments="shuffled", tree="any", depths=True, window_size=(5, None),
+    "tree", batch=2, seq_q=13, seq_kv=17, heads_q=4, head_dim=16, head_dim_v=24, dtype="float32",
+    causal=True, sinks=True, segments="shuffled", tree="any", depths=True, window_size=(5, None),
 )  # fmt: skip
-RANGES = replace(CASE, sinks=False, segments="", tree="", depths=False, ranges="any")
+PLAIN = replace(CASE, sinks=False, segments="", tree="", depths=False)
+RANGES = replace(PLAIN, ranges="any")
 CASES = [
     replace(CASE, name="nested", tree="nested", seq_q=17, depths=False, window_size=None,
             segments=""),
@@ -30,6 +36,10 @@ CASES = [
     replace(RANGES, name="prefixes", seq_kv=13, window_size=None, ranges="prefix"),
     replace(RANGES, name="ranges and a window", seq_q=20, causal=False, window_size=(3, 1)),
     replace(CASE, name="all", ranges="both"),
+    replace(PLAIN, name="softcap", softcap=2.0, scale=-0.5, window_size=(4, 1), causal=False),
+    replace(PLAIN, name="rows without keys", seq_q=20, scale=0.0, segments="shuffled"),
+    BlockSparseCase("tiles", 2, 130, 70, 4, 2, 16, 24, "float32", causal=True, own_masks="heads"),
+    BlockSparseCase("tiles of all", 2, 70, 130, dtype="float32", sinks=True, own_masks="all"),
 ]  # fmt: skip
 
 
@@ -58,16 +68,24 @@ def seen(case: FlashCase, x: dict[str, torch.Tensor], b: int) -> torch.Tensor:
 def test_forward_and_backward_are_the_formula(case):
     x = make_inputs(case, "cpu")
     double = {n: v.double() if v.is_floating_point() else v for n, v in x.items()}
-    operands = FlashOperands(**{n: double.get(n) for n in FlashOperands._fields})
-    out, lse = attention_forward(operands, case.spec, torch.float64)
+    forward, backward, kind = attention_forward, attention_backward, FlashOperands
+    if is_sparse := isinstance(case, BlockSparseCase):
+        forward, backward, kind = block_sparse_forward, block_sparse_backward, BlockSparseOperands
+        double |= BlockMask.of(x["block_mask"])._asdict()
+    operands = kind(**{n: double.get(n) for n in kind._fields})
+    out, lse = forward(operands, case.spec, torch.float64)
     dout, dlse = double["dout"], double["dlse"]
-    gradients = attention_backward(dout, dlse, operands, case.spec, torch.float64)
+    gradients = backward(dout, dlse, operands, case.spec, torch.float64)
     names = ["q", "k", "v", *["sinks"] * case.sinks]
     leaves = {n: double[n].nan_to_num(0).requires_grad_() for n in names}
     sinks = leaves.get("sinks", torch.full((case.heads_q,), -torch.inf))
     k, v = (leaves[n].repeat_interleave(case.heads_q // case.heads_kv, 2) for n in "kv")
     masks = torch.stack([seen(case, x, b) for b in range(case.batch)])[:, None]
+    if is_sparse:
+        tiles = x["block_mask"].repeat_interleave(case.tile_q, 2).repeat_interleave(case.tile_kv, 3)
+        masks = masks & tiles[:, :, : case.seq_q, : case.seq_kv]
     s = torch.einsum("bihd,bjhd->bhij", leaves["q"], k) * case.spec.scale
+    s = s if case.softcap is None else case.softcap * torch.tanh(s / case.softcap)
     s = s.masked_fill(~masks, -1e30)
     s = torch.cat([s, sinks[:, None, None].expand(case.batch, -1, case.seq_q, 1)], 3)
     want_out = torch.einsum("bhij,bjhd->bihd", s.softmax(3)[..., :-1] * masks, v)
@@ -80,31 +98,45 @@ def test_forward_and_backward_are_the_formula(case):
         torch.testing.assert_close(getattr(gradients, name), y)
 
 
-def test_packed_masks_are_each_alone():
-    lengths = ((9, 14), (0, 3), (11, 11), (5, 2))
-    case = VarlenCase(
-        "packed", lengths, head_dim=16, dtype="float32", tree="any", depths=True, ranges="any",
-        window_size=(4, None),
-    )  # fmt: skip
+LENGTHS = ((9, 14), (0, 3), (11, 11), (5, 2), (1, 0))
+PACKED = VarlenCase(
+    "packed", LENGTHS, (3, 2), heads_q=4, head_dim=16, dtype="float32", sinks=True, softcap=3.0
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [PACKED, replace(PACKED, sinks=False, causal=False, window_size=(2, 1)),
+     replace(PACKED, softcap=None, tree="any", depths=True, ranges="any", window_size=(4, None))],
+)  # fmt: skip
+def test_packed_sequences_are_each_alone(case):
     x = make_inputs(case, "cpu")
     operands = VarlenOperands(**{n: x.get(n) for n in VarlenOperands._fields})
-    out, lse = varlen_forward(operands, case.spec, torch.float64)
-    dq, dk, *_ = varlen_backward(x["dout"], None, operands, case.spec, torch.float64)
+    dout, dlse = x["dout"], x["dlse"]
+    names = ("q", "k", "v", "sinks")
+    gradients = varlen_backward(dout, dlse, operands, case.spec, torch.float64)
+    assert gradients.cu_seqlens_q is gradients.cu_seqlens_kv is None
+    found = list(varlen_forward(operands, case.spec, torch.float64))
+    found += [getattr(gradients, name) for name in names if name in x]
+    out, lse, *of_operands = want = [torch.zeros_like(y) for y in found]
+    lse[:] = x["sinks"][:, None] if case.sinks else -torch.inf  # of padding
     bounds = zip(*(pairwise(x[f"cu_seqlens_{n}"].tolist()) for n in ("q", "kv")), strict=True)
     for of_queries, of_keys in bounds:
         rows, keys = slice(*of_queries), slice(*of_keys)
-        one = FlashOperands(
-            x["q"][None, rows], x["k"][None, keys], x["v"][None, keys],
-            kv_ends=x["kv_ends"][None, keys], q_depths=x["q_depths"][None, rows],
-            kv_depths=x["kv_depths"][None, keys], q_ranges=x["q_ranges"][None, rows],
-        )  # fmt: skip
+        places = dict.fromkeys(("q", "q_depths", "q_ranges"), rows) | {"sinks": slice(None)}
+        own = {n: x[n][None, places.get(n, keys)] for n in FlashOperands._fields if n in x}
+        one = FlashOperands(**own)._replace(sinks=x.get("sinks"))
         spec = case.spec.sequence(rows.stop - rows.start, keys.stop - keys.start)
-        want, want_lse = attention_forward(one, spec, torch.float64)
-        torch.testing.assert_close(out[rows], want[0])
-        torch.testing.assert_close(lse[:, rows], want_lse[0])
-        gradients = attention_backward(x["dout"][None, rows], None, one, spec, torch.float64)
-        torch.testing.assert_close(dq[rows], gradients.q[0])
-        torch.testing.assert_close(dk[keys], gradients.k[0])
+        (out[rows],), (lse[:, rows],) = attention_forward(one, spec, torch.float64)
+        of_one = dout[None, rows], dlse[None, :, rows], one, spec, torch.float64
+        parts = attention_backward(*of_one)
+        for name, whole in zip(names, of_operands, strict=False):
+            part = getattr(parts, name)
+            whole[places.get(name, keys)] += part if name == "sinks" else part[0]
+    if case.sinks:
+        of_operands[3] += dlse[:, rows.stop :].sum(1)
+    for y, z in zip(found, want, strict=True):
+        torch.testing.assert_close(y, z)
 
 
 @pytest.mark.parametrize("seq_q", [13, 17, 20])

@@ -91,12 +91,18 @@ def test_a_window_is_bounded_by_the_problem():
     assert replace(DECODE, window_left=2**31).bounded_window == Window(CACHE.capacity, 0)
 
 
-def test_is_empty_when_any_size_that_is_read_or_written_is_zero():
-    assert not spec_of(1, 1).is_empty
-    assert spec_of(0, 1).is_empty
-    assert spec_of(1, 0).is_empty
-    assert spec_of(1, 1, batch=0).is_empty
-    assert spec_of(1, 1, heads_q=0, heads_kv=1).is_empty
+def test_what_has_a_size_of_zero_is_empty():
+    merge = MergeSpec(num_states=2, batch=1, tokens=1, heads=1, head_dim_v=16, dtype="float16")
+    cases = {
+        spec_of(1, 1): ("batch", "seq_q", "seq_kv", "heads_q"),
+        DECODE: ("batch", "tokens", "heads_q"),
+        merge: ("num_states", "batch", "tokens", "heads"),
+    }
+    for spec, names in cases.items():
+        assert not spec.is_empty
+        assert all(replace(spec, **{name: 0}).is_empty for name in names)
+    for name in ("num_pages", "max_pages"):
+        assert replace(DECODE, cache=replace(CACHE, **{name: 0})).is_empty
 
 
 @given(st.integers(-3, 15), st.integers(1, 6), sides)
@@ -108,31 +114,9 @@ def test_a_new_token_sees_what_the_last_queries_of_causal_attention_see(length, 
         assert list(spec.visible_keys(token, length)) == list(same.visible_keys(token))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bits", "quantized"),
-    [
-        ("float16", 16, False),
-        ("bfloat16", 16, False),
-        ("int8", 8, True),
-        ("float8_e4m3fn", 8, True),
-    ],
-)
-def test_dtypes_of_a_cache(dtype, bits, quantized):
-    cache = replace(CACHE, dtype=dtype)
-    assert cache.is_quantized == quantized
-    assert cache.dtype_bits == replace(DECODE, cache=cache).dtype_bits == bits
-
-
-def test_a_decode_is_empty_when_any_size_that_is_read_or_written_is_zero():
-    assert not DECODE.is_empty
-    for name in ("batch", "tokens", "heads_q"):
-        assert replace(DECODE, **{name: 0}).is_empty
-    for name in ("num_pages", "max_pages"):
-        assert replace(DECODE, cache=replace(CACHE, **{name: 0})).is_empty
-
-
-def test_a_merge_is_empty_without_states_or_rows():
-    spec = MergeSpec(num_states=2, batch=1, tokens=1, heads=1, head_dim_v=16, dtype="float16")
-    assert not spec.is_empty
-    for name in ("num_states", "batch", "tokens", "heads"):
-        assert replace(spec, **{name: 0}).is_empty
+def test_dtypes_of_a_cache():
+    for dtype in ("float16", "bfloat16", "int8", "float8_e4m3fn"):
+        spec = replace(DECODE, cache=replace(CACHE, dtype=dtype))
+        bits = 16 if dtype.endswith("float16") else 8
+        assert spec.dtype_bits == spec.cache.dtype_bits == bits
+        assert spec.cache.is_quantized == (bits == 8)

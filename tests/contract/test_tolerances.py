@@ -23,22 +23,12 @@ INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("value", [1.0, 0.75, 1.5, 2.0, -3.0, 1000.0, 2.0**-14, 1e-3])
-def test_ulp_is_the_distance_to_the_next_number(dtype, value):
-    at = torch.tensor(abs(value)).to(getattr(torch, dtype))
-    above = torch.nextafter(at, torch.tensor(INF, dtype=at.dtype))
-    assert ulp(float(at), dtype) == ulp(-float(at), dtype) == float(above) - float(at)
-
-
-def test_ulp_of_tf32():
-    assert [ulp(x, "tf32") for x in (1.0, 3.0, 2.0**20)] == [2.0**-10, 2.0**-9, 2.0**10]
-    assert ulp(0.0, "tf32") == 2.0**-136
-
-
-def test_ulp_of_numbers_below_the_normal_ones():
-    assert ulp(0.0, "float16") == ulp(2.0**-20, "float16") == 2.0**-24
-    assert ulp(0.0, "bfloat16") == 2.0**-133
-    assert ulp(0.0, "float32") == 2.0**-149
+def test_ulp_is_the_distance_to_the_next_number(dtype):
+    for value in (0.0, 2.0**-20, 2.0**-14, 1e-3, 0.75, 1.0, 1.5, 3.0, 1000.0):
+        at = torch.tensor(value).to(getattr(torch, dtype))
+        above = torch.nextafter(at, torch.tensor(INF, dtype=at.dtype))
+        assert ulp(float(at), dtype) == ulp(-float(at), dtype) == float(above) - float(at)
+    assert [ulp(x, "tf32") for x in (1.0, 3.0, 0.0)] == [2.0**-10, 2.0**-9, 2.0**-136]
 
 
 @pytest.mark.parametrize(
@@ -76,13 +66,6 @@ def test_a_plain_run_without_error_leaves_ulps():
     assert attention.rmse_budget == pytest.approx(1.09 * 2**-8 * 0.75)
 
 
-def test_float32_class_is_the_floor():
-    small, large = np.array([0.01]), np.array([5.0])
-    for ref, floor in ((small, 4e-6), (large, 2e-5)):
-        agreement = compare_to_reference(ref, ref, ref, "float32", "output")
-        assert agreement.max_budget == agreement.rmse_budget == pytest.approx(floor)
-
-
 def _softmax(s):
     greatest = s.max(1, keepdims=True)
     e = np.exp(s - greatest)
@@ -111,14 +94,6 @@ def test_large_scores_have_the_error_of_their_exponents():
         assert compare_to_reference(got, ref, lp, "float32", "gradient", lse).ok
         ratios.append(compare_to_reference(got, ref, lp, "float32", "gradient").ratio)
     assert max(ratios) > 1  # where lp happens to be nearly exact
-
-
-def test_small_scores_leave_the_floor_as_it_is():
-    got, ref, lp, lse = _gradient_of_values(0.3, 0)
-    budgets = [compare_to_reference(got, ref, lp, "float32", "gradient", x) for x in (lse, None)]
-    assert budgets[0] == budgets[1]
-    wrong = got + 2e-5 * np.abs(ref).max()
-    assert not compare_to_reference(wrong, ref, lp, "float32", "gradient", lse).ok
 
 
 def test_a_row_with_one_key_has_the_error_of_its_sums():
@@ -225,19 +200,6 @@ def test_the_mean_of_few_errors_does_not_count():
     assert not compare_to_reference(got[:15] * 4, ref[:15], lp[:15], "float32", "gradient").ok
 
 
-def test_rows_of_zeros_have_no_errors_to_count():
-    """As in the gradients of keys that no query sees."""
-    ref = np.zeros((64, 4))
-    ref[:15] = 1.0
-    lp, got = ref.copy(), ref.copy()
-    lp[0], got[:15] = 2.0, 1.9
-    few = compare_to_reference(got, ref, lp, "float32", "gradient")
-    assert few.ok
-    assert few.rmse_budget == few.max_budget
-    ref[15], got[15] = 1.0, 1.9
-    assert not compare_to_reference(got, ref, lp, "float32", "gradient").ok
-
-
 def test_each_row_has_the_budget_of_its_own_size_and_of_a_usual_error():
     """A small row may be as wrong as lp's other small rows, but not as wrong as large rows."""
     ref = np.ones((100, 16))
@@ -301,13 +263,6 @@ def test_nothing_unexpected_may_be_infinite_or_nan(wrong):
     assert agreement.ratio == INF
 
 
-def test_the_result_may_have_any_dtype_and_namespace():
-    ref = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    got = torch.tensor([1.0, 2.015625], dtype=torch.bfloat16)
-    agreement = compare_to_reference(got, ref, ref, "bfloat16", "output")
-    assert agreement.max_error == 2.0**-6
-
-
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3)])
 def test_nothing_agrees_with_nothing(shape):
     nothing = np.zeros(shape)
@@ -321,14 +276,6 @@ def test_the_edge_of_the_budget_passes():
     assert Agreement(0.0, 0.0, 0.0, 0.0).ratio == 0.0
     assert Agreement(1e-30, 0.0, 0.0, 0.0).ratio == INF
     assert Agreement(0.0, 1.0, 0.0, 1.0, finite=False).ratio == INF
-
-
-def test_lse_is_absolute_below_one_and_relative_above():
-    ref = np.array([0.5, -200.0, -INF])
-    assert compare_lse(ref + np.array([9e-6, 0, 0]), ref).ok
-    assert not compare_lse(ref + np.array([1.1e-5, 0, 0]), ref).ok
-    assert compare_lse(ref + np.array([0, 1.9e-3, 0]), ref).ok
-    assert not compare_lse(ref - np.array([0, 2.1e-3, 0]), ref).ok
 
 
 def test_an_output_may_have_rounded_one_probability_where_lp_is_lucky():
@@ -345,22 +292,6 @@ def test_an_output_may_have_rounded_one_probability_where_lp_is_lucky():
     assert not compare_to_reference(worse, ref, ref, "float16", "output", lse).ok
 
 
-def test_lse_unit_is_the_rounding_of_the_largest_scores():
-    assert lse_unit(np.array([0.5, -41.0, -INF])) == 1.0
-    ref = np.array([0.5, -400.0, -INF])
-    unit = lse_unit(ref)
-    assert unit == pytest.approx(400 * 2**-22 / 1e-5)
-    assert compare_lse(ref + np.array([0.9e-5 * unit, 0, 0]), ref, unit=unit).ok
-    assert not compare_lse(ref + np.array([1.1e-5 * unit, 0, 0]), ref, unit=unit).ok
-
-
-@pytest.mark.parametrize(
-    ("got", "ref"), [(0.0, -INF), (-INF, 0.0), (INF, -INF), (NAN, -INF), (NAN, 0.0), (-1e30, -INF)]
-)
-def test_lse_of_an_empty_row_must_be_met_exactly(got, ref):
-    assert not compare_lse(np.array([1.0, got]), np.array([1.0, ref])).ok
-
-
 def test_twins_share_the_sum_of_their_budgets():
     a, b = np.array([1.0, 2.0]), np.array([1.0, 2.3])
     budget_a, budget_b = Agreement(0, 0.1, 0, 0.2), Agreement(0, 0.3, 0, 0.05)
@@ -371,12 +302,37 @@ def test_twins_share_the_sum_of_their_budgets():
     assert agreement.rmse_budget == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(("a", "b"), [(NAN, NAN), (INF, 1.0), (1.0, -INF), (INF, -INF)])
-def test_twins_do_not_agree_on_what_is_not_finite(a, b):
+def test_lse_is_absolute_below_one_and_relative_above_and_exact_of_an_empty_row():
+    small, large = np.array([0.5, -200.0, -INF]), np.array([0.5, -400.0, -INF])
+    assert lse_unit(np.array([0.5, -41.0, -INF])) == 1.0
+    assert lse_unit(large) == pytest.approx(400 * 2**-22 / 1e-5)  # the rounding of scores
+    edges = (small, 1.0, 0, 1e-5), (small, 1.0, 1, -2e-3), (large, lse_unit(large), 0, 400 * 2**-22)
+    for lse, unit, place, edge in edges:
+        for share, is_ok in ((0.95, True), (1.05, False)):
+            got = lse.copy()
+            got[place] += share * edge
+            assert compare_lse(got, lse, unit=unit).ok == is_ok
+    for got, wanted in (
+        (0.0, -INF),
+        (-INF, 0.0),
+        (INF, -INF),
+        (NAN, -INF),
+        (NAN, 0.0),
+        (-1e30, -INF),
+    ):
+        assert not compare_lse(np.array([1.0, got]), np.array([1.0, wanted])).ok
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_ok"),
+    [
+        (NAN, NAN, False),
+        (INF, 1.0, False),
+        (1.0, -INF, False),
+        (INF, -INF, False),
+        (-INF, -INF, True),
+    ],
+)
+def test_twins_agree_on_the_same_infinity_alone(a, b, is_ok):
     budget = Agreement(0, INF, 0, INF)
-    assert not compare_twins(np.array([a]), np.array([b]), budget, budget).ok
-
-
-def test_twins_agree_on_the_same_infinity():
-    budget = Agreement(0, 1.0, 0, 1.0)
-    assert compare_twins(np.array([-INF]), np.array([-INF]), budget, budget).ratio == 0.0
+    assert compare_twins(np.array([a]), np.array([b]), budget, budget).ok == is_ok

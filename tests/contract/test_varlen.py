@@ -11,10 +11,8 @@ from twin_attention.contract.cost import (
     varlen_backward_flops,
     varlen_forward_flops,
 )
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
-from twin_attention.contract.reference.attention import attention_backward, attention_forward
-from twin_attention.contract.reference.packed import varlen_backward, varlen_forward
-from twin_attention.contract.spec import AttentionSpec, FlashOptions, VarlenSpec, Window
+from twin_attention.contract.operands import VarlenOperands
+from twin_attention.contract.spec import AttentionSpec, Window
 from twin_attention.contract.validate.attention import check_flash_attention_varlen
 from twin_attention.contract.validate.offsets import check_offset_values, check_offsets_arguments
 from twin_attention.contract.validate.operands import Operand
@@ -32,7 +30,6 @@ NO_OPTIONS = {
     "causal": False, "scale": None, "window_size": None, "softcap": None, "deterministic": None,
     "precision": "ieee", "return_lse": False,
 }  # fmt: skip
-OFFSETS = np.array([0, 3, 3, 8, 9], np.int32), np.array([0, 5, 7, 10, 10], np.int32)
 
 
 def check(changes=None, **options):
@@ -134,55 +131,6 @@ def test_the_first_offset_that_cannot_be_is_named(offsets, message):
         return
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_offset_values("cu_seqlens_q", np.array(offsets, np.int32), 12)
-
-
-def packed(sinks: bool):
-    """NaN in the padding."""
-    make = np.random.default_rng(0)
-    q, k, v, dout = (
-        make.standard_normal(shape)
-        for shape in ((12, 4, 16), (13, 2, 16), (13, 2, 24), (12, 4, 24))
-    )
-    for x, end in ((q, 9), (k, 10), (v, 10), (dout, 9)):
-        x[end:] = np.nan
-    operands = VarlenOperands(q, k, v, *OFFSETS, make.standard_normal(4) if sinks else None)
-    return operands, dout, make.standard_normal((4, 12))
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (2, 0), (1, 2)])
-def test_the_reference_is_that_of_the_sequences_one_by_one(sinks, softcap, window):
-    operands, dout, dlse = packed(sinks)
-    spec = VarlenSpec.of(operands, "float32", FlashOptions(None, *window, softcap))
-    out, lse = varlen_forward(operands, spec, np.float64)
-    gradients = varlen_backward(dout, dlse, operands, spec, np.float64)
-    nothing = operands.sinks if sinks else np.full(4, -np.inf)
-    want_out, want_lse = np.zeros_like(out), np.tile(nothing[:, None], 12)
-    want = FlashOperands(*(np.zeros_like(x) for x in operands[:3]), sinks=dlse[:, 9:].sum(1))
-    for queries, keys in zip(*(map(slice, x[:-1], x[1:]) for x in OFFSETS), strict=True):
-        one = FlashOperands(
-            operands.q[None, queries],
-            operands.k[None, keys],
-            operands.v[None, keys],
-            operands.sinks,
-        )
-        shape = spec.sequence(one.q.shape[1], one.k.shape[1])
-        (want_out[queries],), (want_lse[:, queries],) = attention_forward(one, shape, np.float64)
-        dlse_of = dlse[None, :, queries]
-        dq, dk, dv, dsinks, *_ = attention_backward(
-            dout[None, queries], dlse_of, one, shape, np.float64
-        )
-        want.q[queries], want.k[keys], want.v[keys] = dq[0], dk[0], dv[0]
-        if sinks:
-            np.add(want.sinks, dsinks, out=want.sinks)
-    np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
-    for name in ("q", "k", "v", *["sinks"] * sinks):
-        got, expected = getattr(gradients, name), getattr(want, name)
-        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-13)
-    assert gradients.cu_seqlens_q is gradients.cu_seqlens_kv is None
-    assert sinks or gradients.sinks is None
 
 
 def test_the_flops_are_those_of_the_sequences():

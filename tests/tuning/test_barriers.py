@@ -23,11 +23,9 @@ def kernel(*instructions):
 
 
 OVERWRITES = [
-    [("IMAD.MOV.U32 R9, RZ, RZ, R20",)],
     [("@!P0 FADD R9, R1, R2",)],
     [("IMAD.WIDE.U32 R8, R1, R2, RZ",)],
     [("IADD3 R9, P0, R1, R2, RZ",)],
-    [("SHFL.BFLY PT, R9, R1, 0x2, 0x1f",)],
     [("FADD R1, R1, R2", 7, 0b000100), ("FADD R9, R1, R2",)],  # another scoreboard
     [("@P0 BRA 0x40",), ("EXIT",), ("FADD R9, R1, R2",)],
 ]

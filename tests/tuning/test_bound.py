@@ -46,8 +46,6 @@ def config(kernel):
     [
         # s = q·kᵀ and p·v, 2 operations a multiply-add; 64 rows of k (128) and v (64), 2 bytes each
         ("flash_fwd", FLASH, Tile(2 * 128 * 64 * (128 + 64), 128 * 64, 64 * 192 * 2, "L2")),
-        # s over D, dp over Dv, dq over D
-        ("flash_bwd_dq", FLASH, Tile(2 * 128 * 64 * 320, 128 * 64, 64 * 192 * 2, "L2")),
         # s, dp, dv, dk; 128 rows of q, dout and two float32
         ("flash_bwd_dkdv", FLASH,
          Tile(2 * 128 * 64 * 2 * (128 + 64), 128 * 64, 128 * (192 * 2 + 8), "L2")),
@@ -69,15 +67,6 @@ def test_tile(kernel, spec, tile):
     assert count(kernel, spec, config(kernel)) == tile
 
 
-@pytest.mark.parametrize("cap_functions", [1, 2])
-def test_a_softcap_takes_further_special_functions_a_score(cap_functions):
-    plain, capped = (
-        count("flash_fwd", replace(FLASH, softcap=cap), TILES, cap_functions=cap_functions)
-        for cap in (None, 30.0)
-    )
-    assert capped == replace(plain, special=(1 + cap_functions) * plain.special)
-
-
 TF32 = replace(FLASH, dtype="float32", precision="tf32")
 
 
@@ -90,7 +79,6 @@ TF32 = replace(FLASH, dtype="float32", precision="tf32")
         # at 2048; at 16; at 5120 / 132
         ("flash_fwd", FLASH, TILES, "sm90",
          {"tensor cores": 768, "special functions": 512, "L2": 633.6}, "tensor cores"),
-        ("flash_fwd", FLASH, replace(TILES, block_q=64), "sm90", {"tensor cores": 384}, "L2"),
         ("flash_fwd", replace(FLASH, softcap=30.0), TILES, "sm90", {"special functions": 1536},
          "special functions"),
         ("flash_fwd", TF32, TILES, "sm80", {"tensor cores, TF32": 3072}, "tensor cores, TF32"),
@@ -106,6 +94,9 @@ TF32 = replace(FLASH, dtype="float32", precision="tf32")
 )  # fmt: skip
 def test_cycles_and_bound(kernel, spec, config, target, cycles, limit):
     found = bound(kernel, spec, config, target)
+    if spec.softcap is not None:  # by a quotient of polynomials
+        special = bound(kernel, spec, config, target, cap_functions=1).cycles["special functions"]
+        assert special == 2 / 3 * cycles["special functions"]
     assert {name: found.cycles[name] for name in cycles} == pytest.approx(cycles)
     assert found.limit == limit
     assert found.intensity == found.tile.flops / found.tile.bytes

@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from tests.tuning.conftest import FIT
 from tuning.__main__ import main
 from tuning.static import command
 from tuning.static.bound import bound
 from tuning.static.gate import Problem, Verdict
-from tuning.static.resources import Resources
 from twin_attention.targets.kernels import DecodeConfig, FlashConfig, PreprocessConfig
 
 FLASH = FlashConfig(block_q=128, block_kv=128, num_warps=8, num_stages=3)
@@ -14,20 +14,13 @@ CONFIGS = {
     "flash_bwd_preprocess": PreprocessConfig(block_q=128, num_warps=8),
     "paged_decode": DecodeConfig(max_rows=128, block_kv=128, num_warps=8, num_stages=3),
 }
-LARGE = Resources(
-    registers=255, spill_stores=1024, spill_loads=1024, loop_spills=512, stack=1024, shared=166912,
-    warps=8, occupancy=1, serialized=False, unwritten=0, overwritten=0,
-    fixed_bounds=0,
-    mma=1024, wgmma=0, cp_async=128, tma=0,
-    ldmatrix=256, ex2=512,
-)  # fmt: skip
 
 
 def verdict(kernel: str, feature: str, failures: tuple[str, ...] = (), **problem) -> Verdict:
     of = Problem(**{"framework": "torch", "target": "sm80", "dtype": "bfloat16", **problem},
                  feature=feature)  # fmt: skip
     config = CONFIGS.get(kernel, FLASH)
-    return Verdict(of, kernel, config, LARGE, bound(kernel, of.spec, config, of.target), failures)
+    return Verdict(of, kernel, config, FIT, bound(kernel, of.spec, config, of.target), failures)
 
 
 @pytest.fixture
@@ -78,9 +71,7 @@ def test_what_is_not_compiled_has_a_reason(select, capsys):
          "--head-dim: expected one of 16, 32, 64, 80, 96, 128, 192, 240, 256, 512, got 13"),
         (["--target", "sm90", "--shared-memory", "99"],
          "--shared-memory: expected --target sm80 beside it, got sm90"),
-        (["--jobs", "x"], "--jobs: expected a number of 1 or more, got 'x'"),
-        (["--try", "flash_fwd:x"], "--try: expected KERNEL:FIELD=N,..., got 'flash_fwd:x'"),
-        (["--json", "/proc/x/y"], "--json: expected a folder that can be made, got '/proc/x'"),
+        (["--every", "x"], "--every: expected a number of 1 or more, got 'x'"),
         (["--dtype", "int8", "--feature", "causal"],
          "expected --feature, --dtype and --head-dim that some kernel has together, got none"),
     ],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, TypeVar
 
 from twin_attention.contract.paged_spec import LATENT_DIM_MAX, DecodeSpec
@@ -16,6 +17,15 @@ from twin_attention.targets.config import HEAD_DIMS
 from twin_attention.targets.kernels import KERNELS, Spec
 
 SOFTCAPS = (None, 30.0)
+# Of kinds of flash attention in bfloat16 that have rows of their own.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {"causal": False},
+    "segments": {"segments": "documents"},
+    "tree": {"tree": "nested"},
+    "terms": {"relative": 128, "alibi": "heads"},
+    "dropout": {"causal": False, "dropout_rate": 0.1},
+    "block-mask": {"made": BlockSparseCase, "tile_q": 128, "tile_kv": 128, "kept": 0.25},
+}
 
 C = TypeVar("C", bound=DecodeCase)
 TimedCase = FlashCase | DecodeCase  # or a PagedCase, which is one of these
@@ -42,47 +52,26 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
 
     A row that a causal case reads is not timed on a later full one.
     """
-    for head_dim in reversed(HEAD_DIMS):
+
+    def case(
+        kind: str, dtype: str, head_dim: int, made: Any = FlashCase, **options: Any
+    ) -> FlashCase:
+        name = _name(kind, options.get("precision", dtype), head_dim, options.get("softcap"))
+        batch = {"tf32": 2, "bfloat16": 4, "float32": 1}[options.get("precision", dtype)]
         heads = 2048 // head_dim
-        yield FlashCase(
-            _name("flash", "tf32", head_dim, None), 2, 4096, 4096, heads, heads, head_dim,
-            dtype="float32", precision="tf32", causal=True, gradients=gradients,
+        return made(
+            name, batch, 4096, 4096, heads, heads, head_dim, dtype=dtype, gradients=gradients,
+            **{"causal": True} | options,
         )  # fmt: skip
-    for dtype, batch in (("bfloat16", 4), ("float32", 1)):  # float32 takes ten times as long
-        for head_dim in reversed(HEAD_DIMS):
-            heads = 2048 // head_dim
-            for softcap in SOFTCAPS:
-                yield FlashCase(
-                    _name("flash", dtype, head_dim, softcap), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, causal=True, softcap=softcap, gradients=gradients,
-                )  # fmt: skip
-            if dtype == "bfloat16":
-                yield FlashCase(
-                    _name("full", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, gradients=gradients,
-                )  # fmt: skip
-                yield FlashCase(
-                    _name("segments", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, causal=True, segments="documents", gradients=gradients,
-                )  # fmt: skip
-                yield FlashCase(
-                    _name("tree", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, causal=True, tree="nested", gradients=gradients,
-                )  # fmt: skip
-                yield FlashCase(
-                    _name("terms", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, causal=True, relative=128, alibi="heads",
-                    gradients=gradients,
-                )  # fmt: skip
-                yield FlashCase(
-                    _name("dropout", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, dropout_rate=0.1, gradients=gradients,
-                )  # fmt: skip
-                yield BlockSparseCase(
-                    _name("block-mask", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, causal=True, gradients=gradients, tile_q=128,
-                    tile_kv=128, kept=0.25,
-                )  # fmt: skip
+
+    sizes = HEAD_DIMS[::-1]
+    yield from (case("flash", "float32", size, precision="tf32") for size in sizes)
+    for size in sizes:
+        yield from (case("flash", "bfloat16", size, softcap=softcap) for softcap in SOFTCAPS)
+        for kind, options in OPTIONS.items():
+            yield case(kind, "bfloat16", size, **options)
+    for size, softcap in product(sizes, SOFTCAPS):
+        yield case("flash", "float32", size, softcap=softcap)
 
 
 def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
@@ -110,7 +99,6 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
 
 
 def _paged_cases() -> Iterator[PagedCase]:
-    """Yield chunks of 512 tokens in the middle of their prompts."""
     base = PagedCase(
         "", (4096,) * 8, new_tokens=(512,) * 8, heads_q=32, heads_kv=8, page_size=16, max_pages=256,
         sinks=True,
@@ -125,7 +113,6 @@ def _paged_cases() -> Iterator[PagedCase]:
 
 
 def _latent(base: C, kind: str, dtype: str, cache: dict[str, Any]) -> C:
-    """Return a latent cache's case, with the widest keys."""
     sizes = {"head_dim": LATENT_DIM_MAX, "head_dim_v": 512, "heads_q": 128, "heads_kv": 1}
     scales = {"scale_shape": (1,)} if cache else {}
     name = _name(f"{kind}-latent", dtype, LATENT_DIM_MAX, None)

@@ -20,7 +20,6 @@ from tuning.search.search import Found, Run, Tools, show, tune
 from tuning.search.space import TUNED
 from tuning.search.table import ConfigTable, Row
 from tuning.workers import workers
-from twin_attention.interop.parity.arguments import count
 from twin_attention.interop.rendering.tables import console_of
 from twin_attention.targets.config import table_path
 from twin_attention.targets.kernels import KernelConfig
@@ -67,9 +66,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="the table to write, a copy of the package's at first; default: the package's own",
     )
-    parser.add_argument(
-        "--jobs", type=count, metavar="N", help="processes that compile; default: one per core"
-    )
     parser.set_defaults(run=run, refuse=parser.error)
 
 
@@ -85,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         _find_gpu(arguments)
     side, target, console = arguments.side, arguments.target, console_of(_WIDTH)
     try:
-        with workers(arguments.jobs) as pool:
+        with workers() as pool:
             if arguments.dry_run:
                 compiles = partial(survey.survey, pool, table, side, target, None)
                 show(table, target, rows, compiles, console)

@@ -126,7 +126,6 @@ def search(
 def show(
     table: ConfigTable, target: str, rows: Sequence[Row], survey: Surveyor, console: Console
 ) -> None:
-    """Print each row's configurations after compilation, the present one first."""
     for row in rows:
         case, configs = _space(table, target, row)
         grid = [["tile, warps, stages", "registers", "spilled", "shared", "blocks", "verdict"]]
@@ -167,7 +166,6 @@ def distinct(surveys: Iterable[Survey], present: KernelConfig) -> Iterator[Kerne
 
 
 def faster(a: Times, b: Times) -> bool:
-    """Return True if `a` is less than `b` by more than both spreads."""
     return b.median - a.median > (a.slowest - a.fastest) + (b.slowest - b.fastest)
 
 
@@ -177,6 +175,5 @@ def describe(config: KernelConfig) -> str:
 
 
 def _space(table: ConfigTable, target: str, row: Row) -> tuple[TimedCase, list[KernelConfig]]:
-    """Return a row's case and all its configurations, the present one first."""
     case = case_of(table, row)
     return case, [row.config, *candidates(row.kernel, case.spec, row.config, target)]

@@ -30,8 +30,6 @@ class Row:
 
 
 class ConfigTable:
-    """The text of one table and its rows."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self._rows = parse_table(text)

@@ -95,7 +95,6 @@ def bound(
     padded: Callable[[int], int] = padded_head_dim,
     cap_functions: int = 2,
 ) -> Bound:
-    """Count a tile of a kernel with `count`, and find its bound on a target."""
     tile = count(kernel, spec, config, padded, cap_functions)
     unit = "FMA units"
     if find_kernel(kernel).products and uses_tensor_cores(spec):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -31,7 +28,7 @@ from tuning.static.gate import (
 from tuning.static.sweep import FEATURES as SWEPT
 from tuning.static.sweep import sweep
 from tuning.workers import workers
-from twin_attention.interop.parity.arguments import count, make_folder
+from twin_attention.interop.parity.arguments import count
 from twin_attention.interop.rendering.tables import NARROW, Grid, console_of, to_terminal
 from twin_attention.targets.target import TARGETS
 
@@ -71,17 +68,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="compile SM80 code for a card with so much of it a block, such as 99 of compute "
         "capability 8.6, 8.9 and 12.0; default: the target's own cards",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
-    parser.add_argument("--jobs", type=count, metavar="N", help="processes; default: one per core")
-    parser.add_argument(
-        "--try",
-        dest="changes",
-        type=_change,
-        action="append",
-        default=[],
-        metavar="KERNEL:FIELD=N,...",
-        help="change a kernel's configuration first, such as flash_fwd:block_q=64,num_warps=4",
-    )
     parser.add_argument(
         "--sweep",
         action="store_true",
@@ -107,10 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.random:
         return _fuzz(arguments, console, begin)
     selected = _select(arguments)
-    if arguments.json:
-        make_folder(arguments.refuse, "--json", arguments.json.parent)
-    selected = _compiled_here(selected, console)
-    verdicts = _check_all(selected, dict(arguments.changes), arguments.jobs, console)
+    verdicts = _check_all(_compiled_here(selected, console), console)
     seconds = time.perf_counter() - begin
     for (target, *names), of_table in groupby(verdicts, lambda v: _table_of(v.problem)):
         group, name = list(of_table), " ".join(names)
@@ -129,8 +112,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{len(verdicts)} kernels compiled for {' and '.join(arguments.target or TARGETS)} in "
         f"{seconds:.0f} s, {len(failed)} failed"
     )
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
     return 1 if failed or not verdicts else 0
 
 
@@ -175,24 +156,17 @@ def _feature_of(problem: Problem) -> tuple[str, str]:
     return problem.target, problem.feature
 
 
-def _check_all(
-    selected: Sequence[Problem],
-    changes: dict[str, dict[str, int]],
-    jobs: int | None,
-    console: Console,
-) -> list[Verdict]:
-    results = _in_processes(partial(check, changes=changes), selected, jobs, console)
-    return [verdict for verdicts in results for verdict in verdicts]
+def _check_all(selected: Sequence[Problem], console: Console) -> list[Verdict]:
+    return [verdict for verdicts in _in_processes(check, selected, console) for verdict in verdicts]
 
 
 def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int:
-    """Compile problems of short lengths and list misfits; return 1 if one is refused."""
     selected = [
         problem
         for problem in _select(arguments)
         if problem.family == "triton" and problem.feature in SWEPT
     ]
-    results = _in_processes(sweep, selected, arguments.jobs, console)
+    results = _in_processes(sweep, selected, console)
     seconds = time.perf_counter() - begin
     misfits = [misfit for _, found in results for misfit in found]
     for misfit in misfits:
@@ -207,7 +181,6 @@ def _sweep(arguments: argparse.Namespace, console: Console, begin: float) -> int
 
 
 def _fuzz(arguments: argparse.Namespace, console: Console, begin: float) -> int:
-    """Compile random problems and list the compilers' mistakes; return 1 if there is one."""
     selected = [
         each
         for target in arguments.target or TARGETS
@@ -215,7 +188,7 @@ def _fuzz(arguments: argparse.Namespace, console: Console, begin: float) -> int:
         for each in compilations(framework, target, arguments.random, arguments.seed)
     ]
     selected = _compiled_here(selected, console)
-    results = _in_processes(find_mistakes, selected, arguments.jobs, console)
+    results = _in_processes(find_mistakes, selected, console)
     mistakes = [mistake for _, found in results for mistake in found]
     for mistake in mistakes:
         console.print(str(mistake), style="red", soft_wrap=True, markup=False)
@@ -238,30 +211,20 @@ def _compiled_here(selected: Sequence[Any], console: Console) -> list[Any]:
 
 
 def _in_processes(
-    function: Callable[[Any], Any], selected: Sequence[Any], jobs: int | None, console: Console
+    function: Callable[[Any], Any], selected: Sequence[Any], console: Console
 ) -> list[Any]:
     found = []
     # JAX's CUDA plugin assembles for one target per process.
     for target in dict.fromkeys(each.target for each in selected):
         of_target = [each for each in selected if each.target == target]
-        with workers(jobs) as pool:
+        with workers() as pool:
             results = pool.map(function, of_target)
             title, total = f"Compiling for {target}", len(of_target)
             found += track(results, title, total=total, console=console, transient=True)
     return found
 
 
-def _change(text: str) -> tuple[str, dict[str, int]]:
-    kernel, _, fields = text.partition(":")
-    pairs = (field.partition("=") for field in fields.split(","))
-    try:
-        return kernel, {name: int(value) for name, _, value in pairs}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected KERNEL:FIELD=N,..., got {text!r}") from None
-
-
 def resource_table(verdicts: Iterable[Verdict], title: str, is_narrow: bool = False) -> Table:
-    """Return a row of resources per kernel; fewer columns if it must be narrow."""
     titles = [*_LABELS, "warps×\nstages", "regis-\nters", "spilled\nbytes", "shared\nbytes",
               "blocks", "mma", "wgmma", "cp.\nasync", "ld-\nmatrix", "ex2", "verdict"]  # fmt: skip
     grid, styles = [titles], []

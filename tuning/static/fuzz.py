@@ -23,8 +23,6 @@ LONGEST = 2048
 
 @dataclass(frozen=True)
 class Compilation:
-    """A family's random problem."""
-
     problem: Problem
     spec: AttentionSpec
     sinks: bool

@@ -6,7 +6,7 @@ configurations are chosen by times, which include the cost of spills.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,6 @@ from twin_attention.targets.config import (
     HEAD_DIMS,
     config_of_smaller_cards,
     padded_head_dim,
-    use_configs,
 )
 from twin_attention.targets.kernels import DecodeConfig, KernelConfig, find_kernel
 from twin_attention.targets.target import (
@@ -343,7 +342,6 @@ def _mosaic_problems(target: str) -> Iterator[Problem]:
 
 
 def not_compiled(problem: Problem) -> str | None:
-    """Return why this machine cannot compile a problem's kernels, or None."""
     if problem.family != "mosaic":
         return None
     return import_module(_AOT["jax", "mosaic"]).missing(problem.spec, problem.target)
@@ -355,13 +353,7 @@ def compiler(
     return import_module(_AOT[framework, family]).compile_kernels
 
 
-def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> list[Verdict]:
-    """Compile the kernels of one problem and judge them.
-
-    changes: fields of the shipped configurations to change first, by kernel.
-    """
-    with use_configs(changes, FRAMEWORKS[problem.framework]):
-        compiled = _compile(problem)
+def check(problem: Problem) -> list[Verdict]:
     padded = {
         "triton": padded_head_dim,
         "gluon": lambda head_dim: sum(_COLUMN_PIECES[problem.target](head_dim)),
@@ -369,7 +361,7 @@ def check(problem: Problem, changes: Mapping[str, Mapping[str, int]] = {}) -> li
     }[problem.family]
     cap_functions = 2 if problem.family == "triton" else 1 if problem.target == "sm80" else 0
     verdicts = []
-    for kernel, config, binary in compiled:
+    for kernel, config, binary in _compile(problem):
         is_portable = "ttir" in getattr(binary, "asm", ())
         if problem.family == "gluon" and is_portable and find_kernel(kernel, type(config)).products:
             continue  # of the gradients of terms: the portable family's, with its configuration

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,42 +35,7 @@ from twin_attention.targets.kernels import KernelConfig
 from twin_attention.targets.target import NUM_SMS, SHARED_MEMORY_LIMIT
 
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-# What XLA must know of a card; bandwidth and clock do not matter.
-_DESCRIPTION = """
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {limit}
-  threads_per_core_limit: 2048
-  core_count: {sms}
-  fpus_per_core: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 1555200000000
-  l2_cache_size: 41943040
-  clock_rate_ghz: 1.41
-  device_memory_size: 80000000000
-  shared_memory_per_block_optin: {limit}
-  cuda_compute_capability {{ {capability} }}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  device_vendor: "NVIDIA Corporation"
-  device_address_bits: 64
-  name: "{target}"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.19.0"
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 19 patch: 0 }}
-device_description_str: "{target}"
-"""
+_DESCRIPTION = Template(Path(__file__).with_name("card.txtpb").read_text("utf-8"))
 _CAPABILITIES = {"sm80": "major: 8", "sm90": "major: 9 feature_extension: ACCELERATED_FEATURES"}
 
 
@@ -157,7 +123,7 @@ def card_in_words(target: str, limit: int) -> Any:
     limit: bytes of shared memory per block.
     """
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # set before the plugin is loaded
-    text = _DESCRIPTION.format(
+    text = _DESCRIPTION.substitute(
         target=target, limit=limit, sms=NUM_SMS[target], capability=_CAPABILITIES[target]
     )
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")

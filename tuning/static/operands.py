@@ -83,47 +83,38 @@ def run_kernels(
 
 
 def flash_operands(spec: AttentionSpec, empty: Empty[X], sinks: bool) -> AttentionOperands[X]:
-    """Return a flash problem's operands: segment ids, ends, depths and terms as it has them."""
-    if isinstance(spec, VarlenSpec):
-        return VarlenOperands(
-            q=empty(spec.dtype, spec.seq_q, spec.heads_q, spec.head_dim),
-            k=empty(spec.dtype, spec.seq_kv, spec.heads_kv, spec.head_dim),
-            v=empty(spec.dtype, spec.seq_kv, spec.heads_kv, spec.head_dim_v),
-            cu_seqlens_q=empty("int32", spec.num_sequences + 1),
-            cu_seqlens_kv=empty("int32", spec.num_sequences + 1),
-            sinks=empty("float32", spec.heads_q) if sinks else None,
-            kv_ends=empty("int32", spec.seq_kv) if spec.tree else None,
-            q_depths=empty("int32", spec.seq_q) if spec.depths else None,
-            kv_depths=empty("int32", spec.seq_kv) if spec.depths else None,
-            q_ranges=empty("int32", spec.seq_q, spec.ranges, 2) if spec.ranges else None,
-            **_terms(spec, empty),
-        )
-    keys = (spec.batch, spec.seq_kv, spec.heads_kv)
+    is_packed = isinstance(spec, VarlenSpec)
+    queries, keys = ((x,) if is_packed else (spec.batch, x) for x in (spec.seq_q, spec.seq_kv))
+    common: dict[str, Any] = {
+        "q": empty(spec.dtype, *queries, spec.heads_q, spec.head_dim),
+        "k": empty(spec.dtype, *keys, spec.heads_kv, spec.head_dim),
+        "v": empty(spec.dtype, *keys, spec.heads_kv, spec.head_dim_v),
+        "sinks": empty("float32", spec.heads_q) if sinks else None,
+    }
     if isinstance(spec, BlockSparseSpec):
         tiles = -(-spec.seq_q // spec.tile_q), -(-spec.seq_kv // spec.tile_kv)
         masks = ("int32", spec.mask_batch, spec.mask_heads)
         return BlockSparseOperands(
-            q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
-            k=empty(spec.dtype, *keys, spec.head_dim),
-            v=empty(spec.dtype, *keys, spec.head_dim_v),
             kv_counts=empty(*masks, tiles[0]),
             kv_tiles=empty(*masks, *tiles),
             q_counts=empty(*masks, tiles[1]),
             q_tiles=empty(*masks, *tiles[::-1]),
-            sinks=empty("float32", spec.heads_q) if sinks else None,
+            **common,
         )
-    return FlashOperands(
-        q=empty(spec.dtype, spec.batch, spec.seq_q, spec.heads_q, spec.head_dim),
-        k=empty(spec.dtype, *keys, spec.head_dim),
-        v=empty(spec.dtype, *keys, spec.head_dim_v),
-        sinks=empty("float32", spec.heads_q) if sinks else None,
-        q_segment_ids=empty("int32", spec.batch, spec.seq_q) if spec.segmented else None,
-        kv_segment_ids=empty("int32", spec.batch, spec.seq_kv) if spec.segmented else None,
-        kv_ends=empty("int32", spec.batch, spec.seq_kv) if spec.tree else None,
-        q_ranges=(empty("int32", spec.batch, spec.seq_q, spec.ranges, 2) if spec.ranges else None),
-        q_depths=empty("int32", spec.batch, spec.seq_q) if spec.depths else None,
-        kv_depths=empty("int32", spec.batch, spec.seq_kv) if spec.depths else None,
+    common |= {
+        "kv_ends": empty("int32", *keys) if spec.tree else None,
+        "q_depths": empty("int32", *queries) if spec.depths else None,
+        "kv_depths": empty("int32", *keys) if spec.depths else None,
+        "q_ranges": empty("int32", *queries, spec.ranges, 2) if spec.ranges else None,
         **_terms(spec, empty),
+    }
+    if isinstance(spec, VarlenSpec):
+        offsets = [empty("int32", spec.num_sequences + 1) for _ in range(2)]
+        return VarlenOperands(cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[1], **common)
+    return FlashOperands(
+        q_segment_ids=empty("int32", *queries) if spec.segmented else None,
+        kv_segment_ids=empty("int32", *keys) if spec.segmented else None,
+        **common,
     )
 
 
@@ -143,7 +134,6 @@ def _terms(spec: AttentionSpec, empty: Empty[X]) -> dict[str, X]:
 
 
 def partial_operands(spec: PartialSpec, empty: Empty[X]) -> tuple[Any, ...]:
-    """Return a part's operands, its result, and one over other keys with its lse; no sinks."""
     keys = (spec.batch, spec.seq_kv, spec.heads_kv)
     rows = (spec.batch, spec.seq_q, spec.heads_q)
     part = PartialOperands(

@@ -111,7 +111,6 @@ def occupancy(target: str, registers: int, shared: int, warps: int) -> int:
 
 
 def _bytes_moved(opcode: str, sass: str) -> int:
-    """Return the bytes of all instructions with an opcode, by suffixes such as ".64"."""
     widths = (
         next((_BITS[part] for part in modifiers.split(".") if part in _BITS), 32)
         for modifiers in re.findall(rf"\b{opcode}((?:\.\w+)*) ", sass)

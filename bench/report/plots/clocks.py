@@ -26,7 +26,6 @@ def over_time(log: Sequence[Sample]) -> Figure:
 
 
 def over_jobs(records: Sequence[Record]) -> Figure:
-    """Draw each job's median and lowest clock, and its median and highest power, in order."""
     jobs = list({(r.case["name"], r.operation): r.gpu for r in records if r.gpu}.values())
     order = range(len(jobs))
     throttled = [bool(gpu["throttle"]) for gpu in jobs]

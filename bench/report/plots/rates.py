@@ -134,7 +134,6 @@ def _top(group: Sequence[float], gap: float) -> float:
 
 
 def by_case(records: Sequence[Record], peak: Peak, looks: dict[str, Style]) -> Figure:
-    """Draw one operation's cases from top to bottom, rates from left to right."""
     _, apart = names(records)
     places = {name: place for place, name in enumerate(apart)}
     size = (name_width(apart.values()) + 7, 0.3 * len(apart) + 1.3)

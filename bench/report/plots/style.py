@@ -28,11 +28,10 @@ def styles(records: Sequence[Record]) -> dict[str, Style]:
     firsts = {r.label: r for r in records if not r.is_peer}
     implementations = sorted({r.implementation for r in firsts.values()})
     for label, record in firsts.items():
-        framework = record.implementation.split()[0]
-        family = [name for name in implementations if name.split()[0] == framework]
+        family = [name for name in implementations if name.split()[0] == record.framework]
         is_sm80 = record.target == "sm80"
         ours[label] = {
-            "color": _OURS[framework],
+            "color": _OURS[record.framework],
             "linestyle": (0, (4, 1.5)) if is_sm80 else "-",
             "linewidth": 2.2,
             "marker": "oXP*"[family.index(record.implementation) % 4],
@@ -69,7 +68,6 @@ def bars(
     colours: Mapping[str, Any],
     unit: str,
 ) -> None:
-    """Draw a row per name: its parts end to end, and a text behind them."""
     for place, (_, parts, text) in enumerate(rows):
         left = 0.0
         for part, width in parts.items():

@@ -24,7 +24,6 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"))
 
 
 def steps(records: Sequence[Record]) -> Figure:
-    """Draw a panel per case, a bar of median milliseconds per implementation."""
     cases = groups(trainings(records), lambda t: t["step"].case["name"])
     shown = [[t for t in found if t["step"].status != "absent"] for found in cases.values()]
     shown = [found for found in shown if found]
@@ -49,7 +48,6 @@ def _phases(training: dict[str, Record]) -> tuple[str, dict[str, float], str]:
 
 
 def peaks_by_case(records: Sequence[Record]) -> Figure:
-    """Draw a bar per implementation of each case: its categories at the peak."""
     cases = groups(records, lambda record: record.case["name"]).values()
     shown = [record for group in cases for record in group if record.status != "absent"]
     divisor, unit = _unit(shown)
@@ -86,7 +84,6 @@ def over_a_step(records: Sequence[Record]) -> Figure | None:
 
 
 def _step(axes: Axes, record: Record, divisor: float) -> None:
-    """Draw stacked categories, and where the phases begin."""
     timeline = record.timeline
     assert timeline is not None
     points = range(len(timeline["phase"]))
