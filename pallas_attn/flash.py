@@ -75,6 +75,7 @@ def flash_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     return_row_max: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -166,6 +167,6 @@ def flash_attention(
     deterministic = or_as_xla_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
-        return_lse,
+        batch_invariant, return_lse,
     )  # fmt: skip
     return DENSE(operands, options, implementation)

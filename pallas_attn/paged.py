@@ -51,6 +51,7 @@ def paged_attention(
     q_ranges: jax.Array | None = None,
     num_splits: int | None = None,
     value_dim: int | None = None,
+    batch_invariant: bool = False,
     return_lse: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
@@ -111,5 +112,7 @@ def paged_attention(
         q, k_pages, v_pages, block_tables, seq_lens, cu_seqlens_q, sinks, k_scale, v_scale,
         tree_ends, alibi_slopes, q_ranges,
     )  # fmt: skip
-    options = causal, scale, window_size, softcap, num_splits, value_dim, return_lse
+    options = (
+        causal, scale, window_size, softcap, num_splits, value_dim, batch_invariant, return_lse,
+    )  # fmt: skip
     return PAGED_ATTENTION(operands, options, implementation)

@@ -77,6 +77,7 @@ def flash_attention_varlen(
     precision: Precision = "ieee",
     return_lse: bool = False,
     return_row_max: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
 ) -> jax.Array | tuple[jax.Array, ...]:
@@ -134,7 +135,7 @@ def flash_attention_varlen(
     deterministic = or_as_xla_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
-        return_lse,
+        batch_invariant, return_lse,
     )  # fmt: skip
     return PACKED(operands, options, implementation)
 

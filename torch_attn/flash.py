@@ -75,6 +75,7 @@ def flash_attention(
     precision: Precision = "ieee",
     return_lse: bool = False,
     return_row_max: bool = False,
+    batch_invariant: bool = False,
     implementation: Implementation | None = None,
     **others: Any,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -165,6 +166,6 @@ def flash_attention(
     deterministic = or_as_torch_says(deterministic)
     options = (
         causal, scale, window_size, softcap, deterministic, precision, dropout_rate, return_row_max,
-        return_lse,
+        batch_invariant, return_lse,
     )  # fmt: skip
     return DENSE(operands, options, implementation)
