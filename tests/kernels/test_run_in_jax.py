@@ -35,7 +35,13 @@ from twin_attention.interop.kernels.machine import (
     Pointer,
     arrange_buffers,
 )
-from twin_attention.interop.parity.cases import ContextCase
+from twin_attention.interop.parity.cases import (
+    ContextCase,
+    DecodeCase,
+    FlashCase,
+    PagedCase,
+    VarlenCase,
+)
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import Ours
 from twin_attention.interop.parity.suites.kinds import KINDS
@@ -342,6 +348,24 @@ def test_other_operations(name, launches, monkeypatch):
     expected = Ours("torch_attn", "triton").start()(case, inputs)
     found = Ours("pallas_attn", "torch_triton", "sm80").start()(case, inputs)
     assert [x for x in OTHERS[name] if x in launches] == OTHERS[name], launches
+    for x in expected:
+        np.testing.assert_array_equal(to_numpy(found[x]), to_numpy(expected[x]), err_msg=x)
+
+
+@pytest.mark.parametrize("case", [
+    FlashCase("", heads_q=2, heads_kv=1, causal=True, batch_invariant=True),
+    VarlenCase("", window_size=(20, 0), sinks=True, row_max=True, batch_invariant=True),
+    PagedCase("", (70, 9), new_tokens=(20, 9), padding=2, batch_invariant=True),
+    DecodeCase(
+        "", (2100,), tokens=2, page_size=64, max_pages=40, num_splits=2, sinks=True,
+        batch_invariant=True,
+    ),
+], ids=lambda case: type(case).__name__)  # fmt: skip
+def test_batch_invariant_operations(case, launches):
+    inputs = make_inputs(case, "cpu")
+    expected = Ours("torch_attn", "triton").start()(case, inputs)
+    found = Ours("pallas_attn", "torch_triton", "sm80").start()(case, inputs)
+    assert launches
     for x in expected:
         np.testing.assert_array_equal(to_numpy(found[x]), to_numpy(expected[x]), err_msg=x)
 

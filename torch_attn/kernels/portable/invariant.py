@@ -289,10 +289,10 @@ def _finish(sink, m_i, l_i, acc):
 
 @triton.jit
 def merge_spans_kernel(
-    parts,
-    sinks_ptr,
     out_ptr,
     lse_ptr,
+    parts,
+    sinks_ptr,
     num_spans,
     tokens,
     HEADS: tl.constexpr,
@@ -308,13 +308,13 @@ def merge_spans_kernel(
     maxima = tl.load(
         parts.maxima + spans * parts.num_rows + row, mask=spans < num_spans, other=float("-inf")
     )
-    has_keys = maxima != float("-inf")
-    begin = tl.min(tl.where(has_keys, spans, num_spans), 0)
-    end = tl.max(tl.where(has_keys, spans + 1, 0), 0)
+    is_seen = maxima != float("-inf")
+    begin = tl.min(tl.where(is_seen, spans, num_spans), 0)
+    end = tl.max(tl.where(is_seen, spans + 1, 0), 0)
     BLOCK_DV: tl.constexpr = padded_head_dim(HEAD_DIM_V)
     m_i, l_i, acc = _no_keys(1, BLOCK_DV)
     for span in tl.range(begin, end, num_stages=4):
-        at = span.to(tl.int64) * parts.num_rows + row + one
+        at = tl.cast(span, tl.int64) * parts.num_rows + row + one
         m_span = tl.load(parts.maxima + at)
         has_keys = m_span != float("-inf")
         l_span = tl.load(parts.sums + at, mask=has_keys, other=0.0)
@@ -396,7 +396,7 @@ def paged_fwd(
     tensors = q, cache_of(operands), offsets, operands.sinks, out, lse, None, parts
     launch(kernel, invariant_kernel, _prepare_paged, tensors, spec, backend, spans)
     if parts is not None:
-        tensors = parts, operands.sinks, out, lse
+        tensors = out, lse, parts, operands.sinks
         launch("combine", merge_spans_kernel, _prepare_merge, tensors, merged, backend)
     return out, lse
 
@@ -428,7 +428,7 @@ def _prepare_paged(call: KernelCall) -> Prepared:
 
 
 def _prepare_merge(call: KernelCall) -> Prepared:
-    spec, (parts, *_) = call.spec, call.layouts
+    spec, (_, _, parts, _) = call.spec, call.layouts
     rows = spec.batch * spec.tokens * spec.heads
     return (rows,), {
         "parts": parts._replace(num_rows=rows),
