@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,17 +22,21 @@ from torch import Tensor
 
 import pallas_attn
 import torch_attn
+from tests.oracle import assert_within_budget
+from tests.sides import SIDES, Side
+from tuning.static.gate import decode_spec, paged_spec
+from tuning.static.triton_aot import compile_kernels
+from twin_attention.contract.tolerances import MANTISSA_BITS, MAX_ERROR_ULPS
+from twin_attention.interop.kernels import in_jax
 from twin_attention.interop.parity.cases import DecodeCase, FlashCase, PagedCase, VarlenCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import Ours
-from tests.oracle import assert_within_budget
-from tests.sides import Side
-from tuning.static.triton_aot import compile_kernels
-from twin_attention.contract.tolerances import MANTISSA_BITS, MAX_ERROR_ULPS
 from twin_attention.targets import invariant
-from twin_attention.targets.config import load_table, table_path, use_configs
+from twin_attention.targets.config import HEAD_DIMS, load_table, table_path, use_configs
+from twin_attention.targets.target import TARGETS
 
 ON_GPU = torch.cuda.is_available()
+TRITON = Ours("torch_attn", "triton")
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"window_size": (130, 0)}, {"softcap": 4.0})
 LENGTHS = (1, 2, 63, 64, 65, 70, 150) if not ON_GPU else (1, 17, 64, 65, 600, 2047, 2049, 4500)
 # A row's out and lse: of which sequence, from which token on.
@@ -62,9 +68,10 @@ def make_problem(seed: int, attend: Any, device: str, **sizes: Any) -> Problem:
 
     q, k, v = draw(heads_q), draw(heads_kv), draw(heads_kv)
     sinks = torch.randn(heads_q, generator=random).to(device)
+    given = {"sinks": sinks, "causal": True, **options}
     found = [
-        attend("flash_attention", sinks=sinks, causal=True, q=q[None], k=k[None], v=v[None], **options)
-        for q, k, v in zip(q, k, v, strict=True)
+        attend("flash_attention", **dict(zip("qkv", alone, strict=True)), **given)
+        for alone in zip(*([x[None] for x in xs] for xs in (q, k, v)), strict=True)
     ]
     outs, lses = [out[0] for out, _ in found], [lse[0] for _, lse in found]
     return Problem(q, k, v, sinks, options, outs, lses)
@@ -93,7 +100,9 @@ def _dense(rng: Any, problem: Problem, starts: Any, stops: Any, attend: Any) -> 
     """One sequence among neighbours of NaN."""
     i, row, others = int(rng.integers(len(stops))), int(rng.integers(3)), int(rng.integers(3, 5))
     parts = problem.q[i][starts[i] : stops[i]], problem.k[i][: stops[i]], problem.v[i][: stops[i]]
-    batch = [torch.full((others, *x.shape), torch.nan, dtype=x.dtype, device=x.device) for x in parts]
+    batch = [
+        torch.full((others, *x.shape), torch.nan, dtype=x.dtype, device=x.device) for x in parts
+    ]
     for x, part in zip(batch, parts, strict=True):
         x[row] = part
     out, lse = attend(**dict(zip("qkv", batch, strict=True)))
@@ -202,8 +211,112 @@ def test_schedules(side, seed, torch_device):
     check(side, seed, torch_device, d=(64, 128)[seed % 2], hkv=(1, 4)[seed // 2 % 2])
 
 
-def test_spans(side, torch_device, monkeypatch):
-    """Splits merge what programs over all keys fold."""
-    monkeypatch.setattr("tests.semantics.test_batch_invariant.LENGTHS", (2100,))
-    check(side, 3, torch_device, hq=1, d=16, options={"window_size": (100, 0)})
-    check(side, 4, torch_device, hq=1, d=16, options={})
+@pytest.mark.skipif(not ON_GPU, reason="NumPy rounds by shape")
+def test_other_blocks_are_noticed(torch_device):
+    attend, found = attention_of(SIDES["torch_attn"]()), 0
+    with use_configs({"paged_decode": {"block_kv": 32}}):
+        for seed in range(8):
+            problem = make_problem(seed, attend, torch_device)
+            found += differences(problem, schedule(seed, problem, attend))[0]
+    assert found
+
+
+CASES = [
+    FlashCase("", heads_q=2, heads_kv=1, causal=True, batch_invariant=True, sinks=True),
+    FlashCase("", seq_q=130, seq_kv=70, window_size=(9, 30), batch_invariant=True, row_max=True),
+    FlashCase("", heads_q=3, heads_kv=1, head_dim=24, head_dim_v=136, batch_invariant=True),
+    VarlenCase("", dtype="float16", window_size=(20, 0), softcap=4.0, batch_invariant=True),
+    PagedCase("", (70, 0, 9), new_tokens=(20, 0, 9), padding=2, sinks=True, batch_invariant=True),
+    DecodeCase("", (70, 0, 128, 1), tokens=17, scale=-0.2, batch_invariant=True),
+    DecodeCase("", (100, 3), window_size=(50, 0), sinks=True, batch_invariant=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_results_are_within_the_budget(case, torch_device):
+    inputs = make_inputs(case, torch_device)
+    assert_within_budget(TRITON.start()(case, inputs), inputs, case.spec)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}, {"sinks": True}])
+def test_a_merge_of_spans_has_the_bits_of_a_program_over_all(options, torch_device):
+    lengths, page = (2100, 40, 0, 2048, 4099), {"page_size": 128, "max_pages": 34}
+    case = DecodeCase("", lengths, tokens=2, heads_q=2, head_dim=16, batch_invariant=True, **page)
+    case = replace(case, **options)
+    inputs = make_inputs(case, torch_device)
+    one, several = (TRITON.start()(replace(case, num_splits=n), inputs) for n in (1, 2))
+    assert_within_budget(one, inputs, case.spec)
+    for name, x in one.items():
+        assert torch.equal(x, several[name]), name
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS[:-1])
+def test_a_head_dimension_has_one_block(head_dim):
+    blocks = set()
+    for target, name in product(TARGETS, ("flash_fwd", "paged_decode", "paged_attention")):
+        rows = load_table(table_path("torch_attn", target))[name]
+        of_option = [row for row in rows if "batch invariant" in dict(row.key).get("when", "")]
+        conditions = {dict(row.key)["when"] for row in of_option}
+        for when in conditions:
+            reached = [x for x in of_option if dict(x.key)["when"] == when]
+            config: Any = next(x.config for x in reached if dict(x.key)["head_dim"] >= head_dim)
+            block_rows = config.block_q if name == "flash_fwd" else config.max_rows
+            blocks.add(config.block_kv)
+            assert invariant.SPAN % config.block_kv == 0
+            # Each warp has 16 rows, and Triton gives it all keys of a block.
+            assert block_rows >= 16 * config.num_warps
+            assert config.num_warps == 1 or block_rows >= config.block_kv
+    assert len(blocks) == 1
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_no_two_warps_share_a_row(target):
+    specs = (
+        paged_spec("bfloat16", 128, max_pages=8),
+        decode_spec("bfloat16", 64, 2, 4, tokens=16, max_pages=8),
+    )
+    for spec in specs:
+        compiled = compile_kernels(replace(spec, batch_invariant=True), target)
+        name, _, found = compiled[0]
+        warps = re.findall(r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]", found.asm["ttgir"])
+        assert name.startswith("paged")
+        assert {x for _, x in warps} == {"1"}, warps
+
+
+REFUSED = {
+    "segment ids": FlashCase("", segments="documents", causal=True),
+    "alibi_slopes and dropout": FlashCase("", dropout_rate=0.1),
+    "not float32": FlashCase("", dtype="float32"),
+    "up to 256": FlashCase("", head_dim=320),
+    "in 16 bits": DecodeCase("", kv_dtype="int8"),
+    "takes no tree_ends": DecodeCase("", tokens=3, tree="drafts"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_the_kernels_lack_is_refused(reason):
+    case = replace(REFUSED[reason], batch_invariant=True)
+    assert reason in (TRITON.supports(case) or "")
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        TRITON.start()(case, make_inputs(case, "cpu"))
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[-1]], ids=["flash", "decode"])
+def test_no_other_kernels_run(case):
+    """On a CPU None would be the reference, which rounds by shape."""
+    inputs = {x: y for x, y in make_inputs(case, "cpu").items() if x not in ("dout", "dlse")}
+    for side, names in (
+        ("torch_attn", (None, "reference")),
+        ("pallas_attn", ("triton", "reference")),
+    ):
+        for name in names:
+            with pytest.raises(NotImplementedError, match="its rounding follows the shape"):
+                Ours(side, name).start()(case, inputs)  # pyright: ignore[reportArgumentType]
+
+
+def test_jax_without_torch_says_so(monkeypatch):
+    monkeypatch.setattr(in_jax, "find_spec", lambda name: None)
+    q = jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.bfloat16)
+    attend = partial(pallas_attn.flash_attention, batch_invariant=True)
+    with pytest.raises(NotImplementedError, match=r"torch_triton.*is not installed"):
+        jax.eval_shape(partial(attend, implementation="torch_triton"), q, q, q)

@@ -318,9 +318,7 @@ def merge_spans_kernel(
         m_span = tl.load(parts.maxima + at)
         has_keys = m_span != float("-inf")
         l_span = tl.load(parts.sums + at, mask=has_keys, other=0.0)
-        acc_span = load_rows_at(
-            parts.accs, (at,), (HEAD_DIM_V,), has_keys, HEAD_DIM_V, BLOCK_DV
-        )
+        acc_span = load_rows_at(parts.accs, (at,), (HEAD_DIM_V,), has_keys, HEAD_DIM_V, BLOCK_DV)
         m_i, l_i, acc = _fold(m_i, l_i, acc, m_span, l_span, acc_span)
     head, token = row % HEADS, row // HEADS
     sink = None
@@ -329,9 +327,7 @@ def merge_spans_kernel(
     out, lse = _finish(sink, m_i, l_i, acc)
     lse_row = (token // tokens * HEADS + head) * tokens + token % tokens
     tl.store(lse_ptr + lse_row + one, lse)
-    store_rows_at(
-        out_ptr, out, (row + one,), (HEAD_DIM_V,), one == 0, HEAD_DIM_V, BLOCK_DV
-    )
+    store_rows_at(out_ptr, out, (row + one,), (HEAD_DIM_V,), one == 0, HEAD_DIM_V, BLOCK_DV)
 
 
 def flash_fwd(
