@@ -92,7 +92,7 @@ def paged_decode(
         block_tables: [B, max_pages] int32, ids of pages.
         seq_lens: [B] int32, keys of each sequence, including the new tokens.
         causal: only True: new tokens are causal among themselves.
-        scale, softcap, sinks, return_lse: as in `flash_attention`.
+        scale, softcap, sinks, batch_invariant, return_lse: as in `flash_attention`.
         window_size: (left, right): a token sees keys from p - left on. None is unlimited; right has
             no effect.
         k_scale, v_scale: [] or [Hkv] float32, factors of an 8-bit cache's numbers.
