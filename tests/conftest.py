@@ -30,7 +30,11 @@ __all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 ON_GPU = torch.cuda.is_available()
 # Tests of up to a minute: at the end the other workers would wait for them.
-LONG = ("tests/kernels/", "tests/tuning/", "tests/parity/", "tests/test_site.py")
+LONG = (
+    "tests/kernels/", "tests/tuning/", "tests/parity/", "tests/test_site", "tests/test_types",
+    "tests/test_wheel", "tests/pallas_attn/test_context", "tests/pallas_attn/test_private",
+    "tests/pallas_attn/test_sharded",
+)  # fmt: skip
 compile_quickly()
 if without_lowering.HIDDEN:
     without_lowering.ask_for_others()
@@ -38,14 +42,6 @@ if without_lowering.HIDDEN:
 settings.register_profile("cpu", deadline=None, derandomize=True, max_examples=10)
 settings.register_profile("gpu", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("gpu" if ON_GPU else "cpu")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers",
-        "one_reference: run the reference of torch_attn only. Both sides' are the same code, and "
-        "test_named_cases runs both.",
-    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -120,8 +116,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if asked in EXPLICIT:
             decodes = "paged" in (x.folder for x in FAMILIES[package] if x.name == asked)
             has_it = has_it and (decodes or "/test_decode" not in item.nodeid)
-        if asked == "reference" and item.get_closest_marker("one_reference"):
-            has_it = package == "torch_attn"
+        if asked == "reference" and "/semantics/" in item.nodeid:
+            # Both sides' is the same code, and named cases run both.
+            has_it = package == "torch_attn" or "/test_named_cases" in item.nodeid
         has_it = has_it and without_lowering.keeps(item.nodeid)
         (kept if has_it else left_out).append(item)
     config.hook.pytest_deselected(items=left_out)

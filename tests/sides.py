@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,26 +98,6 @@ def takes(side: Side, implementation: str, case: Case) -> bool:
 
 
 IMPLEMENTATIONS = _implementations()
-
-
-def choose_runs(
-    metafunc: pytest.Metafunc,
-    cases: Callable[[str], Sequence[Any]],
-    explicit: Callable[[Any], bool] = lambda case: True,
-) -> None:
-    """Run a test for each implementation, as `by`, and each `case` of its suite.
-
-    The plain reference runs the small suite; `explicit` tells what explicit kernels run.
-    """
-    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
-    suites["reference"] = "small"
-    runs = [
-        (name, case)
-        for name, suite in suites.items()
-        for case in cases(suite)
-        if name not in EXPLICIT or explicit(case)
-    ]
-    metafunc.parametrize(("by", "case"), runs, ids=[f"{name}-{case.name}" for name, case in runs])
 
 
 Side = TorchSide | PallasSide

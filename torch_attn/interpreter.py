@@ -17,11 +17,13 @@ It uses the private ``triton.runtime.interpreter``. If a name is missing, this i
   then, no Gluon kernel compiles later.
 - `create_dot` always multiplies in IEEE precision. `_Builder` gives it operands in TF32.
 - `_Builder` turns off the slow integer overflow check, which does nothing without `debug`.
+- ``block_type`` and ``tensor`` compute the same sizes anew, which took a third of a launch.
 - ``tensor.__index__`` calls ``int`` on an array of one element in Triton 3.6; NumPy 2.4 refuses it.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -144,6 +146,8 @@ class _Builder(InterpreterBuilder):
 
 _builder = _Builder()
 _semantic = TritonSemantic(_builder)
+_triton_init = tl.block_type.__init__
+_block_types: dict[tuple[Any, ...], dict[str, Any]] = {}
 
 
 def _as_tf32(value: TensorHandle) -> TensorHandle:
@@ -162,6 +166,24 @@ def _np_dtype(dtype: tl.dtype) -> np.dtype:
     return BFLOAT16 if dtype.scalar == tl.bfloat16 else _triton_np_dtype(dtype)
 
 
+def _init_block_type(self: tl.block_type, element_ty: tl.dtype, shape: Any) -> None:
+    key = element_ty.name, *(getattr(x, "value", x) for x in shape)
+    if key not in _block_types:
+        _triton_init(self, element_ty, shape)
+        _block_types[key] = vars(self)
+    vars(self).update(_block_types[key])
+
+
+def _init_tensor(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _sizes_of(tuple(getattr(type, "shape", ())))
+
+
+@cache
+def _sizes_of(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([*map(tl.constexpr, shape)]), tl.constexpr(math.prod(shape))
+
+
 @contextmanager
 def _patched_language() -> Iterator[None]:
     """Make `triton.language` compute on NumPy arrays inside the block."""
@@ -171,6 +193,8 @@ def _patched_language() -> Iterator[None]:
     patches.set_attr(interpreter, "interpreter_semantic", _semantic)
     patches.set_attr(interpreter, "_get_np_dtype", _np_dtype)
     patches.set_attr(JITFunction, "__call__", _call_helper)
+    patches.set_attr(tl.block_type, "__init__", _init_block_type)
+    patches.set_attr(tl.tensor, "__init__", _init_tensor)
     language = interpreter._patch_lang(modules)
     language.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
     try:

@@ -1,27 +1,16 @@
-"""Helpers of ranges, and ranges in the reference, against their definitions query by query."""
-
-from dataclasses import replace
-from itertools import pairwise
+"""Helpers of ranges against their definitions, query by query."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from tests.contract.test_tree_reference import CASE as TREE
-from tests.contract.test_tree_reference import seen as seen_in_tree
-from twin_attention.contract.cost import range_pairs
-from twin_attention.contract.operands import FlashOperands, VarlenOperands
 from twin_attention.contract.ranges import (
     block_diffusion_ranges,
     check_ranges,
     prefix_ranges,
     span_ranges,
 )
-from twin_attention.contract.reference.attention import attention_forward
-from twin_attention.contract.reference.packed import varlen_forward
-from twin_attention.interop.parity.cases import FlashCase, VarlenCase
-from twin_attention.interop.parity.inputs import make_inputs
 
 FRAMEWORKS = pytest.mark.parametrize("array", [np.array, torch.tensor, jnp.array])
 
@@ -98,71 +87,3 @@ def test_what_is_wrong_is_named(arguments, error, message):
     with pytest.raises(error) as raised:
         check_ranges(*arguments)
     assert str(raised.value) == message
-
-
-CASES = [
-    FlashCase("none", batch=2, seq_q=9, seq_kv=13, head_dim=16, dtype="float64", ranges="any"),
-    FlashCase("causal", batch=1, seq_q=9, seq_kv=9, head_dim=16, causal=True, ranges="prefix"),
-    FlashCase("window", seq_q=20, seq_kv=17, head_dim=16, window_size=(3, 1), ranges="any"),
-    replace(TREE, name="tree", ranges="both"),
-]  # fmt: skip
-
-
-def visible(case: FlashCase, x, b: int) -> torch.Tensor:
-    """Return the mask [Sq, Skv], from the definition."""
-    right = 0 if case.causal else None if case.window_size is None else case.window_size[1]
-    left = None if case.window_size is None else case.window_size[0]
-    found = torch.zeros(case.seq_q, case.seq_kv, dtype=torch.bool)
-    no_segments = replace(case, segments="")
-    in_tree = seen_in_tree(no_segments, x, b) if case.tree else None
-    for i in range(case.seq_q):
-        p = i + case.seq_kv - case.seq_q
-        ranges = x["q_ranges"][b, i].tolist()
-        for j in range(case.seq_kv):
-            is_seen = (left is None or p - j <= left) and (right is None or j - p <= right)
-            if in_tree is not None:
-                is_seen = bool(in_tree[i, j])
-            is_seen |= any(begin <= j < end for begin, end in ranges)
-            if case.segments:
-                is_seen &= int(x["q_segment_ids"][b, i]) == int(x["kv_segment_ids"][b, j]) >= 0
-            found[i, j] = is_seen
-    return found
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_reference_is_the_definition(case):
-    x = make_inputs(replace(case, dtype="float32"), "cpu")
-    double = {n: v.double() if v.is_floating_point() else v for n, v in x.items()}
-    operands = FlashOperands(**{n: double.get(n) for n in FlashOperands._fields})
-    out, _ = attention_forward(operands, case.spec, torch.float64)
-    for b in range(case.batch):
-        mask = visible(case, x, b)
-        q, k, v = (double[n][b].nan_to_num(0) for n in ("q", "k", "v"))
-        s = torch.einsum("ihd,jhd->hij", q, k) * case.spec.scale
-        s = s.masked_fill(~mask, -torch.inf)
-        sink = double["sinks"] if case.sinks else torch.full((case.heads_q,), -torch.inf)
-        s = torch.cat([s, sink.double()[:, None, None].expand(-1, case.seq_q, 1)], 2)
-        p = s.softmax(2).nan_to_num(0)[..., :-1]
-        torch.testing.assert_close(out[b], torch.einsum("hij,jhd->ihd", p, v))
-        if not case.tree and not case.segments:
-            one = replace(case, batch=1).spec
-            pairs = range_pairs(one, x["q_ranges"][b : b + 1].numpy())
-            assert pairs == case.heads_q * int(mask.sum())
-
-
-def test_packed_ranges_are_each_alone():
-    lengths = ((9, 14), (0, 3), (11, 11), (5, 2))
-    case = VarlenCase("packed", lengths, head_dim=16, ranges="any", window_size=(3, None))
-    x = make_inputs(replace(case, dtype="float32"), "cpu")
-    operands = VarlenOperands(**{n: x.get(n) for n in VarlenOperands._fields})
-    out, lse = varlen_forward(operands, case.spec, torch.float64)
-    bounds = zip(pairwise(x["cu_seqlens_q"]), pairwise(x["cu_seqlens_kv"]), strict=True)
-    for (begin, end), (first, last) in bounds:
-        own = FlashOperands(
-            x["q"][None, begin:end], x["k"][None, first:last], x["v"][None, first:last],
-            q_ranges=x["q_ranges"][None, begin:end],
-        )  # fmt: skip
-        spec = case.spec.sequence(int(end - begin), int(last - first))
-        want, want_lse = attention_forward(own, spec, torch.float64)
-        torch.testing.assert_close(out[begin:end], want[0])
-        torch.testing.assert_close(lse[:, begin:end], want_lse[0])

@@ -1,3 +1,4 @@
+import multiprocessing
 from collections.abc import Callable
 from functools import partial
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from twin_attention.contract.explain import Explanation
-from twin_attention.interop.parity import environment
+from twin_attention.interop.parity import environment, workers
 from twin_attention.interop.parity.cases import Case
 from twin_attention.interop.parity.inputs import Tensors
 from twin_attention.interop.parity.oracle import evaluate
@@ -13,6 +14,14 @@ from twin_attention.interop.parity.sides import Ours
 
 Spoil = Callable[[Ours, Case, Tensors], None]
 EXPLANATION = Explanation("triton", "interpreter", "a fake device", None, "a test asked for it")
+
+
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork workers from a process that has imported what they need; it has no GPU."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parity.test_workers", "tests.parity.test_fuzz"])
+    monkeypatch.setattr(workers, "SPAWN", context)
 
 
 @pytest.fixture

@@ -260,6 +260,7 @@ def hangs_or_dies(problem: Problem) -> CaseResult:
     return result_of(problem)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_problem_is_shrunk_to_the_smallest_that_fails_alike():
     case = VarlenCase(
         "", ((4, 9), (30, 77), (5, 5)), (3, 4), 12, 4, 64, 32, softcap=2.0, sinks=True
@@ -273,22 +274,24 @@ def test_a_problem_is_shrunk_to_the_smallest_that_fails_alike():
     assert (smallest.rows, smallest.hook, smallest.spread) == ({}, "", 1.0)
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_hang_and_a_death_are_named_and_the_others_go_on():
     problems = [
         Problem(replace(SMALL, name=name)) for name in ("hangs", "dies", "ends", "ends too")
     ]
     started = time.monotonic()
-    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 10.0)}
+    results = {x.name: x for x in run_cases(problems, hangs_or_dies, 2, lambda name: None, 3.0)}
     assert time.monotonic() - started < 300
     assert results["ends"].ok
     assert results["ends too"].ok
     where = "in torch_attn gluon sm90, again"
-    assert results["hangs"].error == f"hung: no result after 10 seconds, {where}"
+    assert results["hangs"].error == f"hung: no result after 3 seconds, {where}"
     assert results["dies"].error == f"worker process died: SIGSEGV, {where}"
     assert failures_of(results["hangs"]) == {("torch_attn gluon sm90", "hung")}
     assert failures_of(results["dies"]) == {("torch_attn gluon sm90", "worker process died")}
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_the_command_counts_what_ran(tmp_path, capsys):
     arguments = ["--fuzz", "1", "--seed", "4", "--jobs", "1", "--implementations", "reference"]
     assert command.main([*arguments, "--output", str(tmp_path)]) == 0

@@ -53,6 +53,7 @@ def test_every_case_runs_once_in_a_process_that_is_kept():
     assert len(processes) <= 2
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -84,18 +85,20 @@ class SlowStart:
 
 
 def start_slowly():
-    time.sleep(4)
+    time.sleep(2)
     return run
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_a_slow_start_is_no_hang(monkeypatch):
-    (result,) = run_cases(cases("a"), SlowStart(), 1, ignore, 2.0)
+    (result,) = run_cases(cases("a"), SlowStart(), 1, ignore, 1.0)
     assert result.error is None
     monkeypatch.setattr(workers, "START", 0.0)
-    (result,) = run_cases(cases("a"), SlowStart(), 1, ignore, 2.0)
-    assert result.error == "hung: no result after 2 seconds"
+    (result,) = run_cases(cases("a"), SlowStart(), 1, ignore, 1.0)
+    assert result.error == "hung: no result after 1 seconds"
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_an_interrupt_is_left_to_the_parent():
     results = list(run_cases(cases("interrupt", "a"), run, 2, ignore))
     assert sorted((result.name, result.error) for result in results) == [
@@ -112,7 +115,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.usefixtures("ctrl_c", "forked_workers")
 def test_an_interrupt_ends_all_processes_at_once():
     def interrupt(name: str) -> None:
         if name == "last":

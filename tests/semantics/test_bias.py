@@ -7,8 +7,6 @@ from tests.sides import TorchSide, attention
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
 
-pytestmark = pytest.mark.one_reference
-
 CASE = FlashCase(
     "bias", seq_q=70, seq_kv=90, heads_q=2, heads_kv=1, head_dim=16, dtype="float32", bias="bhqk",
 )  # fmt: skip

@@ -11,8 +11,6 @@ from tests.sides import takes
 from twin_attention.interop.parity.cases import DecodeCase
 from twin_attention.interop.parity.inputs import make_inputs
 
-pytestmark = pytest.mark.one_reference
-
 # Pages that fill no tile and straddle two; full tiles of 8 sequences and others.
 CASE = DecodeCase(
     "cascade", lengths=(150, 300, 0, 299, 150, 7, 300, 200, 299, 290),

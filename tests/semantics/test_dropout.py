@@ -9,8 +9,6 @@ from twin_attention.contract.dropout import LEVELS, DropoutRule, dropout_weights
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
 
-pytestmark = pytest.mark.one_reference
-
 CASE = FlashCase(
     "dropout", seq_q=70, seq_kv=80, heads_q=2, heads_kv=1, head_dim=32, dtype="float32",
     dropout_rate=0.3,

@@ -7,8 +7,6 @@ from twin_attention.interop.parity.cases import FlashCase, VarlenCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import results
 
-pytestmark = pytest.mark.one_reference
-
 LEAST = torch.finfo(torch.float32).min
 VALUES = (-1e4, -1e9, -1e10, -1e30, torch.finfo(torch.bfloat16).min, LEAST)
 

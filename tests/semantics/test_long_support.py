@@ -13,8 +13,6 @@ from tests.sides import attention
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
 
-pytestmark = pytest.mark.one_reference
-
 PROBES = 8  # columns of each kind
 SIZES = [
     (130, 4300),

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 
 from tests.oracle import assert_within_budget
-from tests.sides import EXPLICIT, choose_runs, strict_types
+from tests.sides import EXPLICIT, IMPLEMENTATIONS, strict_types
 from twin_attention.interop.parity.cases import AppendCase, BlockSparseCase, ContextCase, PagedCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import GRADIENTS, call
@@ -30,7 +30,16 @@ def run_explicitly(case):
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    choose_runs(metafunc, named_cases, run_explicitly)
+    """The plain reference is the same code on both sides, and runs the quick suite."""
+    suites = dict.fromkeys(IMPLEMENTATIONS, metafunc.config.getoption("--suite"))
+    suites["reference"] = "quick"
+    runs = [
+        pytest.param(by, case, id=f"{by}-{case.name}")
+        for by, suite in suites.items()
+        for case in named_cases(suite)
+        if by not in EXPLICIT or run_explicitly(case)
+    ]
+    metafunc.parametrize(("by", "case"), runs)
 
 
 def test_results_and_gradients(side, by, case, torch_device):

@@ -14,8 +14,6 @@ from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
 
-pytestmark = pytest.mark.one_reference
-
 CASE = FlashCase(
     "ranges", batch=1, seq_q=90, seq_kv=90, heads_q=2, heads_kv=1, head_dim=16, head_dim_v=24,
     dtype="float32", causal=True, sinks=True,

@@ -1,13 +1,10 @@
 from dataclasses import replace
 
-import pytest
 import torch
 
 from tests.sides import attention
 from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
-
-pytestmark = pytest.mark.one_reference
 
 CASE = FlashCase(
     "terms", seq_q=70, seq_kv=90, heads_q=2, heads_kv=1, head_dim=32, dtype="float32", relative=9,

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,6 @@ from twin_attention.interop.parity.cases import FlashCase
 from twin_attention.interop.parity.inputs import make_inputs
 from twin_attention.interop.parity.sides import results
 from twin_attention.targets.config import use_configs
-
-pytestmark = pytest.mark.one_reference
 
 CASE = FlashCase(
     "tree", batch=1, seq_q=90, seq_kv=90, heads_q=2, heads_kv=1, head_dim=16, head_dim_v=24,

@@ -3,8 +3,15 @@
 from heapq import heapreplace
 from random import Random
 
+import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 
+from pallas_attn.kernels.library import schedule
+from torch_attn.interpreter import interpreted
+from torch_attn.kernels.library.schedule import longest_first
 from twin_attention.contract.spec import AttentionSpec, VarlenSpec, Window
 from twin_attention.targets.schedule import heads_together, programs_of_sm
 
@@ -92,3 +99,22 @@ def test_all_heads_whose_sums_exceed_the_cache_start_together(
     num_tiles, programs = -(-seq // block), 2 * NUM_SMS
     found = heads_together(problem(batch, seq, heads_q), num_tiles, programs, batch * heads_kv)
     assert found == together
+
+
+@triton.jit
+def places_kernel(places_ptr, num_tiles, together):
+    head, tile = longest_first(num_tiles, together)
+    tl.store(places_ptr + tl.program_id(0), head)
+    tl.store(places_ptr + tl.num_programs(0) + tl.program_id(0), tile)
+
+
+@pytest.mark.parametrize(("num_heads", "together"), [(6, 2), (7, 3), (2, 5), (1, 1), (4, 4)])
+def test_each_tile_once_and_the_last_heads_together(num_heads, together):
+    places = torch.full((2, 4 * num_heads), -1, dtype=torch.int32)
+    interpreted(places_kernel)[(4 * num_heads,)](places, 4, together)
+    of_jax = schedule.longest_first(np.arange(4 * num_heads), 4, num_heads, together)
+    last = min(together, num_heads)
+    expected = [3, 2, 1, 0] * (num_heads - last) + [x for x in (3, 2, 1, 0) for _ in range(last)]
+    for heads, tiles in (places.tolist(), (x.tolist() for x in of_jax)):
+        assert {*zip(heads, tiles, strict=True)} == {*np.ndindex(num_heads, 4)}
+        assert tiles == expected

@@ -177,13 +177,14 @@ def test_nested_tensors(on_cpu, monkeypatch):
         torch.testing.assert_close(out, flash_attention(*(x[None] for x in one), causal=True)[0])
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["BHSD", "SBHD"])
 def test_compiled(on_cpu, order):
     def attend(q, k, v):
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0] * 2
 
     qkv = [draw(order, 2, 4, 10, 16) for _ in range(3)]
-    out, wanted = torch.compile(attend, fullgraph=True)(*qkv), attend(*qkv)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    out, wanted = compiled(*qkv), attend(*qkv)
     torch.testing.assert_close(out, wanted)
     gradients = torch.autograd.grad(out.sum(), qkv)
     torch.testing.assert_close(gradients, torch.autograd.grad(wanted.sum(), qkv))

@@ -1,5 +1,7 @@
 """Uniform registers that nothing wrote are found."""
 
+import pytest
+
 from tuning.static.uniform import unwritten
 
 # The address of a tile of v is computed in one of two ways, or in only one.
@@ -18,34 +20,27 @@ SASS = """
 """
 
 
-def test_a_register_written_on_every_path_is_written():
-    assert unwritten(SASS.format("UMOV UR6, URZ")) == []
+WRITTEN = {
+    "on every path": "UMOV UR6, URZ",
+    "behind a predicate": "ULOP3.LUT UP0, UR6, UR4, 0x2, URZ, 0xc0, !UPT",
+    "kept and copied back unwritten": (
+        "UMOV UR6, URZ ; /*0061*/ MOV R4, UR19 ; /*0062*/ R2UR UR19, R4"
+    ),
+    "copied from a result": "MOV R4, UR6 ; /*0061*/ FADD R4, R1, R2 ; /*0062*/ R2UR UR6, R4",
+}
+UNWRITTEN = {
+    "UMOV UR8, URZ": "HGMMA",  # one path leaves it
+    "UIADD3 UR6, UP0, UR6, 0x40, URZ": "UIADD3 UR6, UP0, UR6",  # read to make itself
+    "MOV R4, UR6 ; /*0061*/ R2UR UR6, R4": "HGMMA",  # copied back as unwritten as before
+}
 
 
-def test_a_register_that_one_path_leaves_is_found():
-    (found,) = unwritten(SASS.format("UMOV UR8, URZ"))
-    assert "HGMMA" in found
-
-
-def test_a_register_that_is_read_to_make_itself_is_found():
-    (found,) = unwritten(SASS.format("UIADD3 UR6, UP0, UR6, 0x40, URZ"))
-    assert "UIADD3 UR6, UP0, UR6" in found
-
-
-def test_a_register_that_is_written_behind_a_predicate_is_written():
-    assert unwritten(SASS.format("ULOP3.LUT UP0, UR6, UR4, 0x2, URZ, 0xc0, !UPT")) == []
-
-
-def test_a_register_may_be_kept_and_copied_back_unwritten():
-    code = "UMOV UR6, URZ ; /*0061*/ MOV R4, UR19 ; /*0062*/ R2UR UR19, R4"
+@pytest.mark.parametrize("code", WRITTEN.values(), ids=WRITTEN)
+def test_a_register_that_is_written_is_not_found(code):
     assert unwritten(SASS.format(code)) == []
 
 
-def test_a_register_that_is_copied_back_is_as_unwritten_as_before():
-    (found,) = unwritten(SASS.format("MOV R4, UR6 ; /*0061*/ R2UR UR6, R4"))
-    assert "HGMMA" in found
-
-
-def test_a_register_copied_from_a_result_is_written():
-    code = "MOV R4, UR6 ; /*0061*/ FADD R4, R1, R2 ; /*0062*/ R2UR UR6, R4"
-    assert unwritten(SASS.format(code)) == []
+@pytest.mark.parametrize(("code", "reader"), UNWRITTEN.items())
+def test_a_register_that_nothing_wrote_is_found(code, reader):
+    (found,) = unwritten(SASS.format(code))
+    assert reader in found
