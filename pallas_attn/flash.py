@@ -128,9 +128,9 @@ def flash_attention(
         return_lse: also return the log-sum-exp, which is differentiable.
         return_row_max: also return each row's largest visible score, without sinks and without a
             gradient.
-        batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or pages,
-            so that training and serving agree (docs/semantics.md); implies ``deterministic=True``.
-            In "torch_triton" only.
+        batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or
+            pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
+            and "torch_triton".
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "gluon"
             (torch_attn's Gluon kernels, inside this program), "torch_triton" (torch_attn's Triton

@@ -128,9 +128,9 @@ def flash_attention(
         return_lse: also return the log-sum-exp, which is differentiable.
         return_row_max: also return each row's largest visible score, without sinks and without a
             gradient.
-        batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or pages,
-            so that training and serving agree (docs/semantics.md); implies ``deterministic=True``.
-            In "triton" only.
+        batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or
+            pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
+            and "triton".
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
             CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
             stream), "reference" (plain torch in float32, O(Sq · Skv) memory), or None: the fastest
