@@ -130,7 +130,7 @@ def flash_attention(
             gradient.
         batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or
             pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
-            and "torch_triton".
+            and torch_attn's Triton kernels.
         implementation: "mosaic" (explicit kernels for SM80 and SM90; from jax 0.11 on), "triton"
             (Pallas kernels in the Triton lowering; on a CPU in the Pallas interpreter), "gluon"
             (torch_attn's Gluon kernels, inside this program), "torch_triton" (torch_attn's Triton

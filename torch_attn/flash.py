@@ -130,7 +130,7 @@ def flash_attention(
             gradient.
         batch_invariant: a row's bits do not depend on the rest of the batch, packing, chunks or
             pages, so training and serving agree (docs/semantics.md). Implies ``deterministic=True``
-            and "triton".
+            and torch_attn's Triton kernels.
         implementation: "gluon" (explicit kernels for SM80 and SM90), "triton" (Triton kernels; on a
             CPU in Triton's interpreter), "mosaic" (pallas_attn's Mosaic GPU kernels, on torch's
             stream), "reference" (plain torch in float32, O(Sq · Skv) memory), or None: the fastest

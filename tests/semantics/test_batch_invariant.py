@@ -190,8 +190,12 @@ CASES = {
     "wide": FlashCase("", heads_q=3, heads_kv=1, head_dim=24, head_dim_v=136, batch_invariant=True),
     "packed": VarlenCase("", dtype="float16", window_size=(20, 0), batch_invariant=True),
     "chunks": PagedCase("", (70, 0, 9), new_tokens=(20, 0, 9), padding=2, batch_invariant=True),
+    "spans": DecodeCase(
+        "", (2100,), tokens=2, page_size=64, max_pages=40, num_splits=2, sinks=True,
+        batch_invariant=True,
+    ),
     "scale": DecodeCase("", (70, 0, 128, 1), tokens=17, scale=-0.2, batch_invariant=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

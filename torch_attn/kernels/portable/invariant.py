@@ -49,7 +49,7 @@ UNSPECIALIZED = [
 ]  # fmt: skip
 
 
-class Parts(NamedTuple):
+class SpanParts(NamedTuple):
     """Running softmaxes of each span, float32: maxima and sums [spans, rows], accs [.., Dv]."""
 
     maxima: Any
@@ -71,8 +71,8 @@ def invariant_kernel(
     Row r of a sequence is its token ``r // GROUP_SIZE`` of query head ``r % GROUP_SIZE`` of the
     group. Operands: q [B, S, Hq, D], or [T, Hq, D] of packed tokens, with `Offsets`; a `Cache`,
     where without tables batch elements are pages; out, lse and row_max as in `flash_fwd_kernel`;
-    or `Parts`. num_sequences is None without packed tokens. Grid: (row tiles · kv heads · batch),
-    in the order of `longest_first`, and spans if there are parts. Accumulation: float32, exponents
+    or `SpanParts`. num_sequences is None without packed tokens. Grid: (row tiles · kv heads ·
+    batch), in the order of `longest_first`, and spans with parts. Accumulation: float32, exponents
     in base 2, p cast to v's dtype. FOLDS: there may be several spans, and no parts. BLOCK_ROWS and
     BLOCK_KV are powers of two, and BLOCK_KV divides a span.
     """
@@ -249,7 +249,7 @@ def merge_spans_kernel(
     out_ptr, lse_ptr, parts, sinks_ptr, num_spans, tokens, HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, BLOCK_SPANS: tl.constexpr,
 ):  # fmt: skip
-    """One program merges the `Parts` of one row of out [B, S, H, Dv] from left to right.
+    """One program merges the `SpanParts` of one row of out [B, S, H, Dv] from left to right.
 
     A part whose maximum is -inf has no keys: its other numbers were not written.
     """
@@ -324,20 +324,19 @@ def paged_fwd(
     kernel, q = decode_kernel(spec), operands.q
     rows = config_of(kernel, spec, backend, q.device).max_rows
     spans = invariant.choose_spans(spec, rows, num_sms(q.device, backend.target))
-    merged = spec.merge(spans)
     out = q.new_empty((*q.shape[:-1], spec.head_dim_v))
-    lse = q.new_empty((merged.batch, spec.heads_q, spec.tokens), dtype=torch.float32)
+    lse = q.new_empty((*q.shape[:-3], spec.heads_q, spec.tokens), dtype=torch.float32)
     parts = None
     if spans > 1:
         maxima, sums = (lse.new_empty((spans, lse.numel())) for _ in range(2))
-        parts = Parts(maxima, sums, lse.new_empty((spans, lse.numel(), spec.head_dim_v)))
+        parts = SpanParts(maxima, sums, lse.new_empty((spans, lse.numel(), spec.head_dim_v)))
     offsets = Offsets(operands.cu_seqlens_q if isinstance(operands, PagedOperands) else None)
     tensors = q, cache_of(operands), offsets, operands.sinks, out, lse, None, parts
     launch(kernel, invariant_kernel, _prepare_paged, tensors, spec, backend, spans)
     if parts is not None:
         tensors = out, lse, parts, operands.sinks
-        launch("combine", merge_spans_kernel, _prepare_merge, tensors, merged, backend)
-    return out, lse if offsets.q is None else lse[0]
+        launch("combine", merge_spans_kernel, _prepare_merge, tensors, spec.merge(spans), backend)
+    return out, lse
 
 
 def _prepare_paged(call: KernelCall) -> Prepared:
