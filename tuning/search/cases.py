@@ -63,7 +63,7 @@ def _flash_cases(gradients: bool) -> Iterator[FlashCase]:
                 )  # fmt: skip
                 yield FlashCase(
                     _name("invariant", dtype, head_dim, None), batch, 4096, 4096, heads, heads,
-                    head_dim, dtype=dtype, causal=True, batch_invariant=head_dim <= 256,
+                    head_dim, dtype=dtype, causal=True, batch_invariant=head_dim <= 128,
                     gradients=gradients,
                 )  # fmt: skip
                 yield FlashCase(
@@ -112,7 +112,7 @@ def _decode_cases(kernel: str) -> Iterator[DecodeCase]:
                 yield replace(case, name=f"{name}-short", lengths=(256,), max_pages=16)
                 crowd = (2048,) * 256 if cache else (4096,) * 64
                 yield replace(case, name=f"{name}-crowded", lengths=crowd)
-                if not cache and head_dim <= 256:
+                if not cache and head_dim <= 128:
                     case = replace(case, name=f"{name}-invariant", batch_invariant=True)
                     yield from (case, replace(case, name=f"{case.name}-16-tokens", tokens=16))
 
@@ -129,7 +129,7 @@ def _paged_cases() -> Iterator[PagedCase]:
             for softcap in SOFTCAPS:
                 name = _name("chunks", dtype, head_dim, softcap)
                 yield replace(base, name=name, head_dim=head_dim, softcap=softcap, **cache)
-            if not cache and head_dim <= 256:
+            if not cache and head_dim <= 128:
                 name = _name("chunks-invariant", dtype, head_dim, None)
                 yield replace(base, name=name, head_dim=head_dim, batch_invariant=True)
         yield _latent(base, "chunks", dtype, cache)

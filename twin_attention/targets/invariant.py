@@ -7,7 +7,7 @@ from twin_attention.contract.spec import AttentionSpec, VarlenSpec
 from twin_attention.targets.kernels import Spec
 
 SPAN = 2048  # keys that are summed from nothing
-HEAD_DIM_MAX = 256
+HEAD_DIM_MAX = 128  # with more, registers do not hold two sums of values
 _MOST_OF_PARTS = 2**28  # numbers of all spans' results together
 
 
@@ -25,7 +25,9 @@ def is_asked_of(spec: Spec) -> bool:
 
 def lacks(operation: str, spec: Spec) -> str | None:
     """Return why the kernels do not cover a problem with `batch_invariant`, or None."""
-    if operation == "flash_bwd" or not is_asked_of(spec):
+    if operation == "flash_bwd" or not isinstance(spec, AttentionSpec | DecodeSpec):
+        return None
+    if not spec.batch_invariant:
         return None
     if isinstance(spec, AttentionSpec):
         names = ("segmented", "tree", "ranges", "terms", "dropout_rate")
